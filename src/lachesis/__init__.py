@@ -1,0 +1,3 @@
+"""Lachesis: a GRPO trainer for language models."""
+
+__version__ = "0.1.0"

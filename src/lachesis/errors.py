@@ -1,0 +1,86 @@
+"""Every error that Lachesis raises on purpose.
+
+A message says what was wrong and where; ``remedy`` says what to do about it. The command line prints
+both in one line and exits with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+
+class LachesisError(Exception):
+    """Root of all errors of this package.
+
+    Args:
+        message: what was wrong, and where.
+        remedy: what the user can do about it, as an imperative sentence; may be empty.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.message} -> {self.remedy}" if self.remedy else self.message
+
+
+class ConfigError(LachesisError):
+    """A configuration that cannot be run: unknown key, wrong type, impossible arithmetic."""
+
+    exit_code = 2
+
+
+class DataError(LachesisError):
+    """A dataset or prompt that cannot be used: missing, empty, malformed, too long."""
+
+    exit_code = 3
+
+
+class RewardError(LachesisError):
+    """A reward function that raised, hung, or returned something that is no list of rewards."""
+
+    exit_code = 4
+
+
+class ModelError(LachesisError):
+    """A model or tokenizer that cannot be trained as asked."""
+
+    exit_code = 5
+
+
+class EngineError(LachesisError):
+    """Generation failed or the engine is in a state in which it cannot serve."""
+
+    exit_code = 6
+
+
+class StaleWeights(EngineError):
+    """The engine's weights are not the trainer's: a transfer did not arrive, or only in part."""
+
+    exit_code = 7
+
+
+class DeadlineExceeded(LachesisError):
+    """A named wait took longer than the configuration allows."""
+
+    exit_code = 8
+
+
+class CheckpointError(LachesisError):
+    """A checkpoint could not be written or read back."""
+
+    exit_code = 9
+
+
+class TrainingError(LachesisError):
+    """An optimizer step that must not be applied, such as one with a non-finite gradient."""
+
+    exit_code = 10
+
+
+class DependencyError(LachesisError):
+    """An optional dependency that the configuration needs is not installed."""
+
+    exit_code = 11

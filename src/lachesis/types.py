@@ -1,0 +1,168 @@
+"""The records that cross the boundaries between rooms. Immutable; no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+FinishReason = Literal["stop", "length", "abort"]
+Message = Mapping[str, Any]
+
+
+class VersionSpan(NamedTuple):
+    """Weight versions under which the first and the last token of a sequence were sampled."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One dataset row, ready to be sampled from.
+
+    ``columns`` is every column that reward functions may ask for. ``messages`` is set where the row was a
+    conversation, ``text`` is the rendered prompt in any case.
+    """
+
+    id: str
+    token_ids: tuple[int, ...]
+    text: str
+    messages: tuple[Message, ...] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample. Names and meanings are vLLM's; ``top_k=0``, ``top_p=1`` and ``min_p=0`` cut nothing."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Temperature 0 takes the likeliest token; its logprob is then that of temperature 1."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """``n`` completions of one prompt. Equal seeds give equal completions, whatever else is in the batch."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    n: int = 1
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine returns for one sequence.
+
+    ``logprobs[i]`` is that of ``token_ids[i]`` under the distribution it was sampled from: after
+    temperature, penalties and truncation.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    versions: VersionSpan
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion of a group, with all that training needs.
+
+    ``logprobs`` are behaviour logprobs, NaN where unknown. ``mask`` is 1 for tokens that the model sampled
+    and 0 for others (tool output). ``rewards`` has a value per reward function, ``None`` where it abstained.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    versions: VersionSpan
+    text: str = ""
+    mask: tuple[int, ...] | None = None
+    temperature: float = 1.0
+    rewards: tuple[float | None, ...] = ()
+    reward: float | None = None
+    advantage: float | None = None
+
+    def loss_mask(self) -> tuple[int, ...]:
+        """1 where a completion token counts in the loss; same length as ``completion_ids``."""
+        return self.mask if self.mask is not None else (1,) * len(self.completion_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """All completions of one prompt: the unit that rewards, advantages and filters work on."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    @property
+    def rewards(self) -> tuple[float | None, ...]:
+        """The total reward of each sample."""
+        return tuple(sample.reward for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryReading:
+    """Logprobs of a fixed token sequence under an engine's (or the trainer's) current weights.
+
+    ``logprobs[i]`` is that of token ``i + 1`` given the tokens before it, at temperature 1.
+    """
+
+    logprobs: tuple[float, ...]
+    version: int
+    session_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """A snapshot of an engine: is it able to serve, under which weights."""
+
+    ready: bool
+    version: int
+    session_id: str
+    paused: bool = False
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One sentence of the health rules: what is wrong and what to change."""
+
+    level: Literal["note", "warning", "problem"]
+    rule: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class EvalResult:
+    """Greedy (or sampled) evaluation on held-out problems. ``accuracy`` is the share of successes."""
+
+    step: int
+    accuracy: float
+    mean_reward: float
+    problems: int
+    mean_length: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What the sinks get for one finished optimizer step. ``values`` are reduced over all ranks."""
+
+    step: int
+    values: Mapping[str, float]
+    groups: Sequence[Group] = ()
+    evaluation: EvalResult | None = None
+    findings: Sequence[Finding] = ()
