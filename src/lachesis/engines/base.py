@@ -16,9 +16,7 @@ class Engine(ABC):
     """Generates completions. One engine may be a process of its own, many servers, or part of the trainer."""
 
     @abstractmethod
-    def generate(
-        self, requests: Sequence[GenerationRequest], *, deadline: Deadline
-    ) -> list[list[Completion]]:
+    def generate(self, requests: Sequence[GenerationRequest], *, deadline: Deadline) -> list[list[Completion]]:
         """Complete every request: ``result[i]`` holds the ``requests[i].n`` completions, in order.
 
         Raises:

@@ -1,0 +1,50 @@
+# Two commands do everything on a fresh machine: `make quickstart` and `make test`.
+#
+# Without a GPU torch is pinned to the release the project is tested with. On a machine that reaches PyTorch's own
+# index, `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install` takes its smaller CPU build.
+# With a GPU the torch that fits your driver is yours to choose: install it into .venv before `make install`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo constraints.txt || echo constraints-cpu.txt)
+STAMP := $(VENV)/.installed
+
+.PHONY: install quickstart test lint types unit contracts e2e browser chromium docs clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]'
+	touch $(STAMP)
+
+quickstart: install
+	$(BIN)/lachesis train examples/quickstart/config.yaml --overwrite
+
+test: lint types unit contracts e2e browser
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/pyright
+
+unit contracts e2e: install
+	$(BIN)/python -m pytest tests/$@
+
+browser: install chromium
+	$(BIN)/python -m pytest tests/browser
+
+# The report is looked at in a real browser; Debian's packages hold one with its driver.
+chromium:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
+	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; } || \
+	{ echo 'install Chromium and its driver: apt-get install chromium chromium-driver'; exit 1; }
+
+docs: install
+	$(BIN)/python docs/generate_reference.py
+
+clean:
+	rm -rf $(VENV) runs examples/quickstart/.cache

@@ -1,0 +1,325 @@
+"""One optimizer step of a fixed workload, ours and TRL's in one run: seconds, memory, share of the peak.
+
+    PYTHONPATH=src python benchmarks/train_step.py [--tiny] [--no-trl] [--repeats 5] [--out FILE.json]
+
+The workload is 64 sequences with 128 prompt tokens each (8 prompts with 8 completions) and completions of 16 to
+1,024 tokens, 33,120 tokens in all, on the architecture of Qwen2.5-1.5B with random bf16 weights. ``--tiny`` runs
+the same code on a small model on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from lachesis.config.schema import LoraAdapter, NoAdapter, OptimizerConfig
+from lachesis.train.backends.single import SingleDevice
+from lachesis.train.batch import pack
+from lachesis.train.loss_options import LossOptions
+from lachesis.train.model import LoadedModel, add_lora
+from lachesis.train.optimizer import build_optimizer
+from lachesis.train.policy import Policy
+from lachesis.types import Group, Prompt, Sample, VersionSpan
+
+PEAK_BF16_FLOPS = 989e12  # H100 and H200, dense, by the vendor's datasheet
+GROUPS, GENERATIONS, PROMPT_TOKENS = 8, 8, 128
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. ``mfu`` counts 6 FLOP a parameter for each of the workload's tokens."""
+
+    name: str
+    tokens_per_microbatch: int | None
+    seconds: float
+    spread: float
+    peak_gb: float
+    mfu: float
+    forward_tokens: int
+    micro_batches: int
+
+
+def architecture(*, tiny: bool) -> Qwen2Config:
+    if tiny:
+        return Qwen2Config(
+            vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=128, max_position_embeddings=2048, tie_word_embeddings=True,
+        )  # fmt: skip
+    return Qwen2Config(
+        vocab_size=151936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
+        intermediate_size=8960, max_position_embeddings=32768, rope_theta=1e6, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def completion_lengths(*, tiny: bool) -> list[int]:
+    """64 lengths from 16 to 1,024, more short ones than long ones, so that all tokens are 33,120."""
+    longest = 64 if tiny else 1024
+    count = GROUPS * GENERATIONS
+    lengths = [round(16 + (i / (count - 1)) ** 1.7 * (longest - 16)) for i in range(count)]
+    if not tiny:
+        excess = sum(lengths) + PROMPT_TOKENS * count - 33_120
+        for i in range(abs(excess)):
+            lengths[count - 2 - i % (count // 2)] -= 1 if excess > 0 else -1
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).tolist()
+    return [lengths[i] for i in order]
+
+
+def workload(*, tiny: bool, vocab_size: int, shared_prompts: bool = True) -> list[Group]:
+    """Groups with random tokens; with ``shared_prompts=False`` each sequence has a prompt of its own."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = lambda n: tuple(torch.randint(0, vocab_size, (n,), generator=generator).tolist())  # noqa: E731
+    lengths = iter(completion_lengths(tiny=tiny))
+    groups = []
+    for g in range(GROUPS):
+        prompt = tokens(PROMPT_TOKENS)
+        samples = []
+        for i in range(GENERATIONS):
+            length = next(lengths)
+            samples.append(
+                Sample(
+                    prompt_ids=prompt if shared_prompts else tokens(PROMPT_TOKENS),
+                    completion_ids=tokens(length),
+                    logprobs=(float("nan"),) * length,
+                    finish_reason="stop",
+                    versions=VersionSpan(0, 0),
+                    advantage=1.0 if i % 2 else -1.0,
+                )
+            )
+        groups.append(Group(prompt=Prompt(id=str(g), token_ids=prompt, text=""), samples=tuple(samples)))
+    return groups
+
+
+def random_model(config: Qwen2Config, *, device: torch.device, checkpointing: bool) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def our_step(
+    config: Qwen2Config,
+    groups: list[Group],
+    *,
+    device: torch.device,
+    max_tokens: int,
+    lora: bool = False,
+    checkpointing: bool = False,
+) -> tuple[Callable[[], None], int, int]:
+    model = random_model(config, device=device, checkpointing=checkpointing)
+    adapter = LoraAdapter(r=16, alpha=32) if lora else NoAdapter()
+    trained = add_lora(model, adapter) if isinstance(adapter, LoraAdapter) else model
+    policy = Policy(
+        LoadedModel(model=trained, transformer=model, tokenizer=None),  # type: ignore[arg-type]
+        backend=SingleDevice(),
+        optimizer_builder=partial(
+            build_optimizer, config=OptimizerConfig(learning_rate=1e-6), learning_rate=1e-6, total_steps=1000
+        ),
+        options=LossOptions(loss_type="grpo"),
+        compile_layers=device.type == "cuda",
+    )
+
+    def step() -> None:
+        batch = pack(groups, max_tokens=max_tokens)  # packing is part of a step
+        policy.accumulate(batch)
+        policy.step()
+
+    batch = pack(groups, max_tokens=max_tokens)
+    return step, sum(m.num_inputs for m in batch.micro_batches), len(batch.micro_batches)
+
+
+def trl_step(
+    config: Qwen2Config, groups: list[Group], *, device: torch.device, rows: int, checkpointing: bool
+) -> Callable[[], None]:
+    """The same step by TRL's own compute_loss, on padded rows, with the accumulation that ``rows`` makes."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    model = random_model(config, device=device, checkpointing=checkpointing)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+    count = GROUPS * GENERATIONS
+    arguments = GRPOConfig(
+        output_dir="/tmp/trl-step",
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=count // rows,
+        num_generations=GENERATIONS,
+        max_completion_length=1024,
+        learning_rate=1e-6,
+        beta=0.0,
+        loss_type="grpo",
+        bf16=device.type == "cuda",
+        use_cpu=device.type == "cpu",
+        gradient_checkpointing=checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        report_to="none",
+    )
+    trainer = GRPOTrainer(
+        model=model,
+        args=arguments,
+        processing_class=tokenizer,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        train_dataset=Dataset.from_list([{"prompt": "x"}] * count),
+    )
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = count // rows
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+    batches = [micro.to_device(device) for micro in padded(groups, rows=rows)]
+
+    def step() -> None:
+        for batch in batches:
+            inputs = batch.inputs(total_tokens=sum(len(s.completion_ids) for g in groups for s in g.samples))
+            trainer.compute_loss(trainer.model, inputs).backward()
+        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Rows as TRL has them: prompts padded on the left, completions on the right."""
+
+    prompt_ids: torch.Tensor
+    completion_ids: torch.Tensor
+    completion_mask: torch.Tensor
+    advantages: torch.Tensor
+
+    def to_device(self, device: torch.device) -> PaddedRows:
+        return PaddedRows(*(getattr(self, name).to(device) for name in self.__dataclass_fields__))
+
+    def inputs(self, *, total_tokens: int) -> dict[str, torch.Tensor]:
+        return {
+            "prompt_ids": self.prompt_ids,
+            "prompt_mask": torch.ones_like(self.prompt_ids),
+            "completion_ids": self.completion_ids,
+            "completion_mask": self.completion_mask,
+            "advantages": self.advantages,
+            "num_items_in_batch": torch.tensor(total_tokens, device=self.prompt_ids.device),
+        }
+
+
+def padded(groups: list[Group], *, rows: int) -> Iterator[PaddedRows]:
+    samples = [sample for group in groups for sample in group.samples]
+    for start in range(0, len(samples), rows):
+        part = samples[start : start + rows]
+        longest = max(len(s.completion_ids) for s in part)
+        completion = torch.zeros(len(part), longest, dtype=torch.int64)
+        mask = torch.zeros_like(completion)
+        for i, sample in enumerate(part):
+            completion[i, : len(sample.completion_ids)] = torch.tensor(sample.completion_ids)
+            mask[i, : len(sample.completion_ids)] = 1
+        yield PaddedRows(
+            prompt_ids=torch.tensor([s.prompt_ids for s in part]),
+            completion_ids=completion,
+            completion_mask=mask,
+            advantages=torch.tensor([s.advantage for s in part]),
+        )
+
+
+def measure(
+    step: Callable[[], None], *, device: torch.device, repeats: int, warmup: int = 2
+) -> tuple[float, float, float]:
+    """Median seconds, largest deviation from it, and peak memory in GB over the timed steps."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    for _ in range(warmup):
+        step()
+    synchronize()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        step()
+        synchronize()
+        seconds.append(time.perf_counter() - started)
+    median = statistics.median(seconds)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
+    return median, max(abs(s - median) for s in seconds), peak
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--no-trl", action="store_true")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", default="", help="run only rows whose name contains this")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    device = torch.device("cpu" if options.tiny else "cuda")
+    config = architecture(tiny=options.tiny)
+    parameters = sum(
+        p.numel() for p in random_model(config, device=torch.device("meta"), checkpointing=False).parameters()
+    )
+    shared = workload(tiny=options.tiny, vocab_size=config.vocab_size)
+    own_prompts = workload(tiny=options.tiny, vocab_size=config.vocab_size, shared_prompts=False)
+    tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for g in shared for s in g.samples)
+    write = sys.stdout.write
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU"
+    write(f"{gpu}, torch {torch.__version__}, transformers {transformers.__version__}, {parameters / 1e9:.2f} B "
+          f"parameters, {tokens:,} tokens\n")  # fmt: skip
+    budgets = (512, 1024) if options.tiny else (8192, 16384, 32768)
+    plans: list[tuple[str, int | None, Callable[[], tuple[Callable[[], None], int, int]]]] = []
+    ours = partial(our_step, config, device=device)
+    for budget in budgets:
+        plans.append(("lachesis", budget, partial(ours, shared, max_tokens=budget)))
+    plans.append(("lachesis, no shared prompts", budgets[1], partial(ours, own_prompts, max_tokens=budgets[1])))
+    plans.append(
+        ("lachesis, checkpointing", budgets[1], partial(ours, shared, max_tokens=budgets[1], checkpointing=True))
+    )
+    for budget in budgets:
+        plans.append(("lachesis LoRA", budget, partial(ours, shared, max_tokens=budget, lora=True)))
+    plans.append(("lachesis LoRA, checkpointing", budgets[1], partial(ours, shared, max_tokens=budgets[1], lora=True, checkpointing=True)))  # fmt: skip
+    if not options.no_trl:
+        for rows, checkpointing in ((8, False), (16, False), (8, True)):
+            name = f"TRL, {rows} rows" + (", checkpointing" if checkpointing else "")
+            step = partial(trl_step, config, shared, device=device, rows=rows, checkpointing=checkpointing)
+            plans.append((name, None, lambda step=step, rows=rows: (step(), 0, GROUPS * GENERATIONS // rows)))
+    results = []
+    for name, budget, build in plans:
+        if options.only not in name:
+            continue
+        try:
+            step, forward_tokens, micro_batches = build()
+            seconds, spread, peak = measure(step, device=device, repeats=options.repeats)
+        except torch.OutOfMemoryError:
+            write(f"{name:32s} {budget or '':>7}  out of memory\n")
+            continue
+        finally:
+            step = None
+            torch.compiler.reset()
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+        mfu = 6 * parameters * tokens / seconds / PEAK_BF16_FLOPS
+        row = Row(name, budget, seconds, spread, peak, mfu, forward_tokens, micro_batches)
+        results.append(asdict(row))
+        write(f"{name:32s} {budget or '':>7} {seconds:8.3f} s ±{spread:.3f} {peak:7.1f} GB  MFU {mfu:5.1%}  "
+              f"{forward_tokens:6d} tokens in {micro_batches} micro-batches\n")  # fmt: skip
+        sys.stdout.flush()
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

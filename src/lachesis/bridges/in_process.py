@@ -1,0 +1,51 @@
+"""The engine generates with the trainer's own module: the optimizer step is the transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lachesis.bridges.base import Bridge, PolicyT
+from lachesis.bridges.proof import SyncProof
+from lachesis.config.capabilities import bridge_capabilities
+from lachesis.engines.base import Engine
+
+
+class InProcessBridge(Bridge[PolicyT]):
+    """Shares storage with the embedded engine.
+
+    Args:
+        engine_builder: makes the engine around the policy once it exists.
+        proof_builder: makes the proof of sync from both, or ``None`` for no proof.
+    """
+
+    capabilities = bridge_capabilities("in_process")
+
+    def __init__(
+        self,
+        *,
+        engine_builder: Callable[[PolicyT], Engine],
+        proof_builder: Callable[[PolicyT, Engine], SyncProof] | None,
+    ) -> None:
+        super().__init__(proof=None)
+        self._engine_builder = engine_builder
+        self._proof_builder = proof_builder
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None, "prepare() builds the engine"
+        return self._engine
+
+    def prepare(self, policy_builder: Callable[[], PolicyT]) -> PolicyT:
+        policy = policy_builder()
+        self._engine = self._engine_builder(policy)
+        if self._proof_builder is not None:
+            self.proof = self._proof_builder(policy, self._engine)
+        return policy
+
+    def _transfer(self, version: int) -> None:
+        self.engine.set_version(version)
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()

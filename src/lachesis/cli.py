@@ -1,0 +1,216 @@
+"""The command line: the only place that prints or exits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lachesis import __version__
+from lachesis.config.explain import explain
+from lachesis.config.load import load_config
+from lachesis.config.rules import check
+from lachesis.errors import LachesisError
+
+app = typer.Typer(
+    help="Lachesis trains language models with GRPO.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+console = Console(highlight=False, soft_wrap=True)
+error_console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+# As shells report a process that a signal ended.
+_EXIT_SIGNALLED = 128
+_EXIT_INTERNAL = 70
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in --set run.steps=10.")
+]
+
+
+@app.callback()
+def common(
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error came from.")] = False,
+) -> None:
+    """Options before the command."""
+    _Settings.traceback = traceback
+    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[_ConsoleHandler()])
+    # Libraries tell much that a user can do nothing about; what Lachesis has to say comes through its own logger.
+    for name in ("transformers", "torchao", "torch", "datasets", "peft"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(help="YAML file with the configuration.")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete a run of that name first.")] = False,
+) -> None:
+    """Train as a configuration says."""
+    loaded = load_config(config, overrides=overrides or [])
+    with console.status("loading torch and the model") if console.is_terminal else _nothing():
+        from lachesis import run
+    with _stop_on_signals() as stop:
+        summary = run.train(
+            loaded, resume=resume, overwrite=overwrite, console=console, stop_requested=lambda: bool(stop)
+        )
+    report = _shown(summary.report)
+    if not summary.finished:
+        name = signal.Signals(stop[0]).name
+        console.print(f"stopped by {name} after step {summary.steps}; go on with: lachesis train {config} --resume")
+        raise typer.Exit(_EXIT_SIGNALLED + stop[0])
+    if not summary.evaluations:
+        console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; report: {report}")
+        return
+    first, last = summary.evaluations[0], summary.evaluations[-1]
+    console.print(
+        f"held-out accuracy {first.accuracy:.2f} -> {last.accuracy:.2f} "
+        f"({last.problems} problems, {summary.steps} steps, {summary.seconds:.0f} s); report: {report}"
+    )
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """Write report.html of a run anew."""
+    from lachesis.metrics.report import write_report
+
+    console.print(f"report: {_shown(write_report(run_dir))}")
+
+
+@app.command("explain")
+def explain_command(key: Annotated[str, typer.Argument(help="A key, as optimizer.learning_rate or epsilon.")]) -> None:
+    """Say what a configuration key means, its type and its default."""
+    answer = explain(key)
+    if answer.description:
+        console.print(f"{answer.explanations[0].section}: {answer.description}\n", markup=False)
+    for found in answer.explanations:
+        default = "required" if found.default is None else f"default {found.default}"
+        kinds = f" (only with kind {' or '.join(found.kinds)})" if found.kinds else ""
+        console.print(f"{found.path}: {found.type}, {default}{kinds}", style="bold", markup=False)
+        console.print(f"    {found.description}", markup=False)
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="A configuration to check as well.")] = None,
+    proof: Annotated[bool, typer.Option("--proof/--no-proof", help="Train a small model for about a minute.")] = True,
+) -> None:
+    """Check the installation and the devices, and prove in about a minute that training learns."""
+    from lachesis import doctor as checks
+
+    findings = checks.inspect_installation()
+    if config is not None:
+        findings += checks.inspect_config(config)
+    if proof and not any(finding.failed for finding in findings):
+        with console.status("training a small model") if console.is_terminal else _nothing():
+            findings.append(checks.prove_learning())
+    table = Table(show_header=False, box=None, padding=(0, 1))
+    for finding in findings:
+        mark = "[red]fail[/red]" if finding.failed else "[green]ok[/green]"
+        table.add_row(mark, finding.subject, finding.message)
+    console.print(table)
+    if any(finding.failed for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    console.print(__version__)
+
+
+def main() -> None:
+    """Entry point: an error is one line with its cause and a remedy, and an exit code of its own."""
+    try:
+        app(standalone_mode=False)
+    except typer.Exit as exit_:
+        sys.exit(exit_.exit_code)
+    except LachesisError as error:
+        _fail(str(error), error, code=error.exit_code)
+    except KeyboardInterrupt as error:
+        _fail("interrupted", error, code=_EXIT_SIGNALLED + signal.SIGINT)
+    except _usage_errors() as error:
+        _fail(error.format_message(), error, code=2)
+    except BrokenPipeError:
+        # The reader of our output has gone; nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_EXIT_SIGNALLED + signal.SIGPIPE)
+    except Exception as error:
+        _fail(
+            f"{type(error).__name__}: {error} -> this is a fault of Lachesis or of a library; run again with "
+            "`lachesis --traceback ...` and report it",
+            error,
+            code=_EXIT_INTERNAL,
+        )
+
+
+class _Settings:
+    traceback = False
+
+
+class _ConsoleHandler(logging.Handler):
+    """Warnings go to standard error, in yellow where there is a terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error_console.print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow", markup=False)
+
+
+def _usage_errors() -> type[Any]:
+    import click
+
+    return click.ClickException
+
+
+def _fail(message: str, error: BaseException, *, code: int) -> None:
+    if _Settings.traceback:
+        error_console.print_exception()
+    first, *rest = message.splitlines() or [""]
+    error_console.print(f"error: {first}", style="red", markup=False)
+    for line in rest:
+        error_console.print(f"  {line}", markup=False)
+    sys.exit(code)
+
+
+@contextmanager
+def _stop_on_signals() -> Iterator[list[int]]:
+    """SIGINT or SIGTERM ask the run to stop after the current step; a second one stops it at once."""
+    received: list[int] = []
+
+    def request(number: int, frame: object) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+        error_console.print("stopping after this step, with a checkpoint; once more stops at once", style="yellow")
+
+    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _shown(path: Path) -> str:
+    """A path as one would type it here."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,266 @@
+"""A YAML file as data, with the place of every value, and the way back to text.
+
+Scalars are read by the rules of YAML 1.2: ``on``, ``no`` and dates are text, ``1e-6`` is a number.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from lachesis.errors import ConfigError
+
+Place = tuple[str | int, ...]
+
+_TAG = "tag:yaml.org,2002:"
+_FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$")
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes whose scalars are tagged by the core schema of YAML 1.2."""
+
+
+_Loader.yaml_implicit_resolvers = {}
+for _name, _pattern, _first in (
+    ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789")),
+    ("float", _FLOAT, list("-+.0123456789")),
+):
+    _Loader.add_implicit_resolver(f"{_TAG}{_name}", _pattern, _first)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes whatever YAML 1.1 or 1.2 would take for something other than text; writes no anchors."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+_Dumper.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+.0123456789"))
+
+
+@dataclass(slots=True)
+class Document:
+    """The data of a file, where each value was written (``line 7``, ``--set a.b``), and what is wrong.
+
+    ``problems`` has a line each for what can be said without knowing the schema.
+    """
+
+    name: str
+    data: dict[str, Any]
+    origins: dict[Place, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def at(self, place: Place) -> str:
+        """`` (line 7)`` for the value at ``place``, or for the nearest thing around it that was written."""
+        for length in range(len(place), 0, -1):
+            if place[:length] in self.origins:
+                return f" ({self.origins[place[:length]]})"
+        return ""
+
+
+def dotted(place: Place) -> str:
+    """``rewards.weights[1]`` for ``("rewards", "weights", 1)``."""
+    text = ""
+    for part in place:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def read_document(path: Path) -> Document:
+    """Read a YAML file.
+
+    Raises:
+        ConfigError: the file is missing, unreadable, empty, no YAML, or no mapping of keys.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError as error:
+        raise ConfigError(f"no configuration file {path}", remedy="check the path") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}", remedy="save it as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}", remedy="give a readable file") from error
+    return parse_document(text, name=str(path))
+
+
+def parse_document(text: str, *, name: str) -> Document:
+    """Read YAML text; ``name`` is what errors call it. Raises as :func:`read_document`."""
+    node = _compose(text, name=name)
+    if node is None:
+        raise ConfigError(
+            f"{name} is empty", remedy="write at least run.steps, model.path, data.path and rewards.functions"
+        )
+    document = Document(name=name, data={})
+    data = _Reader(document).build(node, place=(), inside=())
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"{name} (line {node.start_mark.line + 1}): expected a mapping of sections, got {describe(data)}",
+            remedy="write `section:` and below it, indented, `key: value`",
+        )
+    document.data = data
+    return document
+
+
+def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
+    """Write each ``a.b=c`` into the document; ``c`` is YAML and later ones win.
+
+    What cannot be read is added to ``document.problems``. Whether the keys exist is for the schema to say.
+    """
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        parts = tuple(path.strip().split("."))
+        if not equals or not all(parts):
+            document.problems.append(f"--set {override}: expected section.key=value")
+            continue
+        try:
+            node = _compose(text, name=f"--set {override}")
+        except ConfigError as error:
+            document.problems.append(error.message)
+            continue
+        _forget(document, parts)
+        document.origins[parts] = f"--set {path.strip()}"
+        value = None if node is None else _Reader(document, lines=False).build(node, place=parts, inside=())
+        _assign(document, parts, value)
+
+
+def to_yaml(data: Any) -> str:
+    """YAML text that :func:`parse_document` reads back equal, keys in their order."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+
+
+def describe(value: Any) -> str:
+    """A value in an error message: text in quotes, collections by name, never longer than a line."""
+    match value:
+        case None:
+            return "nothing (null)"
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return f"the text {_short(repr(value))}"
+        case dict():
+            return f"a mapping {_short(repr(value))}"
+        case list():
+            return f"a list {_short(repr(value))}"
+        case _:
+            return f"the number {value!r}"
+
+
+def _short(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def _compose(text: str, *, name: str) -> Node | None:
+    loader: _Loader | None = None
+    try:
+        loader = _Loader(text)
+        return loader.get_single_node()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{name}{place}: not valid YAML: {reason}", remedy="correct this line") from error
+    except yaml.YAMLError as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(f"{name}: not valid YAML: {reason}", remedy="remove the character") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+class _Reader:
+    """Turns nodes into data, noting where values stand and what is wrong with them."""
+
+    def __init__(self, document: Document, *, lines: bool = True) -> None:
+        self._document = document
+        self._lines = lines
+
+    def build(self, node: Node, *, place: Place, inside: tuple[Node, ...]) -> Any:
+        if node in inside:
+            return self._problem(node, place, "an alias that contains itself")
+        if isinstance(node, MappingNode) and node.tag == f"{_TAG}map":
+            return self._mapping(node, place=place, inside=(*inside, node))
+        if isinstance(node, SequenceNode) and node.tag == f"{_TAG}seq":
+            return self._sequence(node, place=place, inside=(*inside, node))
+        if isinstance(node, ScalarNode):
+            return self._scalar(node, place)
+        return self._problem(node, place, f"the tag {node.tag} is not supported")
+
+    def _mapping(self, node: MappingNode, *, place: Place, inside: tuple[Node, ...]) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        first: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, ScalarNode) or key_node.tag != f"{_TAG}str":
+                self._problem(key_node, place, "a key that is no text; put it in quotes")
+                continue
+            key, here = key_node.value, (*place, key_node.value)
+            if key in first:
+                self._problem(key_node, here, f"written twice, first in line {first[key]}; remove one")
+            first.setdefault(key, key_node.start_mark.line + 1)
+            self._note(key_node, here)
+            data[key] = self.build(value_node, place=here, inside=inside)
+        return data
+
+    def _sequence(self, node: SequenceNode, *, place: Place, inside: tuple[Node, ...]) -> list[Any]:
+        data = []
+        for index, item in enumerate(node.value):
+            self._note(item, (*place, index))
+            data.append(self.build(item, place=(*place, index), inside=inside))
+        return data
+
+    def _scalar(self, node: ScalarNode, place: Place) -> Any:
+        text, tag = node.value, node.tag.removeprefix(_TAG)
+        try:
+            match tag:
+                case "str":
+                    return text
+                case "null":
+                    return None
+                case "bool":
+                    return text.lower() == "true"
+                case "int":
+                    return int(text)
+                case "float" if math.isfinite(number := float(text)):
+                    return number
+        except ValueError:
+            pass
+        return self._problem(node, place, f"cannot read {_short(repr(text))} as {tag}")
+
+    def _note(self, node: Node, place: Place) -> None:
+        if self._lines:
+            self._document.origins[place] = f"line {node.start_mark.line + 1}"
+
+    def _problem(self, node: Node, place: Place, message: str) -> None:
+        where = f" (line {node.start_mark.line + 1})" if self._lines else self._document.at(place)
+        name = dotted(place) or "top level"
+        self._document.problems.append(f"{name}{where}: {message}")
+
+
+def _forget(document: Document, place: Place) -> None:
+    """Drop the origins of what an override replaces."""
+    for known in [known for known in document.origins if known[: len(place)] == place]:
+        del document.origins[known]
+
+
+def _assign(document: Document, parts: tuple[str, ...], value: Any) -> None:
+    data = document.data
+    for depth, part in enumerate(parts[:-1], start=1):
+        if data.get(part) is None:
+            data[part] = {}
+            document.origins[parts[:depth]] = document.origins[parts]
+        data = data[part]
+        if not isinstance(data, dict):
+            document.problems.append(
+                f"--set {'.'.join(parts)}: {'.'.join(parts[:depth])}{document.at(parts[:depth])} is "
+                f"{describe(data)} and has no keys"
+            )
+            return
+    data[parts[-1]] = value

@@ -1,0 +1,243 @@
+"""The schema as a table: every section and key with its type in words, its default and its sentence."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from lachesis.config.schema import LachesisConfig
+
+_SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the tree. ``default`` is None where the key is required.
+
+    ``kinds`` names the variants of a tagged section that have the key; it is empty where all have it.
+    """
+
+    path: str
+    section: str
+    name: str
+    type: str
+    default: str | None
+    description: str
+    choices: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SectionInfo:
+    """One section. The root has the path ``""``.
+
+    ``kinds`` are the values of its ``kind`` where it is tagged, ``default_kind`` the one it has unasked.
+    ``discriminated`` is True where there are several kinds to choose from.
+    """
+
+    path: str
+    description: str
+    required: bool
+    keys: tuple[Key, ...]
+    subsections: tuple[str, ...]
+    kinds: tuple[str, ...] = ()
+    default_kind: str | None = None
+
+    @property
+    def discriminated(self) -> bool:
+        return len(self.kinds) > 1
+
+
+@cache
+def all_sections(root: type[BaseModel] = LachesisConfig) -> tuple[SectionInfo, ...]:
+    """Every section in the order of the schema, the root first, a nested one after its parent."""
+    return tuple(_walk(path="", models=[root], field=None))
+
+
+@cache
+def all_keys(root: type[BaseModel] = LachesisConfig) -> tuple[Key, ...]:
+    """Every key in the order of the schema."""
+    return tuple(key for section in all_sections(root) for key in section.keys)
+
+
+def find_section(path: str, root: type[BaseModel] = LachesisConfig) -> SectionInfo | None:
+    """The section at a dotted path, or None."""
+    return next((section for section in all_sections(root) if section.path == path), None)
+
+
+def find_keys(path: str, root: type[BaseModel] = LachesisConfig) -> tuple[Key, ...]:
+    """The keys at a dotted path: several where variants of a section mean different things by it."""
+    return tuple(key for key in all_keys(root) if key.path == path)
+
+
+def join(section: str, name: str) -> str:
+    """The dotted path of a name in a section."""
+    return f"{section}.{name}" if section else name
+
+
+def type_in_words(annotation: Any, constraints: Sequence[Any] = ()) -> str:
+    """A type annotation as a user would say it: ``whole number >= 1``, ``list of text``.
+
+    Raises:
+        TypeError: a type for which there are no words yet.
+    """
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_in_words(arguments[0], [*constraints, *_flat(arguments[1:])])
+    if origin in (Union, types.UnionType):
+        return " or ".join(type_in_words(argument, constraints) for argument in arguments)
+    if origin is Literal:
+        return ", ".join(map(str, arguments)) if len(arguments) == 1 else f"one of {', '.join(arguments)}"
+    if origin is list:
+        empty = any(getattr(constraint, "min_length", None) for constraint in constraints)
+        return f"{'non-empty ' if empty else ''}list of {_plural(type_in_words(arguments[0]))}"
+    if origin is tuple:
+        items = list(dict.fromkeys(type_in_words(argument) for argument in arguments))
+        each = f"each {items[0]}" if len(items) == 1 else ", ".join(items)
+        return f"list of {len(arguments)}, {each}"
+    if origin is dict:
+        return "mapping"
+    if annotation not in _SCALARS:
+        raise TypeError(f"no words for the type {annotation!r}")
+    bounds = _bounds(constraints) if annotation in (int, float) else ""
+    return f"{_SCALARS[annotation]} {bounds}".strip()
+
+
+def value_in_words(value: Any) -> str:
+    """A value as it would be written in YAML, on one line; ``unset`` for None."""
+    if value is None:
+        return "unset"
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+def _walk(*, path: str, models: Sequence[type[BaseModel]], field: FieldInfo | None) -> Iterator[SectionInfo]:
+    """The section at ``path``, which one of ``models`` describes, and everything below it."""
+    kinds = tuple(kind for model in models if (kind := _kind_of(model)))
+    nested = {
+        name: (child_models, child)
+        for model in models
+        for name, child in model.model_fields.items()
+        if (child_models := list(_section_models(child.annotation)))
+    }
+    yield SectionInfo(
+        path=path,
+        description=_description(models),
+        required=field is not None and field.is_required(),
+        keys=tuple(_merge(path=path, models=models, field=field, kinds=kinds)),
+        subsections=tuple(nested),
+        kinds=kinds,
+        default_kind=_default_kind(field, kinds),
+    )
+    for name, (child_models, child) in nested.items():
+        yield from _walk(path=join(path, name), models=child_models, field=child)
+
+
+def _merge(
+    *, path: str, models: Sequence[type[BaseModel]], field: FieldInfo | None, kinds: tuple[str, ...]
+) -> Iterator[Key]:
+    """The keys of all variants; what several variants share appears once."""
+    if kinds:
+        yield Key(
+            path=join(path, "kind"),
+            section=path,
+            name="kind",
+            type=type_in_words(Literal[kinds]),  # type: ignore[valid-type]
+            default=_default_kind(field, kinds),
+            description=_description(models) if len(models) > 1 else "The only kind there is.",
+            choices=kinds,
+        )
+    found: dict[Key, list[str]] = {}
+    for model in models:
+        for name, child in model.model_fields.items():
+            if (name == "kind" and kinds) or any(_section_models(child.annotation)):
+                continue
+            found.setdefault(_key(path, name, child), []).append(_kind_of(model) or "")
+    for key, having in found.items():
+        limited = tuple(having) if len(having) < len(models) else ()
+        yield Key(**{**{name: getattr(key, name) for name in Key.__slots__}, "kinds": limited})
+
+
+def _key(path: str, name: str, field: FieldInfo) -> Key:
+    default = None if field.is_required() else value_in_words(field.get_default(call_default_factory=True))
+    return Key(
+        path=join(path, name),
+        section=path,
+        name=name,
+        type=type_in_words(field.annotation, _flat(field.metadata)),
+        default=default,
+        description=field.description or "",
+        choices=tuple(str(choice) for choice in _choices(field.annotation)),
+    )
+
+
+def _kind_of(model: type[BaseModel]) -> str | None:
+    """The tag of a variant: the only value its ``kind`` may have."""
+    field = model.model_fields.get("kind")
+    choices = get_args(field.annotation) if field and get_origin(field.annotation) is Literal else ()
+    return choices[0] if len(choices) == 1 else None
+
+
+def _default_kind(field: FieldInfo | None, kinds: tuple[str, ...]) -> str | None:
+    if not kinds or field is None or field.is_required():
+        return None
+    default = field.get_default(call_default_factory=True)
+    return getattr(default, "kind", None)
+
+
+def _description(models: Sequence[type[BaseModel]]) -> str:
+    """The docstring; where there are several variants, each with its kind before it."""
+    texts = [" ".join(inspect.cleandoc(model.__doc__ or "").split()) for model in models]
+    if len(models) == 1:
+        return texts[0]
+    return " ".join(f"`{_kind_of(model)}`: {text}" for model, text in zip(models, texts, strict=True))
+
+
+def _section_models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        yield annotation
+    elif get_origin(annotation) in (Annotated, Union, types.UnionType):
+        for argument in get_args(annotation):
+            yield from _section_models(argument)
+
+
+def _choices(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Literal:
+        yield from get_args(annotation)
+    elif get_origin(annotation) in (Annotated, Union, types.UnionType):
+        for argument in get_args(annotation):
+            yield from _choices(argument)
+
+
+def _flat(metadata: Iterable[Any]) -> list[Any]:
+    """Constraints, also those wrapped in a Field of an Annotated alias."""
+    flat: list[Any] = []
+    for item in metadata:
+        flat += item.metadata if isinstance(item, FieldInfo) else [item]
+    return flat
+
+
+def _bounds(constraints: Sequence[Any]) -> str:
+    limits = {
+        symbol: getattr(constraint, name)
+        for constraint in constraints
+        for name, symbol in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
+        if getattr(constraint, name, None) is not None
+    }
+    if set(limits) == {">=", "<="}:
+        return f"from {limits['>=']:g} to {limits['<=']:g}"
+    return " and ".join(f"{symbol} {limit:g}" for symbol, limit in limits.items())
+
+
+def _plural(words: str) -> str:
+    for singular in ("whole number", "number"):
+        if words.startswith(singular):
+            return words.replace(singular, f"{singular}s", 1)
+    return words

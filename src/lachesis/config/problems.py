@@ -1,0 +1,144 @@
+"""What the schema found wrong with a document, a line each: key, place, what is wrong, what is right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from lachesis.config.document import Document, Place, describe, dotted
+from lachesis.config.keys import Key, SectionInfo, all_keys, find_keys, find_section
+from lachesis.config.schema import LachesisConfig
+from lachesis.config.suggest import nearest, unknown_key_hint
+from lachesis.errors import ConfigError
+
+_YAML_1_1_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
+
+
+def config_error(name: str, problems: list[str]) -> ConfigError:
+    """One error for all problems of a configuration, a line each."""
+    if len(problems) == 1:
+        message = f"{name}: {problems[0]}"
+    else:
+        message = "\n".join([f"{name}: {len(problems)} problems", *(f"  {problem}" for problem in problems)])
+    return ConfigError(message, remedy="correct the configuration; `lachesis explain KEY` tells about a key")
+
+
+def schema_problems(error: ValidationError, document: Document, root: type[BaseModel] = LachesisConfig) -> list[str]:
+    """Every problem in the document's own keys and lines; one per key, or one per item of its list."""
+    found: dict[str, str] = {}
+    for detail in error.errors(include_url=False):
+        place, index = _place(detail["loc"], root)
+        if ".".join(map(str, place)) in found:  # another branch of the same union
+            continue
+        for name, problem in _problems(detail, place=place, index=index, document=document, root=root):
+            found.setdefault(name, problem)
+    return [f"{name}{problem}" for name, problem in found.items()]
+
+
+def _place(location: tuple[str | int, ...], root: type[BaseModel]) -> tuple[Place, int | None]:
+    """The key that an error is about, and the item of its list.
+
+    The validator also names the variant of a tagged section and the branch of a union; the file does not.
+    """
+    place: tuple[str, ...] = ()
+    parts = iter(location)
+    for part in parts:
+        place = (*place, str(part))
+        path = ".".join(place)
+        if find_keys(path, root):
+            index = next((rest for rest in parts if isinstance(rest, int)), None)
+            return place, index
+        section = find_section(path, root)
+        if section and section.discriminated:
+            next(parts, None)
+    return place, None
+
+
+def _problems(
+    detail: Mapping[str, Any], *, place: Place, index: int | None, document: Document, root: type[BaseModel]
+) -> list[tuple[str, str]]:
+    """Pairs of a dotted key and what to say after it."""
+    path = ".".join(map(str, place))
+    section, keys = find_section(path, root), find_keys(path, root)
+    match detail["type"]:
+        case "extra_forbidden":
+            return [(path, f"{document.at(place)}: unknown key; {_hint(place, document, root)}")]
+        case "missing" if section:
+            return [_missing(key, document) for key in _required(section, root)]
+        case "missing" if keys and index is None:
+            return [_missing(keys[0], document)]
+        case "union_tag_invalid" | "union_tag_not_found" if section:
+            return [_wrong(find_keys(f"{path}.kind", root)[0], place=(*place, "kind"), document=document)]
+        case "value_error" | "assertion_error":
+            return [(path or document.name, f"{document.at(place)}: {detail['msg']}")]
+    if keys:
+        kind = _kind(keys[0].section, document, root)
+        key = next((key for key in keys if not key.kinds or kind in key.kinds), keys[0])
+        return [_wrong(key, place=place, document=document, index=index)]
+    if section:
+        found = describe(detail["input"])
+        return [(path, f"{document.at(place)}: expected keys, got {found}; give it keys or remove it")]
+    return [(path or document.name, f"{document.at(place)}: {detail['msg']}")]
+
+
+def _required(section: SectionInfo, root: type[BaseModel]) -> list[Key]:
+    """The keys that a missing section would need at least."""
+    return [key for key in all_keys(root) if key.section == section.path and key.default is None]
+
+
+def _missing(key: Key, document: Document) -> tuple[str, str]:
+    place = tuple(key.path.split("."))
+    return key.path, f"{document.at(place)}: missing, but required: {key.description}"
+
+
+def _hint(place: Place, document: Document, root: type[BaseModel]) -> str:
+    section = ".".join(map(str, place[:-1]))
+    kind = _kind(section, document, root)
+    return unknown_key_hint(section=section, name=str(place[-1]), kind=kind, root=root)
+
+
+def _kind(section: str, document: Document, root: type[BaseModel]) -> str | None:
+    """The variant of a section: what the document says, else the default."""
+    written = _lookup(document.data, (*section.split("."), "kind"))
+    info = find_section(section, root)
+    return written if isinstance(written, str) else info and info.default_kind
+
+
+def _wrong(key: Key, *, place: Place, document: Document, index: int | None = None) -> tuple[str, str]:
+    """Expected and got, in plain words, with a likely correction."""
+    value = _lookup(document.data, place)
+    item, item_place = value, place
+    if index is not None and isinstance(value, list) and index < len(value):
+        item, item_place = value[index], (*place, index)
+    expected, correction = _with_article(key.type), _correction(key, item)
+    text = f"{document.at(item_place)}: expected {expected}, got {describe(item)}{correction}"
+    return dotted(item_place), text
+
+
+def _correction(key: Key, value: Any) -> str:
+    if isinstance(value, str) and (choice := nearest(value, key.choices)):
+        return f"; did you mean {choice}?"
+    if isinstance(value, str) and key.type == "true or false" and value.lower() in _YAML_1_1_BOOLEANS:
+        return f"; write {_YAML_1_1_BOOLEANS[value.lower()]}"
+    if isinstance(value, str) and "list of text" in key.type and "text or" not in key.type:
+        return f"; write [{value}]"
+    if isinstance(value, bool | int | float) and "text" in key.type:
+        return "; put it in quotes"
+    if isinstance(value, float) and value.is_integer() and key.type.startswith("whole number"):
+        return f"; write {int(value)}"
+    return ""
+
+
+def _with_article(words: str) -> str:
+    starts = ("whole", "number", "list", "non-empty", "mapping")
+    return f"a {words}" if words.startswith(starts) else words
+
+
+def _lookup(data: Any, place: Place) -> Any:
+    for part in place:
+        if not isinstance(data, dict):
+            return None
+        data = data.get(part)
+    return data

@@ -1,0 +1,119 @@
+"""Files and directories that are either wholly there or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_TEMPORARY = ".tmp-"
+_REPLACED = ".old-"
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Replace the file ``path`` by ``data`` (text as UTF-8): readers see the old content or the new one.
+
+    The data is written beside the target and forced to disk before the rename, so a power cut or a kill
+    leaves the old file. Missing parent directories are created.
+
+    Raises:
+        OSError: the disk is full or the place cannot be written; the old file is untouched.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    payload = data.encode("utf-8") if isinstance(data, str) else data
+    temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(payload)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Yield an empty directory beside ``target`` that becomes ``target`` when the block ends without error.
+
+    All its files are forced to disk before the rename. On an error it is removed and an existing ``target``
+    stays as it was. A process killed inside the block leaves a hidden directory, which
+    :func:`clean_leftovers` removes. One writer at a time.
+
+    Raises:
+        OSError: the disk is full or the place cannot be written.
+    """
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(f"{_TEMPORARY}{target.name}")
+    if temporary.exists():
+        shutil.rmtree(temporary)
+    temporary.mkdir()
+    try:
+        yield temporary
+        _fsync_tree(temporary)
+        _swap(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def clean_leftovers(parent: Path) -> list[Path]:
+    """Remove what killed :func:`atomic_directory` blocks left in ``parent``; returns what was removed.
+
+    A directory that was moved aside to make room, and whose successor never arrived, is put back first.
+    """
+    restore_replaced(parent)
+    leftovers = [path for prefix in (_TEMPORARY, _REPLACED) for path in parent.glob(f"{prefix}*")]
+    for path in leftovers:
+        shutil.rmtree(path)
+    return leftovers
+
+
+def restore_replaced(parent: Path) -> None:
+    """Put back directories that a killed process had moved aside without finishing their replacement."""
+    for aside in parent.glob(f"{_REPLACED}*"):
+        target = aside.with_name(aside.name.removeprefix(_REPLACED))
+        if not target.exists():
+            os.rename(aside, target)
+
+
+def fsync_path(path: Path) -> None:
+    """Force a file's content, or a directory's names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fsync_tree(directory: Path) -> None:
+    for root, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            fsync_path(Path(root, name))
+        fsync_path(Path(root))
+
+
+def _swap(temporary: Path, target: Path) -> None:
+    """Rename ``temporary`` to ``target``. A full directory cannot be renamed over, so it steps aside."""
+    aside = target.with_name(f"{_REPLACED}{target.name}")
+    replacing = target.exists()
+    if replacing:
+        if aside.exists():
+            shutil.rmtree(aside)
+        os.rename(target, aside)
+    try:
+        os.rename(temporary, target)
+    except OSError:
+        if replacing:
+            os.rename(aside, target)
+        raise
+    fsync_path(target.parent)
+    if replacing:
+        shutil.rmtree(aside)

@@ -1,0 +1,188 @@
+"""What the metrics mean: title, unit, healthy range and one plain sentence for each name the loop emits.
+
+The report, the health rules, the console and the documentation take their words from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from lachesis.types import EvalResult
+
+Unit = Literal["", "share", "tokens", "tokens/s", "s", "GB", "nats", "sequences", "groups", "versions"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric in words.
+
+    ``healthy`` is ``(low, high)``, either of them ``None`` where that side has no bound; ``None`` as a whole
+    where no range is known. A ``share`` is a fraction between 0 and 1 and shown in percent.
+    """
+
+    name: str
+    title: str
+    unit: Unit
+    explanation: str
+    healthy: tuple[float | None, float | None] | None = None
+
+
+def _table(metrics: Iterable[Metric]) -> dict[str, Metric]:
+    return {metric.name: metric for metric in metrics}
+
+
+METRICS: Mapping[str, Metric] = _table(
+    (
+        Metric("loss", "Loss", "", "The policy loss. It hovers around 0 and says little; a jump says much."),
+        Metric(
+            "grad_norm", "Gradient norm", "", "Length of the gradient before clipping. 0 is right only where "
+            "every advantage is 0; above 10 training is unstable.", (0.001, 1.0),
+        ),
+        Metric("learning_rate", "Learning rate", "", "The optimizer's rate in this step."),
+        Metric(
+            "mean_ratio", "Probability ratio", "", "Mean of new over old token probability. 1 where the "
+            "weights are those that sampled.", (0.8, 1.2),
+        ),
+        Metric(
+            "mean_kl", "KL to the sampler", "nats", "How far the policy has moved from the one that sampled. "
+            "Usually 0.01 to 0.1, near 0 where every batch is used once; above 0.5 is bad.", (0.0, 0.1),
+        ),
+        Metric(
+            "clipped_fraction", "Clipped tokens", "share", "Share of tokens whose ratio was clipped. Above a "
+            "half the learning rate is too high.", (0.0, 0.3),
+        ),
+        Metric("clip_fraction_low", "Clipped below", "share", "Share of tokens clipped at 1 - epsilon."),
+        Metric("clip_fraction_high", "Clipped above", "share", "Share of tokens clipped at 1 + epsilon."),
+        Metric(
+            "entropy", "Entropy", "nats", "How undecided the policy is. Below 0.01 it says one thing "
+            "only (mode collapse).", (0.05, 0.5),
+        ),
+        Metric("kl_reference", "KL to the base model", "nats", "How far the policy is from its start."),
+        Metric("reward", "Reward", "", "Mean total reward of all completions of the step.", (0.15, None)),
+        Metric(
+            "reward_std", "Spread in a group", "", "Mean deviation of the rewards of a group. Where it is 0 "
+            "there is nothing to learn from.", (1e-6, None),
+        ),
+        Metric(
+            "zero_std_fraction", "Groups without spread", "share", "Share of groups whose completions all "
+            "got the same reward; they teach nothing.", (0.0, 0.8),
+        ),
+        Metric("completion_length/mean", "Completion length", "tokens", "Mean length of the completions."),
+        Metric("completion_length/max", "Longest completion", "tokens", "Length of the longest completion."),
+        Metric(
+            "truncated_fraction", "Truncated", "share", "Share of completions cut off at the length limit.",
+            (0.0, 0.25),
+        ),
+        Metric("tokens_generated", "Tokens generated", "tokens", "Completion tokens sampled for the step."),
+        Metric("tokens_trained", "Tokens trained", "tokens", "Tokens in the forward passes of the step."),
+        Metric("generation_tokens_per_s", "Generation speed", "tokens/s", "Completion tokens a second."),
+        Metric("train_tokens_per_s", "Training speed", "tokens/s", "Trained tokens a second."),
+        Metric("step_time", "Step", "s", "The whole optimizer step, from waiting for data to the next one."),
+        Metric("data_fetch_time", "Waiting for data", "s", "The trainer waiting for its batch."),
+        Metric("generation_time", "Generation", "s", "Sampling completions."),
+        Metric("reward_time", "Rewards", "s", "Running the reward functions."),
+        Metric("train_time", "Training", "s", "Forward and backward passes."),
+        Metric("sync_time", "Weight sync", "s", "Optimizer step, and bringing the weights to the engine."),
+        Metric("eval_time", "Evaluation", "s", "Evaluating on the held-out problems."),
+        Metric("checkpoint_time", "Checkpoint", "s", "Saving a checkpoint."),
+        Metric("gpu_memory_gb", "GPU memory", "GB", "Memory in tensors, at most, during the step."),
+        Metric("gpu_memory_reserved_gb", "GPU memory reserved", "GB", "Memory held by the allocator."),
+        Metric(
+            "skipped_zero_advantage", "Skipped sequences", "sequences", "Sequences left out of the forward "
+            "pass because their advantage is 0.",
+        ),
+        Metric("dropped_groups", "Dropped groups", "groups", "Groups given up, such as for a failed reward."),
+        Metric("groups", "Groups", "groups", "Prompts in the batch."),
+        Metric("reward_errors", "Reward errors", "", "Reward calls that failed.", (0.0, 0.0)),
+        Metric("weight_version", "Weight version", "", "How many updates the engine has received."),
+        Metric(
+            "staleness", "Staleness", "versions", "Updates the samples are behind the policy.", (0.0, 4.0)
+        ),
+        Metric("canary_error", "Canary error", "nats", "Engine against trainer on the fixed canary prompt."),
+        Metric(
+            "logprob_diff_mean", "Logprob difference", "nats", "Mean absolute difference between the "
+            "trainer's and the engine's logprobs of the sampled tokens.", (0.0, 0.05),
+        ),
+        Metric("logprob_diff_max", "Largest logprob difference", "nats", "The largest such difference."),
+        Metric("evaluation/accuracy", "Held-out accuracy", "share", "Share of held-out problems solved."),
+        Metric("evaluation/mean_reward", "Held-out reward", "", "Mean reward on the held-out problems."),
+        Metric("evaluation/mean_length", "Held-out length", "tokens", "Mean length in evaluation."),
+        Metric("evaluation/seconds", "Evaluation", "s", "How long the evaluation took."),
+    )
+)  # fmt: skip
+
+
+def describe(name: str) -> Metric:
+    """The entry of a metric; ``rewards/NAME/mean|std`` and unknown names get one made from the name."""
+    known = METRICS.get(name)
+    if known is not None:
+        return known
+    function, _, statistic = name.removeprefix("rewards/").rpartition("/")
+    if name.startswith("rewards/") and function and statistic == "mean":
+        return Metric(name, f"Reward {function}", "", f"Mean reward of the function {function}.", (0.15, None))
+    if name.startswith("rewards/") and function and statistic == "std":
+        return Metric(name, f"Deviation of {function}", "", f"Deviation of the rewards of {function}.")
+    return Metric(name, name.replace("_", " ").replace("/", " "), "", "")
+
+
+def reward_functions(values: Mapping[str, float]) -> list[str]:
+    """Names of the reward functions that have a mean among the values of a step, in their order."""
+    return [
+        name[len("rewards/") : -len("/mean")]
+        for name in values
+        if name.startswith("rewards/") and name.endswith("/mean")
+    ]
+
+
+def evaluation_values(result: EvalResult) -> dict[str, float]:
+    """An evaluation as metric values, for sinks that know only names and numbers."""
+    return {
+        "evaluation/accuracy": result.accuracy,
+        "evaluation/mean_reward": result.mean_reward,
+        "evaluation/mean_length": result.mean_length,
+        "evaluation/seconds": result.seconds,
+    }
+
+
+def format_number(value: float) -> str:
+    """A number for people: three significant digits, thousands as 12.3k, tiny ones as 1e-06."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("-inf" if value < 0 else "inf")
+    size = abs(value)
+    if size >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if size >= 1e4:
+        return f"{value / 1e3:.3g}k"
+    if size >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
+
+
+def format_share(value: float) -> str:
+    """A share in percent: 7 %, 93 %, 99.6 %; more digits only where rounding would say 100 % or 0 %."""
+    percent = 100.0 * value
+    if not math.isfinite(percent):
+        return format_number(percent)
+    rounded = round(percent)
+    near_edge = rounded in (0, 100) and percent != rounded
+    return f"{percent:.1f} %" if near_edge else f"{rounded} %"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: 0.4 s, 42 s, 3m 05s, 2h 10m, 1d 04h."""
+    if seconds < 10:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 60:
+        return f"{minutes}m {rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours}h {minutes:02d}m"
+    days, hours = divmod(hours, 24)
+    return f"{days}d {hours:02d}h"

@@ -1,0 +1,22 @@
+"""Advantages of a batch's groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from lachesis.types import Group
+
+# From rewards [N][K] (None: the function abstained) and group numbers [N] to advantages [N].
+AdvantageFunction = Callable[[Sequence[Sequence[float | None]], Sequence[int]], list[float]]
+
+
+def assign_advantages(groups: Sequence[Group], *, compute: AdvantageFunction) -> list[Group]:
+    """Set every sample's advantage from the rewards of all groups, which some normalizations need at once."""
+    rewards = [sample.rewards for group in groups for sample in group.samples]
+    number = [i for i, group in enumerate(groups) for _ in group.samples]
+    advantages = iter(compute(rewards, number))
+    return [
+        replace(group, samples=tuple(replace(sample, advantage=next(advantages)) for sample in group.samples))
+        for group in groups
+    ]

@@ -1,0 +1,121 @@
+"""Accuracy on held-out problems."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from lachesis.deadline import Deadline
+from lachesis.engines.base import Engine
+from lachesis.errors import DataError, RewardError
+from lachesis.rollouts.generation import TextDecoder, generate_groups, request_seed
+from lachesis.rollouts.rewards import Rewarder
+from lachesis.types import EvalResult, Group, Prompt, SamplingParams
+
+
+class Evaluator:
+    """Samples one completion of every held-out problem (greedily, by ``params``) and scores it.
+
+    Evaluations of one run use the same seeds each time, so they can be compared where they sample.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Prompt],
+        *,
+        engine: Engine,
+        rewarder: Rewarder,
+        decode: TextDecoder,
+        params: SamplingParams,
+        success_reward: float = 1.0,
+        limit: int | None = None,
+        seed: int = 0,
+        generation_s: float | None = None,
+    ) -> None:
+        """Args:
+            success_reward: a completion with at least this total reward is a success.
+            limit: use the first ``limit`` problems only.
+            generation_s: limit of generating all completions of one evaluation, in seconds.
+
+        Raises:
+            DataError: there are no problems.
+            RewardError: a reward function needs a column that the problems do not have.
+        """
+        self._problems = list(problems[:limit])
+        if not self._problems:
+            raise DataError(
+                "there are no held-out problems to evaluate on", remedy="set data.eval_path or data.eval_size"
+            )
+        rewarder.check_columns({name for problem in self._problems for name in problem.columns})
+        self._engine = engine
+        self._rewarder = rewarder
+        self._decode = decode
+        self._params = params
+        self._success_reward = success_reward
+        self._seed = seed
+        self._generation_s = generation_s
+
+    def run(self, step: int) -> EvalResult:
+        """Evaluate the engine's current weights.
+
+        A problem on which all reward functions abstain is no success: it counts in the denominator of
+        ``accuracy``, and not at all in ``mean_reward``.
+
+        Raises:
+            RewardError: a reward function failed (an accuracy over what is left would not be one), or all
+                abstained on every problem.
+            EngineError, DeadlineExceeded: generation failed.
+        """
+        started = time.monotonic()
+        groups = generate_groups(
+            self._problems,
+            engine=self._engine,
+            params=self._params,
+            num_generations=1,
+            seeds=[request_seed(self._seed, number) for number in range(len(self._problems))],
+            decode=self._decode,
+            deadline=Deadline(
+                name=f"evaluation at step {step}: generation for {len(self._problems)} problems",
+                limit_s=self._generation_s,
+                setting="deadlines.generation_s",
+            ),
+        )
+        scored = self._rewarder.score(groups, on_error="fail").groups
+        return self._result(step, scored, seconds=time.monotonic() - started)
+
+    def _result(self, step: int, groups: Sequence[Group], *, seconds: float) -> EvalResult:
+        samples = [sample for group in groups for sample in group.samples]
+        rewards = [sample.reward for sample in samples if sample.reward is not None]
+        if not rewards:
+            raise RewardError(
+                f"evaluation at step {step}: every reward function abstained on all {len(samples)} problems",
+                remedy="let at least one function judge the held-out problems",
+            )
+        return EvalResult(
+            step=step,
+            accuracy=sum(reward >= self._success_reward for reward in rewards) / len(samples),
+            mean_reward=sum(rewards) / len(rewards),
+            problems=len(samples),
+            mean_length=sum(len(sample.completion_ids) for sample in samples) / len(samples),
+            seconds=seconds,
+        )
+
+
+class ScheduledEvaluation:
+    """Evaluates when it is due: before the first step, every N steps, and after the last.
+
+    Args:
+        evaluator: ``None`` where there are no held-out problems; then nothing is ever due.
+        every_steps: 0 leaves only the first and the last.
+        last_step: of the run.
+    """
+
+    def __init__(self, evaluator: Evaluator | None, *, every_steps: int, last_step: int) -> None:
+        self._evaluator = evaluator
+        self._every_steps = every_steps
+        self._last_step = last_step
+
+    def maybe_run(self, step: int) -> EvalResult | None:
+        """Evaluate the weights after ``step`` if that is due. Raises as :meth:`Evaluator.run`."""
+        due = step in (0, self._last_step) or (self._every_steps > 0 and step % self._every_steps == 0)
+        return self._evaluator.run(step) if self._evaluator is not None and due else None

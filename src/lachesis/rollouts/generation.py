@@ -1,0 +1,104 @@
+"""From prompts to unscored groups: one call of the engine, checked, and decoded in one go."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from lachesis.deadline import Deadline
+from lachesis.engines.base import Engine
+from lachesis.errors import EngineError
+from lachesis.types import Completion, GenerationRequest, Group, Prompt, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TextDecoder: TypeAlias = Callable[[list[list[int]]], list[str]]
+
+
+def text_decoder(tokenizer: PreTrainedTokenizerBase) -> TextDecoder:
+    """Token ids to texts, without special tokens and with every other character as it was sampled."""
+
+    def decode(token_ids: list[list[int]]) -> list[str]:
+        return tokenizer.batch_decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    return decode
+
+
+def request_seed(run_seed: int, number: int) -> int:
+    """The seed of request ``number`` of a run: 63 bits, the same in every process."""
+    digest = hashlib.blake2b(f"{run_seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def nested_deadline(name: str, outer: Deadline, limit_s: float | None, setting: str) -> Deadline:
+    """A deadline of ``limit_s`` seconds that does not outlast ``outer``; it names the setting that binds."""
+    remaining = outer.remaining_s()
+    if remaining is not None and (limit_s is None or remaining < limit_s):
+        return Deadline(name=name, limit_s=remaining, setting=outer.setting)
+    return Deadline(name=name, limit_s=limit_s, setting=setting)
+
+
+def generate_groups(
+    prompts: Sequence[Prompt],
+    *,
+    engine: Engine,
+    params: SamplingParams,
+    num_generations: int,
+    seeds: Sequence[int],
+    decode: TextDecoder,
+    deadline: Deadline,
+) -> list[Group]:
+    """``num_generations`` samples for each prompt, with text and without rewards; a seed for each prompt.
+
+    A sample's temperature is the one that its logprobs belong to: that of ``params``, and 1 when greedy.
+
+    Raises:
+        EngineError: the engine's own, or its answer is not what was asked for.
+        DeadlineExceeded: generation took too long.
+    """
+    requests = [
+        GenerationRequest(prompt_ids=prompt.token_ids, params=params, n=num_generations, seed=seed)
+        for prompt, seed in zip(prompts, seeds, strict=True)
+    ]
+    answers = engine.generate(requests, deadline=deadline)
+    _check_answers(answers, prompts, num_generations)
+    completions = [completion for answer in answers for completion in answer]
+    texts = iter(decode([list(completion.token_ids) for completion in completions]))
+    temperature = 1.0 if params.greedy else params.temperature
+    return [
+        Group(prompt, tuple(_sample(prompt, one, next(texts), temperature) for one in answer))
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+
+
+def _sample(prompt: Prompt, completion: Completion, text: str, temperature: float) -> Sample:
+    return Sample(
+        prompt_ids=prompt.token_ids,
+        completion_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        finish_reason=completion.finish_reason,
+        versions=completion.versions,
+        text=text,
+        temperature=temperature,
+    )
+
+
+def _check_answers(answers: Sequence[Sequence[Completion]], prompts: Sequence[Prompt], num_generations: int) -> None:
+    if len(answers) != len(prompts):
+        raise _engine_fault(f"answered {len(answers)} of {len(prompts)} requests")
+    for prompt, answer in zip(prompts, answers, strict=True):
+        which = f"of prompt {prompt.id!r}"
+        if len(answer) != num_generations:
+            raise _engine_fault(f"gave {len(answer)} completions {which}, asked for {num_generations}")
+        for completion in answer:
+            tokens, logprobs = len(completion.token_ids), len(completion.logprobs)
+            if tokens != logprobs:
+                raise _engine_fault(f"gave {logprobs} logprobs for {tokens} tokens of a completion {which}")
+            if completion.finish_reason == "abort":
+                raise _engine_fault(f"aborted a completion {which} after {tokens} tokens")
+
+
+def _engine_fault(what: str) -> EngineError:
+    return EngineError(f"the engine {what}", remedy="look into the engine's log; the request was sound")

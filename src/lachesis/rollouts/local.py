@@ -1,0 +1,135 @@
+"""Groups made here: prompts from a dataset, completions from an engine, rewards from Python functions."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from lachesis.deadline import Deadline
+from lachesis.engines.base import Engine
+from lachesis.errors import RewardError
+from lachesis.rollouts.base import RolloutSource
+from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.generation import TextDecoder, generate_groups, nested_deadline, request_seed
+from lachesis.rollouts.rewards import Rewarder
+from lachesis.types import Group, Prompt, SamplingParams
+
+# A batch without a single usable group may be bad luck; this many in a row are a broken reward function.
+_MOST_EMPTY_BATCHES = 10
+
+
+class LocalSource(RolloutSource):
+    """Samples ``num_generations`` completions a prompt and scores them.
+
+    The completions of a prompt depend on the weights, the run's seed and the number of requests before it, so
+    a resumed run samples what the uninterrupted one would have. A call that raises leaves the source as it
+    was before: its prompts and request numbers come again.
+    """
+
+    def __init__(
+        self,
+        *,
+        stream: PromptStream,
+        engine: Engine,
+        rewarder: Rewarder,
+        decode: TextDecoder,
+        params: SamplingParams,
+        num_generations: int,
+        seed: int,
+        generation_s: float | None = None,
+    ) -> None:
+        """Args:
+            decode: token ids of many completions to their texts.
+            seed: the run's; the seeds of requests derive from it.
+            generation_s: limit of one generation, in seconds, within the deadline of the caller.
+
+        Raises:
+            RewardError: a reward function needs a column that the dataset does not have.
+        """
+        rewarder.check_columns(stream.columns)
+        self._stream = stream
+        self._engine = engine
+        self._rewarder = rewarder
+        self._decode = decode
+        self._params = params
+        self._num_generations = num_generations
+        self._seed = seed
+        self._generation_s = generation_s
+        self._requests = 0
+        self._counts: Counter[str] = Counter()
+
+    def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
+        """Scored groups of the next ``count`` prompts, less those whose reward failed under ``drop_group``.
+
+        Where all of them failed, the prompts after them are taken, a limited number of times.
+        """
+        first_request, taken, errors = self._requests, [], []
+        try:
+            for _ in range(_MOST_EMPTY_BATCHES):
+                prompts = self._stream.take(count)
+                taken += prompts
+                groups, errors = self._attempt(prompts, deadline)
+                if groups:
+                    return groups
+                deadline.check("every group so far was dropped because its reward failed")
+            raise RewardError(
+                f"the rewards of {len(taken)} groups in a row failed; the last: {errors[-1].message}",
+                remedy=errors[-1].remedy,
+            )
+        except BaseException:
+            self._stream.put_back(taken)
+            self._requests = first_request
+            raise
+
+    def _attempt(self, prompts: list[Prompt], deadline: Deadline) -> tuple[list[Group], list[RewardError]]:
+        seeds = [request_seed(self._seed, self._requests + i) for i in range(len(prompts))]
+        self._requests += len(prompts)
+        name = f"generation of {len(prompts)} prompts x {self._num_generations} completions"
+        started = time.monotonic()
+        groups = generate_groups(
+            prompts,
+            engine=self._engine,
+            params=self._params,
+            num_generations=self._num_generations,
+            seeds=seeds,
+            decode=self._decode,
+            deadline=nested_deadline(name, deadline, self._generation_s, "deadlines.generation_s"),
+        )
+        generated = time.monotonic()
+        scored = self._rewarder.score(groups)
+        tokens = sum(len(sample.completion_ids) for group in groups for sample in group.samples)
+        self._count("generation_time", generated - started)
+        self._count("reward_time", time.monotonic() - generated)
+        self._count("tokens_generated", tokens)
+        self._count("dropped_groups", scored.dropped)
+        self._count("reward_errors", len(scored.errors))
+        return scored.groups, scored.errors
+
+    def _count(self, name: str, amount: float) -> None:
+        self._counts[name] += amount  # type: ignore[assignment]
+
+    def requeue(self, prompts: Sequence[Prompt]) -> bool:
+        """Make these prompts the next ones. Raises DataError for a prompt that is not of this dataset."""
+        self._stream.put_back(prompts)
+        return True
+
+    def report_version(self, version: int) -> None:
+        """Nothing to throttle: the engine samples when asked, under weights that it reports itself."""
+
+    def counters(self) -> dict[str, float]:
+        """Since the last call: ``generation_time`` and ``reward_time`` in seconds, ``tokens_generated`` (also
+        those of dropped groups), ``dropped_groups``, ``reward_errors``."""
+        counts, self._counts = self._counts, Counter()
+        names = ("generation_time", "reward_time", "tokens_generated", "dropped_groups", "reward_errors")
+        return {name: float(counts[name]) for name in names}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the dataset, prompts put back, and the number of requests so far."""
+        return {"stream": self._stream.state_dict(), "requests": self._requests}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError where the dataset is another one."""
+        self._stream.load_state_dict(state["stream"])
+        self._requests = int(state["requests"])

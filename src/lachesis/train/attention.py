@@ -1,0 +1,276 @@
+"""Attention over packed segments, plugged into transformers' attention interface.
+
+One function serves the whole model: with the packing arguments present it attends segment by segment (each
+run of queries to its own keys, causal, aligned at the end); without them, as in generation, it is
+transformers' SDPA. On a GPU the segments go to the variable-length flash kernel that ships with torch; on a
+CPU they are laid side by side in a few buckets of similar length.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from lachesis.train.batch import MicroBatch
+
+ATTENTION_NAME = "lachesis_packed"
+# A bucket may be padded to at most this multiple of its real size before it is cut in two.
+_BUCKET_WASTE = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """B segments of similar length. ``q_index`` [B*Q] and ``k_index`` [B*K] are stream positions, padded with 0.
+
+    ``mask`` is bool [B, 1, Q, K], or ``None`` where plain causal attention is the same.
+    """
+
+    size: int
+    q_index: Tensor
+    k_index: Tensor
+    mask: Tensor | None
+
+    def to(self, device: torch.device) -> Bucket:
+        mask = None if self.mask is None else self.mask.to(device)
+        return Bucket(size=self.size, q_index=self.q_index.to(device), k_index=self.k_index.to(device), mask=mask)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """All buckets of a micro-batch; ``unpad`` [T] finds each stream position in their concatenated output."""
+
+    buckets: tuple[Bucket, ...]
+    unpad: Tensor
+
+
+def install(model: PreTrainedModel) -> None:
+    """Make a model use :func:`packed_attention`; it then generates as before and can train on packs."""
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+    model.set_attn_implementation(ATTENTION_NAME)
+
+
+def packing_arguments(micro: MicroBatch, *, flash: bool) -> dict[str, Any]:
+    """The keyword arguments that make a forward pass attend within the micro-batch's segments.
+
+    ``flash`` uses the variable-length kernel (16-bit weights on a GPU), else segments go in buckets. The 4-d
+    attention mask is a placeholder: it keeps transformers from building a [T, T] mask of its own.
+    """
+    placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=micro.input_ids.device)
+    if not flash:
+        return {"attention_mask": placeholder, "packed_plan": plan_buckets(micro)}
+    return {
+        "attention_mask": placeholder,
+        "cu_seq_lens_q": micro.cu_seq_q,
+        "cu_seq_lens_k": micro.cu_seq_k,
+        # Rounded up so that compiled layers are not compiled anew for each length.
+        "max_length_q": _round_up(micro.max_q),
+        "max_length_k": _round_up(micro.max_k),
+        "packed_key_index": micro.key_index,
+    }
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    packed_plan: BucketPlan | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+    max_length_k: int | None = None,
+    packed_key_index: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of transformers' interface: query [1, H, T, D], key and value [1, Hkv, T, D].
+
+    Returns the output as [1, T, H, D], and no weights.
+    """
+    if packed_plan is not None:
+        return bucketed_attention(
+            query, key, value, packed_plan, scaling=scaling, sliding_window=sliding_window, softcap=softcap
+        ), None
+    if cu_seq_lens_q is not None:
+        if softcap is not None:
+            raise ValueError("the variable-length kernel has no softcap")
+        return variable_length_attention(
+            query,
+            key,
+            value,
+            cu_seq_q=cu_seq_lens_q,
+            cu_seq_k=cu_seq_lens_k,
+            max_q=max_length_q,
+            max_k=max_length_k,
+            key_index=packed_key_index,
+            scaling=scaling,
+            sliding_window=sliding_window,
+        ), None
+    if softcap is not None:
+        return _softcapped_attention(query, key, value, attention_mask, scaling=scaling, softcap=softcap), None
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def variable_length_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int | None,
+    max_k: int | None,
+    key_index: Tensor | None,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """Flash attention over segments of different length; shapes as :func:`packed_attention`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    if key_index is not None:
+        k, v = k.index_select(0, key_index), v.index_select(0, key_index)
+    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
+    # Newer torch wants to be told of grouped queries; 2.11 finds out itself.
+    grouped = {"enable_gqa": True} if _VARLEN_HAS_GQA_FLAG and q.shape[1] != k.shape[1] else {}
+    out = varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scaling, window_size=window, **grouped)
+    return out.unsqueeze(0)
+
+
+def bucketed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: BucketPlan,
+    *,
+    scaling: float | None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Block-diagonal attention, a bucket of segments at a time; shapes as :func:`packed_attention`."""
+    heads, dim = query.shape[1], query.shape[3]
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    outputs = []
+    for bucket in plan.buckets:
+        lay = lambda x, index, b=bucket.size: x.index_select(0, index).unflatten(0, (b, -1)).transpose(1, 2)  # noqa: E731
+        q_b, k_b, v_b = lay(q, bucket.q_index), lay(k, bucket.k_index), lay(v, bucket.k_index)
+        mask = _window(bucket, q_b.shape[2], k_b.shape[2], sliding_window)
+        if softcap is not None:
+            out = _softcapped_attention(q_b, k_b, v_b, mask, scaling=scaling, softcap=softcap)
+            outputs.append(out.reshape(-1, heads, dim))
+            continue
+        out = scaled_dot_product_attention(
+            q_b, k_b, v_b, mask, is_causal=mask is None, scale=scaling, enable_gqa=k_b.shape[1] != heads
+        )
+        outputs.append(out.transpose(1, 2).reshape(-1, heads, dim))
+    stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return stacked.index_select(0, plan.unpad).unsqueeze(0)
+
+
+def plan_buckets(micro: MicroBatch) -> BucketPlan:
+    """Sort segments by length and cut them into buckets that waste little on padding."""
+    device, micro = micro.input_ids.device, micro.to(torch.device("cpu"))
+    len_q, len_k = micro.cu_seq_q.diff().long(), micro.cu_seq_k.diff().long()
+    order = torch.argsort(len_k * (micro.max_q + 1) + len_q, descending=True, stable=True)
+    buckets, places, start = [], torch.empty(micro.num_inputs, dtype=torch.int64), 0
+    for members in _cut(order, len_q, len_k):
+        bucket, valid = _bucket(micro, members, len_q[members], len_k[members])
+        places[bucket.q_index[valid]] = start + valid.nonzero().squeeze(1)
+        start += bucket.q_index.numel()
+        buckets.append(bucket)
+    return BucketPlan(buckets=tuple(b.to(device) for b in buckets), unpad=places.to(device))
+
+
+def _cut(order: Tensor, len_q: Tensor, len_k: Tensor) -> list[Tensor]:
+    """Cut a descending order of segments wherever padding to the longest would waste too much work."""
+    work = (len_q * len_k).tolist()
+    q, k = len_q.tolist(), len_k.tolist()
+    cuts, first, real, max_q = [], 0, 0, 0
+    ids = order.tolist()
+    for i, segment in enumerate(ids):
+        real += work[segment]
+        max_q = max(max_q, q[segment])
+        padded = (i - first + 1) * max_q * k[ids[first]]
+        # Buckets cost a few kernel launches each: small ones are not worth a cut.
+        if padded > _BUCKET_WASTE * real and padded - real > 1 << 14:
+            cuts.append(order[first:i])
+            first, real, max_q = i, work[segment], q[segment]
+    cuts.append(order[first:])
+    return [cut for cut in cuts if cut.numel()]
+
+
+def _bucket(micro: MicroBatch, members: Tensor, len_q: Tensor, len_k: Tensor) -> tuple[Bucket, Tensor]:
+    """One bucket, and which of its query places [B*Q] are real."""
+    size, max_q, max_k = members.numel(), int(len_q.max()), int(len_k.max())
+    q_place, k_place = torch.arange(max_q), torch.arange(max_k)
+    q_valid = q_place < len_q[:, None]
+    q_index = (micro.cu_seq_q[members].long()[:, None] + q_place) * q_valid
+    k_valid = k_place < len_k[:, None]
+    k_index = (micro.cu_seq_k[members].long()[:, None] + k_place) * k_valid
+    if micro.key_index is not None:
+        k_index = micro.key_index[k_index]
+    offset = len_k - len_q
+    mask = None
+    if bool(offset.any()):
+        # Query i of a segment sees the context before the segment and keys up to its own place. A padded
+        # query has rows beyond the end: it sees all keys, and is thrown away afterwards.
+        mask = (k_place <= (offset[:, None] + q_place)[:, :, None]).unsqueeze(1)
+    return Bucket(size=size, q_index=q_index.flatten(), k_index=k_index.flatten(), mask=mask), q_valid.flatten()
+
+
+def _window(bucket: Bucket, len_q: int, len_k: int, sliding_window: int | None) -> Tensor | None:
+    """The bucket's mask, narrowed to a sliding window where the layer has one."""
+    if sliding_window is None or len_k <= sliding_window:
+        return bucket.mask
+    device = bucket.q_index.device
+    q, k = torch.arange(len_q, device=device)[:, None], torch.arange(len_k, device=device)
+    if bucket.mask is None:
+        return ((k <= q) & (k > q - sliding_window))[None, None]
+    # Each row's own diagonal is its last allowed key.
+    last = bucket.mask.sum(-1, keepdim=True) - 1
+    return bucket.mask & (k > last - sliding_window)
+
+
+def _softcapped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scaling: float | None, softcap: float
+) -> Tensor:
+    """Attention with scores squashed by softcap·tanh(s/softcap) (Gemma 2). Returns [B, Q, H, D]."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = query @ key.transpose(-1, -2) * (scaling or 1.0 / math.sqrt(query.shape[-1]))
+    scores = softcap * torch.tanh(scores / softcap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(
+            diagonal=scores.shape[-1] - scores.shape[-2]
+        )
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return (scores.float().softmax(-1).to(value.dtype) @ value).transpose(1, 2)
+
+
+def _round_up(length: int, *, multiple: int = 128) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _varlen_has_gqa_flag() -> bool:
+    import inspect
+
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+_VARLEN_HAS_GQA_FLAG = _varlen_has_gqa_flag()

@@ -1,0 +1,276 @@
+"""From scored groups to packed micro-batches.
+
+A micro-batch is one stream of tokens without padding. Each group's prompt stands in it once, followed by the
+distinct completions of the group; a completion attends to its prompt and to itself, nothing else. That is
+written down as *segments*: runs of queries with the keys they may see, causal and aligned at the end. With
+nothing shared a segment is a whole sequence and its keys are its own tokens.
+
+The last token of a completion predicts nothing and is no input. Completions of a group that are equal, token
+for token, are one segment: their logprobs are computed once and read by every sample that has them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lachesis.errors import TrainingError
+from lachesis.types import Group, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """What one forward and backward pass needs. T inputs, G segments, M predictions, N loss tokens, S rows.
+
+    Attributes:
+        input_ids, position_ids: int64 [T]; positions count from each sequence's own start.
+        cu_seq_q: int32 [G+1], where each segment's queries begin and end in the stream.
+        cu_seq_k: int32 [G+1], where each segment's keys begin and end in ``key_index``.
+        key_index: int64 [K], stream positions of the keys; ``None`` where keys are the queries themselves.
+        max_q, max_k: longest segment.
+        predict: int64 [M], stream positions whose hidden state predicts ``targets`` [M].
+        inverse_temperature: float32 [M].
+        expand: int64 [N], prediction of each loss token; ``None`` where it is 0..N-1.
+        row: int64 [N], row (0..S-1) of each loss token.
+        old_logprobs: float32 [N], behaviour logprobs, NaN where unknown.
+        advantages: float32 [S].
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    key_index: Tensor | None
+    max_q: int
+    max_k: int
+    predict: Tensor
+    targets: Tensor
+    inverse_temperature: Tensor
+    expand: Tensor | None
+    row: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+
+    @property
+    def num_inputs(self) -> int:
+        """T, the tokens that go through the model."""
+        return self.input_ids.numel()
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on another device; index tensors go without waiting."""
+        moved = {
+            field.name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for field in dataclasses.fields(self)
+            for value in (getattr(self, field.name),)
+        }
+        return MicroBatch(**moved)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """All of one optimizer step.
+
+    ``num_sequences`` and ``num_tokens`` count every row and every loss token of the step, also of rows that
+    are wholly masked, or left out of the forward pass because their advantage is 0.
+    """
+
+    groups: tuple[Group, ...]
+    micro_batches: tuple[MicroBatch, ...]
+    num_sequences: int
+    num_tokens: int
+    skipped_sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Unit:
+    """A prompt with distinct completions and the samples that have them: what packing moves around."""
+
+    prompt_ids: tuple[int, ...]
+    completions: tuple[tuple[tuple[int, ...], tuple[Sample, ...]], ...]
+
+    @property
+    def num_inputs(self) -> int:
+        return len(self.prompt_ids) + sum(len(ids) - 1 for ids, _ in self.completions)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(len(samples) for _, samples in self.completions)
+
+
+def pack(
+    groups: Sequence[Group],
+    *,
+    max_tokens: int,
+    max_rows: int | None = None,
+    skip_zero_advantage: bool = False,
+    share_prompts: bool = True,
+) -> Batch:
+    """Pack scored groups (advantages set) into micro-batches of at most ``max_tokens`` inputs.
+
+    A sequence longer than the budget goes alone. ``share_prompts=False`` gives each sample a segment of its
+    own with its whole sequence, for models whose attention cannot be replaced.
+
+    Raises:
+        TrainingError: no sample has a token to learn from.
+    """
+    rows = [sample for group in groups for sample in group.samples]
+    samples = [sample for sample in rows if any(sample.loss_mask())]
+    if not samples:
+        raise TrainingError(
+            f"none of the {len(groups)} groups of this step has a completion token to learn from",
+            remedy="look at the rollouts in the run directory: are all completions empty or masked?",
+        )
+    kept = [sample for sample in samples if sample.advantage or not skip_zero_advantage]
+    # The longest first: sequences of one length meet, and the last micro-batch is the fullest it can be.
+    units = sorted(
+        _units(kept, max_tokens=max_tokens, max_rows=max_rows, share_prompts=share_prompts),
+        key=lambda unit: unit.num_inputs,
+        reverse=True,
+    )
+    return Batch(
+        groups=tuple(groups),
+        micro_batches=tuple(_collate(bin_) for bin_ in _fill(units, max_tokens=max_tokens, max_rows=max_rows)),
+        num_sequences=len(rows),
+        num_tokens=sum(sum(sample.loss_mask()) for sample in samples),
+        skipped_sequences=len(samples) - len(kept),
+    )
+
+
+def _units(samples: Sequence[Sample], *, max_tokens: int, max_rows: int | None, share_prompts: bool) -> Iterator[_Unit]:
+    """Distinct completions by prompt, cut where a prompt's completions exceed a micro-batch."""
+    if not share_prompts:
+        for sample in samples:
+            yield _Unit(sample.prompt_ids, ((sample.completion_ids, (sample,)),))
+        return
+    by_prompt: dict[tuple[int, ...], dict[tuple, list[Sample]]] = {}
+    for sample in samples:
+        # Samples with other loss masks or temperatures have other predictions: they are not duplicates.
+        key = (sample.completion_ids, sample.mask, sample.temperature)
+        by_prompt.setdefault(sample.prompt_ids, {}).setdefault(key, []).append(sample)
+    for prompt_ids, completions in by_prompt.items():
+        unit = _Unit(prompt_ids, ())
+        for (completion_ids, _, _), same in completions.items():
+            grown = _Unit(prompt_ids, (*unit.completions, (completion_ids, tuple(same))))
+            full = grown.num_inputs > max_tokens or (max_rows is not None and grown.num_rows > max_rows)
+            if full and unit.completions:
+                yield unit
+                grown = _Unit(prompt_ids, ((completion_ids, tuple(same)),))
+            unit = grown
+        yield unit
+
+
+def _fill(units: Sequence[_Unit], *, max_tokens: int, max_rows: int | None) -> list[list[_Unit]]:
+    """First-fit decreasing bin packing by inputs (and rows)."""
+    bins: list[list[_Unit]] = []
+    tokens: list[int] = []
+    rows: list[int] = []
+    for unit in units:
+        for i in range(len(bins)):
+            fits = tokens[i] + unit.num_inputs <= max_tokens
+            if fits and (max_rows is None or rows[i] + unit.num_rows <= max_rows):
+                break
+        else:
+            bins.append([])
+            tokens.append(0)
+            rows.append(0)
+            i = len(bins) - 1
+        bins[i].append(unit)
+        tokens[i] += unit.num_inputs
+        rows[i] += unit.num_rows
+    return bins
+
+
+class _Stream:
+    """Collects one micro-batch as plain lists, segment by segment."""
+
+    def __init__(self) -> None:
+        self.input_ids: list[int] = []
+        self.position_ids: list[int] = []
+        self.key_index: list[int] = []
+        self.len_q: list[int] = []
+        self.len_k: list[int] = []
+        self.predict: list[int] = []
+        self.targets: list[int] = []
+        self.inverse_temperature: list[float] = []
+        self.expand: list[int] = []
+        self.row: list[int] = []
+        self.old_logprobs: list[float] = []
+        self.advantages: list[float] = []
+
+    def add_segment(self, ids: Sequence[int], *, context: Sequence[int]) -> range:
+        """Append ``ids``, which see the stream positions ``context`` and themselves; returns their positions."""
+        start = len(self.input_ids)
+        positions = range(start, start + len(ids))
+        self.input_ids.extend(ids)
+        self.position_ids.extend(range(len(context), len(context) + len(ids)))
+        self.key_index.extend(context)
+        self.key_index.extend(positions)
+        self.len_q.append(len(ids))
+        self.len_k.append(len(context) + len(ids))
+        return positions
+
+    def add_samples(self, samples: Sequence[Sample], *, predict: Callable[[int], int]) -> None:
+        """Append the loss tokens of equal completions; ``predict(i)`` is the position that predicts token i."""
+        first = samples[0]
+        counted = [i for i, counts in enumerate(first.loss_mask()) if counts]
+        offset = len(self.predict)
+        self.predict.extend(predict(i) for i in counted)
+        self.targets.extend(first.completion_ids[i] for i in counted)
+        self.inverse_temperature.extend([1.0 / first.temperature] * len(counted))
+        for sample in samples:
+            self.expand.extend(range(offset, offset + len(counted)))
+            self.row.extend([len(self.advantages)] * len(counted))
+            self.old_logprobs.extend(sample.logprobs[i] for i in counted)
+            self.advantages.append(sample.advantage or 0.0)
+
+
+def _collate(units: Sequence[_Unit]) -> MicroBatch:
+    stream = _Stream()
+    for unit in units:
+        if len(unit.completions) == 1:
+            _add_sequence(stream, unit)
+            continue
+        prompt = stream.add_segment(unit.prompt_ids, context=())
+        for completion_ids, samples in unit.completions:
+            inputs = completion_ids[:-1]
+            own = stream.add_segment(inputs, context=prompt) if inputs else range(0)
+            stream.add_samples(samples, predict=lambda i, p=prompt, o=own: o[i - 1] if i else p[-1])
+    return _tensors(stream)
+
+
+def _add_sequence(stream: _Stream, unit: _Unit) -> None:
+    """A prompt with a single completion is one ordinary causal segment."""
+    ((completion_ids, samples),) = unit.completions
+    whole = stream.add_segment(unit.prompt_ids + completion_ids[:-1], context=())
+    before = len(unit.prompt_ids) - 1
+    stream.add_samples(samples, predict=lambda i: whole[before + i])
+
+
+def _tensors(stream: _Stream) -> MicroBatch:
+    long = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
+    shared = len(stream.key_index) != len(stream.input_ids)
+    duplicated = len(stream.expand) != len(stream.predict)
+    return MicroBatch(
+        input_ids=long(stream.input_ids),
+        position_ids=long(stream.position_ids),
+        cu_seq_q=_cumulative(stream.len_q),
+        cu_seq_k=_cumulative(stream.len_k),
+        key_index=long(stream.key_index) if shared else None,
+        max_q=max(stream.len_q),
+        max_k=max(stream.len_k),
+        predict=long(stream.predict),
+        targets=long(stream.targets),
+        inverse_temperature=torch.tensor(stream.inverse_temperature, dtype=torch.float32),
+        expand=long(stream.expand) if duplicated else None,
+        row=long(stream.row),
+        old_logprobs=torch.tensor(stream.old_logprobs, dtype=torch.float32),
+        advantages=torch.tensor(stream.advantages, dtype=torch.float32),
+    )
+
+
+def _cumulative(lengths: Sequence[int]) -> Tensor:
+    return torch.nn.functional.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,0 +1,384 @@
+"""Checkpoints that are wholly there or not at all, and models in their ecosystem's own formats.
+
+A resumable checkpoint is a directory::
+
+    checkpoints/step_000010/
+        weights.safetensors   tensors by name
+        state.pt              optimizer and random states, loadable with weights_only=True
+        meta.json             whatever is JSON: data position, configuration, versions
+        manifest.json         sizes and CRC-32 of the others, and which save this was
+
+It is written under a hidden name, forced to disk and renamed; only then are older ones deleted. A kill at any
+moment leaves the last good checkpoint.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import math
+import os
+import pickle
+import random
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lachesis.errors import CheckpointError, LachesisError
+from lachesis.files import atomic_directory, clean_leftovers, restore_replaced
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS, _STATE, _META, _MANIFEST = "weights.safetensors", "state.pt", "meta.json", "manifest.json"
+_SLACK_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What was saved at a step. Tensors are on the CPU; tied ones are one tensor again."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    state: dict[str, Any]
+    meta: dict[str, Any]
+
+
+class CheckpointManager:
+    """Saves and finds resumable checkpoints under one directory. One process writes at a time.
+
+    Args:
+        directory: holds the ``step_N`` directories; made at the first save.
+        keep_last: how many of the latest saves stay, at least 1.
+    """
+
+    def __init__(self, directory: Path, *, keep_last: int) -> None:
+        self.directory = Path(directory)
+        self.keep_last = keep_last
+
+    def save(
+        self, step: int, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any], meta: Mapping[str, Any]
+    ) -> Path:
+        """Write a checkpoint of ``step``, then delete those beyond ``keep_last``.
+
+        Args:
+            tensors: weights on any device; tied ones are written once.
+            state: nested dicts, lists, tuples, numbers, strings and tensors.
+            meta: JSON-serializable.
+
+        Returns:
+            The directory of the checkpoint.
+
+        Raises:
+            CheckpointError: the disk is full or cannot be written, or what is to be saved holds objects that
+                could not be read back. Earlier checkpoints are untouched.
+        """
+        target = self._path(step)
+        needed = sum(t.nbytes for t in _untied(tensors)[0].values()) + _state_bytes(state)
+        with _disk_errors(target, needed=needed):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for leftover in clean_leftovers(self.directory):
+                logger.warning("removed %s, left by a save that was interrupted", leftover)
+            _require_space(target, needed=needed)
+            numbers = [_number_of_save(path) for path in self._paths()]
+            number = 1 + int(max((n for n in numbers if n < math.inf), default=0))
+            with atomic_directory(target) as temporary:
+                _write(temporary, tensors=tensors, state=state, meta=meta, number=number)
+            self._prune()
+        return target
+
+    def latest(self) -> int | None:
+        """The step of the most recent save that is whole, or None; damaged ones are logged and ignored."""
+        restore_replaced(self.directory)
+        # By time of saving, not by step: a run that went back to an earlier step saves lower ones anew.
+        for path in sorted(self._paths(), key=_number_of_save, reverse=True):
+            damage = _damage(path)
+            if damage is None:
+                return _step_of(path)
+            logger.warning("ignored the checkpoint %s: %s", path, damage)
+        return None
+
+    def load(self, step: int | None = None) -> Checkpoint:
+        """Read the checkpoint of ``step``, or the latest one that is whole.
+
+        Raises:
+            CheckpointError: there is none, or it is damaged.
+        """
+        found = self.latest() if step is None else step
+        if found is None:
+            raise CheckpointError(
+                f"no whole checkpoint in {self.directory}",
+                remedy="start without resuming, or name another run",
+            )
+        path = self._path(found)
+        damage = None if step is None else _damage(path)
+        if damage is not None:
+            there = ", ".join(str(_step_of(p)) for p in self._paths()) or "none"
+            raise CheckpointError(
+                f"the checkpoint {path} cannot be used: {damage}",
+                remedy=f"choose another step (there are: {there})",
+            )
+        return _read(path)
+
+    def _prune(self) -> None:
+        def worth(path: Path) -> tuple[bool, float]:
+            return _damage(path, read_content=False) is None, _number_of_save(path)
+
+        for path in sorted(self._paths(), key=worth, reverse=True)[self.keep_last :]:
+            shutil.rmtree(path)
+
+    def _paths(self) -> list[Path]:
+        return sorted(path for path in self.directory.glob("step_*") if path.name[5:].isdigit())
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step_{step:06d}"
+
+
+class Savable(Protocol):
+    """A model or tokenizer of transformers or peft."""
+
+    def save_pretrained(self, save_directory: str) -> Any: ...
+
+
+def save_model(model: Savable, tokenizer: Savable | None, directory: Path) -> None:
+    """Save a model where transformers loads it from, or an adapter where peft does, with the tokenizer.
+
+    A ``PeftModel`` saves its adapter, any other model its whole weights. The directory appears as a whole or
+    not at all; an earlier model in its place is replaced.
+
+    Raises:
+        CheckpointError: the disk is full or cannot be written, or the directory holds something else.
+    """
+    directory = Path(directory)
+    if directory.exists() and any(directory.iterdir()) and not _holds_model(directory):
+        raise CheckpointError(
+            f"{directory} is not empty and holds no model", remedy="choose another directory or empty it"
+        )
+    with _disk_errors(directory, needed=None):
+        clean_leftovers(directory.parent)
+        with atomic_directory(directory) as temporary:
+            model.save_pretrained(str(temporary))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(temporary))
+
+
+def capture_rng() -> dict[str, Any]:
+    """The states of the random generators of Python, numpy and torch (CPU, and CUDA where it is in use).
+
+    It can be part of a checkpoint's ``state``: plain numbers and tensors only.
+    """
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [str(name), torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """The reverse of :func:`capture_rng`. Fewer or more CUDA devices than then are logged."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    devices = torch.cuda.device_count() if state["cuda"] else 0
+    if devices != len(state["cuda"]):
+        logger.warning(
+            "random states of %d CUDA devices were saved and there are %d: the run goes on, not bitwise",
+            len(state["cuda"]),
+            devices,
+        )
+    for index, saved in enumerate(state["cuda"][:devices]):
+        torch.cuda.set_rng_state(saved, index)
+
+
+def _write(
+    directory: Path,
+    *,
+    tensors: Mapping[str, Tensor],
+    state: Mapping[str, Any],
+    meta: Mapping[str, Any],
+    number: int,
+) -> None:
+    unique, aliases = _untied(tensors)
+    save_file({name: _own_storage(t) for name, t in unique.items()}, directory / _WEIGHTS)
+    with (directory / _STATE).open("wb") as file:  # given a path, torch does not say why a write failed
+        torch.save(dict(state), file)
+    _require_safe(directory / _STATE)
+    (directory / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    files = {
+        name: {"bytes": (directory / name).stat().st_size, "crc32": _crc32(directory / name)}
+        for name in (_WEIGHTS, _STATE, _META)
+    }
+    manifest = {"save": number, "aliases": aliases, "files": files}
+    (directory / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def _read(path: Path) -> Checkpoint:
+    manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    try:
+        tensors = load_file(path / _WEIGHTS, device="cpu")
+        state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+        meta = json.loads((path / _META).read_text(encoding="utf-8"))
+    except (OSError, RuntimeError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"the checkpoint {path} cannot be read: {_first_line(error)}",
+            remedy="install the versions of torch and of the optimizer's package that it was saved with",
+        ) from error
+    tensors |= {alias: tensors[name] for alias, name in manifest["aliases"].items()}
+    return Checkpoint(step=_step_of(path), tensors=tensors, state=state, meta=meta)
+
+
+def _damage(path: Path, *, read_content: bool = True) -> str | None:
+    """What is wrong with a checkpoint, or None: every file is there with the size and the content it had."""
+    try:
+        files = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))["files"]
+        for name, expected in files.items():
+            size = (path / name).stat().st_size
+            if size != expected["bytes"]:
+                return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
+            if read_content and _crc32(path / name) != expected["crc32"]:
+                return f"the content of {name} has changed since it was saved"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{_MANIFEST} cannot be read ({_first_line(error)})"
+    return None
+
+
+def _number_of_save(path: Path) -> float:
+    """Counts the saves of a run. Infinite where it cannot be read, so that ``latest`` looks and tells."""
+    try:
+        return int(json.loads((path / _MANIFEST).read_text(encoding="utf-8"))["save"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors without those that are the same memory as an earlier one, and the names of the latter."""
+    unique: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors.items():
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and key in seen:
+            aliases[name] = seen[key]
+        else:
+            seen[key] = name
+            unique[name] = tensor.detach()
+    return unique, aliases
+
+
+def _own_storage(tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and alone in its storage: safetensors refuses overlapping views."""
+    alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _state_bytes(state: Any) -> int:
+    """What torch.save writes for a nested state: whole storages, each once."""
+    storages: dict[int, int] = {}
+
+    def visit(value: Any) -> None:
+        if isinstance(value, Mapping):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                visit(item)
+        elif isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+            for name in value.__tensor_flatten__()[0]:  # a quantized state: made of plain tensors
+                visit(getattr(value, name))
+        elif isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+
+    visit(state)
+    return sum(storages.values())
+
+
+def _require_space(target: Path, *, needed: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < needed + _SLACK_BYTES:
+        raise _disk_full(target, needed=needed, free=free)
+
+
+def _require_safe(path: Path) -> None:
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    if unsafe:
+        raise CheckpointError(
+            f"the state to save holds objects that could not be loaded again: {', '.join(sorted(unsafe))}",
+            remedy="save numbers, strings, lists, dicts and tensors only",
+        )
+
+
+@contextmanager
+def _disk_errors(target: Path, *, needed: int | None) -> Iterator[None]:
+    """Turn whatever the libraries raise for a failed write (each its own type) into a CheckpointError."""
+    try:
+        yield
+    except LachesisError:
+        raise
+    except Exception as error:
+        if os.strerror(errno.ENOSPC) in _whole_chain(error):
+            free = shutil.disk_usage(_existing_parent(target)).free
+            raise _disk_full(target, needed=needed, free=free) from error
+        raise CheckpointError(
+            f"{target} cannot be written: {_first_line(error)}",
+            remedy="check the directory, its permissions and what is being saved",
+        ) from error
+
+
+def _disk_full(target: Path, *, needed: int | None, free: int) -> CheckpointError:
+    need = "" if needed is None else f"{needed:,} bytes are needed and "
+    return CheckpointError(
+        f"no space left for {target}: {need}{free:,} bytes are free",
+        remedy="free space on that disk, lower checkpoint.keep_last, or move run.dir to a larger disk; "
+        "earlier checkpoints are untouched",
+    )
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(parent for parent in path.absolute().parents if parent.exists())
+
+
+def _whole_chain(error: BaseException) -> str:
+    texts = []
+    link: BaseException | None = error
+    while link is not None:
+        texts.append(str(link))
+        link = link.__cause__ or link.__context__
+    return "\n".join(texts)
+
+
+def _holds_model(directory: Path) -> bool:
+    return any((directory / name).exists() for name in ("config.json", "adapter_config.json"))
+
+
+def _crc32(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,121 @@
+"""THE loop. What a bridge, a source, an engine or a backend is, it does not know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from lachesis.bridges.base import Bridge
+from lachesis.metrics.values import Mean, MetricValue
+from lachesis.pipeline.feed import Feed
+from lachesis.train.batch import Batch
+from lachesis.train.policy import Policy
+from lachesis.types import EvalResult, Group
+
+
+class Evaluation(Protocol):
+    """Held-out problems, when they are due."""
+
+    def maybe_run(self, step: int) -> EvalResult | None: ...
+
+
+class Checkpoints(Protocol):
+    """Resumable state, when it is due."""
+
+    def maybe_save(self, step: int, *, stopping: bool = False) -> None: ...
+
+
+class Telemetry(Protocol):
+    """Where a finished step is told."""
+
+    def evaluation(self, result: EvalResult | None) -> None: ...
+
+    def emit(
+        self,
+        *,
+        step: int,
+        metrics: dict[str, MetricValue],
+        counters: dict[str, float],
+        groups: tuple[Group, ...],
+        evaluation: EvalResult | None,
+    ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The parts of a run; :meth:`train` is the algorithm."""
+
+    policy: Policy
+    feed: Feed[Batch]
+    bridge: Bridge[Policy]
+    evaluation: Evaluation
+    checkpoints: Checkpoints
+    telemetry: Telemetry
+    stop_requested: Callable[[], bool]
+
+    def train(self, *, start: int, steps: int) -> int:
+        """Train from step ``start`` (the number already done) to ``steps``; returns the last step done."""
+        self.bridge.sync(start)
+        if start == 0:
+            self.telemetry.evaluation(self.evaluation.maybe_run(start))
+        clock = Clock()
+        for step in range(start + 1, steps + 1):
+            with clock.measure("data_fetch_time"):
+                batch = self.feed.next()  # back-pressure and deadlines live behind this
+            with clock.measure("train_time"):
+                metrics = self.policy.accumulate(batch)
+            with clock.measure("sync_time"), self.bridge.update_to(step):
+                metrics |= self.policy.step()
+            self.feed.advance(step)
+            with clock.measure("eval_time"):
+                evaluation = self.evaluation.maybe_run(step)
+            self.telemetry.emit(
+                step=step,
+                metrics={**metrics, **self._sync_metrics(), **clock.take()},
+                counters=self.feed.counters(),
+                groups=batch.groups,
+                evaluation=evaluation,
+            )
+            stopping = self.stop_requested() and step < steps
+            # After the record, so that a run resumed from this checkpoint has a line for every step; the
+            # seconds count with the next step.
+            with clock.measure("checkpoint_time"):
+                self.checkpoints.maybe_save(step, stopping=stopping)
+            if stopping:
+                return step
+        return max(start, steps)
+
+    def _sync_metrics(self) -> dict[str, MetricValue]:
+        report = self.bridge.last_report
+        if report is None:
+            return {}
+        metrics: dict[str, MetricValue] = {"weight_version": Mean(float(report.version))}
+        if report.canary_error is not None:
+            metrics["canary_error"] = Mean(report.canary_error)
+        return metrics
+
+
+class Clock:
+    """Seconds by name, since they were last taken."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        """Add the seconds spent within to ``name``."""
+        started = time.perf_counter()
+        yield
+        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def take(self) -> dict[str, MetricValue]:
+        """All measured seconds, and those of the whole step; measuring begins anew."""
+        now = time.perf_counter()
+        self._seconds["step_time"] = now - self._started
+        taken: dict[str, MetricValue] = {name: Mean(seconds) for name, seconds in self._seconds.items()}
+        self._started, self._seconds = now, {}
+        return taken

@@ -1,0 +1,177 @@
+"""Loading what is trained: model, tokenizer, adapter, reference."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from lachesis.config.schema import AdapterConfig, LoraAdapter, ModelConfig
+from lachesis.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to be wrapped by a policy.
+
+    ``model`` is what is saved (a PeftModel with LoRA), ``transformer`` the causal LM inside it.
+    """
+
+    model: PreTrainedModel | PeftModel
+    transformer: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load_model(config: ModelConfig, adapter: AdapterConfig) -> LoadedModel:
+    """Load, check and adapt.
+
+    Raises:
+        ModelError: no such model, no causal LM, no pad token, or adapter targets that match nothing.
+    """
+    device = resolve_device(config.device)
+    tokenizer = load_tokenizer(config)
+    transformer = _load_transformer(config, device=device)
+    if config.gradient_checkpointing:
+        transformer.gradient_checkpointing_enable({"use_reentrant": False})
+    if not isinstance(adapter, LoraAdapter):
+        return LoadedModel(model=transformer, transformer=transformer, tokenizer=tokenizer)
+    model = add_lora(transformer, adapter)
+    return LoadedModel(model=model, transformer=transformer, tokenizer=tokenizer)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer with a pad token and, if configured, another chat template.
+
+    Raises:
+        ModelError: it cannot be loaded, or has no pad token.
+    """
+    path = config.tokenizer or config.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"no tokenizer could be loaded from {path!r}: {_first_line(error)}",
+            remedy="set model.tokenizer to a directory that holds one",
+        ) from error
+    if config.pad_token is not None:
+        if tokenizer.convert_tokens_to_ids(config.pad_token) in (None, tokenizer.unk_token_id):
+            raise ModelError(
+                f"model.pad_token {config.pad_token!r} is not in the vocabulary of {path!r}",
+                remedy="choose a token that the tokenizer has, such as its end-of-text token",
+            )
+        tokenizer.pad_token = config.pad_token
+    if tokenizer.pad_token_id is None:
+        hint = f"{tokenizer.eos_token!r}" if tokenizer.eos_token else "a token of its vocabulary"
+        raise ModelError(
+            f"the tokenizer of {path!r} has no pad token",
+            remedy=f"set model.pad_token, for example to {hint}",
+        )
+    if config.chat_template is not None:
+        template = Path(config.chat_template)
+        is_file = len(config.chat_template) < 4096 and template.is_file()
+        tokenizer.chat_template = template.read_text() if is_file else config.chat_template
+    return tokenizer
+
+
+def resolve_device(device: str) -> torch.device:
+    """``auto`` is the current GPU where there is one.
+
+    Raises:
+        ModelError: a GPU was asked for and there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            "model.device is cuda, but torch sees no GPU",
+            remedy="set model.device: auto, or install a torch build for your GPU (lachesis doctor tells more)",
+        )
+    use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+
+
+def _load_transformer(config: ModelConfig, *, device: torch.device) -> PreTrainedModel:
+    dtype: Any = config.dtype
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"no causal language model could be loaded from {config.path!r}: {_first_line(error)}",
+            remedy="set model.path to a directory with config.json and weights, or to a hub id in the cache",
+        ) from error
+    # A trained model has no dropout while it is trained by GRPO: ratios would compare two random networks.
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model.to(device)
+
+
+def add_lora(transformer: PreTrainedModel, adapter: LoraAdapter) -> PeftModel:
+    """Wrap the linear layers that ``adapter.targets`` names. Raises ModelError where they match nothing."""
+    lora = LoraConfig(
+        r=adapter.r,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]
+        lora_dropout=adapter.dropout,
+        target_modules=adapter.targets,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        # Adapters in the base's dtype: peft's float32 would run their matrix products in float32 too, and the
+        # optimizer keeps float32 masters of 16-bit weights anyway.
+        model = get_peft_model(transformer, lora, autocast_adapter_dtype=False)
+    except ValueError as error:
+        linear = sorted(
+            {n.rpartition(".")[2] for n, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)}
+        )
+        raise ModelError(
+            f"adapter.targets {adapter.targets!r} match nothing in {type(transformer).__name__}",
+            remedy=f"name some of its linear layers ({', '.join(linear)}), or all-linear",
+        ) from error
+    if transformer.is_gradient_checkpointing:
+        transformer.enable_input_require_grads()
+    return model
+
+
+class Reference:
+    """The base model that the KL term compares with: the adapter switched off, or a frozen copy."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._adapted = loaded.model if isinstance(loaded.model, PeftModel) else None
+        self.transformer = loaded.transformer
+        if self._adapted is None:
+            self.transformer = copy.deepcopy(loaded.transformer).requires_grad_(False).eval()
+
+    def active(self) -> AbstractContextManager[Any]:
+        """Within it, ``transformer`` computes the base model's logprobs."""
+        return self._adapted.disable_adapter() if self._adapted is not None else nullcontext()
+
+
+def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
+    """Every token that ends a completion: the generation config's and the tokenizer's.
+
+    Raises:
+        ModelError: there is none.
+    """
+    configured = loaded.transformer.generation_config.eos_token_id if loaded.transformer.generation_config else None
+    ids = set(configured if isinstance(configured, list) else [configured]) | {loaded.tokenizer.eos_token_id}
+    found = tuple(sorted(i for i in ids if i is not None))
+    if not found:
+        raise ModelError(
+            "neither the model's generation config nor its tokenizer has an end token",
+            remedy="set eos_token in the tokenizer: without it no completion ever ends",
+        )
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

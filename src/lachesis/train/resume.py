@@ -1,0 +1,83 @@
+"""Checkpoints of a run: everything that makes it go on as if it had never stopped."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lachesis.errors import CheckpointError
+from lachesis.pipeline.feed import Feed
+from lachesis.train.batch import Batch
+from lachesis.train.checkpoint import Checkpoint, CheckpointManager, capture_rng, restore_rng
+from lachesis.train.policy import Policy
+
+logger = logging.getLogger("lachesis")
+
+
+class RunCheckpoints:
+    """Saves weights, optimizer, schedule, random generators and data position; restores them exactly.
+
+    Args:
+        manager: where they go.
+        policy, feed: whose state it is.
+        every_steps: how often; 0 only when the run is asked to stop.
+    """
+
+    def __init__(self, manager: CheckpointManager, *, policy: Policy, feed: Feed[Batch], every_steps: int) -> None:
+        self._manager = manager
+        self._policy = policy
+        self._feed = feed
+        self._every_steps = every_steps
+
+    def maybe_save(self, step: int, *, stopping: bool = False) -> None:
+        """Save if step N·every_steps is done or the run stops.
+
+        Raises:
+            CheckpointError: it could not be written; the last one is untouched.
+        """
+        if stopping or (self._every_steps > 0 and step % self._every_steps == 0):
+            self._manager.save(
+                step,
+                tensors=self._policy.backend.gather_weights(self._policy.model),
+                state={"optimizer": self._policy.optimizer.state_dict(), "rng": capture_rng()},
+                meta={"step": step, "feed": self._feed.state_dict()},
+            )
+
+    def restore(self) -> int:
+        """Load the newest good checkpoint and return its step; 0 where there is none.
+
+        Raises:
+            CheckpointError: it belongs to another model.
+        """
+        step = self._manager.latest()
+        if step is None:
+            logger.warning("there is no checkpoint to resume from: the run starts at step 1")
+            return 0
+        checkpoint = self._manager.load(step)
+        self._load_weights(checkpoint)
+        self._policy.optimizer.load_state_dict(checkpoint.state["optimizer"])
+        self._feed.load_state_dict(checkpoint.meta["feed"])
+        restore_rng(checkpoint.state["rng"])
+        return step
+
+    @torch.no_grad()
+    def _load_weights(self, checkpoint: Checkpoint) -> None:
+        """Copy in place: an engine may share the storage."""
+        own: dict[str, Tensor] = {n: p for n, p in self._policy.model.named_parameters() if p.requires_grad}
+        _require_same(own, checkpoint.tensors, step=checkpoint.step)
+        for name, tensor in checkpoint.tensors.items():
+            own[name].copy_(tensor)
+
+
+def _require_same(own: dict[str, Tensor], saved: dict[str, Any], *, step: int) -> None:
+    different = [n for n in own.keys() | saved.keys() if n not in own or n not in saved]
+    different += [n for n in own.keys() & saved.keys() if own[n].shape != saved[n].shape]
+    if different:
+        raise CheckpointError(
+            f"the checkpoint of step {step} is of another model: {len(different)} tensors differ, among them "
+            f"{sorted(different)[0]}",
+            remedy="resume with the model and adapter settings that the run was started with",
+        )

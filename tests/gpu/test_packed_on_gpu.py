@@ -1,0 +1,67 @@
+"""Packed training and the embedded engine on a real GPU. Not part of `make test`: run where there is one.
+
+    PYTHONPATH=src python -m pytest tests/gpu
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lachesis.deadline import Deadline
+from lachesis.engines.embedded import EmbeddedEngine
+from lachesis.train.batch import pack
+from lachesis.train.forward import plan_forward, target_logprobs
+from lachesis.types import GenerationRequest, Sample, SamplingParams
+from tests.tiny import EOS_ID, PAD_ID, tiny_model
+from tests.unit.train.test_forward import random_groups
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def reference(model, sample: Sample) -> torch.Tensor:
+    """Logprobs of a sample by a plain pass of its own, in the model's dtype."""
+    ids = torch.tensor([sample.prompt_ids + sample.completion_ids], device="cuda")
+    log_p = (model(input_ids=ids, use_cache=False).logits[0].float() / sample.temperature).log_softmax(-1)
+    start = len(sample.prompt_ids)
+    return log_p[start - 1 : -1].gather(1, ids[0, start:, None]).squeeze(1)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
+@pytest.mark.parametrize(("dtype", "attention", "tolerance"), [("bfloat16", "flash", 0.08), ("float32", "bucketed", 1e-4)])  # fmt: skip
+def test_packed_logprobs_and_gradients(architecture, dtype, attention, tolerance):
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model = tiny_model(architecture, initializer_range=0.1).to("cuda", getattr(torch, dtype))
+    groups = random_groups(groups=4, samples=4, longest=20)
+    expected = {(s.prompt_ids, s.completion_ids): reference(model, s) for g in groups for s in g.samples}
+    plan = plan_forward(model, packing="packed")
+    assert plan.attention == attention
+    (micro,) = (m.to(torch.device("cuda")) for m in pack(groups, max_tokens=1 << 20).micro_batches)
+    found = target_logprobs(model, micro, plan=plan).logprobs
+    found = found if micro.expand is None else found[micro.expand]
+    targets = micro.targets if micro.expand is None else micro.targets[micro.expand]
+    ours = torch.autograd.grad(found.sum(), model.get_input_embeddings().weight, retain_graph=True)[0]
+    theirs = torch.autograd.grad(
+        sum(expected[s.prompt_ids, s.completion_ids].sum() for g in groups for s in g.samples),
+        model.get_input_embeddings().weight,
+    )[0]
+    for row in range(micro.advantages.numel()):
+        ids = tuple(targets[micro.row == row].tolist())
+        errors = [float((found[micro.row == row] - v).abs().max()) for (_, c), v in expected.items() if c == ids]
+        assert min(errors) < tolerance
+    assert float((ours.float() - theirs.float()).norm() / theirs.float().norm()) < tolerance
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_engine_logprobs_are_those_of_the_trainer(dtype):
+    model = tiny_model("qwen2", initializer_range=0.1).to("cuda", getattr(torch, dtype)).eval()
+    plan_forward(model, packing="packed")
+    engine = EmbeddedEngine(model, eos_token_ids=[EOS_ID], pad_token_id=PAD_ID, max_batch_size=64, max_context=128)
+    params = SamplingParams(max_tokens=24, temperature=0.7)
+    requests = [GenerationRequest(tuple(range(5, 8 + i)), params, n=4, seed=i) for i in range(4)]
+    for request, answer in zip(requests, engine.generate(requests, deadline=Deadline("test", 60)), strict=True):
+        for completion in answer:
+            sample = Sample(request.prompt_ids, completion.token_ids, completion.logprobs, "stop", (0, 0), temperature=0.7)
+            error = (reference(model, sample) - torch.tensor(completion.logprobs, device="cuda")).abs().mean()
+            assert float(error) < (0.02 if dtype == "bfloat16" else 1e-4)

@@ -1,0 +1,73 @@
+"""Tiny random models and a character tokenizer, built in code: nothing is downloaded."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+CHARACTERS = string.digits + string.ascii_letters + string.punctuation + " \n"
+VOCAB_SIZE = 3 + len(CHARACTERS)
+
+# Weights larger than those of a fresh model: its distributions would all be alike, and tests on them blind.
+_LLAMA_LIKE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.25,
+}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2": _LLAMA_LIKE,
+    "qwen3": _LLAMA_LIKE | {"head_dim": 8},
+    "llama": _LLAMA_LIKE,
+    "mistral": _LLAMA_LIKE | {"head_dim": 8, "sliding_window": 4},
+    "gemma2": _LLAMA_LIKE | {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.25},
+    "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.25},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.25},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "initializer_range": 0.25},
+    "lfm2": _LLAMA_LIKE | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
+    "recurrent_gemma": _LLAMA_LIKE
+    | {
+        "lru_width": 32,
+        "attention_window_size": 32,
+        "num_hidden_layers": 3,
+        "block_types": ["recurrent", "recurrent", "attention"],
+        "w_init_variance_scale": 1.0,
+    },
+}
+
+
+def tiny_model(architecture: str = "qwen2", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """A causal language model of two or three layers in float32 on the CPU, in evaluation mode.
+
+    Args:
+        architecture: transformers' ``model_type``, one of those configured here.
+        seed: equal seeds give equal weights; the global random state is left alone.
+        overrides: fields of the model's configuration.
+    """
+    special = {"pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
+    fields = {"vocab_size": VOCAB_SIZE} | special | _CONFIGS[architecture] | overrides
+    config = AutoConfig.for_model(architecture, **fields)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A token per character of printable ASCII, and the three special tokens."""
+    vocabulary = {token: i for i, token in enumerate([PAD, BOS, EOS, *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, model_max_length=128
+    )

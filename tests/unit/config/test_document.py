@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lachesis.config.document import apply_overrides, describe, dotted, parse_document, read_document, to_yaml
+from lachesis.errors import ConfigError
+
+
+def parse(text: str):
+    return parse_document(text, name="c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6),
+        ("1.0E+2", 100.0),
+        (".5", 0.5),
+        ("010", 10),
+        ("-3", -3),
+        ("on", "on"),
+        ("No", "No"),
+        ("true", True),
+        ("~", None),
+        ("", None),
+        ("2024-01-01", "2024-01-01"),
+        ("1:30", "1:30"),
+        ("1_000", "1_000"),
+        (".inf", ".inf"),
+        ('"30"', "30"),
+        ("[1, a, {b: 2.5}]", [1, "a", {"b": 2.5}]),
+    ],
+)
+def test_scalars_follow_yaml_1_2(text, value):
+    found = parse(f"a: {text}").data["a"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_origins_are_lines_and_fall_back_to_what_is_around():
+    document = parse("# comment\na:\n  b: 1\n  c:\n    - x\n    - y\n")
+    assert document.at(("a", "b")) == " (line 3)"
+    assert document.at(("a", "c", 1)) == " (line 6)"
+    assert document.at(("a", "missing")) == " (line 2)"
+    assert document.at(("nowhere",)) == ""
+
+
+def test_duplicate_keys_are_named_with_both_lines():
+    document = parse("a:\n  b: 1\n  c: 2\n  b: 3\n")
+    assert document.problems == ["a.b (line 4): written twice, first in line 2; remove one"]
+
+
+def test_an_alias_used_twice_is_no_duplicate():
+    document = parse("a: &x {b: 1}\nc: *x\n")
+    assert document.problems == []
+    assert document.data == {"a": {"b": 1}, "c": {"b": 1}}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: &x [*x]", "a[0] (line 1): an alias that contains itself"),
+        ("1: x", "top level (line 1): a key that is no text"),
+        ("a:\n  ? [b]\n  : 1", "a (line 2): a key that is no text"),
+        ("a: !!python/object:os.system {}", "is not supported"),
+        ("a: !!set {b: null}", "is not supported"),
+        ("a: !!timestamp 2024-01-01", "cannot read '2024-01-01' as timestamp"),
+        ("a: 1e999", "cannot read '1e999' as float"),
+        ("a: !!int abc", "cannot read 'abc' as int"),
+    ],
+)
+def test_what_yaml_allows_and_a_configuration_does_not(text, expected):
+    assert expected in "\n".join(parse(text).problems)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "c.yaml is empty"),
+        ("# only a comment\n", "c.yaml is empty"),
+        ("just text", "c.yaml (line 1): expected a mapping of sections, got the text 'just text'"),
+        ("- a\n- b\n", "expected a mapping of sections, got a list"),
+        ("a: 1\nb: [1, 2\nc: 3\n", "c.yaml (line 3"),
+        ("a:\n\tb: 1\n", "c.yaml (line 2"),
+        ("a: 1\n---\nb: 2\n", "c.yaml (line 2"),
+        ("a: \x01", "c.yaml: not valid YAML"),
+    ],
+)
+def test_text_that_is_no_configuration_at_all(text, expected):
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert expected in caught.value.message
+    assert caught.value.remedy
+
+
+def test_files_that_cannot_be_read(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no configuration file"):
+        read_document(tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_document(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"a: \xe9\n")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_document(tmp_path / "latin.yaml")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path):
+    (tmp_path / "bom.yaml").write_bytes(b"\xef\xbb\xbfa: 1\n")
+    assert read_document(tmp_path / "bom.yaml").data == {"a": 1}
+
+
+def test_overrides_are_yaml_and_the_last_wins():
+    document = parse("a:\n  b: 1\n")
+    apply_overrides(document, ["a.b=2", "a.b=3", "new.key=[x, 1e-3]", "a.c=p=q", "a.d="])
+    assert document.data == {"a": {"b": 3, "c": "p=q", "d": None}, "new": {"key": ["x", 1e-3]}}
+    assert document.problems == []
+    assert document.at(("a", "b")) == " (--set a.b)"
+    assert document.at(("new", "other")) == " (--set new.key)"
+
+
+def test_an_override_replaces_a_section_with_its_places():
+    document = parse("a:\n  b: 1\n")
+    apply_overrides(document, ["a={c: 2}"])
+    assert document.data == {"a": {"c": 2}}
+    assert document.at(("a", "b")) == " (--set a)"
+
+
+def test_an_override_fills_a_section_that_was_null():
+    document = parse("a: null\n")
+    apply_overrides(document, ["a.b=1"])
+    assert document.data == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("a.b", "--set a.b: expected section.key=value"),
+        ("=3", "--set =3: expected section.key=value"),
+        ("a..b=3", "--set a..b=3: expected section.key=value"),
+        ("a.b=[1", "not valid YAML"),
+        ("a.b.c=1", "--set a.b.c: a.b (line 2) is the number 1 and has no keys"),
+    ],
+)
+def test_overrides_that_cannot_be_applied(override, expected):
+    document = parse("a:\n  b: 1\n")
+    apply_overrides(document, [override])
+    assert len(document.problems) == 1
+    assert expected in document.problems[0]
+    assert document.data == {"a": {"b": 1}}
+
+
+def test_text_that_looks_like_something_else_survives_the_way_through_yaml():
+    texts = [
+        "1e-6",
+        "on",
+        "no",
+        "1:30",
+        "010",
+        "~",
+        "",
+        "true",
+        "=",
+        "2024-01-01",
+        "a: b",
+        "é",
+        "x\ny",
+        " # ",
+    ]
+    data = {"texts": texts, "numbers": [1e-6, 1.0, 3, -0.5], "none": None, "flag": False, "nested": {"a": []}}
+    assert parse(to_yaml(data)).data == data
+
+
+def test_the_same_object_twice_is_written_twice():
+    shared = [1, 2]
+    assert "&" not in to_yaml({"a": shared, "b": shared})
+
+
+def test_describe_and_dotted():
+    assert describe("x" * 200).endswith("...")
+    assert [describe(value) for value in (None, True, 1.5)] == ["nothing (null)", "true", "the number 1.5"]
+    assert dotted(("rewards", "weights", 1)) == "rewards.weights[1]"

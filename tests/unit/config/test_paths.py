@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lachesis.config.paths import resolve_all, resolve_function, resolve_model, resolve_path
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> tuple[Path, Path]:
+    base, cwd = tmp_path / "base", tmp_path / "cwd"
+    base.mkdir()
+    cwd.mkdir()
+    return base, cwd
+
+
+def test_resolve_path(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/somebody")
+    base = Path("/etc/run")
+    assert resolve_path(base, "a/b.jsonl") == Path("/etc/run/a/b.jsonl")
+    assert resolve_path(base, "../b") == Path("/etc/b")
+    assert resolve_path(base, "/abs") == Path("/abs")
+    assert resolve_path(base, "~/x") == Path("/home/somebody/x")
+
+
+def test_functions_in_files_are_relative_to_the_configuration(places):
+    base, cwd = places
+    assert resolve_function("sub/r.py:f", base_dir=base, cwd=cwd) == f"{base}/sub/r.py:f"
+    assert resolve_function("/x/r.py:f", base_dir=base, cwd=cwd) == "/x/r.py:f"
+
+
+def test_modules_beside_the_configuration_come_before_those_in_the_current_directory(places):
+    base, cwd = places
+    (cwd / "rewards.py").touch()
+    assert resolve_function("rewards.f", base_dir=base, cwd=cwd) == f"{cwd}/rewards.py:f"
+    (base / "rewards.py").touch()
+    assert resolve_function("rewards.f", base_dir=base, cwd=cwd) == f"{base}/rewards.py:f"
+    (base / "package").mkdir()
+    (base / "package" / "math.py").touch()
+    assert resolve_function("package.math.f", base_dir=base, cwd=cwd) == f"{base}/package/math.py:f"
+
+
+@pytest.mark.parametrize("spec", ["installed.module.f", "alone", "package.module:f", ""])
+def test_other_functions_stay_as_they_are(places, spec):
+    base, cwd = places
+    assert resolve_function(spec, base_dir=base, cwd=cwd) == spec
+
+
+def test_a_model_is_a_path_if_it_looks_like_one_or_is_one(places):
+    base, _ = places
+    assert resolve_model("org/model", base_dir=base) == "org/model"
+    assert resolve_model("./model", base_dir=base) == f"{base}/model"
+    assert resolve_model("model", base_dir=base, local=True) == f"{base}/model"
+    (base / "org" / "model").mkdir(parents=True)
+    assert resolve_model("org/model", base_dir=base) == f"{base}/org/model"
+
+
+def test_resolve_all(places, build):
+    base, cwd = places
+    (base / "rewards.py").touch()
+    config = build(
+        run={"setup": "setup.py:make"},
+        model={"path": "model", "tokenizer": "org/tokenizer", "chat_template": "chat.jinja"},
+        data={"path": "a.jsonl", "eval_path": "../b.jsonl"},
+        rewards={"functions": ["rewards.f", "installed.g"]},
+    )
+    resolved = resolve_all(config, base_dir=base, cwd=cwd)
+    assert resolved.run.dir == f"{cwd}/runs"
+    assert resolved.run.setup == f"{base}/setup.py:make"
+    assert resolved.model.path == f"{base}/model"
+    assert resolved.model.tokenizer == "org/tokenizer"
+    assert resolved.model.chat_template == f"{base}/chat.jinja"
+    assert resolved.data.path == f"{base}/a.jsonl"
+    assert resolved.data.eval_path == f"{base.parent}/b.jsonl"
+    assert resolved.rewards.functions == [f"{base}/rewards.py:f", "installed.g"]
+    assert config.data.path == "a.jsonl"
+
+
+def test_what_is_unset_stays_unset_and_a_template_is_no_path(places, build):
+    base, cwd = places
+    template = "{{ messages[0].content }}"
+    resolved = resolve_all(build(model={"chat_template": template}), base_dir=base, cwd=cwd)
+    assert resolved.model.chat_template == template
+    assert (resolved.run.setup, resolved.model.tokenizer, resolved.data.eval_path) == (None, None, None)
+    assert resolved.model.path == "org/model"
+
+
+def test_resolving_twice_from_elsewhere_changes_nothing(places, build):
+    base, cwd = places
+    once = resolve_all(build(run={"setup": "s.py:f"}), base_dir=base, cwd=cwd)
+    assert resolve_all(once, base_dir=Path("/elsewhere"), cwd=Path("/other")) == once

@@ -1,0 +1,39 @@
+"""docs/configuration.md says what the schema says."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lachesis.config.keys import all_keys
+
+GENERATOR = Path(__file__).parents[3] / "docs" / "generate_reference.py"
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_reference", GENERATOR)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_committed_reference_is_up_to_date(generator):
+    committed = GENERATOR.with_name("configuration.md").read_text(encoding="utf-8")
+    assert committed == generator.render(), "run: python docs/generate_reference.py"
+
+
+def test_every_key_has_a_row(generator):
+    page = generator.render()
+    sections = dict(part.split("`\n", 1) for part in page.split("\n## `")[1:])
+    for key in all_keys():
+        assert f"| `{key.name}` | {key.type} |" in sections[key.section]
+
+
+def test_the_required_keys_are_listed(generator):
+    expected = "**Required** keys are `run.steps`, `model.path`, `data.path`, `rewards.functions`."
+    assert expected in generator.render()

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from lachesis.deadline import Deadline
+from lachesis.errors import CheckpointError, DataError, DeadlineExceeded, EngineError, RewardError
+from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.generation import nested_deadline, request_seed, text_decoder
+from lachesis.rollouts.local import LocalSource
+from lachesis.rollouts.rewards import NamedReward, Rewarder
+from lachesis.types import Completion, GenerationRequest, Group, Prompt, SamplingParams
+from tests.fakes import FakeEngine, random_tokens
+from tests.tiny import BOS_ID, EOS_ID, tiny_tokenizer
+
+FOREVER = Deadline("test", None)
+PARAMS = SamplingParams(max_tokens=6, temperature=0.7, top_p=0.9)
+
+
+def prompts(count: int) -> list[Prompt]:
+    return [Prompt(id=str(i), token_ids=(i, i), text=f"p{i}", columns={"answer": i}) for i in range(count)]
+
+
+def decode(token_ids: Sequence[Sequence[int]]) -> list[str]:
+    return [" ".join(map(str, ids)) for ids in token_ids]
+
+
+def length(completions: list[Any]) -> list[float]:
+    return [float(len(completion[0]["content"].split())) for completion in completions]
+
+
+def source(
+    *,
+    engine: FakeEngine | None = None,
+    reward: Callable[..., Any] = length,
+    on_error: Any = "drop_group",
+    count: int = 7,
+    seed: int = 0,
+    params: SamplingParams = PARAMS,
+    shuffle: bool = True,
+) -> LocalSource:
+    return LocalSource(
+        stream=PromptStream(prompts(count), seed=seed, shuffle=shuffle),
+        engine=engine or FakeEngine(),
+        rewarder=Rewarder([NamedReward("f", reward)], on_error=on_error),
+        decode=decode,
+        params=params,
+        num_generations=3,
+        seed=seed,
+    )
+
+
+def ids(groups: list[Group]) -> list[int]:
+    return [int(group.prompt.id) for group in groups]
+
+
+class TestGroups:
+    def test_they_carry_what_the_engine_said_and_their_rewards(self):
+        engine = FakeEngine(logprob=-0.25, version=4)
+        first, second = source(engine=engine).next_groups(2, deadline=FOREVER)
+        (requests,) = engine.requests
+        assert [request.n for request in requests] == [3, 3]
+        assert [request.params for request in requests] == [PARAMS, PARAMS]
+        assert requests[1].prompt_ids == second.prompt.token_ids
+        for index, sample in enumerate(first.samples):
+            expected = tuple(random_tokens(requests[0], index))
+            assert sample.prompt_ids == first.prompt.token_ids
+            assert sample.completion_ids == expected
+            assert sample.logprobs == (-0.25,) * len(expected)
+            assert sample.versions == (4, 4)
+            assert sample.text == " ".join(map(str, expected))
+            assert sample.rewards == (float(len(expected)),)
+            assert sample.reward == len(expected)
+            assert sample.mask is None
+            assert sample.advantage is None
+            assert sample.temperature == 0.7
+
+    def test_greedy_samples_have_logprobs_of_temperature_1(self):
+        greedy = dataclasses.replace(PARAMS, temperature=0.0)
+        (group,) = source(params=greedy).next_groups(1, deadline=FOREVER)
+        assert {sample.temperature for sample in group.samples} == {1.0}
+
+    def test_epochs_follow_each_other(self):
+        groups = source(count=3).next_groups(9, deadline=FOREVER)
+        assert sorted(ids(groups)) == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+    def test_every_request_has_a_seed_of_its_own(self):
+        engine = FakeEngine()
+        local = source(engine=engine)
+        for _ in range(3):
+            local.next_groups(4, deadline=FOREVER)
+        seeds = [request.seed for call in engine.requests for request in call]
+        assert len(set(seeds)) == 12
+        assert seeds == [request_seed(0, number) for number in range(12)]
+
+    def test_seeds_are_known_and_within_63_bits(self):
+        assert request_seed(0, 0) == 3560153452049741418
+        seeds = [request_seed(run, number) for run in range(20) for number in range(20)]
+        assert len(set(seeds)) == 400
+        assert all(0 <= seed < 2**63 for seed in seeds)
+
+    def test_a_column_that_the_reward_needs_is_missed_before_anything_is_generated(self):
+        engine = FakeEngine()
+        with pytest.raises(RewardError, match="needs 'solution'"):
+            source(engine=engine, reward=lambda completions, solution: [])
+        assert engine.requests == []
+
+
+class TestCounters:
+    def test_they_count_since_the_last_call(self):
+        local = source(reward=lambda completions, answer: [math.nan if a == 2 else 1.0 for a in answer])
+        groups = local.next_groups(7, deadline=FOREVER)
+        counts = local.counters()
+        assert (counts["dropped_groups"], counts["reward_errors"]) == (1, 1)
+        kept = sum(len(sample.completion_ids) for group in groups for sample in group.samples)
+        assert counts["tokens_generated"] > kept
+        assert counts["generation_time"] > 0
+        assert counts["reward_time"] > 0
+        assert set(local.counters().values()) == {0.0}
+
+
+class TestFailingRewards:
+    def test_dropped_groups_are_missing(self):
+        local = source(reward=lambda completions, answer: [math.nan if a == 2 else 1.0 for a in answer])
+        assert sorted(ids(local.next_groups(7, deadline=FOREVER))) == [0, 1, 3, 4, 5, 6]
+
+    def test_where_all_are_dropped_the_next_prompts_are_taken(self):
+        def not_before_4(completions, answer):
+            return [math.nan if a < 4 else 1.0 for a in answer]
+
+        local = source(reward=not_before_4, shuffle=False)
+        assert ids(local.next_groups(2, deadline=FOREVER)) == [4, 5]
+        assert local.counters()["dropped_groups"] == 4
+
+    def test_but_not_without_end(self):
+        engine = FakeEngine()
+        local = source(engine=engine, reward=lambda completions: [math.nan] * len(completions))
+        with pytest.raises(RewardError, match=r"rewards of 20 groups in a row failed; the last: .*returned nan"):
+            local.next_groups(2, deadline=FOREVER)
+        assert len(engine.requests) == 10
+
+    def test_the_policy_fail_raises(self):
+        local = source(reward=lambda completions: [math.nan] * len(completions), on_error="fail")
+        with pytest.raises(RewardError, match="returned nan"):
+            local.next_groups(2, deadline=FOREVER)
+
+
+class TestResume:
+    def test_it_is_exact(self):
+        straight, stopped = source(seed=5), source(seed=5)
+        for local in (straight, stopped):
+            local.next_groups(4, deadline=FOREVER)
+        state = json.loads(json.dumps(stopped.state_dict()))
+        resumed = source(seed=5)
+        resumed.load_state_dict(state)
+        for _ in range(4):
+            assert resumed.next_groups(4, deadline=FOREVER) == straight.next_groups(4, deadline=FOREVER)
+
+    def test_another_dataset_is_refused(self):
+        with pytest.raises(CheckpointError, match="dataset"):
+            source(count=8).load_state_dict(source(count=7).state_dict())
+
+    @pytest.mark.parametrize("error", [DeadlineExceeded("slow"), KeyboardInterrupt()])
+    def test_a_call_that_raises_changes_nothing(self, error):
+        class Broken(FakeEngine):
+            broken = False
+
+            def generate(self, requests, *, deadline):
+                if self.broken:
+                    raise error
+                return super().generate(requests, deadline=deadline)
+
+        engine = Broken()
+        local, undisturbed = source(engine=engine), source()
+        engine.broken = True
+        with pytest.raises(type(error)):
+            local.next_groups(3, deadline=FOREVER)
+        engine.broken = False
+        for _ in range(3):
+            assert local.next_groups(3, deadline=FOREVER) == undisturbed.next_groups(3, deadline=FOREVER)
+
+    def test_a_failing_reward_changes_nothing_either(self):
+        fail = [True]
+
+        def sometimes(completions):
+            return [math.nan if fail[0] else 1.0] * len(completions)
+
+        local, undisturbed = source(reward=sometimes), source(reward=lambda completions: [1.0] * len(completions))
+        with pytest.raises(RewardError):
+            local.next_groups(3, deadline=FOREVER)
+        fail[0] = False
+        assert local.next_groups(5, deadline=FOREVER) == undisturbed.next_groups(5, deadline=FOREVER)
+
+    def test_requeued_prompts_come_first_also_after_a_resume(self):
+        local = source(shuffle=False)
+        taken = [group.prompt for group in local.next_groups(4, deadline=FOREVER)]
+        assert local.requeue(taken[1:3]) is True
+        resumed = source(shuffle=False)
+        resumed.load_state_dict(json.loads(json.dumps(local.state_dict())))
+        for one in (local, resumed):
+            assert ids(one.next_groups(4, deadline=FOREVER)) == [1, 2, 4, 5]
+
+    def test_a_strange_prompt_is_not_requeued(self):
+        with pytest.raises(DataError, match="'9'"):
+            source().requeue([Prompt(id="9", token_ids=(1,), text="x")])
+
+
+class TestEngineAnswers:
+    def refuse(self, change: Callable[[list[list[Completion]]], Any], match: str) -> None:
+        class Faulty(FakeEngine):
+            def generate(self, requests: Sequence[GenerationRequest], *, deadline: Deadline) -> list[list[Completion]]:
+                return change(super().generate(requests, deadline=deadline))
+
+        with pytest.raises(EngineError, match=match):
+            source(engine=Faulty()).next_groups(2, deadline=FOREVER)
+
+    def test_a_missing_answer(self):
+        self.refuse(lambda answers: answers[:1], "answered 1 of 2 requests")
+
+    def test_a_missing_completion(self):
+        self.refuse(lambda answers: [answers[0], answers[1][:2]], "gave 2 completions of prompt '.', asked for 3")
+
+    def test_a_missing_logprob(self):
+        def cut(answers):
+            last = answers[1][2]
+            return [answers[0], [*answers[1][:2], dataclasses.replace(last, logprobs=last.logprobs[1:])]]
+
+        self.refuse(cut, r"gave \d+ logprobs for \d+ tokens of a completion of prompt")
+
+    def test_an_aborted_completion(self):
+        def abort(answers):
+            return [answers[0], [dataclasses.replace(one, finish_reason="abort") for one in answers[1]]]
+
+        self.refuse(abort, "aborted a completion of prompt")
+
+
+class TestDeadlines:
+    def test_the_tighter_one_holds_and_names_its_setting(self):
+        outer = Deadline("feed", 10.0, setting="deadlines.batch_s")
+        assert nested_deadline("generation", outer, 5.0, "deadlines.generation_s").limit_s == 5.0
+        assert nested_deadline("generation", outer, 5.0, "deadlines.generation_s").setting.endswith("tion_s")
+        inner = nested_deadline("generation", outer, 50.0, "deadlines.generation_s")
+        assert inner.limit_s is not None
+        assert 9 < inner.limit_s <= 10
+        assert inner.setting == "deadlines.batch_s"
+        assert nested_deadline("generation", FOREVER, None, "x").limit_s is None
+
+    def test_the_error_says_what_was_waited_for(self):
+        with pytest.raises(DeadlineExceeded, match="generation of 2 prompts x 3 completions took longer"):
+            source().next_groups(2, deadline=Deadline("feed", 0.0, setting="deadlines.batch_s"))
+
+
+def test_texts_have_no_special_tokens_and_all_others_as_they_are():
+    tokenizer = tiny_tokenizer()
+    text = " 1 + 2 ,\n it 's"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert text_decoder(tokenizer)([[BOS_ID, *ids, EOS_ID], [EOS_ID], []]) == [text, "", ""]

@@ -1,0 +1,115 @@
+"""Packing: what stands in a micro-batch, and that nothing is lost, whatever the budget."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lachesis.errors import TrainingError
+from lachesis.train.batch import MicroBatch, pack
+from lachesis.types import Group, Prompt, Sample, VersionSpan
+
+
+def sample(prompt, completion, *, advantage=1.0, mask=None, logprob=-1.0, temperature=1.0):
+    return Sample(
+        prompt_ids=tuple(prompt),
+        completion_ids=tuple(completion),
+        logprobs=tuple(logprob - i for i in range(len(completion))),
+        finish_reason="stop",
+        versions=VersionSpan(0, 0),
+        mask=mask,
+        advantage=advantage,
+        temperature=temperature,
+    )
+
+
+def group(*samples):
+    return Group(Prompt("0", samples[0].prompt_ids, ""), tuple(samples))
+
+
+def sequences(micro: MicroBatch) -> list[tuple[list[int], list[int]]]:
+    """For each row: all tokens that its last prediction sees, and its targets. Rebuilt from the segments."""
+    keys = micro.key_index if micro.key_index is not None else torch.arange(micro.num_inputs)
+    seen = {}
+    for g in range(micro.cu_seq_q.numel() - 1):
+        q = range(int(micro.cu_seq_q[g]), int(micro.cu_seq_q[g + 1]))
+        k = keys[int(micro.cu_seq_k[g]) : int(micro.cu_seq_k[g + 1])].tolist()
+        for i, position in enumerate(q):
+            visible = k[: len(k) - len(q) + i + 1]
+            seen[position] = micro.input_ids[visible].tolist()
+            assert micro.position_ids[position] == len(visible) - 1
+    expand = micro.expand if micro.expand is not None else torch.arange(micro.predict.numel())
+    rows = []
+    for row in range(micro.advantages.numel()):
+        tokens = expand[micro.row == row].tolist()
+        rows.append((seen[int(micro.predict[tokens[-1]])], micro.targets[tokens].tolist()))
+    return rows
+
+
+def test_prompt_stands_once_and_completions_see_only_it_and_themselves():
+    batch = pack([group(sample([1, 2, 3], [4, 5, 6]), sample([1, 2, 3], [7, 8]))], max_tokens=100)
+    (micro,) = batch.micro_batches
+    assert micro.input_ids.tolist() == [1, 2, 3, 4, 5, 7]
+    assert sequences(micro) == [([1, 2, 3, 4, 5], [4, 5, 6]), ([1, 2, 3, 7], [7, 8])]
+    assert micro.old_logprobs.tolist() == [-1, -2, -3, -1, -2]
+
+
+def test_equal_completions_are_computed_once_and_counted_each():
+    twins = [sample([1, 2], [3, 4], advantage=1.0), sample([1, 2], [3, 4], advantage=-0.5), sample([1, 2], [5])]
+    batch = pack([group(*twins)], max_tokens=100)
+    (micro,) = batch.micro_batches
+    assert micro.input_ids.tolist() == [1, 2, 3]
+    assert micro.predict.numel() == 3 and micro.row.numel() == 5
+    assert batch.num_sequences == 3 and batch.num_tokens == 5
+    assert micro.advantages.tolist() == [1.0, -0.5, 1.0]
+
+
+def test_samples_at_another_temperature_or_mask_are_no_duplicates():
+    different = [sample([1], [3, 4]), sample([1], [3, 4], temperature=0.5), sample([1], [3, 4], mask=(1, 0))]
+    (micro,) = pack([group(*different)], max_tokens=100).micro_batches
+    assert micro.inverse_temperature.tolist() == [1, 1, 2, 2, 1]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 7, 12, 1000])
+@pytest.mark.parametrize("max_rows", [None, 1, 3])
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_every_sequence_is_there_once_whatever_the_limits(max_tokens, max_rows, share_prompts):
+    groups = [group(*(sample([g, g + 1, g + 2], [10 * g + i, *range(i)]) for i in range(4))) for g in range(1, 4)]
+    batch = pack(groups, max_tokens=max_tokens, max_rows=max_rows, share_prompts=share_prompts)
+    found = sorted(row for micro in batch.micro_batches for row in sequences(micro))
+    expected = sorted(
+        ([*s.prompt_ids, *s.completion_ids[:-1]], list(s.completion_ids)) for g in groups for s in g.samples
+    )
+    assert found == expected
+    for micro in batch.micro_batches:
+        alone = micro.advantages.numel() == 1
+        assert alone or micro.num_inputs <= max_tokens
+        assert max_rows is None or micro.advantages.numel() <= max_rows
+
+
+def test_masked_tokens_are_context_but_not_predicted():
+    (micro,) = pack([group(sample([1, 2], [3, 4, 5], mask=(1, 0, 1)))], max_tokens=100).micro_batches
+    assert micro.input_ids.tolist() == [1, 2, 3, 4]
+    assert micro.targets.tolist() == [3, 5]
+    assert micro.predict.tolist() == [1, 3]
+
+
+def test_sequences_without_advantage_are_left_out_but_counted():
+    samples = [sample([1], [2, 3], advantage=0.0), sample([1], [4, 5], advantage=1.0)]
+    batch = pack([group(*samples)], max_tokens=100, skip_zero_advantage=True)
+    assert batch.skipped_sequences == 1
+    assert (batch.num_sequences, batch.num_tokens) == (2, 4)
+    assert [m.targets.tolist() for m in batch.micro_batches] == [[4, 5]]
+    assert pack([group(*samples)], max_tokens=100).skipped_sequences == 0
+
+
+def test_nothing_to_learn_from_is_an_error():
+    with pytest.raises(TrainingError, match="none of the 1 groups"):
+        pack([group(sample([1, 2], [3], mask=(0,)))], max_tokens=10)
+
+
+def test_unknown_behaviour_logprobs_stay_nan():
+    (micro,) = pack([group(sample([1], [2], logprob=math.nan))], max_tokens=10).micro_batches
+    assert micro.old_logprobs.isnan().all()
