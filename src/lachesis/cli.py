@@ -18,7 +18,6 @@ from rich.table import Table
 from lachesis import __version__
 from lachesis.config.explain import explain
 from lachesis.config.load import load_config
-from lachesis.config.rules import check
 from lachesis.errors import LachesisError
 
 app = typer.Typer(
@@ -62,7 +61,11 @@ def train(
     """Train as a configuration says."""
     loaded = load_config(config, overrides=overrides or [])
     with console.status("loading torch and the model") if console.is_terminal else _nothing():
+        from transformers.utils import logging as transformers_logging
+
         from lachesis import run
+
+        transformers_logging.disable_progress_bar()
     with _stop_on_signals() as stop:
         summary = run.train(
             loaded, resume=resume, overwrite=overwrite, console=console, stop_requested=lambda: bool(stop)
@@ -162,10 +165,11 @@ class _Settings:
 
 
 class _ConsoleHandler(logging.Handler):
-    """Warnings go to standard error, in yellow where there is a terminal."""
+    """Warnings go to standard error; on a terminal through the console of the live display, above it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        error_console.print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow", markup=False)
+        target = console if console.is_terminal else error_console
+        target.print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow", markup=False)
 
 
 def _usage_errors() -> type[Any]:

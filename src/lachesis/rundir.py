@@ -27,53 +27,57 @@ class RunDirectory:
         """The files of the run by name."""
         return run_paths(self.path)
 
+    def begin(self, *, resume: bool) -> None:
+        """Make the directory; what an earlier run left in it goes, unless this run goes on with it.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        try:
+            if self.path.is_dir() and not resume:
+                shutil.rmtree(self.path)
+                self.state = {}
+            self.files["logs"].mkdir(parents=True, exist_ok=True)
+            self.update(status="starting", pid=os.getpid(), started=self.state.get("started", time.time()))
+        except OSError as error:
+            raise CheckpointError(
+                f"the run directory {self.path} cannot be written: {error.strerror}",
+                remedy="choose another run.dir, or free space on that disk",
+            ) from error
+
     def update(self, **changes: Any) -> None:
         """Change state.json."""
         self.state |= changes | {"updated": time.time()}
         write_atomic(self.files["state"], json.dumps(self.state, indent=2) + "\n")
 
 
-def open_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
-    """Make a run's directory, or go on in one.
+def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
+    """Find out whether a run may use a directory; nothing is written or deleted.
 
     Raises:
-        ConfigError: it holds a run and neither ``resume`` nor ``overwrite`` says what to do with it; a process
-            works in it; or there is nothing to resume.
-        CheckpointError: it cannot be made.
+        ConfigError: it holds a run and neither ``resume`` nor ``overwrite`` says what to do with it, or other
+            files; a process works in it; or there is nothing to resume.
     """
     run = RunDirectory(path)
-    files = run.files
     if path.exists() and not path.is_dir():
         raise ConfigError(f"{path} is a file, not a run directory", remedy="choose another run.name or run.dir")
-    holds_run = files["state"].is_file()
+    holds_run = run.files["state"].is_file()
     if holds_run:
-        run.state = _read_state(files["state"])
+        run.state = _read_state(run.files["state"])
         _refuse_running(run)
-    if resume and not holds_run:
-        raise ConfigError(f"there is no run to resume in {path}", remedy="leave --resume out to start it")
-    if path.is_dir() and any(path.iterdir()) and not resume:
-        _clear(run, holds_run=holds_run, overwrite=overwrite)
-    try:
-        files["logs"].mkdir(parents=True, exist_ok=True)
-        run.update(status="starting", pid=os.getpid(), started=run.state.get("started", time.time()))
-    except OSError as error:
-        raise CheckpointError(
-            f"the run directory {path} cannot be written: {error.strerror}",
-            remedy="choose another run.dir, or free space on that disk",
-        ) from error
+    if resume:
+        if not holds_run:
+            raise ConfigError(f"there is no run to resume in {path}", remedy="leave --resume out to start it")
+        return run
+    if path.is_dir() and any(path.iterdir()):
+        if not holds_run:
+            raise ConfigError(f"{path} is not empty and holds no run", remedy="choose another run.name or run.dir")
+        if not overwrite:
+            raise ConfigError(
+                f"{path} holds a run already ({run.state.get('status')} at step {run.state.get('step', 0)})",
+                remedy="go on with --resume, start anew with --overwrite, or choose another run.name",
+            )
     return run
-
-
-def _clear(run: RunDirectory, *, holds_run: bool, overwrite: bool) -> None:
-    if not holds_run:
-        raise ConfigError(f"{run.path} is not empty and holds no run", remedy="choose another run.name or run.dir")
-    if not overwrite:
-        raise ConfigError(
-            f"{run.path} holds a run already ({run.state.get('status')} at step {run.state.get('step', 0)})",
-            remedy="go on with --resume, start anew with --overwrite, or choose another run.name",
-        )
-    shutil.rmtree(run.path)
-    run.state = {}
 
 
 def _refuse_running(run: RunDirectory) -> None:

@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "lachesis"
 # From the top down; a room may import from rooms below it and from itself.
 ROOMS = [
     ("cli", "doctor"),
-    ("run", "rundir"),
+    ("run", "build", "rundir"),
     ("config",),
     ("train",),
     ("bridges",),

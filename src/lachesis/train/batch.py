@@ -152,15 +152,15 @@ def _units(samples: Sequence[Sample], *, max_tokens: int, max_rows: int | None, 
         key = (sample.completion_ids, sample.mask, sample.temperature)
         by_prompt.setdefault(sample.prompt_ids, {}).setdefault(key, []).append(sample)
     for prompt_ids, completions in by_prompt.items():
-        unit = _Unit(prompt_ids, ())
+        kept: list[tuple[tuple[int, ...], tuple[Sample, ...]]] = []
+        inputs, rows = len(prompt_ids), 0
         for (completion_ids, _, _), same in completions.items():
-            grown = _Unit(prompt_ids, (*unit.completions, (completion_ids, tuple(same))))
-            full = grown.num_inputs > max_tokens or (max_rows is not None and grown.num_rows > max_rows)
-            if full and unit.completions:
-                yield unit
-                grown = _Unit(prompt_ids, ((completion_ids, tuple(same)),))
-            unit = grown
-        yield unit
+            inputs, rows = inputs + len(completion_ids) - 1, rows + len(same)
+            if kept and (inputs > max_tokens or (max_rows is not None and rows > max_rows)):
+                yield _Unit(prompt_ids, tuple(kept))
+                kept, inputs, rows = [], len(prompt_ids) + len(completion_ids) - 1, len(same)
+            kept.append((completion_ids, tuple(same)))
+        yield _Unit(prompt_ids, tuple(kept))
 
 
 def _fill(units: Sequence[_Unit], *, max_tokens: int, max_rows: int | None) -> list[list[_Unit]]:
@@ -169,18 +169,18 @@ def _fill(units: Sequence[_Unit], *, max_tokens: int, max_rows: int | None) -> l
     tokens: list[int] = []
     rows: list[int] = []
     for unit in units:
+        num_inputs, num_rows = unit.num_inputs, unit.num_rows
         for i in range(len(bins)):
-            fits = tokens[i] + unit.num_inputs <= max_tokens
-            if fits and (max_rows is None or rows[i] + unit.num_rows <= max_rows):
+            if tokens[i] + num_inputs <= max_tokens and (max_rows is None or rows[i] + num_rows <= max_rows):
                 break
         else:
+            i = len(bins)
             bins.append([])
             tokens.append(0)
             rows.append(0)
-            i = len(bins) - 1
         bins[i].append(unit)
-        tokens[i] += unit.num_inputs
-        rows[i] += unit.num_rows
+        tokens[i] += num_inputs
+        rows[i] += num_rows
     return bins
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lachesis.config.schema import AdapterConfig, LoraAdapter, ModelConfig
 from lachesis.errors import ModelError
@@ -98,17 +99,12 @@ def _load_transformer(config: ModelConfig, *, device: torch.device) -> PreTraine
     dtype: Any = config.dtype
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"
-    try:
+    with _load_errors(config.path):
         model = AutoModelForCausalLM.from_pretrained(
             config.path,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=config.trust_remote_code,
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"no causal language model could be loaded from {config.path!r}: {_first_line(error)}",
-            remedy="set model.path to a directory with config.json and weights, or to a hub id in the cache",
-        ) from error
     # A trained model has no dropout while it is trained by GRPO: ratios would compare two random networks.
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -156,6 +152,20 @@ class Reference:
         return self._adapted.disable_adapter() if self._adapted is not None else nullcontext()
 
 
+def context_length(config: ModelConfig) -> int:
+    """Tokens that fit into the model; architectures without such a limit get a very large number.
+
+    Raises:
+        ModelError: there is no model.
+    """
+    with _load_errors(config.path):
+        text_config = AutoConfig.from_pretrained(
+            config.path, trust_remote_code=config.trust_remote_code
+        ).get_text_config()
+    limits = (getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    return next((limit for limit in limits if limit), 1 << 30)
+
+
 def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
     """Every token that ends a completion: the generation config's and the tokenizer's.
 
@@ -171,6 +181,17 @@ def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
             remedy="set eos_token in the tokenizer: without it no completion ever ends",
         )
     return found
+
+
+@contextmanager
+def _load_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"no causal language model could be loaded from {path!r}: {_first_line(error)}",
+            remedy="set model.path to a directory with config.json and weights, or to a hub id in the cache",
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -13,6 +13,22 @@ CACHED = ["qwen2", "llama", "mistral", "gemma2", "gpt2", "bloom", "mamba", "lfm2
 RECOMPUTED = ["openai-gpt", "recurrent_gemma"]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "cache_argument", "pads", "extends"),
+    [
+        ("qwen2", "past_key_values", True, True),
+        ("bloom", "past_key_values", False, True),
+        ("lfm2", "past_key_values", False, False),
+        ("mamba", "cache_params", False, False),
+        ("recurrent_gemma", None, False, False),
+        ("openai-gpt", None, True, True),
+    ],
+)
+def test_traits_of_architectures(architecture, cache_argument, pads, extends):
+    traits = ModelTraits.of(tiny_model(architecture))
+    assert (traits.cache_argument, traits.pads, traits.extends) == (cache_argument, pads, extends)
+
+
 def full_logits(model: nn.Module, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]

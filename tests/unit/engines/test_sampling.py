@@ -124,9 +124,10 @@ def test_a_greedy_row_has_the_logprobs_of_temperature_one_and_cuts_nothing():
 
 def test_bfloat16_logits_are_processed_in_float32():
     logits = random_logits().bfloat16()
-    actual = process(logits, SamplingParams(1, temperature=0.7))
-    assert actual.dtype == torch.float32
-    torch.testing.assert_close(actual, (logits.float() / 0.7).log_softmax(-1))
+    for temperature in (0.7, 1.0):
+        actual = process(logits, SamplingParams(1, temperature=temperature))
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, (logits.float() / temperature).log_softmax(-1))
 
 
 def test_draws_follow_the_distribution_and_never_take_a_cut_token():
@@ -142,13 +143,18 @@ def test_draws_follow_the_distribution_and_never_take_a_cut_token():
     torch.testing.assert_close(logprobs, probs.log()[tokens])
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24])
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2**-24, 1.0])  # 1.0: as if rounding had made it so
 @pytest.mark.parametrize("support", [[0], [3], [7], [2, 5], [0, 7]])
 def test_the_ends_of_the_distribution_give_tokens_of_positive_probability(uniform, support):
     logprobs = torch.full((1, 8), float("-inf"))
     logprobs[0, support] = -float(np.log(len(support)))
     tokens, _ = sample(logprobs, torch.tensor([uniform]))
     assert tokens.item() in support
+
+
+def test_a_uniform_of_zero_takes_the_first_possible_token():
+    logprobs = torch.tensor([[0.0, 0.3, 0.7]]).log()
+    assert sample(logprobs, torch.tensor([0.0]))[0].tolist() == [1]
 
 
 def test_a_sum_below_one_leaves_no_gap_at_the_end():
