@@ -45,6 +45,7 @@ chromium:
 
 docs: install
 	$(BIN)/python docs/generate_reference.py
+	$(BIN)/python docs/generate_metrics.py
 
 clean:
 	rm -rf $(VENV) runs examples/quickstart/.cache

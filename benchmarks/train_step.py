@@ -314,8 +314,9 @@ def main() -> None:
         mfu = 6 * parameters * tokens / seconds / PEAK_BF16_FLOPS
         row = Row(name, budget, seconds, spread, peak, mfu, forward_tokens, micro_batches)
         results.append(asdict(row))
+        computed = f"{forward_tokens:6d} tokens in" if forward_tokens else "padded rows in"
         write(f"{name:32s} {budget or '':>7} {seconds:8.3f} s ±{spread:.3f} {peak:7.1f} GB  MFU {mfu:5.1%}  "
-              f"{forward_tokens:6d} tokens in {micro_batches} micro-batches\n")  # fmt: skip
+              f"{computed} {micro_batches} micro-batches\n")  # fmt: skip
         sys.stdout.flush()
     if options.out:
         options.out.write_text(json.dumps(results, indent=1))

@@ -29,7 +29,9 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": _LLAMA_LIKE | {"head_dim": 8},
     "llama": _LLAMA_LIKE,
     "mistral": _LLAMA_LIKE | {"head_dim": 8, "sliding_window": 4},
-    "gemma2": _LLAMA_LIKE | {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8},
+    # transformers' SDPA leaves out the softcap of attention scores.
+    "gemma2": _LLAMA_LIKE
+    | {"head_dim": 8, "sliding_window": 4, "query_pre_attn_scalar": 8, "attn_implementation": "eager"},
     "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.25},
     "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.25},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.25},

@@ -37,9 +37,9 @@ class ModelTraits:
 
     @classmethod
     def of(cls, model: PreTrainedModel | PeftModel) -> ModelTraits:
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
         arguments = inspect.signature(base.forward).parameters
-        config: Any = base.config.get_text_config(decoder=True)
+        config = base.config.get_text_config(decoder=True)
         cache_argument = next((name for name in ("past_key_values", "cache_params") if name in arguments), None)
         if hasattr(base, "_setup_cache"):  # RecurrentGemma keeps its state in its modules, where rows stay put
             cache_argument = None
@@ -52,7 +52,7 @@ class ModelTraits:
             pads=not recurrent and {"attention_mask", "position_ids"} <= set(arguments),
             extends=not recurrent,
             keeps_last="logits_to_keep" in arguments,
-            vocab_size=base.get_input_embeddings().weight.shape[0],
+            vocab_size=config.vocab_size,
         )
 
 
@@ -97,7 +97,7 @@ class Decoder:
     def fork(self, rows: Tensor) -> None:
         """Sequence i becomes what sequence ``rows[i]`` was; ``rows`` [M] may repeat and leave out."""
         if self._cache is not None:
-            self._cache.reorder_cache(rows)
+            self._cache.reorder_cache(rows)  # type: ignore[arg-type]
         else:
             self._ids = self._ids.index_select(0, rows)
         if self._mask is not None:

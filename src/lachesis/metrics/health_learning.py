@@ -16,6 +16,7 @@ from lachesis.metrics.names import format_number, format_share, reward_functions
 
 
 def not_finite(seen: Observation) -> Alarm | None:
+    """Loss or gradient norm are NaN or infinite."""
     broken = [name for name in ("loss", "grad_norm") if not math.isfinite(seen.values.get(name, 0.0))]
     if not broken:
         return None
@@ -27,6 +28,7 @@ def not_finite(seen: Observation) -> Alarm | None:
 
 
 def loss_explodes(seen: Observation) -> Alarm | None:
+    """The loss is more than 20 times its usual size."""
     size = abs(seen.values.get("loss", 0.0))
     usual = [abs(loss) for loss in seen.recent("loss", 21)[:-1] if math.isfinite(loss)]
     if not math.isfinite(size) or len(usual) < 5 or size <= max(5.0, 20.0 * median(usual)):
@@ -40,6 +42,7 @@ def loss_explodes(seen: Observation) -> Alarm | None:
 
 
 def ratio_off(seen: Observation) -> Alarm | None:
+    """The mean probability ratio is outside 0.8 to 1.2: trainer and sampler disagree."""
     ratio = seen.values.get("mean_ratio")
     if ratio is None or 0.8 <= ratio <= 1.2:
         return None
@@ -53,6 +56,7 @@ def ratio_off(seen: Observation) -> Alarm | None:
 
 
 def kl_high(seen: Observation) -> Alarm | None:
+    """The policy has moved more than 0.1 nats (a problem: 0.5) from the one that sampled."""
     kl = seen.values.get("mean_kl")
     if kl is None or kl <= 0.1:
         return None
@@ -65,6 +69,7 @@ def kl_high(seen: Observation) -> Alarm | None:
 
 
 def clipped_much(seen: Observation) -> Alarm | None:
+    """More than 30 % (a problem: 50 %) of the ratios are clipped."""
     share = seen.values.get("clipped_fraction")
     if share is None or share <= 0.3:
         return None
@@ -77,6 +82,7 @@ def clipped_much(seen: Observation) -> Alarm | None:
 
 
 def reward_stays_low(seen: Observation) -> Alarm | None:
+    """The mean reward is still below 0.15 after step 20 and does not rise."""
     rewards = seen.recent("reward", seen.step)
     if seen.step < 20 or len(rewards) < 10:
         return None
@@ -94,6 +100,7 @@ def reward_stays_low(seen: Observation) -> Alarm | None:
 
 
 def zero_variance(seen: Observation) -> Alarm | None:
+    """No group has rewards that differ, told apart by cause: truncation, equal answers, a constant reward."""
     share = seen.values.get("zero_std_fraction")
     if seen.groups:
         return explain_zero_variance(seen.groups)
@@ -107,6 +114,7 @@ def zero_variance(seen: Observation) -> Alarm | None:
 
 
 def one_text_for_all(seen: Observation) -> Alarm | None:
+    """All completions of a batch are the same text."""
     text = all_same_text(seen.groups)
     if text is None:
         return None
@@ -119,6 +127,7 @@ def one_text_for_all(seen: Observation) -> Alarm | None:
 
 
 def entropy_off(seen: Observation) -> Alarm | None:
+    """Entropy is below 0.01 (one answer for everything, unless the task is solved) or above 2."""
     entropy = seen.values.get("entropy")
     if entropy is None or 0.01 <= entropy <= 2.0:
         return None
@@ -146,6 +155,7 @@ def entropy_off(seen: Observation) -> Alarm | None:
 
 
 def gradient_large(seen: Observation) -> Alarm | None:
+    """The gradient norm is above 10 (a problem: 100)."""
     norm = seen.values.get("grad_norm")
     if norm is None or not math.isfinite(norm) or norm <= 10.0:
         return None
@@ -158,6 +168,7 @@ def gradient_large(seen: Observation) -> Alarm | None:
 
 
 def gradient_vanished(seen: Observation) -> Alarm | None:
+    """The gradient is 0 although rewards differ, or stays below 0.001 for ten steps."""
     norms = seen.recent("grad_norm", 10)
     if not norms or seen.values.get("zero_std_fraction") == 1.0:
         return None  # a gradient of 0 is right where all advantages are 0, which zero_variance reports
@@ -177,6 +188,7 @@ def gradient_vanished(seen: Observation) -> Alarm | None:
 
 
 def reward_function_constant(seen: Observation) -> Alarm | None:
+    """A reward function gave every completion of the last steps the same value."""
     steps = 20
     for name in reward_functions(seen.values):
         means = seen.recent(f"rewards/{name}/mean", steps)
@@ -198,6 +210,7 @@ def reward_function_constant(seen: Observation) -> Alarm | None:
 
 
 def accuracy_fell(seen: Observation) -> Alarm | None:
+    """Held-out accuracy is more than 10 points below its best; a fall to under 60 % of it is a collapse."""
     if len(seen.evaluations) < 2:
         return None
     best, last = max(seen.evaluations, key=lambda result: result.accuracy), seen.evaluations[-1]
@@ -215,6 +228,7 @@ def accuracy_fell(seen: Observation) -> Alarm | None:
 
 
 def reward_fell(seen: Observation) -> Alarm | None:
+    """The mean reward fell to half of its best."""
     rewards = seen.recent("reward", 50)
     if len(rewards) < 15:
         return None

@@ -9,6 +9,7 @@ from lachesis.metrics.names import format_number, format_share
 
 
 def truncated_often(seen: Observation) -> Alarm | None:
+    """Many completions reach the length limit."""
     share = seen.values.get("truncated_fraction")
     if share is None or share <= 0.25:
         return None
@@ -25,6 +26,7 @@ def truncated_often(seen: Observation) -> Alarm | None:
 
 
 def empty_completions(seen: Observation) -> Alarm | None:
+    """Completions without a single token of text."""
     samples = [sample for group in seen.groups for sample in group.samples]
     share = sum(not sample.text.strip() for sample in samples) / len(samples) if samples else 0.0
     if share <= 0.5:
@@ -38,6 +40,7 @@ def empty_completions(seen: Observation) -> Alarm | None:
 
 
 def samples_stale(seen: Observation) -> Alarm | None:
+    """Samples are older than the limit in weight versions."""
     staleness = seen.values.get("staleness")
     if staleness is None or staleness <= seen.limits.staleness:
         return None
@@ -51,6 +54,7 @@ def samples_stale(seen: Observation) -> Alarm | None:
 
 
 def logprobs_differ(seen: Observation) -> Alarm | None:
+    """The engine's logprobs of its samples differ from the trainer's."""
     mean = seen.values.get("logprob_diff_mean")
     limit = seen.limits.logprob_diff
     if mean is None or mean <= limit:
@@ -68,6 +72,7 @@ def logprobs_differ(seen: Observation) -> Alarm | None:
 
 
 def canary_off(seen: Observation) -> Alarm | None:
+    """The proof of sync came close to its tolerance."""
     error = seen.values.get("canary_error")
     if error is None or error <= seen.limits.canary_error:
         return None
@@ -81,6 +86,7 @@ def canary_off(seen: Observation) -> Alarm | None:
 
 
 def groups_dropped(seen: Observation) -> Alarm | None:
+    """Groups were dropped because their reward failed."""
     errors, dropped = seen.values.get("reward_errors", 0.0), seen.values.get("dropped_groups", 0.0)
     if errors <= 0 and dropped <= 0:
         return None
@@ -95,6 +101,7 @@ def groups_dropped(seen: Observation) -> Alarm | None:
 
 
 def time_unbalanced(seen: Observation) -> Alarm | None:
+    """Generation, training or rewards take most of a step."""
     times = {name: seen.recent(name, 10) for name in ("generation_time", "train_time", "reward_time", "step_time")}
     if any(len(times[name]) < 10 for name in ("generation_time", "train_time")):
         return None

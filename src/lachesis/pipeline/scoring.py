@@ -15,7 +15,7 @@ def assign_advantages(groups: Sequence[Group], *, compute: AdvantageFunction) ->
     """Set every sample's advantage from the rewards of all groups, which some normalizations need at once."""
     rewards = [sample.rewards for group in groups for sample in group.samples]
     number = [i for i, group in enumerate(groups) for _ in group.samples]
-    advantages = iter(compute(rewards, number))
+    advantages = iter([value for _, value in zip(number, compute(rewards, number), strict=True)])
     return [
         replace(group, samples=tuple(replace(sample, advantage=next(advantages)) for sample in group.samples))
         for group in groups

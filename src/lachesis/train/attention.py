@@ -257,7 +257,8 @@ def _softcapped_attention(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(
             diagonal=scores.shape[-1] - scores.shape[-2]
         )
-    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    # Not -inf: a row of padding sees nothing, and its softmax would be NaN.
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     return (scores.float().softmax(-1).to(value.dtype) @ value).transpose(1, 2)
 
 

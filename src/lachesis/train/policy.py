@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lachesis.metrics.values import Mean, MetricValue, Sum
+from lachesis.metrics.values import Max, Mean, MetricValue, Sum
 from lachesis.train.backends.base import Backend
 from lachesis.train.batch import Batch, MicroBatch
 from lachesis.train.forward import ForwardPlan, plan_forward, target_logprobs
@@ -103,7 +103,7 @@ class Policy:
         logprobs, entropies = found.logprobs, found.entropies
         if micro.expand is not None:
             logprobs, entropies = logprobs.index_select(0, micro.expand), entropies.index_select(0, micro.expand)
-        return policy_loss(
+        output = policy_loss(
             logprobs,
             row=micro.row,
             mask=torch.ones_like(logprobs),
@@ -115,6 +115,11 @@ class Policy:
             num_tokens=num_tokens,
             options=self.options,
         )
+        difference = (logprobs.detach() - micro.old_logprobs).abs()
+        known = ~difference.isnan()
+        alignment = torch.stack([difference.nansum(), known.sum().to(difference.dtype)])
+        aligned = {"logprob_diff_mean": alignment, "logprob_diff_max": difference.nan_to_num(0.0).max()}
+        return PolicyLoss(output.loss, {**output.metrics, **aligned})
 
     @torch.no_grad()
     def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
@@ -126,16 +131,21 @@ class Policy:
 
 
 def _fetch(parts: Sequence[dict[str, Tensor]]) -> dict[str, MetricValue]:
-    """Sum the micro-batches' losses and (weighted sum, weight) pairs on the device, and fetch all at once."""
+    """Merge the micro-batches' values on the device and fetch all at once.
+
+    Pairs [2] are (weighted sum, weight); scalars are maxima where their name ends so, else sums.
+    """
     if not parts:
         return {"loss": Sum(0.0)}
-    names = list(parts[0])
-    totals = [torch.stack([part[name] for part in parts]).sum(0) for name in names]
-    numbers = torch.cat([total.flatten().float() for total in totals]).tolist()
     metrics: dict[str, MetricValue] = {}
-    for name, total in zip(names, totals, strict=True):
-        values, numbers = numbers[: total.numel()], numbers[total.numel() :]
-        metrics[name] = Sum(values[0]) if total.dim() == 0 else Mean(*values)
+    merged = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    merged = {name: values.amax(0) if name.endswith("_max") else values.sum(0) for name, values in merged.items()}
+    numbers = iter(torch.cat([value.flatten().float() for value in merged.values()]).tolist())
+    for name, value in merged.items():
+        if value.dim() == 1:
+            metrics[name] = Mean(next(numbers), next(numbers))
+        else:
+            metrics[name] = Max(next(numbers)) if name.endswith("_max") else Sum(next(numbers))
     return metrics
 
 

@@ -102,6 +102,15 @@ def test_generation_is_unchanged_by_the_packed_attention():
     assert model.generate(ids, max_new_tokens=8, do_sample=False).tolist() == before.tolist()
 
 
+@torch.no_grad()
+def test_left_padding_under_a_softcap_stays_finite():
+    model = tiny_model("gemma2")
+    plan_forward(model, packing="packed")
+    ids, mask = torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    padded = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)).logits[0, 2:]
+    torch.testing.assert_close(padded, model(input_ids=ids[:1, 2:]).logits[0], rtol=1e-4, atol=1e-4)
+
+
 def test_a_model_whose_attention_cannot_be_replaced_says_so_when_packing_is_asked_for():
     with pytest.raises(ModelError, match=r"Mamba.*model\.packing: auto"):
         plan_forward(tiny_model("mamba"), packing="packed")

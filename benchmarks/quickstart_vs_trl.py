@@ -1,0 +1,412 @@
+"""The quickstart, trained by Lachesis and by TRL's GRPOTrainer in turn on the same machine.
+
+    python benchmarks/quickstart_vs_trl.py [--quick] [--steps 200] [--seeds 0 1 2] [--prompts 64 32] [--threads 2]
+                                           [--trl-rows N] [--trl-python PATH] [--out FILE.json]
+
+Both train the same start model on the same prompts in the same order, with the hyperparameters of
+examples/quickstart/config.yaml, each in a process of its own. Lachesis trains as `lachesis train` does, with the
+quickstart's records, report and checkpoints; TRL logs and saves nothing. A third run is ours without leaving out the
+groups that have no signal. Held-out accuracy is greedy and from one evaluator. Seconds exclude starting up,
+evaluating and saving checkpoints. The Markdown goes to standard output, progress to standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lachesis import __version__
+from lachesis.build import build_engine, build_evaluation, build_policy, build_rewarder, load_data
+from lachesis.config.load import load_config
+from lachesis.config.rules import learning_rate
+from lachesis.config.schema import LachesisConfig
+from lachesis.metrics.jsonl import read_metrics
+from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.imports import load_function
+from lachesis.train.schedule import schedule_factor
+from lachesis.types import Prompt
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CONFIG = REPOSITORY / "examples/quickstart/config.yaml"
+WORK = REPOSITORY / ".bench/quickstart"
+TRL_ENVIRONMENT = REPOSITORY / ".bench/trl"
+TRL_REQUIREMENTS = Path(__file__).with_name("trl-requirements.txt")
+
+OURS, OURS_ALL, TRL = "Lachesis", "Lachesis, no group left out", "TRL"
+DIRECTORIES = {OURS: "lachesis", OURS_ALL: "lachesis-all", TRL: "trl"}
+EVALUATE_EVERY = 25
+TARGET = 0.90
+WARMUP_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run to make."""
+
+    system: str
+    seed: int
+    prompts: int
+    steps: int
+
+    @property
+    def directory(self) -> Path:
+        """Where the run leaves its files."""
+        return WORK / f"{DIRECTORIES[self.system]}-{self.prompts}-{self.seed}"
+
+    @property
+    def overrides(self) -> list[str]:
+        """What differs from the quickstart's own configuration."""
+        return [
+            f"run.dir={WORK}",
+            f"run.name={self.directory.name}",
+            f"run.seed={self.seed}",
+            f"run.steps={self.steps}",
+            f"batch.prompts_per_step={self.prompts}",
+            f"evaluation.every_steps={EVALUATE_EVERY}",
+            f"algorithm.skip_zero_advantage={'false' if self.system == OURS_ALL else 'true'}",
+        ]
+
+    def config(self) -> LachesisConfig:
+        """The configuration of this run; TRL's arguments are made of it too."""
+        return load_config(CONFIG, overrides=self.overrides).config
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step. Seconds without evaluation and checkpoints; tokens are sums over the batch.
+
+    ``generation`` includes decoding the completions to text, ``training`` is forward and backward;
+    ``forward_tokens`` counts positions of the training forward pass, padding included.
+    """
+
+    seconds: float
+    generation: float
+    training: float
+    reward: float
+    learning_rate: float
+    completions: int
+    prompt_tokens: int
+    completion_tokens: int
+    forward_tokens: int
+
+    @property
+    def other(self) -> float:
+        """Everything else: rewards, advantages, packing or padding, the optimizer, records."""
+        return self.seconds - self.generation - self.training
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run; ``accuracy`` is that on held-out problems after so many steps."""
+
+    plan: Plan
+    steps: list[Step]
+    accuracy: dict[int, float]
+
+    @property
+    def counted(self) -> list[Step]:
+        """The steps that the medians are of."""
+        return self.steps[min(WARMUP_STEPS, len(self.steps) // 2) :]
+
+    @property
+    def median(self) -> float:
+        """Seconds a step."""
+        return statistics.median(step.seconds for step in self.counted)
+
+    @property
+    def seconds(self) -> float:
+        """Training seconds of all steps."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def seconds_to_target(self) -> float:
+        """Training seconds until an evaluation first found TARGET; infinite where none did."""
+        reached = [step for step, accuracy in sorted(self.accuracy.items()) if accuracy >= TARGET]
+        return sum(step.seconds for step in self.steps[: reached[0]]) if reached else math.inf
+
+
+def run_lachesis(plan: Plan, *, threads: int) -> Run:
+    """Train through the command line, and read what was recorded."""
+    settings = [part for override in plan.overrides for part in ("--set", override)]
+    command = [sys.executable, "-c", "from lachesis.cli import main; main()", "train", str(CONFIG), "--overwrite"]
+    execute([*command, *settings], log=plan.directory.with_suffix(".log"), threads=threads)
+    config, log = plan.config(), read_metrics(plan.directory / "metrics.jsonl")
+    steps = [
+        our_step(line.values, batch, config.sampling.num_generations)
+        for line, batch in zip(log.steps, batches(config), strict=True)
+    ]
+    return Run(plan, steps, {result.step: result.accuracy for result in log.evaluations})
+
+
+def our_step(values: Mapping[str, float], batch: Sequence[Prompt], generations: int) -> Step:
+    """A line of metrics.jsonl. A checkpoint lies within the time of the step after it."""
+    return Step(
+        seconds=values["step_time"] - values["eval_time"] - values.get("checkpoint_time", 0.0),
+        generation=values["generation_time"],
+        training=values["train_time"],
+        reward=values["reward"],
+        learning_rate=values["learning_rate"],
+        completions=round(values["tokens_generated"] / values["completion_length/mean"]),
+        prompt_tokens=generations * sum(len(prompt.token_ids) for prompt in batch),
+        completion_tokens=round(values["tokens_generated"]),
+        forward_tokens=round(values["tokens_forward"]),
+    )
+
+
+def batches(config: LachesisConfig) -> Iterator[list[Prompt]]:
+    """The prompts of each step, as Lachesis draws them."""
+    stream = PromptStream(load_data(config)[0], seed=config.run.seed, shuffle=config.data.shuffle)
+    for _ in range(config.run.steps):
+        yield stream.take(config.batch.prompts_per_step)
+
+
+class TrlRunner:
+    """Trains with TRL, and evaluates the weights that it saved on the way with our engine and evaluation."""
+
+    def __init__(self, python: Path, config: LachesisConfig, *, rows: int | None) -> None:
+        self.versions: dict[str, str] = {}
+        self._python = python
+        self._rows = rows
+        policy = build_policy(config)
+        self._model = policy.transformer
+        self._evaluation = build_evaluation(
+            config,
+            held_out=load_data(config)[1],
+            policy=policy,
+            engine=build_engine(config, policy),
+            rewarder=build_rewarder(config),
+        )
+
+    def run(self, plan: Plan, *, threads: int) -> Run:
+        shutil.rmtree(plan.directory, ignore_errors=True)
+        plan.directory.mkdir(parents=True)
+        job, job_file = trl_job(plan, rows=self._rows), plan.directory / "job.json"
+        job_file.write_text(json.dumps(job))
+        command = [str(self._python), str(Path(__file__).with_name("trl_side.py")), str(job_file)]
+        execute(command, log=plan.directory.with_suffix(".log"), threads=threads)
+        result = json.loads(Path(job["result"]).read_text())
+        self.versions = result["versions"]
+        accuracy = {step: self._accuracy(plan.directory / f"{step}.pt", step) for step in job["snapshots"]}
+        return Run(plan, [Step(**step) for step in result["steps"]], accuracy)
+
+    def _accuracy(self, weights: Path, step: int) -> float:
+        self._model.load_state_dict(torch.load(weights, weights_only=True))
+        weights.unlink()
+        result = self._evaluation.maybe_run(step)
+        if result is None:
+            raise SystemExit(f"no evaluation is due after step {step}")
+        return result.accuracy
+
+
+def trl_job(plan: Plan, *, rows: int | None) -> dict[str, Any]:
+    """What trl_side.py is told: the quickstart's configuration in TRL's words."""
+    config = plan.config()
+    sampling, algorithm, optimizer = config.sampling, config.algorithm, config.optimizer
+    course = optimizer.model_dump(include={"schedule", "warmup_steps", "min_lr_ratio"})
+    completions = config.batch.prompts_per_step * sampling.num_generations
+    rows = min(rows or completions, completions)
+    grpo = {
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": completions // rows,
+        "num_generations": sampling.num_generations,
+        "max_completion_length": sampling.max_completion_length,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "loss_type": algorithm.loss_type,
+        "scale_rewards": algorithm.scale_rewards,
+        "epsilon": algorithm.epsilon,
+        "beta": algorithm.beta,
+        "learning_rate": learning_rate(config),
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "max_grad_norm": optimizer.max_grad_norm,
+    }
+    return {
+        "model": config.model.path,
+        "problems": [{**prompt.columns, "prompt": prompt.text} for batch in batches(config) for prompt in batch],
+        "reward": config.rewards.functions[0],
+        "steps": plan.steps,
+        "seed": plan.seed,
+        "grpo": grpo,
+        "learning_rates": [
+            learning_rate(config) * schedule_factor(step, total_steps=plan.steps, **course)
+            for step in range(plan.steps + 1)  # one more, for a scheduler that looks ahead
+        ],
+        "snapshots": sorted({*range(0, plan.steps + 1, EVALUATE_EVERY), plan.steps}),
+        "directory": str(plan.directory),
+        "result": str(plan.directory / "result.json"),
+    }
+
+
+def execute(command: Sequence[str], *, log: Path, threads: int) -> None:
+    """Run to the end; where it fails, show the end of what it said."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "OMP_NUM_THREADS": str(threads),
+        "RAYON_NUM_THREADS": str(threads),
+        "HF_HUB_OFFLINE": "1",
+    }
+    with log.open("w") as output:
+        code = subprocess.run(command, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False).returncode
+    if code:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+        raise SystemExit(f"{tail}\n\n{command[0]} ended with {code}; all of its output: {log}")
+
+
+def trl_python() -> Path:
+    """The interpreter of TRL's own environment, which is made where it is missing or was made of other pins."""
+    python, stamp = TRL_ENVIRONMENT / "bin/python", TRL_ENVIRONMENT / "installed.txt"
+    requirements = TRL_REQUIREMENTS.read_text()
+    if not stamp.is_file() or stamp.read_text() != requirements:
+        shutil.rmtree(TRL_ENVIRONMENT, ignore_errors=True)
+        log = TRL_ENVIRONMENT.with_name("trl-install.log")
+        sys.stderr.write(f"installing TRL into {TRL_ENVIRONMENT}; output in {log}\n")
+        threads = os.cpu_count() or 1
+        torch_pin = next(line for line in requirements.splitlines() if line.startswith("torch=="))
+        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+        execute([sys.executable, "-m", "venv", str(TRL_ENVIRONMENT)], log=log, threads=threads)
+        execute([*pip, torch_pin], log=log, threads=threads)
+        execute([*pip, "-r", str(TRL_REQUIREMENTS)], log=log, threads=threads)
+        stamp.write_text(requirements)
+    return python
+
+
+def check_comparable(ours: Run, trl: Run) -> None:
+    """Both began with the same model, and each step had as many completions of the same prompts, at one rate."""
+    if ours.accuracy[0] != trl.accuracy[0]:
+        raise SystemExit(f"the start models differ: held-out accuracy {ours.accuracy[0]} and {trl.accuracy[0]}")
+    for number, (a, b) in enumerate(zip(ours.steps, trl.steps, strict=True), start=1):
+        same = (a.completions, a.prompt_tokens) == (b.completions, b.prompt_tokens)
+        if not (same and math.isclose(a.learning_rate, b.learning_rate, rel_tol=1e-6)):
+            raise SystemExit(f"step {number} differs: {a} and {b}")
+
+
+def markdown_table(runs: Sequence[Run]) -> str:
+    """A row a figure, a column a system, for the runs of one batch size. Lists are by seed."""
+    systems = {name: [run for run in runs if run.plan.system == name] for name in (TRL, OURS, OURS_ALL)}
+    first, trl = runs[0], systems[TRL]
+    rows: dict[str, Callable[[list[Run]], str]] = {
+        "s a step: median (quartiles)": lambda of: spread(of, "seconds"),
+        "- generation": lambda of: spread(of, "generation"),
+        "- forward and backward": lambda of: spread(of, "training"),
+        "- all else": lambda of: spread(of, "other"),
+        "TRL's median s a step over this one's": lambda of: listed(
+            theirs.median / own.median for own, theirs in zip(of, trl, strict=True)
+        ),
+        f"training s to {TARGET:.2f} held out": lambda of: listed(run.seconds_to_target for run in of),
+        "training s in all": lambda of: listed(run.seconds for run in of),
+        "held-out accuracy at the start": lambda of: listed((run.accuracy[0] for run in of), digits=3),
+        "held-out accuracy at the end": lambda of: listed((run.accuracy[len(run.steps)] for run in of), digits=3),
+        "reward of step 1": lambda of: listed((run.steps[0].reward for run in of), digits=3),
+        "completions a step": lambda of: f"{mean(of, 'completions'):.0f}",
+        "tokens of a prompt, mean": lambda of: f"{mean(of, 'prompt_tokens') / mean(of, 'completions'):.2f}",
+        "tokens of a completion, mean": lambda of: f"{mean(of, 'completion_tokens') / mean(of, 'completions'):.2f}",
+        "positions in the training forward pass a step": lambda of: f"{mean(of, 'forward_tokens'):.0f}",
+    }
+    seeds = ", ".join(str(run.plan.seed) for run in trl)
+    generations = first.steps[0].completions // first.plan.prompts
+    lines = [
+        f"**{first.plan.prompts} prompts x {generations} completions, {len(first.steps)} steps, seeds {seeds}**\n",
+        "| | " + " | ".join(systems) + " |",
+        "|---" * (len(systems) + 1) + "|",
+    ]
+    lines += [f"| {name} | " + " | ".join(cell(of) for of in systems.values()) + " |" for name, cell in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def spread(runs: Sequence[Run], name: str) -> str:
+    """Median and quartiles over the counted steps of all seeds."""
+    values = [getattr(step, name) for run in runs for step in run.counted]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def mean(runs: Sequence[Run], name: str) -> float:
+    """Mean over the counted steps of all seeds."""
+    return statistics.fmean(getattr(step, name) for run in runs for step in run.counted)
+
+
+def listed(values: Iterable[float], *, digits: int = 2) -> str:
+    """A value a seed; infinity is a time that never came."""
+    return " / ".join(f"{value:.{digits}f}" if math.isfinite(value) else "not reached" for value in values)
+
+
+def machine(trl_versions: Mapping[str, str], *, threads: int) -> str:
+    """One paragraph: the machine, the versions, the day."""
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    theirs = ", ".join(f"{name} {trl_versions[name]}" for name in ("trl", "torch", "transformers"))
+    return (
+        f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores, {threads} threads, "
+        f"float32. Lachesis {__version__} on torch {version('torch')}, transformers {version('transformers')}, "
+        f"Python {platform.python_version()}; {theirs}, Python {trl_versions['python']}. "
+        f"{time.strftime('%d %B %Y', time.gmtime())}.\n"
+    )
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[64], help="prompts a step; a table for each")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="10 steps of one seed, to see that all works")
+    parser.add_argument("--trl-rows", type=int, help="completions in one of TRL's forward passes; the batch if unset")
+    parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL; by default .bench/trl's")
+    parser.add_argument("--out", type=Path, help="JSON with every step of every run")
+    chosen = parser.parse_args()
+    if chosen.quick:
+        chosen.steps, chosen.seeds = 10, chosen.seeds[:1]
+    return chosen
+
+
+def main() -> None:
+    chosen = options()
+    plans = [
+        Plan(system=system, seed=seed, prompts=prompts, steps=chosen.steps)
+        for prompts in chosen.prompts
+        for seed in chosen.seeds
+        for system in (OURS, TRL, OURS_ALL)
+    ]
+    config = plans[0].config()
+    if config.run.setup is not None:
+        load_function(config.run.setup)(config.model.path)
+    trl = TrlRunner(chosen.trl_python or trl_python(), config, rows=chosen.trl_rows)
+    runs: list[Run] = []
+    for plan in plans:
+        execute_plan = trl.run if plan.system == TRL else run_lachesis
+        run = execute_plan(plan, threads=chosen.threads)
+        load = os.getloadavg()[0]
+        about = f"{plan.system}, {plan.prompts} prompts, seed {plan.seed}"
+        sys.stderr.write(f"{about}: {run.median:.3f} s a step (load average {load:.1f})\n")
+        if plan.system == TRL:
+            check_comparable(runs[-1], run)
+        runs.append(run)
+        if chosen.out:
+            chosen.out.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
+    sys.stdout.write(machine(trl.versions, threads=chosen.threads))
+    for prompts in chosen.prompts:
+        sys.stdout.write("\n" + markdown_table([run for run in runs if run.plan.prompts == prompts]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Writes metrics.md from the table of metrics and the health rules: ``python docs/generate_metrics.py``."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from lachesis.metrics.health import RULES
+from lachesis.metrics.names import METRICS, Metric
+
+TARGET = Path(__file__).with_name("metrics.md")
+
+INTRODUCTION = """\
+# Metrics and health
+
+<!-- Written by docs/generate_metrics.py from src/lachesis/metrics/names.py and health_*.py; do not edit. -->
+
+Each step is a line of `metrics.jsonl` in the run directory, and goes to every sink that is on. A metric that was not
+measured is left out: a missing number is not 0. Seconds of a checkpoint count with the step after it.
+
+| metric | unit | healthy | what it says |
+|---|---|---|---|
+"""
+
+HEALTH = """
+## What the health rules look for
+
+A finding says what is wrong and what to change. It is shown on the console, in the report and in `metrics.jsonl`, and
+repeated after 20 steps or when it gets worse.
+
+| rule | looks for |
+|---|---|
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    metrics = "".join(_metric_row(metric) for metric in METRICS.values())
+    rules = "".join(f"| `{name}` | {_first_sentence(rule)} |\n" for name, rule in RULES.items())
+    return INTRODUCTION + metrics + HEALTH + rules
+
+
+def _metric_row(metric: Metric) -> str:
+    return f"| `{metric.name}` | {metric.unit} | {_range(metric)} | {metric.explanation} |\n"
+
+
+def _range(metric: Metric) -> str:
+    if metric.healthy is None:
+        return ""
+    low, high = metric.healthy
+    if low is None:
+        return f"below {high:g}"
+    return f"above {low:g}" if high is None else f"{low:g} to {high:g}"
+
+
+def _first_sentence(rule: object) -> str:
+    text = " ".join((inspect.getdoc(rule) or "").split())
+    return text.split(". ")[0].rstrip(".") + "."
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render(), encoding="utf-8")

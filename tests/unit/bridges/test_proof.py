@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from lachesis.bridges.proof import TOLERANCE, SyncProof, largest_difference
+from lachesis.errors import StaleWeights
+from lachesis.types import CanaryReading
+
+TOKENS = (5, 12, 19)
+
+
+class Pair:
+    """A trainer and an engine whose canary logprobs are set by hand."""
+
+    def __init__(self, *, dtype: str = "float32") -> None:
+        self.trainer: Sequence[float] = (-1.0, -2.0)
+        self.engine: Sequence[float] = (-1.0, -2.0)
+        self.version = 1
+        self.session_id = "mine"
+        self.asked: list[tuple[int, ...]] = []
+        self.proof = SyncProof(
+            token_ids=list(TOKENS),
+            trainer=self._read_trainer,
+            engine=self._read_engine,
+            session_id="mine",
+            dtype=dtype,
+        )
+
+    def _read_trainer(self, token_ids: Sequence[int]) -> Sequence[float]:
+        self.asked.append(tuple(token_ids))
+        return self.trainer
+
+    def _read_engine(self, token_ids: Sequence[int]) -> CanaryReading:
+        self.asked.append(tuple(token_ids))
+        return CanaryReading(tuple(self.engine), version=self.version, session_id=self.session_id)
+
+
+def test_agreement_is_proved_on_the_canary_with_the_largest_difference():
+    pair = Pair()
+    pair.engine = (-1.0004, -2.0002)
+    assert pair.proof.confirm(version=1) == pytest.approx(0.0004)
+    assert pair.asked == [TOKENS, TOKENS]
+
+
+def test_an_engine_of_another_session_is_refused():
+    pair = Pair()
+    pair.session_id = "of-yesterday"
+    with pytest.raises(StaleWeights, match="session of-yesterday, this run works with mine") as caught:
+        pair.proof.confirm(version=1)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("served", [0, 2])
+def test_another_version_is_refused_with_both_numbers(served):
+    pair = Pair()
+    pair.version = served
+    with pytest.raises(StaleWeights, match=f"weight version {served}, the trainer is at 1"):
+        pair.proof.confirm(version=1)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCE.items())
+def test_the_tolerance_is_that_of_the_dtype(dtype, tolerance):
+    pair = Pair(dtype=dtype)
+    pair.engine = (-1.0, -2.0 - 0.9 * tolerance)
+    assert pair.proof.confirm(version=1) == pytest.approx(0.9 * tolerance)
+    pair.engine = (-1.0, -2.0 - 1.1 * tolerance)
+    with pytest.raises(StaleWeights, match="differ"):
+        pair.proof.confirm(version=1)
+
+
+def test_a_difference_is_told_with_what_both_computed():
+    pair = Pair()
+    pair.engine = (-1.0, -2.5)
+    with pytest.raises(StaleWeights) as caught:
+        pair.proof.confirm(version=1)
+    message = str(caught.value)
+    assert "by up to 0.5 (allowed 0.001)" in message
+    assert "engine [-1.0000, -2.5000]" in message
+    assert "trainer [-1.0000, -2.0000]" in message
+
+
+@pytest.mark.parametrize("side", ["trainer", "engine", "both"])
+def test_nan_is_no_agreement(side):
+    pair = Pair()
+    if side != "engine":
+        pair.trainer = (-1.0, math.nan)
+    if side != "trainer":
+        pair.engine = (-1.0, math.nan)
+    with pytest.raises(StaleWeights, match="nan"):
+        pair.proof.confirm(version=1)
+
+
+def test_infinite_logprobs_are_no_agreement():
+    pair = Pair()
+    pair.trainer = pair.engine = (-1.0, -math.inf)
+    with pytest.raises(StaleWeights):
+        pair.proof.confirm(version=1)
+
+
+def test_a_reading_of_another_length_is_refused():
+    pair = Pair()
+    pair.engine = (-1.0,)
+    with pytest.raises(StaleWeights, match="inf"):
+        pair.proof.confirm(version=1)
+
+
+def test_an_engine_that_did_not_move_is_told_with_both_numbers():
+    """Each step is within the tolerance of the one before, so only the movement shows it."""
+    pair = Pair(dtype="bfloat16")
+    pair.trainer, pair.engine = (-1.0, -2.0), (-1.2, -2.0)
+    pair.proof.confirm(version=1)
+    pair.trainer, pair.version = (-1.4, -2.0), 2
+    with pytest.raises(StaleWeights, match=r"version 2 the trainer's .* moved by 0\.4 and the engine's not at all"):
+        pair.proof.confirm(version=2)
+
+
+def test_an_engine_that_moved_along_is_not_accused():
+    pair = Pair(dtype="bfloat16")
+    pair.trainer, pair.engine = (-1.0, -2.0), (-1.2, -2.0)
+    pair.proof.confirm(version=1)
+    pair.trainer, pair.engine, pair.version = (-1.4, -2.0), (-1.3, -2.0), 2
+    assert pair.proof.confirm(version=2) == pytest.approx(0.1)
+
+
+def test_weights_that_hardly_moved_need_not_show():
+    pair = Pair()
+    for version in (1, 2, 3):
+        pair.version = version
+        assert pair.proof.confirm(version=version) == 0.0
+
+
+def test_a_failed_proof_is_not_what_the_next_is_compared_with():
+    pair = Pair(dtype="bfloat16")
+    pair.trainer, pair.engine = (-1.0, -2.0), (-1.2, -2.0)
+    pair.proof.confirm(version=1)
+    pair.trainer, pair.version = (-1.4, -2.0), 2
+    for _ in range(2):
+        with pytest.raises(StaleWeights, match="not at all"):
+            pair.proof.confirm(version=2)
+
+
+def test_largest_difference():
+    assert largest_difference([1.0, 2.0], [1.5, 1.0]) == 1.0
+    assert largest_difference([], []) == 0.0
+    assert largest_difference([1.0], [1.0, 2.0]) == math.inf
+    assert math.isnan(largest_difference([math.nan, 0.0], [0.0, 5.0]))

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lachesis.errors import CheckpointError
+from lachesis.train.batch import pack
+from lachesis.train.checkpoint import CheckpointManager
+from lachesis.train.loss_options import LossOptions
+from lachesis.train.policy import Policy
+from lachesis.train.resume import RunCheckpoints
+from tests.unit.train.test_forward import random_groups
+from tests.unit.train.test_policy import make_policy
+
+
+class PlaceInData:
+    """The part of a feed that checkpoints need."""
+
+    def __init__(self, place: int = 0) -> None:
+        self.place = place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "front": ["7"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def checkpoints(directory: Path, policy: Policy, feed: Any = None, *, every_steps: int = 2) -> RunCheckpoints:
+    manager = CheckpointManager(directory, keep_last=2)
+    return RunCheckpoints(manager, policy=policy, feed=feed or PlaceInData(), every_steps=every_steps)
+
+
+def train(policy: Policy, *, steps: int, seed: int = 0) -> list[float]:
+    """A few steps; returns the learning rate and the gradient norm of each."""
+    told = []
+    for step in range(steps):
+        groups = random_groups(groups=2, samples=3, longest=6, seed=seed + step)
+        policy.accumulate(pack(groups, max_tokens=64))
+        told += [value.value() for value in policy.step().values()]
+    return told
+
+
+def weights(policy: Policy) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in policy.model.parameters() if p.requires_grad])
+
+
+def saved(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("step_*"))
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "steps", "stopping", "expected"),
+    [
+        (2, (1, 2, 3, 4), False, ["step_000002", "step_000004"]),
+        (0, (1, 2, 3, 4), False, []),
+        (0, (3,), True, ["step_000003"]),
+        (2, (3,), True, ["step_000003"]),
+    ],
+)
+def test_when_checkpoints_are_saved(tmp_path: Path, every_steps, steps, stopping, expected):
+    manager = checkpoints(tmp_path, make_policy(options=LossOptions()), every_steps=every_steps)
+    for step in steps:
+        manager.maybe_save(step, stopping=stopping)
+    assert saved(tmp_path) == expected
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_everything_goes_on_exactly(tmp_path: Path, lora: bool):
+    straight = make_policy(options=LossOptions(), lora=lora)
+    train(straight, steps=2)
+    checkpoints(tmp_path, straight, PlaceInData(40)).maybe_save(2)
+    expected = train(straight, steps=3, seed=50)
+
+    resumed, feed = make_policy(options=LossOptions(), lora=lora), PlaceInData()
+    assert not torch.equal(weights(resumed), weights(straight))
+    assert checkpoints(tmp_path, resumed, feed).restore() == 2
+    assert feed.place == 40
+    assert train(resumed, steps=3, seed=50) == expected
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+def test_random_generators_go_on_where_they_were(tmp_path: Path):
+    policy = make_policy(options=LossOptions())
+    torch.manual_seed(3)
+    checkpoints(tmp_path, policy).maybe_save(2)
+    expected = (torch.rand(3).tolist(), random.random(), np.random.rand())
+    torch.manual_seed(4)
+    checkpoints(tmp_path, policy).restore()
+    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == expected
+
+
+def test_weights_are_restored_in_place(tmp_path: Path):
+    """An engine may read the same storage."""
+    policy = make_policy(options=LossOptions())
+    checkpoints(tmp_path, policy).maybe_save(2)
+    before, places = weights(policy), [p.data_ptr() for p in policy.model.parameters()]
+    train(policy, steps=1)
+    assert not torch.equal(weights(policy), before)
+    checkpoints(tmp_path, policy).restore()
+    assert torch.equal(weights(policy), before)
+    assert [p.data_ptr() for p in policy.model.parameters()] == places
+    assert all(p.requires_grad for p in policy.model.parameters())
+
+
+def test_with_lora_only_the_adapter_is_saved(tmp_path: Path):
+    policy = make_policy(options=LossOptions(), lora=True)
+    checkpoints(tmp_path, policy).maybe_save(2)
+    tensors = CheckpointManager(tmp_path, keep_last=1).load().tensors
+    assert tensors
+    assert all("lora_" in name for name in tensors)
+
+
+def test_without_a_checkpoint_the_run_starts_anew_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    policy = make_policy(options=LossOptions())
+    before, feed = weights(policy), PlaceInData(3)
+    with caplog.at_level(logging.WARNING, logger="lachesis"):
+        assert checkpoints(tmp_path, policy, feed).restore() == 0
+    assert "no checkpoint to resume from" in caplog.text
+    assert torch.equal(weights(policy), before)
+    assert feed.place == 3
+
+
+@pytest.mark.parametrize(("saved_lora", "own_lora"), [(True, False), (False, True)])
+def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path, saved_lora, own_lora):
+    checkpoints(tmp_path, make_policy(options=LossOptions(), lora=saved_lora)).maybe_save(2)
+    policy = make_policy(options=LossOptions(), lora=own_lora)
+    before, feed = weights(policy), PlaceInData(3)
+    with pytest.raises(CheckpointError, match=r"step 2 is of another model: \d+ tensors differ, among them \w") as caught:
+        checkpoints(tmp_path, policy, feed).restore()
+    assert "model and adapter settings" in caught.value.remedy
+    assert torch.equal(weights(policy), before)
+    assert feed.place == 3
+
+
+def test_a_model_of_another_size_is_refused(tmp_path: Path):
+    checkpoints(tmp_path, make_policy(options=LossOptions(), architecture="qwen2")).maybe_save(2)
+    with pytest.raises(CheckpointError, match="of another model"):
+        checkpoints(tmp_path, make_policy(options=LossOptions(), architecture="qwen3")).restore()
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path):
+    policy = make_policy(options=LossOptions())
+    manager = checkpoints(tmp_path, policy, PlaceInData(2))
+    manager.maybe_save(2)
+    expected = weights(policy)
+    train(policy, steps=1)
+    manager.maybe_save(4)
+    damaged = tmp_path / "step_000004" / "weights.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    assert manager.restore() == 2
+    assert torch.equal(weights(policy), expected)
+
+
+def test_the_data_position_is_readable_json(tmp_path: Path):
+    checkpoints(tmp_path, make_policy(options=LossOptions()), PlaceInData(12)).maybe_save(4)
+    meta = json.loads((tmp_path / "step_000004" / "meta.json").read_text())
+    assert meta == {"step": 4, "feed": {"place": 12, "front": ["7"]}}
