@@ -289,7 +289,8 @@ def main() -> None:
     )
     for budget in budgets:
         plans.append(("lachesis LoRA", budget, partial(ours, shared, max_tokens=budget, lora=True)))
-    plans.append(("lachesis LoRA, checkpointing", budgets[1], partial(ours, shared, max_tokens=budgets[1], lora=True, checkpointing=True)))  # fmt: skip
+    checkpointed_lora = partial(ours, shared, max_tokens=budgets[1], lora=True, checkpointing=True)
+    plans.append(("lachesis LoRA, checkpointing", budgets[1], checkpointed_lora))
     if not options.no_trl:
         for rows, checkpointing in ((8, False), (16, False), (8, True)):
             name = f"TRL, {rows} rows" + (", checkpointing" if checkpointing else "")

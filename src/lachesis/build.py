@@ -103,6 +103,7 @@ def build_bridge(config: LachesisConfig) -> Bridge[Policy]:
     return InProcessBridge(
         engine_builder=partial(build_engine, config),
         proof_builder=partial(build_proof, config) if config.bridge.proof else None,
+        sync_s=config.deadlines.sync_s,
     )
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lachesis import __version__
 from lachesis.config.explain import explain
@@ -22,13 +24,22 @@ from lachesis.errors import LachesisError
 
 app = typer.Typer(
     help="Lachesis trains language models with GRPO.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-console = Console(highlight=False, soft_wrap=True)
-error_console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+class _Console(Console):
+    """Where the reader has gone it raises as other files do: a sink that fails is dropped, and training goes on."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+# No markup and no emoji codes: paths and messages are printed as they are.
+console = _Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+error_console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 # As shells report a process that a signal ended.
 _EXIT_SIGNALLED = 128
@@ -45,10 +56,9 @@ def common(
 ) -> None:
     """Options before the command."""
     _Settings.traceback = traceback
-    logging.basicConfig(format="%(message)s", level=logging.WARNING, handlers=[_ConsoleHandler()])
-    # Libraries tell much that a user can do nothing about; what Lachesis has to say comes through its own logger.
-    for name in ("transformers", "torchao", "torch", "datasets", "peft"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("lachesis").addHandler(_ConsoleHandler(logging.WARNING))
+    # Libraries warn of much that a user can do nothing about: that goes into the log of the run, not on the screen.
+    logging.getLogger().addHandler(logging.NullHandler())
 
 
 @app.command()
@@ -61,11 +71,9 @@ def train(
     """Train as a configuration says."""
     loaded = load_config(config, overrides=overrides or [])
     with console.status("loading torch and the model") if console.is_terminal else _nothing():
-        from transformers.utils import logging as transformers_logging
-
         from lachesis import run
 
-        transformers_logging.disable_progress_bar()
+        _hide_progress_bars()
     with _stop_on_signals() as stop:
         summary = run.train(
             loaded, resume=resume, overwrite=overwrite, console=console, stop_requested=lambda: bool(stop)
@@ -73,7 +81,8 @@ def train(
     report = _shown(summary.report)
     if not summary.finished:
         name = signal.Signals(stop[0]).name
-        console.print(f"stopped by {name} after step {summary.steps}; go on with: lachesis train {config} --resume")
+        command = shlex.join(["lachesis", "train", str(config), *(f"--set={item}" for item in overrides or [])])
+        console.print(f"stopped by {name} after step {summary.steps}; go on with: {command} --resume")
         raise typer.Exit(_EXIT_SIGNALLED + stop[0])
     if not summary.evaluations:
         console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; report: {report}")
@@ -98,12 +107,12 @@ def explain_command(key: Annotated[str, typer.Argument(help="A key, as optimizer
     """Say what a configuration key means, its type and its default."""
     answer = explain(key)
     if answer.description:
-        console.print(f"{answer.explanations[0].section}: {answer.description}\n", markup=False)
+        console.print(f"{answer.explanations[0].section}: {answer.description}\n")
     for found in answer.explanations:
         default = "required" if found.default is None else f"default {found.default}"
         kinds = f" (only with kind {' or '.join(found.kinds)})" if found.kinds else ""
-        console.print(f"{found.path}: {found.type}, {default}{kinds}", style="bold", markup=False)
-        console.print(f"    {found.description}", markup=False)
+        console.print(f"{found.path}: {found.type}, {default}{kinds}", style="bold")
+        console.print(f"    {found.description}")
 
 
 @app.command()
@@ -114,6 +123,7 @@ def doctor(
     """Check the installation and the devices, and prove in about a minute that training learns."""
     from lachesis import doctor as checks
 
+    _hide_progress_bars()
     findings = checks.inspect_installation()
     if config is not None:
         findings += checks.inspect_config(config)
@@ -122,7 +132,7 @@ def doctor(
             findings.append(checks.prove_learning())
     table = Table(show_header=False, box=None, padding=(0, 1))
     for finding in findings:
-        mark = "[red]fail[/red]" if finding.failed else "[green]ok[/green]"
+        mark = Text("fail", style="red") if finding.failed else Text("ok", style="green")
         table.add_row(mark, finding.subject, finding.message)
     console.print(table)
     if any(finding.failed for finding in findings):
@@ -137,16 +147,16 @@ def version() -> None:
 
 def main() -> None:
     """Entry point: an error is one line with its cause and a remedy, and an exit code of its own."""
+    # Read when torch is loaded, later. Threads that spin while they wait for each other make small models several
+    # times slower as soon as anything else runs on the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
-        app(standalone_mode=False)
-    except typer.Exit as exit_:
-        sys.exit(exit_.exit_code)
+        # Without standalone mode typer returns the code of typer.Exit, and that of an interrupt.
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
     except LachesisError as error:
         _fail(str(error), error, code=error.exit_code)
-    except KeyboardInterrupt as error:
-        _fail("interrupted", error, code=_EXIT_SIGNALLED + signal.SIGINT)
-    except _usage_errors() as error:
-        _fail(error.format_message(), error, code=2)
+    except typer.TyperException as error:
+        _fail(f"{error.format_message()} -> see lachesis --help", error, code=2)
     except BrokenPipeError:
         # The reader of our output has gone; nothing more can be said to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -158,6 +168,7 @@ def main() -> None:
             error,
             code=_EXIT_INTERNAL,
         )
+    sys.exit(code)
 
 
 class _Settings:
@@ -169,23 +180,24 @@ class _ConsoleHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         target = console if console.is_terminal else error_console
-        target.print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow", markup=False)
-
-
-def _usage_errors() -> type[Any]:
-    import click
-
-    return click.ClickException
+        target.print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")
 
 
 def _fail(message: str, error: BaseException, *, code: int) -> None:
     if _Settings.traceback:
         error_console.print_exception()
     first, *rest = message.splitlines() or [""]
-    error_console.print(f"error: {first}", style="red", markup=False)
+    error_console.print(f"error: {first}", style="red")
     for line in rest:
-        error_console.print(f"  {line}", markup=False)
+        error_console.print(f"  {line}")
     sys.exit(code)
+
+
+def _hide_progress_bars() -> None:
+    """Those of transformers, over the loading and saving of weights."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
 
 
 @contextmanager

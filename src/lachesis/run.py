@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -92,7 +92,7 @@ def train(
         feed = build_feed(config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder)
         closing.callback(feed.close)
         evaluation = build_evaluation(config, held_out=held_out, policy=policy, engine=bridge.engine, rewarder=rewarder)
-        with begin_run(run, config, resume=resume):
+        with begin_run(run, config, resume=resume) as log:
             checkpoints = RunCheckpoints(
                 CheckpointManager(run.files["checkpoints"], keep_last=config.checkpoint.keep_last),
                 policy=policy,
@@ -101,7 +101,7 @@ def train(
             )
             start = checkpoints.restore() if resume else 0
             texts = token_texts(policy.loaded.tokenizer)
-            hub = build_sinks(config, run=run, start=start, console=console, texts=texts)
+            hub = build_sinks(config, run=run, start=start, consoles=[console, log], texts=texts)
             closing.callback(hub.close)
             trainer = Trainer(
                 policy=policy,
@@ -138,22 +138,25 @@ def run_to_end(
 
 
 @contextmanager
-def begin_run(run: RunDirectory, config: LachesisConfig, *, resume: bool) -> Iterator[None]:
-    """Within it the run directory is this run's; an error is written into its log and its state."""
+def begin_run(run: RunDirectory, config: LachesisConfig, *, resume: bool) -> Iterator[Console]:
+    """Within it the run directory is this run's. What is logged (by libraries too) and an error go into its log.
+
+    Yields a console that writes into that log.
+    """
     run.begin(resume=resume)
     write_atomic(run.files["config"], dump_config(config))
     handler = logging.FileHandler(run.files["logs"] / "trainer.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger.addHandler(handler)
+    logging.getLogger().addHandler(handler)
     try:
-        yield
+        yield Console(file=handler.stream, width=1000, highlight=False, soft_wrap=True)
     except BaseException as error:
         reason = str(error) if isinstance(error, LachesisError) else f"{type(error).__name__}: {error}"
         handler.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, reason, (), None))
         run.update(status="failed", error=reason)
         raise
     finally:
-        logger.removeHandler(handler)
+        logging.getLogger().removeHandler(handler)
         handler.close()
 
 
@@ -165,7 +168,7 @@ def seed_everything(seed: int) -> None:
 
 
 def build_sinks(
-    config: LachesisConfig, *, run: RunDirectory, start: int, console: Console | None, texts: TokenTexts
+    config: LachesisConfig, *, run: RunDirectory, start: int, consoles: Sequence[Console | None], texts: TokenTexts
 ) -> MetricsHub:
     """Everything that is told of a step, and the health rules. ``start`` > 0 keeps what is there up to it."""
     files, logging_config = run.files, config.logging
@@ -190,10 +193,11 @@ def build_sinks(
             )
         )
     sinks += [StateSink(run), ReportSink(run.path, logging_config.report_every_steps)]
-    if console is not None:
-        sinks.append(
-            ConsoleSink(console, config.run.steps, every_steps=logging_config.every_steps, title=config.run.name)
-        )
+    sinks += [
+        ConsoleSink(console, config.run.steps, every_steps=logging_config.every_steps, title=config.run.name)
+        for console in consoles
+        if console is not None
+    ]
     monitor = HealthMonitor()
     if resume_step is not None:
         # What was reached before counts when a fall from the best accuracy is looked for.

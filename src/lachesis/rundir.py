@@ -37,6 +37,7 @@ class RunDirectory:
             if self.path.is_dir() and not resume:
                 shutil.rmtree(self.path)
                 self.state = {}
+            self.state.pop("error", None)
             self.files["logs"].mkdir(parents=True, exist_ok=True)
             self.update(status="starting", pid=os.getpid(), started=self.state.get("started", time.time()))
         except OSError as error:
@@ -84,10 +85,6 @@ def _refuse_running(run: RunDirectory) -> None:
     pid = run.state.get("pid")
     if run.state.get("status") not in ("starting", "running") or not isinstance(pid, int) or pid == os.getpid():
         return
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, PermissionError):
-        return
     if "lachesis" in _command_line(pid):
         raise ConfigError(
             f"process {pid} is training in {run.path} right now", remedy="wait for it, or choose another run.name"
@@ -95,7 +92,7 @@ def _refuse_running(run: RunDirectory) -> None:
 
 
 def _command_line(pid: int) -> str:
-    """What a process was started as; empty where that cannot be read (a pid may belong to another program by now)."""
+    """What a process was started as; empty where there is none (a pid may belong to another program by now)."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:

@@ -1,6 +1,6 @@
 """Packed training and the embedded engine on a real GPU. Not part of `make test`: run where there is one.
 
-    PYTHONPATH=src python -m pytest tests/gpu
+PYTHONPATH=src python -m pytest tests/gpu
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def reference(model, sample: Sample) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "mistral"])
-@pytest.mark.parametrize(("dtype", "attention", "tolerance"), [("bfloat16", "flash", 0.08), ("float32", "bucketed", 1e-4)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dtype", "attention", "tolerance"), [("bfloat16", "flash", 0.08), ("float32", "bucketed", 1e-4)]
+)
 def test_packed_logprobs_and_gradients(architecture, dtype, attention, tolerance):
     torch.backends.cuda.matmul.allow_tf32 = False
     model = tiny_model(architecture, initializer_range=0.1).to("cuda", getattr(torch, dtype))
@@ -62,6 +64,13 @@ def test_engine_logprobs_are_those_of_the_trainer(dtype):
     requests = [GenerationRequest(tuple(range(5, 8 + i)), params, n=4, seed=i) for i in range(4)]
     for request, answer in zip(requests, engine.generate(requests, deadline=Deadline("test", 60)), strict=True):
         for completion in answer:
-            sample = Sample(request.prompt_ids, completion.token_ids, completion.logprobs, "stop", (0, 0), temperature=0.7)
+            sample = Sample(
+                request.prompt_ids,
+                completion.token_ids,
+                completion.logprobs,
+                completion.finish_reason,
+                completion.versions,
+                temperature=0.7,
+            )
             error = (reference(model, sample) - torch.tensor(completion.logprobs, device="cuda")).abs().mean()
             assert float(error) < (0.02 if dtype == "bfloat16" else 1e-4)

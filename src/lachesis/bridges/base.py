@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from lachesis.bridges.proof import SyncProof
 from lachesis.config.capabilities import BridgeCapabilities
+from lachesis.deadline import Deadline
 from lachesis.engines.base import Engine
 
 PolicyT = TypeVar("PolicyT")
@@ -30,8 +31,10 @@ class Bridge(ABC, Generic[PolicyT]):
 
     capabilities: BridgeCapabilities
 
-    def __init__(self, *, proof: SyncProof | None) -> None:
+    def __init__(self, *, proof: SyncProof | None, sync_s: float | None = None) -> None:
+        """``sync_s``: the longest a transfer with its proof may take, in seconds."""
         self.proof = proof
+        self._sync_s = sync_s
         self.last_report: SyncReport | None = None
 
     @abstractmethod
@@ -44,8 +47,8 @@ class Bridge(ABC, Generic[PolicyT]):
         """The engine whose weights this bridge keeps; set once :meth:`prepare` has run."""
 
     @abstractmethod
-    def _transfer(self, version: int) -> None:
-        """Bring the trainer's current weights to the engine and give them ``version``."""
+    def _transfer(self, version: int, *, deadline: Deadline) -> None:
+        """Bring the trainer's current weights to the engine and give them ``version``, within ``deadline``."""
 
     def sync(self, version: int) -> SyncReport:
         """Transfer and prove outside of an update: before the first step and after a resume.
@@ -71,10 +74,14 @@ class Bridge(ABC, Generic[PolicyT]):
         try:
             yield
             started = time.perf_counter()
-            self._transfer(version)
-            error = None
-            if self.proof is not None:
-                error = self.proof.confirm(version=version)
+            deadline = Deadline(
+                name=f"the transfer of weight version {version} and its proof",
+                limit_s=self._sync_s,
+                setting="deadlines.sync_s",
+            )
+            self._transfer(version, deadline=deadline)
+            error = self.proof.confirm(version=version) if self.proof is not None else None
+            deadline.check()
             self.last_report = SyncReport(version=version, seconds=time.perf_counter() - started, canary_error=error)
         finally:
             if self.capabilities.shares_storage:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from lachesis.bridges.base import Bridge, PolicyT
 from lachesis.bridges.proof import SyncProof
 from lachesis.config.capabilities import bridge_capabilities
+from lachesis.deadline import Deadline
 from lachesis.engines.base import Engine
 
 
@@ -25,8 +26,9 @@ class InProcessBridge(Bridge[PolicyT]):
         *,
         engine_builder: Callable[[PolicyT], Engine],
         proof_builder: Callable[[PolicyT, Engine], SyncProof] | None,
+        sync_s: float | None = None,
     ) -> None:
-        super().__init__(proof=None)
+        super().__init__(proof=None, sync_s=sync_s)
         self._engine_builder = engine_builder
         self._proof_builder = proof_builder
         self._engine: Engine | None = None
@@ -43,7 +45,7 @@ class InProcessBridge(Bridge[PolicyT]):
             self.proof = self._proof_builder(policy, self._engine)
         return policy
 
-    def _transfer(self, version: int) -> None:
+    def _transfer(self, version: int, *, deadline: Deadline) -> None:
         self.engine.set_version(version)
 
     def close(self) -> None:

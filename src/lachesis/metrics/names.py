@@ -77,9 +77,14 @@ METRICS: Mapping[str, Metric] = _table(
             (0.0, 0.25),
         ),
         Metric("tokens_generated", "Tokens generated", "tokens", "Completion tokens sampled for the step."),
-        Metric("tokens_trained", "Tokens trained", "tokens", "Tokens in the forward passes of the step."),
+        Metric("tokens_trained", "Tokens trained", "tokens", "Completion tokens that the loss is normalized by."),
+        Metric(
+            "tokens_forward", "Tokens forward", "tokens", "Tokens that went through the model: prompts once a group, equal "
+            "completions once, none without advantage.",
+        ),
+        Metric("micro_batches", "Micro-batches", "", "Forward and backward passes of the step."),
         Metric("generation_tokens_per_s", "Generation speed", "tokens/s", "Completion tokens a second."),
-        Metric("train_tokens_per_s", "Training speed", "tokens/s", "Trained tokens a second."),
+        Metric("train_tokens_per_s", "Training speed", "tokens/s", "Tokens forward and backward a second."),
         Metric("step_time", "Step", "s", "The whole optimizer step, from waiting for data to the next one."),
         Metric("data_fetch_time", "Waiting for data", "s", "The trainer waiting for its batch."),
         Metric("generation_time", "Generation", "s", "Sampling completions."),

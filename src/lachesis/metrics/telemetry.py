@@ -63,10 +63,10 @@ class Telemetry:
 
 
 def throughput(values: Mapping[str, float]) -> dict[str, float]:
-    """Tokens a second of generation and of training (forward and backward), where both parts are known."""
+    """Tokens a second that were generated, and that went forward and backward, where both parts are known."""
     pairs = {
         "generation_tokens_per_s": ("tokens_generated", "generation_time"),
-        "train_tokens_per_s": ("tokens_trained", "train_time"),
+        "train_tokens_per_s": ("tokens_forward", "train_time"),
     }
     return {
         name: values[tokens] / values[seconds]

@@ -53,9 +53,7 @@ def test_lengths_and_truncation(make_group: MakeGroup):
 def test_staleness_counts_from_the_first_token_of_the_oldest_sample(make_group: MakeGroup):
     group = make_group((0.0, 1.0))
     old, new = group.samples
-    mixed = replace(
-        group, samples=(replace(old, versions=VersionSpan(1, 4)), replace(new, versions=VersionSpan(4, 4)))
-    )
+    mixed = replace(group, samples=(replace(old, versions=VersionSpan(1, 4)), replace(new, versions=VersionSpan(4, 4))))
     assert measure([mixed], version=4)["staleness"] == 3
     assert measure([replace(group, samples=(replace(new, versions=VersionSpan(4, 4)),))], version=4)["staleness"] == 0
 

@@ -70,7 +70,9 @@ class TestTokenizer:
     def test_another_tokenizer_directory_is_taken(self, save: SaveModel, tmp_path: Path):
         other = tmp_path / "other"
         tiny_tokenizer().save_pretrained(other)
-        assert load_tokenizer(config(save("llama", without=("pad_token",)), tokenizer=str(other))).pad_token_id == PAD_ID
+        assert (
+            load_tokenizer(config(save("llama", without=("pad_token",)), tokenizer=str(other))).pad_token_id == PAD_ID
+        )
 
     @pytest.mark.parametrize("as_file", [False, True], ids=["text", "file"])
     def test_a_configured_chat_template_replaces_the_tokenizers_own(

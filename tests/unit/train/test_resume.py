@@ -133,7 +133,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
     checkpoints(tmp_path, make_policy(options=LossOptions(), lora=saved_lora)).maybe_save(2)
     policy = make_policy(options=LossOptions(), lora=own_lora)
     before, feed = weights(policy), PlaceInData(3)
-    with pytest.raises(CheckpointError, match=r"step 2 is of another model: \d+ tensors differ, among them \w") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"step 2 is of another model: \d+ tensors differ, among them \w"
+    ) as caught:
         checkpoints(tmp_path, policy, feed).restore()
     assert "model and adapter settings" in caught.value.remedy
     assert torch.equal(weights(policy), before)

@@ -1,0 +1,154 @@
+"""Small real runs: their configuration, the command line around them, and what they leave behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import lachesis
+from lachesis.config.load import load_config
+from lachesis.doctor import write_proof
+from lachesis.metrics.jsonl import MetricsLog, read_metrics
+from lachesis.run import RunSummary, train
+
+# What a run measures with a clock; all else has to be the same in two equal runs.
+_TIMED = ("_time", "_per_s")
+COMMAND = "from lachesis.cli import main; main()"
+
+
+def write_run(directory: Path, **sections: dict[str, Any]) -> Path:
+    """A configuration over the doctor's model and problems, its sections changed; returns its path.
+
+    The reward is the share of the letter a among at most 8 letters: about 0.25 at first, and quickly learned.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = write_proof(directory)
+    config = yaml.safe_load(path.read_text())
+    for name, keys in sections.items():
+        config[name] = config.get(name, {}) | keys
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def write_reward(directory: Path, body: str) -> str:
+    """A reward function in a file of its own; returns how a configuration names it.
+
+    ``body`` sees ``completions``, ``call`` (counted from 1 in each process) and ``shares``, the usual rewards.
+    """
+    lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
+    (directory / "custom.py").write_text(
+        "import os, signal, time\n"
+        "calls = []\n"
+        "def reward(completions, **columns):\n"
+        "    calls.append(1)\n"
+        "    call = len(calls)\n"
+        "    texts = [completion[0]['content'] for completion in completions]\n"
+        "    shares = [text.count('a') / max(len(text), 1) for text in texts]\n"
+        f"{lines}\n"
+    )
+    return f"{directory / 'custom.py'}:reward"
+
+
+def run_here(
+    config: Path, *overrides: str, resume: bool = False, overwrite: bool = False, stop_after: int | None = None
+) -> RunSummary:
+    """Train in this process; ``stop_after`` asks the run to stop after that many steps of it."""
+    asked: list[int] = []
+
+    def stop_requested() -> bool:
+        asked.append(1)
+        return stop_after is not None and len(asked) >= stop_after
+
+    return train(
+        load_config(config, overrides=overrides), resume=resume, overwrite=overwrite, stop_requested=stop_requested
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def errors(self) -> list[str]:
+        """What was said of the error; warnings and notes left out."""
+        lines = self.err.splitlines()
+        starts = [index for index, line in enumerate(lines) if line.startswith("error: ")]
+        return lines[starts[0] :] if starts else []
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """For a process of its own: this package, one thread, nothing from the network."""
+    source = str(Path(lachesis.__file__).parents[1])
+    fixed = {"PYTHONPATH": source, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | fixed | extra
+
+
+def command(*arguments: str | Path, code: str = COMMAND, cwd: Path | None = None) -> Outcome:
+    """`lachesis ARGUMENTS` in a process of its own; ``code`` may do something first."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        env=environment(),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+Main = Callable[..., Outcome]
+
+
+def metrics(run_dir: Path) -> MetricsLog:
+    return read_metrics(run_dir / "metrics.jsonl")
+
+
+def untimed(run_dir: Path) -> tuple[dict[int, dict[str, float]], list[tuple[float, ...]]]:
+    """All metrics of a run by step, and its evaluations, without what a clock measured."""
+    log = metrics(run_dir)
+    steps = {
+        line.step: {name: value for name, value in line.values.items() if not name.endswith(_TIMED)}
+        for line in log.steps
+    }
+    return steps, [(e.step, e.accuracy, e.mean_reward, e.problems, e.mean_length) for e in log.evaluations]
+
+
+def rewards(run_dir: Path) -> list[float]:
+    return [line.values["reward"] for line in metrics(run_dir).steps]
+
+
+def tape(run_dir: Path) -> dict[str, str]:
+    """Every rollout, byte by byte."""
+    return {path.name: path.read_text() for path in sorted((run_dir / "rollouts").iterdir())}
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    """The final model or adapter."""
+    (path,) = (run_dir / "final").glob("*model.safetensors")
+    return load_file(path)
+
+
+def files(directory: Path) -> dict[str, tuple[int, bytes]]:
+    """Everything in a directory: modification times and contents."""
+    return {
+        str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").glob("*"))

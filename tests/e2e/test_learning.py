@@ -1,0 +1,118 @@
+"""Training learns, whatever the loss and the adapter, and what it saves is what it learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2ForCausalLM
+
+from tests.e2e.runs import metrics, rewards, run_here, write_run
+
+LETTER_A = 2
+FINAL = {"checkpoint": {"save_final": True}}
+
+
+def rise(run_dir: Path) -> float:
+    """How far the mean reward of the last three steps is above that of the first three."""
+    found = rewards(run_dir)
+    return fmean(found[-3:]) - fmean(found[:3])
+
+
+@torch.no_grad()
+def share_of_a(model: PreTrainedModel | PeftModel, directory: Path) -> float:
+    """Of what a model answers, greedily, with nothing but transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    prompts = tokenizer([f"{a}{b}" for a in "abcd" for b in "abcd"], return_tensors="pt")
+    tokens = model.eval().generate(**prompts, max_new_tokens=8, do_sample=False)[:, 2:]
+    letters = tokens >= LETTER_A  # not <pad> and not <eos>
+    return float((tokens == LETTER_A).sum() / letters.sum())
+
+
+def sharpen(directory: Path) -> None:
+    """A fresh model's frozen head is too flat for any adapter to make it sure of something."""
+    model = Qwen2ForCausalLM.from_pretrained(directory / "model")
+    with torch.no_grad():
+        model.lm_head.weight *= 10
+    model.save_pretrained(directory / "model")
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+def test_every_loss_learns(tmp_path: Path, loss_type: str):
+    summary = run_here(write_run(tmp_path, algorithm={"loss_type": loss_type}))
+    assert summary.finished
+    assert rise(summary.run_dir) > 0.5
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": {"importance_sampling_level": "sequence"}},
+        {"algorithm": {"scale_rewards": "none", "beta": 0.01}},
+        {"optimizer": {"kind": "adafactor", "learning_rate": 1e-2}},
+        {"model": {"dtype": "bfloat16"}},
+        {"model": {"packing": "padded"}, "batch": {"prompts_per_step": 16, "max_tokens_per_microbatch": 128}},
+    ],
+    ids=["sequence ratios", "kl", "adafactor", "bfloat16", "padded micro-batches"],
+)
+def test_so_do_other_settings(tmp_path: Path, sections: dict):
+    config = write_run(tmp_path, **{"model": {}, **sections})
+    assert rise(run_here(config).run_dir) > 0.4
+
+
+def test_full_fine_tuning_saves_a_model_that_transformers_loads(tmp_path: Path):
+    summary = run_here(write_run(tmp_path, **FINAL))
+    final = summary.run_dir / "final"
+    model = AutoModelForCausalLM.from_pretrained(final)
+    assert isinstance(model, Qwen2ForCausalLM)
+    assert AutoTokenizer.from_pretrained(final)("abcd")["input_ids"] == [2, 3, 4, 5]
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert share_of_a(base, tmp_path) < 0.5
+    assert share_of_a(model, tmp_path) > 0.95
+
+
+def test_lora_learns_and_saves_an_adapter_that_peft_loads(tmp_path: Path):
+    config = write_run(tmp_path, adapter={"kind": "lora", "r": 8}, optimizer={"learning_rate": 1e-2}, **FINAL)
+    sharpen(tmp_path)
+    summary = run_here(config)
+    assert rise(summary.run_dir) > 0.5
+
+    final = summary.run_dir / "final"
+    assert (final / "adapter_config.json").is_file()
+    assert not (final / "model.safetensors").exists()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert share_of_a(base, tmp_path) < 0.5
+    assert share_of_a(PeftModel.from_pretrained(base, str(final)), tmp_path) > 0.95
+
+
+def test_held_out_accuracy_is_measured_before_and_after(tmp_path: Path):
+    config = write_run(tmp_path, data={"eval_size": 4}, evaluation={"every_steps": 10, "success_reward": 0.99})
+    summary = run_here(config)
+    assert [result.step for result in summary.evaluations] == [0, 10, 20, 30]
+    assert summary.evaluations[0].accuracy <= 0.25
+    assert summary.evaluations[-1].accuracy == 1.0
+    assert {result.problems for result in summary.evaluations} == {4}
+    trained = {group.split('"text": "')[1][:2] for group in tape_lines(summary.run_dir)}
+    assert len(trained) == 12, "held-out problems are not trained on"
+
+
+def tape_lines(run_dir: Path) -> list[str]:
+    return [line for path in (run_dir / "rollouts").iterdir() for line in path.read_text().splitlines()]
+
+
+def test_every_step_is_proved_on_policy_and_told(tmp_path: Path):
+    summary = run_here(write_run(tmp_path), "run.steps=5")
+    lines = metrics(summary.run_dir).steps
+    assert [line.step for line in lines] == [1, 2, 3, 4, 5]
+    for line in lines:
+        values = line.values
+        assert values["weight_version"] == line.step
+        assert 0 <= values["canary_error"] < 1e-3
+        assert values["staleness"] == 0
+        assert values["mean_ratio"] == pytest.approx(1.0, abs=1e-4), "sampled and trained under the same weights"
+        assert values["groups"] == 16
+        assert values["tokens_trained"] == values["tokens_generated"]
+    assert summary.report.is_file()

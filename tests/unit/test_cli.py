@@ -1,0 +1,227 @@
+"""The command line in this process: codes, and one line for each error. Runs are in tests/e2e."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lachesis
+from lachesis import cli, errors
+from lachesis.metrics.jsonl import JsonlSink
+from lachesis.types import EvalResult, StepRecord
+
+CONFIG = """
+run: {steps: 3}
+model: {path: model}
+data: {path: problems.jsonl}
+rewards: {functions: [rewards.right]}
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """The only line on standard error."""
+        (line,) = self.err.splitlines()
+        return line
+
+
+Command = Callable[..., Answer]
+
+
+@pytest.fixture
+def lachesis_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    def run(*arguments: str) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["lachesis", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit_:
+            cli.main()
+        captured = capsys.readouterr()
+        return Answer(int(exit_.value.code or 0), captured.out, captured.err)
+
+    levels = {name: logging.getLogger(name).level for name in ("transformers", "torchao", "torch", "datasets", "peft")}
+    yield run
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+class TestUsage:
+    def test_the_version(self, lachesis_command: Command):
+        answer = lachesis_command("version")
+        assert (answer.code, answer.out.strip(), answer.err) == (0, lachesis.__version__, "")
+
+    @pytest.mark.parametrize("arguments", [(), ("--help",)], ids=["nothing", "--help"])
+    def test_help_lists_the_commands(self, lachesis_command: Command, arguments: tuple[str, ...]):
+        answer = lachesis_command(*arguments)
+        assert answer.code == 0
+        assert all(f"\n  {name} " in answer.out for name in ("train", "report", "explain", "doctor", "version"))
+
+    @pytest.mark.parametrize(
+        ("arguments", "cause"),
+        [
+            (("trian", "config.yaml"), "No such command 'trian'. Did you mean 'train'?"),
+            (("train", "--resum", "config.yaml"), "No such option: --resum"),
+            (("train",), "Missing argument"),
+            (("explain", "a", "b"), "unexpected extra argument"),
+        ],
+    )
+    def test_what_is_misspelt_is_one_line_and_code_2(
+        self, lachesis_command: Command, arguments: tuple[str, ...], cause: str
+    ):
+        answer = lachesis_command(*arguments)
+        assert answer.code == 2
+        assert answer.error.startswith("error: ")
+        assert cause in answer.error
+        assert answer.error.endswith("-> see lachesis --help")
+
+
+class TestExplain:
+    def test_a_key_has_type_default_and_a_sentence(self, lachesis_command: Command):
+        answer = lachesis_command("explain", "algorithm.epsilon")
+        assert answer.code == 0
+        assert "algorithm.epsilon: number >= 0, default 0.2" in answer.out
+        assert "clipped below" in answer.out
+
+    def test_a_required_key_says_so(self, lachesis_command: Command):
+        assert "run.steps: whole number >= 1, required" in lachesis_command("explain", "steps").out
+
+    def test_a_section_shows_all_its_keys(self, lachesis_command: Command):
+        out = lachesis_command("explain", "checkpoint").out
+        assert all(f"checkpoint.{name}:" in out for name in ("every_steps", "keep_last", "save_final"))
+
+    def test_a_key_of_one_variant_names_the_variant(self, lachesis_command: Command):
+        assert "(only with kind lora)" in lachesis_command("explain", "adapter.dropout").out
+
+    def test_an_unknown_key_gets_the_nearest(self, lachesis_command: Command):
+        answer = lachesis_command("explain", "optimizer.lerning_rate")
+        assert answer.code == 2
+        assert answer.error == (
+            "error: no key is called 'optimizer.lerning_rate' -> did you mean optimizer.learning_rate?"
+        )
+
+    def test_brackets_and_colons_are_shown_as_they_are(self, lachesis_command: Command):
+        """They would be styles and emoji to the terminal library."""
+        answer = lachesis_command("explain", "[red]:heart:[/red]")
+        assert "'[red]:heart:[/red]'" in answer.error
+
+
+class TestErrors:
+    def test_a_missing_configuration(self, lachesis_command: Command, tmp_path: Path):
+        answer = lachesis_command("train", tmp_path / "none.yaml")
+        assert answer.code == 2
+        assert answer.error == f"error: no configuration file {tmp_path / 'none.yaml'} -> check the path"
+
+    def test_several_problems_are_a_line_each(self, lachesis_command: Command, config: Path):
+        answer = lachesis_command("train", config, "--set", "run.steps=0", "--set", "run.sed=1")
+        assert answer.code == 2
+        first, *rest = answer.err.splitlines()
+        assert first.startswith("error: ")
+        assert "2 problems" in first
+        assert len(rest) == 2
+        assert any("run.steps" in line for line in rest)
+        assert any("run.sed" in line and "run.seed" in line for line in rest)
+
+    def test_traceback_shows_where_it_came_from(self, lachesis_command: Command, tmp_path: Path):
+        path = tmp_path / "none.yaml"
+        answer = lachesis_command("--traceback", "train", path)
+        assert answer.code == 2
+        assert "Traceback" in answer.err
+        assert "document.py" in answer.err
+        assert answer.err.splitlines()[-1] == f"error: no configuration file {path} -> check the path"
+        assert "Traceback" not in lachesis_command("train", path).err
+
+    @pytest.mark.parametrize(
+        ("error", "code"),
+        [
+            (errors.LachesisError, 1),
+            (errors.ConfigError, 2),
+            (errors.DataError, 3),
+            (errors.RewardError, 4),
+            (errors.ModelError, 5),
+            (errors.EngineError, 6),
+            (errors.StaleWeights, 7),
+            (errors.DeadlineExceeded, 8),
+            (errors.CheckpointError, 9),
+            (errors.TrainingError, 10),
+            (errors.DependencyError, 11),
+        ],
+    )
+    def test_every_kind_of_error_has_its_own_code(
+        self, lachesis_command: Command, monkeypatch: pytest.MonkeyPatch, error: type[errors.LachesisError], code: int
+    ):
+        answer = failing(lachesis_command, monkeypatch, error("it went wrong in [here]", remedy="mend it"))
+        assert answer.code == code
+        assert answer.error == "error: it went wrong in [here] -> mend it"
+
+    def test_a_fault_of_ours_asks_for_a_report(self, lachesis_command: Command, monkeypatch: pytest.MonkeyPatch):
+        answer = failing(lachesis_command, monkeypatch, ZeroDivisionError("division by zero"))
+        assert answer.code == 70
+        assert answer.error.startswith("error: ZeroDivisionError: division by zero -> this is a fault of Lachesis")
+        assert "lachesis --traceback" in answer.error
+
+    def test_an_interrupt_is_told_by_its_code(self, lachesis_command: Command, monkeypatch: pytest.MonkeyPatch):
+        answer = failing(lachesis_command, monkeypatch, KeyboardInterrupt())
+        assert answer.code == 128 + signal.SIGINT
+        assert "Traceback" not in answer.err
+
+    def test_a_reader_that_has_gone_is_told_by_the_code_alone(self):
+        arguments = [sys.executable, "-c", "from lachesis.cli import main; main()", "explain", "optimizer"]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+        process.stderr.close()
+        assert process.wait(30) == 128 + signal.SIGPIPE
+
+
+def failing(command: Command, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Answer:
+    def explain(key: str) -> Any:
+        raise error
+
+    monkeypatch.setattr(cli, "explain", explain)
+    return command("explain", "anything")
+
+
+class TestReport:
+    def test_it_is_written_anew_and_named_as_one_would_type_it(
+        self, lachesis_command: Command, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ):
+        monkeypatch.chdir(tmp_path)
+        sink = JsonlSink(Path("runs/first/metrics.jsonl"))
+        sink.evaluation(EvalResult(step=0, accuracy=0.25, mean_reward=0.25, problems=4, mean_length=2.0, seconds=0.1))
+        sink.write(StepRecord(step=1, values={"reward": 0.5, "step_time": 1.0}))
+        sink.close()
+        answer = lachesis_command("report", "runs/first")
+        assert (answer.code, answer.out) == (0, "report: runs/first/report.html\n")
+        assert "<html" in Path("runs/first/report.html").read_text()
+
+    def test_a_directory_without_a_run_is_an_error_of_data(self, lachesis_command: Command, tmp_path: Path):
+        answer = lachesis_command("report", tmp_path)
+        assert answer.code == 3
+        assert "metrics.jsonl does not exist -> give the directory of a run" in answer.error
+
+
+def test_importing_the_command_line_loads_no_torch():
+    """`lachesis explain` and `--help` answer at once."""
+    code = "import sys, lachesis.cli; sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
