@@ -6,8 +6,7 @@
 Both train the same start model on the same prompts in the same order, with the hyperparameters of
 examples/quickstart/config.yaml, each in a process of its own. Lachesis trains as `lachesis train` does, with the
 quickstart's records, report and checkpoints; TRL logs and saves nothing. A third run is ours without leaving out the
-groups that have no signal. Held-out accuracy is greedy and from one evaluator. Seconds exclude starting up,
-evaluating and saving checkpoints. The Markdown goes to standard output, progress to standard error.
+groups that have no signal. What is measured and how is in benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -36,10 +35,11 @@ from lachesis.config.load import load_config
 from lachesis.config.rules import learning_rate
 from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.jsonl import read_metrics
+from lachesis.metrics.tape import read_groups, tape_files
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.imports import load_function
 from lachesis.train.schedule import schedule_factor
-from lachesis.types import Prompt
+from lachesis.types import Group, Prompt
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIG = REPOSITORY / "examples/quickstart/config.yaml"
@@ -129,11 +129,6 @@ class Run:
         return statistics.median(step.seconds for step in self.counted)
 
     @property
-    def seconds(self) -> float:
-        """Training seconds of all steps."""
-        return sum(step.seconds for step in self.steps)
-
-    @property
     def seconds_to_target(self) -> float:
         """Training seconds until an evaluation first found TARGET; infinite where none did."""
         reached = [step for step, accuracy in sorted(self.accuracy.items()) if accuracy >= TARGET]
@@ -145,40 +140,38 @@ def run_lachesis(plan: Plan, *, threads: int) -> Run:
     settings = [part for override in plan.overrides for part in ("--set", override)]
     command = [sys.executable, "-c", "from lachesis.cli import main; main()", "train", str(CONFIG), "--overwrite"]
     execute([*command, *settings], log=plan.directory.with_suffix(".log"), threads=threads)
-    config, log = plan.config(), read_metrics(plan.directory / "metrics.jsonl")
-    steps = [
-        our_step(line.values, batch, config.sampling.num_generations)
-        for line, batch in zip(log.steps, batches(config), strict=True)
-    ]
+    log = read_metrics(plan.directory / "metrics.jsonl")
+    tape = tape_files(plan.directory / "rollouts")
+    steps = [our_step(line.values, read_groups(tape[line.step])) for line in log.steps]
     return Run(plan, steps, {result.step: result.accuracy for result in log.evaluations})
 
 
-def our_step(values: Mapping[str, float], batch: Sequence[Prompt], generations: int) -> Step:
-    """A line of metrics.jsonl. A checkpoint lies within the time of the step after it."""
+def our_step(values: Mapping[str, float], groups: Sequence[Group]) -> Step:
+    """A line of metrics.jsonl with the step's rollouts. A checkpoint lies within the time of the step after it."""
+    samples = [sample for group in groups for sample in group.samples]
     return Step(
         seconds=values["step_time"] - values["eval_time"] - values.get("checkpoint_time", 0.0),
         generation=values["generation_time"],
         training=values["train_time"],
         reward=values["reward"],
         learning_rate=values["learning_rate"],
-        completions=round(values["tokens_generated"] / values["completion_length/mean"]),
-        prompt_tokens=generations * sum(len(prompt.token_ids) for prompt in batch),
-        completion_tokens=round(values["tokens_generated"]),
+        completions=len(samples),
+        prompt_tokens=sum(len(sample.prompt_ids) for sample in samples),
+        completion_tokens=sum(len(sample.completion_ids) for sample in samples),
         forward_tokens=round(values["tokens_forward"]),
     )
 
 
-def batches(config: LachesisConfig) -> Iterator[list[Prompt]]:
-    """The prompts of each step, as Lachesis draws them."""
+def prompts_in_order(config: LachesisConfig) -> list[Prompt]:
+    """The prompts of all steps, as Lachesis draws them."""
     stream = PromptStream(load_data(config)[0], seed=config.run.seed, shuffle=config.data.shuffle)
-    for _ in range(config.run.steps):
-        yield stream.take(config.batch.prompts_per_step)
+    return stream.take(config.run.steps * config.batch.prompts_per_step)
 
 
 class TrlRunner:
     """Trains with TRL, and evaluates the weights that it saved on the way with our engine and evaluation."""
 
-    def __init__(self, python: Path, config: LachesisConfig, *, rows: int | None) -> None:
+    def __init__(self, python: Path, config: LachesisConfig, *, rows: int) -> None:
         self.versions: dict[str, str] = {}
         self._python = python
         self._rows = rows
@@ -213,13 +206,15 @@ class TrlRunner:
         return result.accuracy
 
 
-def trl_job(plan: Plan, *, rows: int | None) -> dict[str, Any]:
+def trl_job(plan: Plan, *, rows: int) -> dict[str, Any]:
     """What trl_side.py is told: the quickstart's configuration in TRL's words."""
     config = plan.config()
     sampling, algorithm, optimizer = config.sampling, config.algorithm, config.optimizer
     course = optimizer.model_dump(include={"schedule", "warmup_steps", "min_lr_ratio"})
     completions = config.batch.prompts_per_step * sampling.num_generations
-    rows = min(rows or completions, completions)
+    rows = min(rows, completions)
+    if completions % rows:
+        raise SystemExit(f"--trl-rows {rows} does not divide the {completions} completions of a step")
     grpo = {
         "per_device_train_batch_size": rows,
         "gradient_accumulation_steps": completions // rows,
@@ -234,7 +229,7 @@ def trl_job(plan: Plan, *, rows: int | None) -> dict[str, Any]:
     }
     return {
         "model": config.model.path,
-        "problems": [{**prompt.columns, "prompt": prompt.text} for batch in batches(config) for prompt in batch],
+        "problems": [{**prompt.columns, "prompt": prompt.text} for prompt in prompts_in_order(config)],
         "reward": config.rewards.functions[0],
         "steps": plan.steps,
         "seed": plan.seed,
@@ -249,11 +244,10 @@ def trl_job(plan: Plan, *, rows: int | None) -> dict[str, Any]:
     }
 
 
-def execute(command: Sequence[str], *, log: Path, threads: int) -> None:
+def execute(command: Sequence[str], *, log: Path, threads: int = 1) -> None:
     """Run to the end; where it fails, show the end of what it said."""
-    log.parent.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(REPOSITORY / "src"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        "PYTHONPATH": str(REPOSITORY / "src"),
         "OMP_NUM_THREADS": str(threads),
         "RAYON_NUM_THREADS": str(threads),
         "HF_HUB_OFFLINE": "1",
@@ -273,12 +267,11 @@ def trl_python() -> Path:
         shutil.rmtree(TRL_ENVIRONMENT, ignore_errors=True)
         log = TRL_ENVIRONMENT.with_name("trl-install.log")
         sys.stderr.write(f"installing TRL into {TRL_ENVIRONMENT}; output in {log}\n")
-        threads = os.cpu_count() or 1
         torch_pin = next(line for line in requirements.splitlines() if line.startswith("torch=="))
         pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
-        execute([sys.executable, "-m", "venv", str(TRL_ENVIRONMENT)], log=log, threads=threads)
-        execute([*pip, torch_pin], log=log, threads=threads)
-        execute([*pip, "-r", str(TRL_REQUIREMENTS)], log=log, threads=threads)
+        execute([sys.executable, "-m", "venv", str(TRL_ENVIRONMENT)], log=log)
+        execute([*pip, torch_pin], log=log)
+        execute([*pip, "-r", str(TRL_REQUIREMENTS)], log=log)
         stamp.write_text(requirements)
     return python
 
@@ -306,7 +299,7 @@ def markdown_table(runs: Sequence[Run]) -> str:
             theirs.median / own.median for own, theirs in zip(of, trl, strict=True)
         ),
         f"training s to {TARGET:.2f} held out": lambda of: listed(run.seconds_to_target for run in of),
-        "training s in all": lambda of: listed(run.seconds for run in of),
+        "training s in all": lambda of: listed(sum(step.seconds for step in run.steps) for run in of),
         "held-out accuracy at the start": lambda of: listed((run.accuracy[0] for run in of), digits=3),
         "held-out accuracy at the end": lambda of: listed((run.accuracy[len(run.steps)] for run in of), digits=3),
         "reward of step 1": lambda of: listed((run.steps[0].reward for run in of), digits=3),
@@ -316,9 +309,11 @@ def markdown_table(runs: Sequence[Run]) -> str:
         "positions in the training forward pass a step": lambda of: f"{mean(of, 'forward_tokens'):.0f}",
     }
     seeds = ", ".join(str(run.plan.seed) for run in trl)
-    generations = first.steps[0].completions // first.plan.prompts
+    generations = first.plan.config().sampling.num_generations
+    left_out = len(first.steps) - len(first.counted)
     lines = [
-        f"**{first.plan.prompts} prompts x {generations} completions, {len(first.steps)} steps, seeds {seeds}**\n",
+        f"**{first.plan.prompts} prompts x {generations} completions, {len(first.steps)} steps, seeds {seeds}** "
+        f"(the first {left_out} steps are left out of medians and means)\n",
         "| | " + " | ".join(systems) + " |",
         "|---" * (len(systems) + 1) + "|",
     ]
@@ -343,7 +338,7 @@ def listed(values: Iterable[float], *, digits: int = 2) -> str:
     return " / ".join(f"{value:.{digits}f}" if math.isfinite(value) else "not reached" for value in values)
 
 
-def machine(trl_versions: Mapping[str, str], *, threads: int) -> str:
+def machine(trl_versions: Mapping[str, str], *, threads: int, rows: int) -> str:
     """One paragraph: the machine, the versions, the day."""
     info = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
@@ -351,7 +346,8 @@ def machine(trl_versions: Mapping[str, str], *, threads: int) -> str:
     return (
         f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores, {threads} threads, "
         f"float32. Lachesis {__version__} on torch {version('torch')}, transformers {version('transformers')}, "
-        f"Python {platform.python_version()}; {theirs}, Python {trl_versions['python']}. "
+        f"Python {platform.python_version()}; {theirs}, Python {trl_versions['python']}, "
+        f"at most {rows} rows a forward pass. "
         f"{time.strftime('%d %B %Y', time.gmtime())}.\n"
     )
 
@@ -363,7 +359,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, nargs="+", default=[64], help="prompts a step; a table for each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="10 steps of one seed, to see that all works")
-    parser.add_argument("--trl-rows", type=int, help="completions in one of TRL's forward passes; the batch if unset")
+    parser.add_argument("--trl-rows", type=int, default=256, help="most completions in one of TRL's forward passes")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL; by default .bench/trl's")
     parser.add_argument("--out", type=Path, help="JSON with every step of every run")
     chosen = parser.parse_args()
@@ -374,6 +370,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     chosen = options()
+    WORK.mkdir(parents=True, exist_ok=True)
     plans = [
         Plan(system=system, seed=seed, prompts=prompts, steps=chosen.steps)
         for prompts in chosen.prompts
@@ -386,17 +383,14 @@ def main() -> None:
     trl = TrlRunner(chosen.trl_python or trl_python(), config, rows=chosen.trl_rows)
     runs: list[Run] = []
     for plan in plans:
-        execute_plan = trl.run if plan.system == TRL else run_lachesis
-        run = execute_plan(plan, threads=chosen.threads)
-        load = os.getloadavg()[0]
-        about = f"{plan.system}, {plan.prompts} prompts, seed {plan.seed}"
-        sys.stderr.write(f"{about}: {run.median:.3f} s a step (load average {load:.1f})\n")
+        run = (trl.run if plan.system == TRL else run_lachesis)(plan, threads=chosen.threads)
+        sys.stderr.write(f"{plan.directory.name}: {run.median:.3f} s a step, load average {os.getloadavg()[0]:.1f}\n")
         if plan.system == TRL:
             check_comparable(runs[-1], run)
         runs.append(run)
         if chosen.out:
             chosen.out.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
-    sys.stdout.write(machine(trl.versions, threads=chosen.threads))
+    sys.stdout.write(machine(trl.versions, threads=chosen.threads, rows=chosen.trl_rows))
     for prompts in chosen.prompts:
         sys.stdout.write("\n" + markdown_table([run for run in runs if run.plan.prompts == prompts]))
 

@@ -14,7 +14,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lachesis import __version__
@@ -59,6 +58,8 @@ def common(
     logging.getLogger("lachesis").addHandler(_ConsoleHandler(logging.WARNING))
     # Libraries warn of much that a user can do nothing about: that goes into the log of the run, not on the screen.
     logging.getLogger().addHandler(logging.NullHandler())
+    # torch shows these itself, at the import of torchao: a deprecation that is between the two.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
 
 
 @app.command()
@@ -130,11 +131,9 @@ def doctor(
     if proof and not any(finding.failed for finding in findings):
         with console.status("training a small model") if console.is_terminal else _nothing():
             findings.append(checks.prove_learning())
-    table = Table(show_header=False, box=None, padding=(0, 1))
     for finding in findings:
-        mark = Text("fail", style="red") if finding.failed else Text("ok", style="green")
-        table.add_row(mark, finding.subject, finding.message)
-    console.print(table)
+        mark = ("fail", "red") if finding.failed else ("ok  ", "green")
+        console.print(Text.assemble(mark, f"  {finding.subject:<14}  {finding.message}"))
     if any(finding.failed for finding in findings):
         raise typer.Exit(1)
 

@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,12 @@ from lachesis.build import build_bridge, build_evaluation, build_feed, build_pol
 from lachesis.config.load import LoadedConfig, dump_config
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
-from lachesis.errors import LachesisError
+from lachesis.errors import CheckpointError, LachesisError
 from lachesis.files import write_atomic
 from lachesis.metrics.base import Sink
 from lachesis.metrics.console import ConsoleSink
 from lachesis.metrics.health import HealthMonitor
-from lachesis.metrics.hub import MetricsHub
+from lachesis.metrics.hub import DISK_FULL, MetricsHub
 from lachesis.metrics.jsonl import JsonlSink, read_metrics
 from lachesis.metrics.report import ReportSink
 from lachesis.metrics.tape import TapeSink, TokenTexts, token_texts
@@ -32,7 +32,7 @@ from lachesis.metrics.telemetry import Telemetry
 from lachesis.metrics.tensorboard import TensorBoardSink
 from lachesis.metrics.wandb import WandbSink
 from lachesis.rollouts.imports import load_function
-from lachesis.rundir import RunDirectory, claim_run
+from lachesis.rundir import RunDirectory, cannot_write, claim_run
 from lachesis.train.checkpoint import CheckpointManager, save_model
 from lachesis.train.loop import Trainer
 from lachesis.train.resume import RunCheckpoints
@@ -100,6 +100,7 @@ def train(
                 every_steps=config.checkpoint.every_steps,
             )
             start = checkpoints.restore() if resume else 0
+            write_atomic(run.files["config"], dump_config(config))
             texts = token_texts(policy.loaded.tokenizer)
             hub = build_sinks(config, run=run, start=start, consoles=[console, log], texts=texts)
             closing.callback(hub.close)
@@ -144,20 +145,35 @@ def begin_run(run: RunDirectory, config: LachesisConfig, *, resume: bool) -> Ite
     Yields a console that writes into that log.
     """
     run.begin(resume=resume)
-    write_atomic(run.files["config"], dump_config(config))
-    handler = logging.FileHandler(run.files["logs"] / "trainer.log")
+    handler = _LogFile(run.files["logs"] / "trainer.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
         yield Console(file=handler.stream, width=1000, highlight=False, soft_wrap=True)
     except BaseException as error:
-        reason = str(error) if isinstance(error, LachesisError) else f"{type(error).__name__}: {error}"
+        full = isinstance(error, OSError) and error.errno in DISK_FULL
+        failure = cannot_write(run.path, error) if full else error
+        reason = str(failure) if isinstance(failure, LachesisError) else f"{type(failure).__name__}: {failure}"
         handler.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, reason, (), None))
-        run.update(status="failed", error=reason)
-        raise
+        with suppress(CheckpointError):  # what went wrong before says more than that the disk is full
+            run.update(status="failed", error=reason)
+        if failure is error:
+            raise
+        raise failure from error
     finally:
         logging.getLogger().removeHandler(handler)
         handler.close()
+
+
+class _LogFile(logging.FileHandler):
+    """A log that a full disk ends without a word: what goes into it is shown on the screen too."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 def seed_everything(seed: int) -> None:
@@ -214,6 +230,7 @@ class StateSink(Sink):
         self._written = 0.0
 
     def write(self, record: StepRecord) -> None:
+        self._run.state["step"] = record.step  # for whoever writes next
         if time.monotonic() - self._written >= 1.0:
             self._run.update(step=record.step)
             self._written = time.monotonic()

@@ -39,17 +39,29 @@ class RunDirectory:
                 self.state = {}
             self.state.pop("error", None)
             self.files["logs"].mkdir(parents=True, exist_ok=True)
-            self.update(status="starting", pid=os.getpid(), started=self.state.get("started", time.time()))
         except OSError as error:
-            raise CheckpointError(
-                f"the run directory {self.path} cannot be written: {error.strerror}",
-                remedy="choose another run.dir, or free space on that disk",
-            ) from error
+            raise cannot_write(self.path, error) from error
+        self.update(status="starting", pid=os.getpid(), started=self.state.get("started", time.time()))
 
     def update(self, **changes: Any) -> None:
-        """Change state.json."""
+        """Change state.json.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
         self.state |= changes | {"updated": time.time()}
-        write_atomic(self.files["state"], json.dumps(self.state, indent=2) + "\n")
+        try:
+            write_atomic(self.files["state"], json.dumps(self.state, indent=2) + "\n")
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> CheckpointError:
+    """What to raise where a run directory cannot be written."""
+    return CheckpointError(
+        f"the run directory {path} cannot be written: {error.strerror}",
+        remedy="choose another run.dir, or free space on that disk",
+    )
 
 
 def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -48,14 +49,14 @@ def write_reward(directory: Path, body: str) -> str:
     (directory / "custom.py").write_text(
         "import os, signal, time\n"
         "calls = []\n"
-        "def reward(completions, **columns):\n"
+        "def share_of_a(completions, **columns):\n"
         "    calls.append(1)\n"
         "    call = len(calls)\n"
         "    texts = [completion[0]['content'] for completion in completions]\n"
         "    shares = [text.count('a') / max(len(text), 1) for text in texts]\n"
         f"{lines}\n"
     )
-    return f"{directory / 'custom.py'}:reward"
+    return f"{directory / 'custom.py'}:share_of_a"
 
 
 def run_here(
@@ -110,6 +111,11 @@ def command(*arguments: str | Path, code: str = COMMAND, cwd: Path | None = None
 
 
 Main = Callable[..., Outcome]
+
+
+def state(run_dir: Path) -> dict[str, Any]:
+    """How the run says that it stands."""
+    return json.loads((run_dir / "state.json").read_text())
 
 
 def metrics(run_dir: Path) -> MetricsLog:

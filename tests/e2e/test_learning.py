@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from statistics import fmean
 
@@ -10,7 +11,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2ForCausalLM
 
-from tests.e2e.runs import metrics, rewards, run_here, write_run
+from lachesis import doctor
+from tests.e2e.runs import Main, metrics, rewards, run_here, write_run
 
 LETTER_A = 2
 FINAL = {"checkpoint": {"save_final": True}}
@@ -44,7 +46,7 @@ def sharpen(directory: Path) -> None:
 def test_every_loss_learns(tmp_path: Path, loss_type: str):
     summary = run_here(write_run(tmp_path, algorithm={"loss_type": loss_type}))
     assert summary.finished
-    assert rise(summary.run_dir) > 0.5
+    assert rise(summary.run_dir) > 0.6
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_every_loss_learns(tmp_path: Path, loss_type: str):
 )
 def test_so_do_other_settings(tmp_path: Path, sections: dict):
     config = write_run(tmp_path, **{"model": {}, **sections})
-    assert rise(run_here(config).run_dir) > 0.4
+    assert rise(run_here(config).run_dir) > 0.6
 
 
 def test_full_fine_tuning_saves_a_model_that_transformers_loads(tmp_path: Path):
@@ -75,10 +77,10 @@ def test_full_fine_tuning_saves_a_model_that_transformers_loads(tmp_path: Path):
 
 
 def test_lora_learns_and_saves_an_adapter_that_peft_loads(tmp_path: Path):
-    config = write_run(tmp_path, adapter={"kind": "lora", "r": 8}, optimizer={"learning_rate": 1e-2}, **FINAL)
+    config = write_run(tmp_path, adapter={"kind": "lora", "r": 8}, **FINAL)
     sharpen(tmp_path)
     summary = run_here(config)
-    assert rise(summary.run_dir) > 0.5
+    assert rise(summary.run_dir) > 0.4
 
     final = summary.run_dir / "final"
     assert (final / "adapter_config.json").is_file()
@@ -116,3 +118,29 @@ def test_every_step_is_proved_on_policy_and_told(tmp_path: Path):
         assert values["groups"] == 16
         assert values["tokens_trained"] == values["tokens_generated"]
     assert summary.report.is_file()
+
+
+class TestDoctor:
+    def test_it_proves_that_training_learns(self, main: Main, tmp_path: Path):
+        outcome = main("doctor", write_run(tmp_path))
+        assert outcome.code == 0
+        assert outcome.err == ""
+        last = outcome.out.splitlines()[-1]
+        found = re.fullmatch(r"ok +learning +reward (0\.\d\d) -> (\d\.\d\d) in 30 steps \(\d+ s\)", last)
+        assert found, outcome.out
+        assert float(found[2]) - float(found[1]) > 0.6
+
+    def test_what_is_wrong_is_shown_and_is_its_exit_code(self, main: Main, tmp_path: Path):
+        config = write_run(tmp_path, run={"stepz": 3})
+        outcome = main("doctor", config, "--no-proof")
+        assert outcome.code == 1
+        (line,) = [line for line in outcome.out.splitlines() if line.startswith("fail")]
+        assert str(config) in line
+        assert "run.stepz" in line
+        assert "did you mean" in line
+
+    def test_a_model_that_does_not_learn_is_a_failure(self, main: Main, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(doctor, "PROOF_STEPS", 2)
+        outcome = main("doctor")
+        assert outcome.code == 1
+        assert re.search(r"fail +learning +reward", outcome.out)

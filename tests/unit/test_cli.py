@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import lachesis
 from lachesis import cli, errors
 from lachesis.metrics.jsonl import JsonlSink
 from lachesis.types import EvalResult, StepRecord
+from tests.logs import handlers_kept
 
 CONFIG = """
 run: {steps: 3}
@@ -43,18 +43,15 @@ Command = Callable[..., Answer]
 
 
 @pytest.fixture
-def lachesis_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+def lachesis_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     def run(*arguments: str) -> Answer:
         monkeypatch.setattr(sys, "argv", ["lachesis", *map(str, arguments)])
-        with pytest.raises(SystemExit) as exit_:
+        with handlers_kept(), pytest.raises(SystemExit) as exit_:
             cli.main()
         captured = capsys.readouterr()
         return Answer(int(exit_.value.code or 0), captured.out, captured.err)
 
-    levels = {name: logging.getLogger(name).level for name in ("transformers", "torchao", "torch", "datasets", "peft")}
-    yield run
-    for name, level in levels.items():
-        logging.getLogger(name).setLevel(level)
+    return run
 
 
 @pytest.fixture

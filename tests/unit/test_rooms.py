@@ -18,6 +18,7 @@ ROOMS = [
     ("pipeline",),
     ("rollouts",),
     ("engines",),
+    ("api",),
     ("metrics",),
     ("files", "deadline", "types", "errors", "__init__"),
 ]

@@ -44,23 +44,25 @@ def content(path: Path) -> dict[str, bytes]:
     return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
 
 
-def alive(*command: str) -> Iterator[int]:
-    process = subprocess.Popen(command)
-    yield process.pid
-    process.terminate()
-    process.wait()
-
-
 @pytest.fixture
 def trainer() -> Iterator[int]:
     """The id of a process that looks like a running `lachesis train`."""
-    yield from alive(sys.executable, "-c", "import time; time.sleep(60)", "lachesis", "train")
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code, "lachesis", "train"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"  # before, it may not have its name yet
+    yield process.pid
+    process.terminate()
+    process.communicate()
 
 
 @pytest.fixture
 def stranger() -> Iterator[int]:
     """The id of a process of another program."""
-    yield from alive("sleep", "60")
+    process = subprocess.Popen(["sleep", "60"])
+    yield process.pid
+    process.terminate()
+    process.wait()
 
 
 class TestANewRun:

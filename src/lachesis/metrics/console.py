@@ -200,7 +200,13 @@ def render(course: _Course, *, total_steps: int, title: str, width: int, ascii_o
     for name, speed in _speeds(course):
         facts.add_row(name, speed, Text("tokens/s", style="dim"))
     findings = [
-        Text.assemble((f"{finding.level} ", LEVEL_STYLE[finding.level]), (f"step {step}  ", "dim"), finding.message)
+        Text.assemble(
+            (f"{finding.level} ", LEVEL_STYLE[finding.level]),
+            (f"step {step}  ", "dim"),
+            finding.message,
+            no_wrap=False,  # also on a console that leaves wrapping to the terminal: the display counts its lines
+            overflow="fold",
+        )
         for step, finding in course.findings
     ]
     return Group(_progress(course, total_steps=total_steps, title=title, width=width), facts, *findings)

@@ -79,8 +79,8 @@ METRICS: Mapping[str, Metric] = _table(
         Metric("tokens_generated", "Tokens generated", "tokens", "Completion tokens sampled for the step."),
         Metric("tokens_trained", "Tokens trained", "tokens", "Completion tokens that the loss is normalized by."),
         Metric(
-            "tokens_forward", "Tokens forward", "tokens", "Tokens that went through the model: prompts once a group, equal "
-            "completions once, none without advantage.",
+            "tokens_forward", "Tokens forward", "tokens", "Tokens that went through the model: prompts once a group, "
+            "equal completions once, none without advantage.",
         ),
         Metric("micro_batches", "Micro-batches", "", "Forward and backward passes of the step."),
         Metric("generation_tokens_per_s", "Generation speed", "tokens/s", "Completion tokens a second."),

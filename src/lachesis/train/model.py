@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lachesis.config.schema import AdapterConfig, LoraAdapter, ModelConfig
@@ -38,6 +39,13 @@ def load_model(config: ModelConfig, adapter: AdapterConfig) -> LoadedModel:
     device = resolve_device(config.device)
     tokenizer = load_tokenizer(config)
     transformer = _load_transformer(config, device=device)
+    rows = transformer.get_input_embeddings().weight.shape[0]
+    if tokenizer.pad_token_id >= rows:
+        raise ModelError(
+            f"the pad token {tokenizer.pad_token!r} of {config.path!r} has id {tokenizer.pad_token_id}, but the model "
+            f"has embeddings for {rows} tokens only",
+            remedy="set model.pad_token to a token that the model knows, for example its end token",
+        )
     if config.gradient_checkpointing:
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
     if not isinstance(adapter, LoraAdapter):
@@ -105,11 +113,19 @@ def _load_transformer(config: ModelConfig, *, device: torch.device) -> PreTraine
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=config.trust_remote_code,
         )
-    # A trained model has no dropout while it is trained by GRPO: ratios would compare two random networks.
+    _switch_off_dropout(model)
+    return model.to(device)
+
+
+def _switch_off_dropout(model: PreTrainedModel) -> None:
+    """A model has no dropout of its own while it is trained by GRPO: ratios would compare two random networks."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    return model.to(device)
+        # Attention takes its rate as a number, which each architecture keeps under a name like attention_dropout.
+        rates = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+        for name in rates:
+            setattr(module, name, 0.0)
 
 
 def add_lora(transformer: PreTrainedModel, adapter: LoraAdapter) -> PeftModel:
@@ -187,7 +203,7 @@ def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
 def _load_errors(path: str) -> Iterator[None]:
     try:
         yield
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"no causal language model could be loaded from {path!r}: {_first_line(error)}",
             remedy="set model.path to a directory with config.json and weights, or to a hub id in the cache",

@@ -51,6 +51,8 @@ class Policy:
         self.transformer = loaded.transformer
         self.options = options
         self.backend = backend
+        # Dropout (an adapter's) is for accumulate() only: probes, canary and engine see the network as it is.
+        self.model.eval()
         self.plan: ForwardPlan = plan_forward(self.transformer, packing=packing)  # type: ignore[arg-type]
         self.reference = Reference(loaded) if options.beta > 0 else None
         backend.prepare(self.transformer, compile_layers=compile_layers)

@@ -31,7 +31,7 @@ def test_there_is_at_least_one_slot(capacity):
 def test_waiting_for_a_slot_ends_at_the_deadline():
     slots = Slots(1)
     slots.acquire(deadline=SOON)
-    with pytest.raises(DeadlineExceeded, match=r"the producer took longer than 0\.05 s.*all 1 slots are taken") as caught:
+    with pytest.raises(DeadlineExceeded, match=r"producer took longer than 0\.05 s.*all 1 slots are taken") as caught:
         slots.acquire(deadline=Deadline("the producer", 0.05, setting="deadlines.batch_s"))
     assert "deadlines.batch_s" in caught.value.remedy
     assert slots.taken == 1

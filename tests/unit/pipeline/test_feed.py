@@ -90,7 +90,7 @@ def test_the_source_hears_of_every_version():
 def test_a_batch_that_was_not_trained_on_blocks_the_next():
     feed = make_feed(CountingSource(), seconds=0.05)
     feed.next()
-    with pytest.raises(DeadlineExceeded, match=r"the trainer's wait for a batch of 4 groups.*slots are taken") as caught:
+    with pytest.raises(DeadlineExceeded, match=r"wait for a batch of 4 groups.*slots are taken") as caught:
         feed.next()
     assert "deadlines.batch_s" in caught.value.remedy
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 
+from lachesis.errors import RewardError
 from lachesis.pipeline.scoring import assign_advantages
 from lachesis.types import Group, Prompt, Sample, VersionSpan
 
@@ -41,6 +42,13 @@ def test_each_sample_gets_its_own_advantage_and_nothing_else_changes():
 def test_another_number_of_advantages_is_not_accepted(advantages):
     with pytest.raises(ValueError, match="zip"):
         assign_advantages([group("a", (1.0,), (0.0,))], compute=lambda rewards, number: advantages)
+
+
+def test_where_nothing_was_judged_there_is_nothing_to_learn():
+    groups = [group("a", (None, None), (None, None)), group("b", (None, None))]
+    with pytest.raises(RewardError, match="abstained on all 3 completions") as caught:
+        assign_advantages(groups, compute=lambda rewards, number: [0.0] * len(rewards))
+    assert caught.value.remedy
 
 
 def test_no_groups_give_none():
