@@ -43,11 +43,14 @@ def write_run(directory: Path, **sections: dict[str, Any]) -> Path:
 def write_reward(directory: Path, body: str) -> str:
     """A reward function in a file of its own; returns how a configuration names it.
 
-    ``body`` sees ``completions``, ``call`` (counted from 1 in each process) and ``shares``, the usual rewards.
+    ``body`` sees ``completions``, ``call`` (counted from 1 in each process), ``shares``, the usual rewards, and
+    ``send``, which gives the process a signal (by its main thread: another would not wake it).
     """
     lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
     (directory / "custom.py").write_text(
-        "import os, signal, time\n"
+        "import os, signal, threading, time\n"
+        "def send(number):\n"
+        "    signal.pthread_kill(threading.main_thread().ident, number)\n"
         "calls = []\n"
         "def share_of_a(completions, **columns):\n"
         "    calls.append(1)\n"

@@ -119,7 +119,7 @@ def stopping_reward(directory: Path, *, signal_name: str, at_call: int) -> str:
     """The usual reward; at one call in one process it sends that process a signal. Evaluations call it too."""
     body = f"""
 if call == {at_call} and os.environ.get("SEND_SIGNAL"):
-    os.kill(os.getpid(), signal.{signal_name})
+    send(signal.{signal_name})
 return shares
 """
     return write_reward(directory, body)
@@ -161,9 +161,9 @@ def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(
 def test_a_second_signal_stops_at_once(tmp_path: Path):
     body = """
 if call == 4 and os.environ.get("SEND_SIGNAL"):
-    os.kill(os.getpid(), signal.SIGINT)
+    send(signal.SIGINT)
     time.sleep(1)
-    os.kill(os.getpid(), signal.SIGINT)
+    send(signal.SIGINT)
     time.sleep(30)
 return shares
 """

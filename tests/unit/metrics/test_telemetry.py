@@ -75,7 +75,7 @@ def test_everything_is_reduced_once_and_together(sink: Memory):
 
     emit(
         telemetry(sink, reduce=over_two_equal_ranks),
-        metrics={"train_time": Mean(2.0), "tokens_trained": Sum(100.0)},
+        metrics={"train_time": Mean(2.0), "tokens_forward": Sum(100.0)},
         counters={"generation_time": 4.0, "tokens_generated": 300.0},
     )
     assert len(seen) == 1
@@ -106,5 +106,5 @@ def test_one_name_from_two_sides_is_an_error_and_not_a_wrong_number(sink: Memory
 
 def test_speeds_need_both_tokens_and_seconds():
     assert throughput({"tokens_generated": 10.0, "generation_time": 4.0}) == {"generation_tokens_per_s": 2.5}
-    assert throughput({"tokens_trained": 10.0}) == {}
-    assert throughput({"tokens_trained": 10.0, "train_time": 0.0}) == {}
+    assert throughput({"tokens_forward": 10.0}) == {}
+    assert throughput({"tokens_forward": 10.0, "train_time": 0.0}) == {}
