@@ -138,10 +138,49 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command("run-api")
+def run_api(
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8002,
+    state_dir: Annotated[Path | None, typer.Option(help="Keep what is queued here, across restarts.")] = None,
+    max_queued_tokens: Annotated[int | None, typer.Option(help="Answer 429 instead of queueing more tokens.")] = None,
+    max_body_mb: Annotated[float, typer.Option(help="Refuse larger bodies, in MiB, before or after inflating.")] = 64.0,
+    strict: Annotated[bool, typer.Option("--strict", help="Set aside groups that no trainer could use.")] = False,
+    ack_timeout: Annotated[
+        float, typer.Option(help="Seconds until an unacknowledged batch is handed out again.")
+    ] = 600,
+    env_timeout: Annotated[
+        float, typer.Option(help="Seconds of silence after which an environment counts no more.")
+    ] = 300,
+    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer for texts on the dashboard.")] = None,
+) -> None:
+    """Serve the rollout API that Atropos environments push to and trainers pull from."""
+    from lachesis.api.server import ServerOptions, serve
+
+    options = ServerOptions(
+        host=host,
+        port=port,
+        state_dir=state_dir,
+        max_queued_tokens=max_queued_tokens,
+        max_body_mb=max_body_mb,
+        strict=strict,
+        ack_timeout_s=ack_timeout,
+        env_timeout_s=env_timeout,
+        tokenizer=tokenizer,
+    )
+    serve(options, on_ready=lambda url: console.print(f"rollout API at {url}, dashboard at {url}/dashboard"))
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
     console.print(__version__)
+
+
+def run_api_main() -> None:
+    """Entry point of the command ``run-api``, which is ``lachesis run-api``."""
+    sys.argv[1:1] = ["run-api"]
+    main()
 
 
 def main() -> None:

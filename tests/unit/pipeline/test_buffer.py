@@ -8,17 +8,17 @@ from lachesis.deadline import Deadline
 from lachesis.errors import DeadlineExceeded
 from lachesis.pipeline.buffer import Slots
 
-SOON = Deadline("test", 30.0)
+FOREVER = Deadline("test", None)
 
 
 def test_slots_are_taken_up_to_the_capacity_and_given_back():
     slots = Slots(2)
-    slots.acquire(deadline=SOON)
-    slots.acquire(deadline=SOON)
+    slots.acquire(deadline=FOREVER)
+    slots.acquire(deadline=FOREVER)
     assert slots.taken == 2
     slots.release()
     assert slots.taken == 1
-    slots.acquire(deadline=SOON)
+    slots.acquire(deadline=FOREVER)
     assert (slots.taken, slots.capacity) == (2, 2)
 
 
@@ -30,7 +30,7 @@ def test_there_is_at_least_one_slot(capacity):
 
 def test_waiting_for_a_slot_ends_at_the_deadline():
     slots = Slots(1)
-    slots.acquire(deadline=SOON)
+    slots.acquire(deadline=FOREVER)
     with pytest.raises(DeadlineExceeded, match=r"producer took longer than 0\.05 s.*all 1 slots are taken") as caught:
         slots.acquire(deadline=Deadline("the producer", 0.05, setting="deadlines.batch_s"))
     assert "deadlines.batch_s" in caught.value.remedy
@@ -39,11 +39,11 @@ def test_waiting_for_a_slot_ends_at_the_deadline():
 
 def test_a_wait_that_failed_holds_nothing():
     slots = Slots(1)
-    slots.acquire(deadline=SOON)
+    slots.acquire(deadline=FOREVER)
     with pytest.raises(DeadlineExceeded):
         slots.acquire(deadline=Deadline("test", 0.0))
     slots.release()
-    slots.acquire(deadline=SOON)
+    slots.acquire(deadline=FOREVER)
     assert slots.taken == 1
 
 
@@ -53,11 +53,11 @@ def test_a_free_slot_is_given_even_when_the_deadline_has_passed():
 
 def test_a_released_slot_wakes_whoever_waits():
     slots = Slots(1)
-    slots.acquire(deadline=SOON)
+    slots.acquire(deadline=FOREVER)
     got_it = threading.Event()
 
     def wait() -> None:
-        slots.acquire(deadline=SOON)
+        slots.acquire(deadline=FOREVER)
         got_it.set()
 
     waiting = threading.Thread(target=wait)
@@ -76,7 +76,7 @@ def test_no_more_than_the_capacity_is_ever_held():
     def work() -> None:
         start.wait()
         for _ in range(50):
-            slots.acquire(deadline=SOON)
+            slots.acquire(deadline=FOREVER)
             with lock:
                 most.append(slots.taken)
             slots.release()

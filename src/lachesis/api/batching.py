@@ -1,0 +1,222 @@
+"""Which queued groups make the next batch: pure arithmetic on counts, so its cost ignores the backlog.
+
+A *lane* holds the groups of one environment and one size (sequences a group), oldest first, as their positions
+in the queue. A plan looks at the heads of the lanes and at their lengths, never at all that is queued. Sets of
+reachable sums are integers: bit ``n`` is set where ``n`` sequences can be made up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Key: TypeAlias = tuple[int | None, int]
+Lanes: TypeAlias = Mapping[Key, Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a batch has to be.
+
+    ``minimums`` are sequences owed by environment id, for those that are there and owe any. ``sizes`` are group
+    sizes that may still arrive, besides those in the queue.
+    """
+
+    batch_size: int
+    minimums: Mapping[int, int]
+    sizes: frozenset[int] = frozenset()
+
+
+def plan_batch(lanes: Lanes, demand: Demand) -> tuple[Key, ...] | None:
+    """The lanes to take a group from, in order, for one batch; None where the queue has to grow first.
+
+    Groups stay whole and the batch has exactly ``batch_size`` sequences, oldest groups first. Each environment
+    that owes a minimum has at least one group in it and as much of its share as it has queued. Two cases in
+    which waiting could never help do not wait: minimums that no number of groups can meet together are dropped,
+    and groups of a size that fits no batch (:func:`stranded`) go out by themselves.
+    """
+    alone = _stranded_batch(lanes, demand)
+    if alone:
+        return alone
+    minimums = _scaled(demand, lanes)
+    counts = {key: len(lane) for key, lane in lanes.items()}
+    if _fits(counts, demand.batch_size, minimums):
+        return _oldest_first(lanes, counts, demand.batch_size, minimums)
+    if not minimums or set(minimums) - {env for env, _ in lanes}:
+        return None
+    plenty = {key: demand.batch_size // key[1] for key in lanes if key[1] <= demand.batch_size}
+    if not _fits(plenty, demand.batch_size, minimums) and _fits(counts, demand.batch_size, ()):
+        return _oldest_first(lanes, counts, demand.batch_size, {})
+    return None
+
+
+def stranded(sizes: Collection[int], demand: Demand) -> frozenset[int]:
+    """Those of ``sizes`` that are part of no sum of ``batch_size``, however many groups of each size arrive."""
+    known = frozenset(size for size in (*sizes, *demand.sizes) if size <= demand.batch_size)
+    sums = _sums_of_plenty(known, demand.batch_size)
+    return frozenset(s for s in sizes if s > demand.batch_size or not sums >> (demand.batch_size - s) & 1)
+
+
+def released(sizes: Sequence[int], group_size: int) -> tuple[int, ...]:
+    """Which of an environment's buffered groups, by index, now leave for the queue; empty where none can.
+
+    The first that add up to ``group_size`` in order of arrival; else a subset that does, later groups preferred.
+    Once ``group_size`` groups are buffered, a run of them that adds up to a multiple of it will do: there always
+    is one (two of their partial sums are equal modulo ``group_size``), so the buffer is bounded.
+    """
+    total, chosen = 0, []
+    for index, size in enumerate(sizes):
+        if total + size <= group_size:
+            total += size
+            chosen.append(index)
+            if total == group_size:
+                return tuple(chosen)
+    exact = _subset(sizes, group_size)
+    return exact or (_run(sizes, group_size) if len(sizes) >= group_size else ())
+
+
+def waiting_for(lanes: Lanes, demand: Demand, names: Mapping[int, str]) -> str:
+    """Why :func:`plan_batch` gave None, as a sentence."""
+    present = {env for env, _ in lanes}
+    for env in demand.minimums:
+        if env not in present:
+            return f"environment {names.get(env, env)} owes {demand.minimums[env]} sequences and has none queued"
+    queued = sum(size * len(lane) for (_, size), lane in lanes.items())
+    text = f"{queued} of {demand.batch_size} sequences are queued"
+    if queued < demand.batch_size:
+        return text
+    sizes = ", ".join(str(size) for size in sorted({size for _, size in lanes}))
+    return f"{text} in groups of {sizes}, which do not add up to a batch yet"
+
+
+def _oldest_first(
+    lanes: Lanes, counts: Mapping[Key, int], batch_size: int, minimums: Mapping[int, int]
+) -> tuple[Key, ...]:
+    """Take the oldest group that still lets the rest be filled exactly; minimums first."""
+    left, counts, owing = batch_size, dict(counts), set(minimums)
+    used = dict.fromkeys(lanes, 0)
+    taken: list[Key] = []
+    for env, share in [*minimums.items(), (None, batch_size)]:
+        first_pass = env is not None
+        lanes_open = {key for key in lanes if counts[key] and (not first_pass or key[0] == env)}
+        got = 0
+        while lanes_open and left and got < share:
+            key = min(lanes_open, key=lambda candidate: lanes[candidate][used[candidate]])
+            counts[key] -= 1
+            rest = owing - {key[0]}
+            if key[1] <= left and _fits(counts, left - key[1], rest):
+                taken.append(key)
+                used[key] += 1
+                left -= key[1]
+                got += key[1]
+                owing = rest
+            else:
+                # No exact batch has one more of these; later ones in the lane are no different.
+                counts[key] += 1
+                lanes_open.discard(key)
+            if not counts[key]:
+                lanes_open.discard(key)
+    return tuple(taken)
+
+
+def _stranded_batch(lanes: Lanes, demand: Demand) -> tuple[Key, ...]:
+    """Groups whose size fits no batch, once they are the oldest and a batch of them is there: as many as fit."""
+    odd = stranded({size for _, size in lanes}, demand)
+    queued = sum(size * len(lanes[env, size]) for env, size in lanes if size in odd)
+    if not odd or queued < demand.batch_size:
+        return ()
+    heads = {key: lane[0] for key, lane in lanes.items()}
+    if min(heads, key=lambda key: heads[key])[1] not in odd:
+        return ()
+    used = dict.fromkeys((key for key in lanes if key[1] in odd), 0)
+    taken: list[Key] = []
+    left = demand.batch_size
+    while used:
+        key = min(used, key=lambda candidate: lanes[candidate][used[candidate]])
+        if key[1] > left and taken:
+            del used[key]
+            continue
+        taken.append(key)
+        left -= key[1]
+        used[key] += 1
+        if used[key] == len(lanes[key]):
+            del used[key]
+        if left <= 0:
+            break
+    return tuple(taken)
+
+
+def _scaled(demand: Demand, lanes: Lanes) -> dict[int, int]:
+    """Minimums that fit a batch together: scaled down in proportion, but never below one group."""
+    total = sum(demand.minimums.values())
+    if total <= demand.batch_size:
+        return dict(demand.minimums)
+    smallest: dict[int | None, int] = {}
+    for env, size in lanes:
+        smallest[env] = min(size, smallest.get(env, size))
+    return {
+        env: max(smallest.get(env, 1), share * demand.batch_size // total) for env, share in demand.minimums.items()
+    }
+
+
+def _fits(counts: Mapping[Key, int], target: int, owing: Iterable[int | None]) -> bool:
+    """Can ``target`` sequences be made up exactly, with at least one group of every environment in ``owing``?"""
+    limit = (1 << (target + 1)) - 1
+    owed: dict[int | None, dict[int, int]] = {env: {} for env in owing}
+    free: dict[int, int] = {}
+    for (env, size), count in counts.items():
+        sizes = owed.get(env, free)
+        sizes[size] = sizes.get(size, 0) + count
+    sums = _with_groups(1, free, limit)
+    for sizes in owed.values():
+        together = 0
+        for size, count in sizes.items():
+            if count and size <= target:
+                together |= _with_groups((sums << size) & limit, {**sizes, size: count - 1}, limit)
+        sums = together
+    return bool(sums >> target & 1)
+
+
+def _with_groups(sums: int, sizes: Mapping[int, int], limit: int) -> int:
+    """``sums`` and all that comes of adding up to ``count`` groups of each size: counts split into powers of 2."""
+    target = limit.bit_length() - 1
+    for size, count in sizes.items():
+        count, part = min(count, target // size), 1
+        while count > 0:
+            sums |= (sums << size * min(part, count)) & limit
+            count -= part
+            part *= 2
+    return sums
+
+
+@functools.lru_cache(maxsize=256)
+def _sums_of_plenty(sizes: frozenset[int], target: int) -> int:
+    return _with_groups(1, {size: target // size for size in sizes}, (1 << (target + 1)) - 1)
+
+
+def _subset(sizes: Sequence[int], target: int) -> tuple[int, ...]:
+    limit = (1 << (target + 1)) - 1
+    reachable = [1]
+    for size in sizes:
+        reachable.append((reachable[-1] | reachable[-1] << size) & limit)
+    if not reachable[-1] >> target & 1:
+        return ()
+    chosen, left = [], target
+    for index in range(len(sizes) - 1, -1, -1):
+        if left >= sizes[index] and reachable[index] >> (left - sizes[index]) & 1:
+            chosen.append(index)
+            left -= sizes[index]
+    return tuple(reversed(chosen))
+
+
+def _run(sizes: Sequence[int], group_size: int) -> tuple[int, ...]:
+    first_with: dict[int, int] = {0: 0}
+    total = 0
+    for index, size in enumerate(sizes):
+        total = (total + size) % group_size
+        start = first_with.setdefault(total, index + 1)
+        if start <= index:
+            return tuple(range(start, index + 1))
+    return ()

@@ -1,0 +1,85 @@
+"""Why no trainer could use a group: the checks of ``--strict``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any, Protocol
+
+# Marks positions that are not trained on.
+UNTRAINED = -100
+# Environments write this, which is no logprob of a sampled token, where the mask does not train.
+NO_LOGPROB = 1.0
+
+
+class Scored(Protocol):
+    """The lists of a group that have to fit together."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+
+
+def why_unusable(group: Scored) -> str:
+    """The first fault that makes a group useless, naming the field and index; empty where there is none.
+
+    Optional lists may be null or empty: the original's environments send ``[]`` for what they do not have.
+    """
+    count = len(group.tokens)
+    if not count:
+        return "tokens is empty"
+    for index, tokens in enumerate(group.tokens):
+        if not tokens:
+            return f"tokens[{index}] is empty"
+    for name in ("masks", "scores"):
+        if len(getattr(group, name)) != count:
+            return f"{name} has {_entries(getattr(group, name))}, tokens has {count}"
+    for name in ("advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides"):
+        values = getattr(group, name)
+        if values and len(values) != count:
+            return f"{name} has {_entries(values)}, tokens has {count}"
+    for name in ("masks", "advantages", "ref_logprobs", "inference_logprobs"):
+        fault = _ragged(name, getattr(group, name) or (), group.tokens)
+        if fault:
+            return fault
+    return _placeholder_logprob(group) or _distillation(group)
+
+
+def _ragged(name: str, rows: Sequence[Sequence[Any]], tokens: Sequence[Sequence[int]]) -> str:
+    """The first row that is not as long as its tokens; no rows at all are fine."""
+    for index, (row, reference) in enumerate(zip(rows, tokens, strict=False)):
+        if len(row) != len(reference):
+            return f"{name}[{index}] has {_entries(row)}, tokens[{index}] has {len(reference)}"
+    return ""
+
+
+def _placeholder_logprob(group: Any) -> str:
+    for index, (logprobs, mask) in enumerate(zip(group.inference_logprobs or (), group.masks, strict=False)):
+        if NO_LOGPROB in compress(logprobs, map(UNTRAINED.__ne__, mask)):
+            at = next(i for i, (lp, m) in enumerate(zip(logprobs, mask, strict=True)) if lp == 1.0 and m != UNTRAINED)
+            return f"inference_logprobs[{index}][{at}] is 1.0, which is no logprob, where the mask trains"
+    return ""
+
+
+def _distillation(group: Any) -> str:
+    ids, logprobs = group.distill_token_ids or (), group.distill_logprobs or ()
+    for name, rows in (("distill_token_ids", ids), ("distill_logprobs", logprobs)):
+        if rows and len(rows) != len(group.tokens):
+            return f"{name} has {_entries(rows)}, tokens has {len(group.tokens)}"
+        fault = _ragged(name, rows, group.tokens)
+        if fault:
+            return fault
+    if bool(ids) != bool(logprobs):
+        return f"{'distill_logprobs' if ids else 'distill_token_ids'} is missing beside the other"
+    for index, (row, other) in enumerate(zip(ids, logprobs, strict=True)):
+        for position, (candidates, values) in enumerate(zip(row, other, strict=True)):
+            if len(candidates) != len(values):
+                return (
+                    f"distill_logprobs[{index}][{position}] has {_entries(values)}, "
+                    f"distill_token_ids[{index}][{position}] has {len(candidates)}"
+                )
+    return ""
+
+
+def _entries(values: Sequence[Any]) -> str:
+    return f"{len(values)} entr{'y' if len(values) == 1 else 'ies'}"

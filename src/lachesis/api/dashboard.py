@@ -1,0 +1,130 @@
+"""The page at /dashboard and the figures that it asks for: what is queued, by whom, and how fast it moves."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from starlette.responses import HTMLResponse, Response
+
+from lachesis import __version__
+from lachesis.api.environments import Environment
+from lachesis.api.history import History
+from lachesis.api.records import HeldGroup
+from lachesis.api.rollout_view import Pieces, view
+from lachesis.api.state import RolloutState
+
+TEMPLATES = Path(__file__).parent / "templates"
+_MISFITS = 12
+
+
+class Dashboard:
+    """Renders the page once; its figures anew each time, the latest rollout only when it is another one."""
+
+    def __init__(self, state: RolloutState, history: History, pieces: Pieces | None) -> None:
+        self._state = state
+        self._history = history
+        self._pieces = pieces
+        self._started = time.time()
+        self._shown: tuple[str, dict[str, Any]] = ("", {})
+
+    def page(self) -> Response:
+        """The page: one file that asks for nothing but its figures."""
+        return HTMLResponse(_page(), headers={"Cache-Control": "no-cache"})
+
+    def data(self, *, known: str, now: float) -> bytes:
+        """The figures as JSON. The latest rollout is left out where the page already shows it (``known``)."""
+        state = self._state
+        latest = state.intake.latest
+        key = f"{state.epoch}-{latest.number}" if latest else ""
+        figures = {
+            "now": time.time(),
+            "uptime_s": time.time() - self._started,
+            "run": self._run(),
+            "waiting": state.waiting(now),
+            "queue": self._queue(),
+            "environments": [self._environment(env, now) for env in state.environments],
+            "rates": self._history.rates(state, now),
+            "curves": self._history.curves(now),
+            "set_aside": self._set_aside(),
+            "latest_key": key,
+            "latest": self._view(latest, key) if latest and key != known else None,
+        }
+        return json.dumps(figures, separators=(",", ":")).encode()
+
+    def _run(self) -> dict[str, Any]:
+        asked = self._state.registration
+        facts = {"registered": asked is not None, "started": self._state.started, "step": self._state.step}
+        if asked is not None:
+            names = ("wandb_project", "wandb_group", "batch_size", "max_token_len", "num_steps", "acknowledge")
+            facts |= {name: getattr(asked, name) for name in names}
+        return facts
+
+    def _queue(self) -> dict[str, Any]:
+        state = self._state
+        queued = state.intake.queue.sequences
+        return {
+            "groups": len(state.intake.queue),
+            "sequences": sum(queued.values()),
+            "others": sum(count for env_id, count in queued.items() if state.environments.get(env_id) is None),
+            "tokens": state.intake.queue.tokens,
+            "weight": state.intake.weight,
+            "limit": state.intake.limit,
+            "full": state.intake.received.full,
+            "outstanding": len(state.deliveries.outstanding),
+            "redelivered": state.deliveries.redelivered,
+            "delivered": state.delivered.batches,
+        }
+
+    def _environment(self, env: Environment, now: float) -> dict[str, Any]:
+        intake, present = self._state.intake, self._state.environments.present(now)
+        shares = sum(other.share for other in present)
+        return {
+            "name": env.name,
+            "state": "left" if not env.connected else "here" if env in present else "silent",
+            "silent_s": round(now - env.last_seen, 1),
+            "group_size": env.group_size,
+            "weight": env.share / shares if shares and env in present else 0.0,
+            "minimum": env.minimum,
+            "queued": intake.queue.sequences.get(env.id, 0),
+            "buffered": sum(held.group.sequences for held in intake.buffers.get(env.id, ())),
+            "groups": env.groups,
+            "tokens": env.tokens,
+            "set_aside": env.set_aside,
+            "score": env.score,
+        }
+
+    def _set_aside(self) -> dict[str, Any]:
+        kept = self._state.intake.set_aside
+        last = [
+            {"at": misfit.at, "environment": misfit.environment, "reason": misfit.reason}
+            for misfit in list(kept.last)[-_MISFITS:]
+        ]
+        return {"count": kept.count, "strict": self._state.limits.strict, "last": last[::-1]}
+
+    def _view(self, latest: HeldGroup, key: str) -> dict[str, Any]:
+        """The latest group, made ready once for all who look."""
+        if self._shown[0] != key:
+            environment = self._state.environments.get(latest.group.env_id)
+            name = environment.name if environment else ""
+            self._shown = key, view(latest, environment=name, pieces=self._pieces)
+        return self._shown[1]
+
+
+@functools.cache
+def _page() -> str:
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
+    environment.undefined = jinja2.StrictUndefined
+    return environment.get_template("dashboard.html.j2").render(
+        version=__version__, style=_asset("dashboard.css"), script=_asset("dashboard.js")
+    )
+
+
+def _asset(name: str) -> Markup:
+    """Our own style and script, put in as they are."""
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))

@@ -1,0 +1,147 @@
+"""From a post to the queue: limits, strict checks, and the buffers for groups of mixed sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lachesis.api.batching import released
+from lachesis.api.environments import Environment, Environments
+from lachesis.api.queue import GroupQueue
+from lachesis.api.records import NOT_QUEUED, Change, HeldGroup, ScoredGroup
+from lachesis.api.refusals import Refusal
+from lachesis.api.set_aside import SetAside
+
+RETRY_AFTER_S = 2
+
+
+@dataclass(slots=True)
+class Received:
+    """Totals since the server started. ``full`` counts posts that were refused with 429."""
+
+    groups: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    full: int = 0
+
+
+@dataclass(slots=True)
+class _Moves:
+    """What one post moves: new groups, and buffered ones that now have a position."""
+
+    added: list[HeldGroup] = field(default_factory=list)
+    placed: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Intake:
+    """Everything that is held and not yet handed out: the queue, and a buffer for each environment.
+
+    Args:
+        environments: who registered, for their group sizes.
+        strict: set groups aside that no trainer could use.
+        max_queued_tokens: refuse posts beyond so many tokens; None does not.
+    """
+
+    def __init__(self, environments: Environments, *, strict: bool, max_queued_tokens: int | None) -> None:
+        self.queue = GroupQueue()
+        self.set_aside = SetAside()
+        self.received = Received()
+        self.latest: HeldGroup | None = None
+        self.buffers: dict[int, list[HeldGroup]] = {}
+        self.limit = max_queued_tokens
+        self._environments = environments
+        self._strict = strict
+        self._next_number = 0
+        self._next_position = 0
+
+    @property
+    def weight(self) -> int:
+        """Tokens queued and buffered, as the limit counts them."""
+        buffered = sum(held.group.weight for buffer in self.buffers.values() for held in buffer)
+        return self.queue.weight + buffered
+
+    def post(self, groups: Sequence[ScoredGroup], *, now: float) -> tuple[list[dict[str, Any]], Change]:
+        """Queue groups, or buffer those whose size is not their environment's; a reply for each.
+
+        Raises:
+            Refusal: 429, the queue is full; 413, it could never hold them. Nothing was queued.
+        """
+        self._check_room(groups)
+        moves = _Moves()
+        replies = [self._accept(group, moves, now) for group in groups]
+        return replies, Change(added=tuple(moves.added), placed=tuple(moves.placed))
+
+    def restore(self, held: Iterable[HeldGroup], *, next_number: int) -> None:
+        """Take over what a store held, groups without a position into their buffers."""
+        self._next_number = next_number
+        for entry in sorted(held, key=lambda entry: (entry.position, entry.number)):
+            if entry.position == NOT_QUEUED and entry.group.env_id is not None:
+                self.buffers.setdefault(entry.group.env_id, []).append(entry)
+            else:
+                self._next_position = max(self._next_position, entry.position + 1)
+                self.queue.append(entry)
+                self.latest = entry
+
+    def _accept(self, group: ScoredGroup, moves: _Moves, now: float) -> dict[str, Any]:
+        self.received.groups += 1
+        self.received.sequences += group.sequences
+        self.received.tokens += group.tokens
+        environment = self._environments.get(group.env_id)
+        if environment is not None:
+            environment.last_seen = now
+        problem = self._problem(group, environment)
+        if problem:
+            self.set_aside.add(group, problem, environment)
+            return {"status": "set_aside", "reason": problem} if self._strict else {"status": "received"}
+        held = HeldGroup(number=self._next_number, group=group)
+        self._next_number += 1
+        if environment is not None:
+            environment.note_group(tokens=group.tokens, score=group.score, now=now)
+            if group.sequences < environment.group_size:
+                return self._buffer(held, environment, moves)
+        moves.added.append(self._enqueue(held))
+        return {"status": "received"}
+
+    def _problem(self, group: ScoredGroup, environment: Environment | None) -> str:
+        if self._strict and group.env_id is not None and environment is None:
+            return f"env_id {group.env_id} was never registered"
+        if self._strict and group.problem:
+            return group.problem
+        # Nothing of nothing is part of any batch; the plain protocol has no word to say so.
+        return "" if group.sequences else "tokens is empty"
+
+    def _buffer(self, held: HeldGroup, environment: Environment, moves: _Moves) -> dict[str, Any]:
+        buffer = self.buffers.setdefault(environment.id, [])
+        buffer.append(held)
+        leaving = released([entry.group.sequences for entry in buffer], environment.group_size)
+        for index in leaving:
+            queued = self._enqueue(buffer[index])
+            if queued.number == held.number:
+                held = queued
+            else:
+                moves.placed.append((queued.number, queued.position))
+        moves.added.append(held)
+        buffer[:] = [entry for index, entry in enumerate(buffer) if index not in leaving]
+        return {"status": "buffered", "buffer_size": sum(entry.group.sequences for entry in buffer)}
+
+    def _enqueue(self, held: HeldGroup) -> HeldGroup:
+        queued = replace(held, position=self._next_position)
+        self._next_position += 1
+        self.queue.append(queued)
+        self.latest = queued
+        return queued
+
+    def _check_room(self, groups: Sequence[ScoredGroup]) -> None:
+        if self.limit is None:
+            return
+        asked = sum(group.weight for group in groups)
+        if asked > self.limit:
+            raise Refusal(413, f"{asked} tokens in one post are more than the queue may hold ({self.limit})")
+        if self.weight + asked > self.limit:
+            self.received.full += 1
+            raise Refusal(
+                429,
+                f"the queue holds {self.weight} of at most {self.limit} tokens: post again later",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )

@@ -1,0 +1,91 @@
+"""What the API holds: scored groups, batches, and the changes that make them durable."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# A group weighs its tokens, or one token for so many bytes of memory where that is more: this bounds what a queued
+# token can cost, whatever else a group carries. A group takes its JSON and some bytes around it.
+BYTES_A_TOKEN = 64
+BYTES_AROUND = 640
+NOT_QUEUED = -1
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """One group as it came off the wire.
+
+    ``json`` has all keys of the protocol, nulls included, and goes into a batch as it is. ``problem`` says why
+    no trainer could use the group; empty where one could, or where nobody asked.
+    """
+
+    json: bytes = field(repr=False)
+    sequences: int
+    tokens: int
+    env_id: int | None
+    score: float | None = None
+    problem: str = ""
+
+    @property
+    def weight(self) -> int:
+        """Tokens that the group counts for in the limit of the queue."""
+        return max(self.tokens, -(-(len(self.json) + BYTES_AROUND) // BYTES_A_TOKEN))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldGroup:
+    """A group with its number and, once it is queued, its position.
+
+    Positions order the queue. They differ from numbers where a group first waited in its environment's buffer.
+    """
+
+    number: int
+    group: ScoredGroup
+    position: int = NOT_QUEUED
+
+
+@dataclass(slots=True)
+class Batch:
+    """Groups that left the queue together. ``owner`` and ``deadline`` are set while an answer is awaited."""
+
+    id: int
+    groups: tuple[HeldGroup, ...]
+    deliveries: int = 0
+    owner: int | None = None
+    deadline: float = 0.0
+
+    @property
+    def sequences(self) -> int:
+        return sum(held.group.sequences for held in self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one request changed, for the store: all of it becomes durable, or none.
+
+    ``placed`` gives buffered groups a position, ``batched`` says with which batch groups are out (None: with none
+    any more). ``packed`` is the one added group as it was received, gzipped; it is shorter than its JSON. ``summary``
+    is the small rest of the state, whole. ``receipts`` are idempotency keys of posts with their replies. ``wipe``
+    forgets all that was there before.
+    """
+
+    added: tuple[HeldGroup, ...] = ()
+    placed: tuple[tuple[int, int], ...] = ()
+    batched: tuple[tuple[int, int | None], ...] = ()
+    removed: tuple[int, ...] = ()
+    packed: bytes = b""
+    receipts: tuple[tuple[str, bytes], ...] = ()
+    summary: Mapping[str, Any] | None = None
+    wipe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything that a store holds: what a restarted server begins with."""
+
+    held: tuple[HeldGroup, ...]
+    batch_of: Mapping[int, int]
+    receipts: Mapping[str, bytes]
+    summary: Mapping[str, Any]

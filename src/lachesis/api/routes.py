@@ -1,0 +1,299 @@
+"""The endpoints: from a request to the state and its store, and back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from lachesis.api.dashboard import Dashboard
+from lachesis.api.exchange import Body, read_body, reply, reply_with
+from lachesis.api.exposition import exposition
+from lachesis.api.journal import Journal
+from lachesis.api.records import Batch, Change
+from lachesis.api.refusals import Refusal, StoreFailed
+from lachesis.api.state import RolloutState
+from lachesis.api.wire import (
+    Acknowledgement,
+    EnvIdentifier,
+    EnvRegistration,
+    Registration,
+    parse_group,
+    parse_groups,
+    parse_record,
+)
+
+Answer = TypeVar("Answer")
+
+# Lachesis's own headers; others' clients send none of them and notice nothing.
+TRAINER_HEADER = "X-Lachesis-Trainer"
+HOLDS_HEADER = "X-Lachesis-Holds"
+KEY_HEADER = "Idempotency-Key"
+# Seconds for which changes are refused after one could not be written.
+RECOVERY_S = 5
+_KEY_LENGTH = 200
+
+_NO_EXAMPLE = (
+    "tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs", "messages",
+    "images",
+)  # fmt: skip
+_UNREGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+
+
+@dataclass(slots=True)
+class Endpoints:
+    """Handlers over one state. ``journal`` is None where nothing outlives the process."""
+
+    state: RolloutState
+    journal: Journal | None
+    dashboard: Dashboard
+    max_body: int
+    refused: int = 0
+    failure: str = ""
+    failing_until: float = 0.0
+
+    def routes(self) -> list[Route]:
+        """All endpoints. HEAD is none of them: GET /batch and GET /reset_data change the state."""
+        handlers: list[tuple[str, str, Callable[[Request], Awaitable[Response | Handover]]]] = [
+            ("GET", "/", self.root),
+            ("POST", "/register", self.register),
+            ("GET", "/info", self.info),
+            ("GET", "/wandb_info", self.wandb_info),
+            ("GET", "/status", self.status),
+            ("POST", "/register-env", self.register_env),
+            ("GET", "/status-env", self.status_env),
+            ("POST", "/disconnect-env", self.disconnect_env),
+            ("POST", "/scored_data", self.scored_data),
+            ("POST", "/scored_data_list", self.scored_data_list),
+            ("GET", "/batch", self.batch),
+            ("POST", "/batch/ack", self.acknowledge),
+            ("GET", "/latest_example", self.latest_example),
+            ("GET", "/reset_data", self.reset_data),
+            ("GET", "/set_aside", self.set_aside),
+            ("GET", "/metrics", self.metrics),
+            ("GET", "/healthz", self.healthz),
+            ("GET", "/dashboard", self.dashboard_page),
+            ("GET", "/dashboard/data", self.dashboard_data),
+        ]
+        routes = [Route(path, handler, methods=[method]) for method, path, handler in handlers]
+        for route in routes:
+            (route.methods or set()).discard("HEAD")
+        return routes
+
+    # -- the protocol: trainers
+
+    async def root(self, request: Request) -> Response:
+        return reply_with({"message": "AtroposLib API"})
+
+    async def register(self, request: Request) -> Response:
+        asked = parse_record(Registration, (await self._body(request)).content)
+        trainer = self._apply(lambda: self.state.register(asked))
+        if not asked.acknowledge:
+            return reply_with({"uuid": trainer})
+        return reply_with(
+            {
+                "uuid": trainer,
+                "ack_timeout_s": self.state.limits.ack_timeout_s,
+                "current_step": self.state.step,
+                "outstanding": list(self.state.deliveries.outstanding),
+            }
+        )
+
+    async def info(self, request: Request) -> Response:
+        asked = self.state.registration
+        return reply_with(
+            {"batch_size": asked.batch_size if asked else -1, "max_token_len": asked.max_token_len if asked else -1}
+        )
+
+    async def wandb_info(self, request: Request) -> Response:
+        asked = self.state.registration
+        return reply_with(
+            {"group": asked.wandb_group if asked else None, "project": asked.wandb_project if asked else None}
+        )
+
+    async def status(self, request: Request) -> Response:
+        return reply_with(self.state.status())
+
+    async def batch(self, request: Request) -> Response | Handover:
+        if self.state.registration is None:
+            return reply_with(_UNREGISTERED)
+        if await request.is_disconnected():
+            raise Refusal(499, "the client went away", plain=True)
+        named = request.headers.get(TRAINER_HEADER)
+        if named is not None:
+            return await self._batch_to_acknowledge(request, named)
+        batch = self._apply(lambda: self.state.next_batch(_now()))
+        if batch is None:
+            return reply_with({"batch": None})
+        epoch = self.state.epoch
+        response = await reply(request, b'{"batch":[' + _joined(batch) + b"]}")
+        return Handover(response, lambda: self._apply(lambda: (None, self.state.put_back(batch, epoch=epoch))))
+
+    async def _batch_to_acknowledge(self, request: Request, named: str) -> Response:
+        trainer, listed = _number(named, TRAINER_HEADER), request.headers.get(HOLDS_HEADER)
+        holds = None if listed is None else {_number(part, HOLDS_HEADER) for part in listed.split(",") if part.strip()}
+        batch = self._apply(lambda: self.state.next_batch_for(trainer, holds, _now()))
+        if batch is None:
+            return reply_with({"batch": None, "waiting": self.state.waiting(_now())})
+        tail = b'],"batch_id":%d,"deliveries":%d}' % (batch.id, batch.deliveries)
+        return await reply(request, b'{"batch":[' + _joined(batch) + tail)
+
+    async def acknowledge(self, request: Request) -> Response:
+        asked = parse_record(Acknowledgement, (await self._body(request)).content)
+        return reply_with(self._apply(lambda: self.state.acknowledge(asked.uuid, asked.batch_ids)))
+
+    # -- the protocol: environments
+
+    async def register_env(self, request: Request) -> Response:
+        asked = parse_record(EnvRegistration, (await self._body(request)).content)
+        return reply_with(self._apply(lambda: self.state.register_env(asked, _now())))
+
+    async def status_env(self, request: Request) -> Response:
+        asked = parse_record(EnvIdentifier, (await self._body(request)).content)
+        return reply_with(self.state.status_env(asked.env_id, _now()))
+
+    async def disconnect_env(self, request: Request) -> Response:
+        asked = parse_record(EnvIdentifier, (await self._body(request)).content)
+        return reply_with(self._apply(lambda: self.state.disconnect_env(asked.env_id)))
+
+    async def scored_data(self, request: Request) -> Response:
+        body = await self._body(request)
+
+        def take_in() -> tuple[dict[str, Any], Change]:
+            answers, change = self.state.post([parse_group(body.content, check=self.state.limits.strict)], _now())
+            return answers[0], replace(change, packed=body.packed if change.added else b"")
+
+        return self._post(request, take_in)
+
+    async def scored_data_list(self, request: Request) -> Response:
+        body = await self._body(request)
+
+        def take_in() -> tuple[dict[str, Any], Change]:
+            answers, change = self.state.post(parse_groups(body.content, check=self.state.limits.strict), _now())
+            return _in_all(answers), change
+
+        return self._post(request, take_in)
+
+    def _post(self, request: Request, take_in: Callable[[], tuple[dict[str, Any], Change]]) -> Response:
+        """Take groups in. A post that repeats the idempotency key of an earlier one gets the earlier reply."""
+        key = request.headers.get(KEY_HEADER, "")
+        if len(key) > _KEY_LENGTH:
+            raise Refusal(422, f"{KEY_HEADER}: longer than {_KEY_LENGTH} characters")
+        known = self.state.receipt(key) if key else None
+        if known is not None:
+            return Response(known, media_type="application/json")
+
+        def once() -> tuple[Response, Change]:
+            answer, change = take_in()
+            response = reply_with(answer)
+            if key:
+                self.state.remember(key, bytes(response.body))
+                change = replace(change, receipts=((key, bytes(response.body)),))
+            return response, change
+
+        return self._apply(once)
+
+    async def latest_example(self, request: Request) -> Response:
+        latest = self.state.intake.latest
+        return await reply(request, latest.group.json) if latest else reply_with({name: [] for name in _NO_EXAMPLE})
+
+    async def reset_data(self, request: Request) -> Response:
+        self._apply(lambda: (None, self.state.reset()))
+        return PlainTextResponse("Reset successful")
+
+    # -- Lachesis's own
+
+    async def set_aside(self, request: Request) -> Response:
+        return await reply(request, self.state.intake.set_aside.reply())
+
+    async def metrics(self, request: Request) -> Response:
+        text = exposition(self.state, refused=self.refused)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def healthz(self, request: Request) -> Response:
+        if self.failure:
+            return reply_with({"status": "failing", "reason": self.failure}, status=503)
+        return reply_with({"status": "ok"})
+
+    async def dashboard_page(self, request: Request) -> Response:
+        return self.dashboard.page()
+
+    async def dashboard_data(self, request: Request) -> Response:
+        known = request.query_params.get("latest", "")
+        return await reply(request, self.dashboard.data(known=known, now=_now()))
+
+    # -- helpers
+
+    async def _body(self, request: Request) -> Body:
+        return await read_body(request, limit=self.max_body)
+
+    def _apply(self, action: Callable[[], tuple[Answer, Change | None]]) -> Answer:
+        """Change the state and make that durable, in one go; where it cannot be, it has not happened."""
+        if self.failure and _now() < self.failing_until:
+            raise StoreFailed(self.failure)
+        answer, change = action()
+        if change is not None and self.journal is not None:
+            try:
+                self.journal.commit(change)
+            except StoreFailed as error:
+                self.failure, self.failing_until = str(error), _now() + RECOVERY_S
+                self.state.restore(self.journal.snapshot(), _now())
+                raise
+            self.failure = ""
+        return answer
+
+
+class Handover:
+    """A reply with a batch that leaves the state for good, unless its client was gone before it was sent."""
+
+    def __init__(self, response: Response, put_back: Callable[[], None]) -> None:
+        self._response = response
+        self._put_back = put_back
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_look(message: Message) -> None:
+            if message["type"] != "http.response.body":
+                await send(message)
+                return
+            await send({**message, "more_body": True})
+            # An empty part waits until the client has taken what is beyond the socket's buffer, or has left.
+            await send({"type": "http.response.body", "body": b"", "more_body": True})
+            if await Request(scope, receive).is_disconnected():
+                self._put_back()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await self._response(scope, receive, send_and_look)
+
+
+def _joined(batch: Batch) -> bytes:
+    return b",".join([held.group.json for held in batch.groups])
+
+
+def _in_all(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """The reply to a list: what happened to how many, and the last buffer's size."""
+    summary: dict[str, Any] = {"status": "received", "groups_processed": len(answers)}
+    buffered = [answer for answer in answers if answer["status"] == "buffered"]
+    if buffered:
+        summary |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]["buffer_size"]}
+    reasons = [
+        {"index": index, "reason": answer["reason"]} for index, answer in enumerate(answers) if "reason" in answer
+    ]
+    if reasons:
+        summary |= {"set_aside": len(reasons), "reasons": reasons}
+    return summary
+
+
+def _number(text: str, header: str) -> int:
+    if not text.strip().isdecimal():
+        raise Refusal(422, f"{header}: {text[:40]!r} is no id")
+    return int(text)
+
+
+def _now() -> float:
+    return time.monotonic()

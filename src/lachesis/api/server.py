@@ -1,0 +1,193 @@
+"""The rollout API as a process: options, application, and serving until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from lachesis.api.dashboard import Dashboard
+from lachesis.api.guard import SameSiteOnly
+from lachesis.api.history import INTERVAL_S, History
+from lachesis.api.journal import Journal, sync_and_close
+from lachesis.api.refusals import Refusal, StoreFailed
+from lachesis.api.rollout_view import load_pieces
+from lachesis.api.routes import RECOVERY_S, Endpoints
+from lachesis.api.state import Limits, RolloutState
+from lachesis.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_SYNC_S = 1.0
+_BACKLOG = 2048
+_KEEP_ALIVE_S = 75
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Options of ``lachesis run-api``.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+        state_dir: keep what is queued here, so that it survives the process.
+        max_queued_tokens: answer 429 to posts that would queue more tokens than this.
+        max_body_mb: refuse bodies of more MiB than this, before or after inflating.
+        strict: set aside groups that no trainer could use.
+        ack_timeout_s: seconds after which a batch that Lachesis's trainer did not acknowledge is handed out again.
+        env_timeout_s: seconds of silence after which an environment's weight and minimum no longer count.
+        tokenizer: directory, tokenizer.json or hub name by which the dashboard shows tokens as text.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8002
+    state_dir: Path | None = None
+    max_queued_tokens: int | None = None
+    max_body_mb: float = 64.0
+    strict: bool = False
+    ack_timeout_s: float = 600.0
+    env_timeout_s: float = 300.0
+    tokenizer: str | None = None
+
+
+def serve(options: ServerOptions, *, on_ready: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGINT or SIGTERM; the signal is raised anew once the state directory is released.
+
+    Args:
+        on_ready: called with the address, as in ``http://127.0.0.1:8002``, once the port is bound.
+
+    Raises:
+        ConfigError: an option cannot be used, the port is taken, or the state directory is in use.
+    """
+    listener = _listen(options)
+    try:
+        _serve(build_app(options), listener, on_ready)
+    finally:
+        listener.close()
+
+
+def _serve(app: Starlette, listener: socket.socket, on_ready: Callable[[str], None] | None) -> None:
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, http="httptools", ws="none", timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=5, server_header=False,
+    )  # fmt: skip
+    if on_ready is not None:
+        host, port = listener.getsockname()[:2]
+        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def build_app(options: ServerOptions) -> Starlette:
+    """The application, with its state and, where asked for, what the state directory holds.
+
+    Raises:
+        ConfigError: an option or the state directory cannot be used.
+    """
+    _check(options)
+    limits = Limits(
+        strict=options.strict,
+        max_queued_tokens=options.max_queued_tokens,
+        ack_timeout_s=options.ack_timeout_s,
+        env_timeout_s=options.env_timeout_s,
+    )
+    state, history = RolloutState(limits), History()
+    pieces = load_pieces(options.tokenizer) if options.tokenizer else None
+    journal = Journal(options.state_dir) if options.state_dir else None
+    if journal is not None:
+        state.restore(journal.snapshot(), time.monotonic())
+    endpoints = Endpoints(
+        state=state,
+        journal=journal,
+        dashboard=Dashboard(state, history, pieces),
+        max_body=int(options.max_body_mb * (1 << 20)),
+    )
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        chores = [asyncio.create_task(_sample(state, history))]
+        if journal is not None:
+            chores.append(asyncio.create_task(_sync(journal)))
+        try:
+            yield
+        finally:
+            for chore in chores:
+                chore.cancel()
+            await asyncio.gather(*chores, return_exceptions=True)
+            if journal is not None:
+                journal.close()
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        return _refused(endpoints, error)
+
+    return Starlette(
+        routes=endpoints.routes(),
+        lifespan=lifespan,
+        middleware=[Middleware(SameSiteOnly)],
+        exception_handlers={Refusal: refuse, StoreFailed: refuse, HTTPException: refuse},
+    )
+
+
+def _refused(endpoints: Endpoints, error: Exception) -> Response:
+    """The reply to a request that is not served."""
+    if isinstance(error, HTTPException):
+        return JSONResponse({"detail": error.detail}, status_code=error.status_code, headers=error.headers)
+    if isinstance(error, StoreFailed):
+        return JSONResponse({"detail": str(error)}, status_code=503, headers={"Retry-After": str(RECOVERY_S)})
+    assert isinstance(error, Refusal)
+    endpoints.refused += error.status in (400, 413, 422)
+    if error.plain:
+        return PlainTextResponse(str(error.detail), status_code=error.status, headers=error.headers)
+    return JSONResponse({"detail": error.detail}, status_code=error.status, headers=error.headers)
+
+
+async def _sample(state: RolloutState, history: History) -> None:
+    while True:
+        history.sample(state, time.monotonic())
+        await asyncio.sleep(INTERVAL_S)
+
+
+async def _sync(journal: Journal) -> None:
+    """One flush to the disk for all that a second brought."""
+    while True:
+        await asyncio.sleep(_SYNC_S)
+        files = journal.unsynced()
+        if files:
+            try:
+                await asyncio.shield(asyncio.to_thread(sync_and_close, files))
+            except OSError as error:
+                logger.error("the state directory may not survive a power cut: %s", error)
+
+
+def _listen(options: ServerOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}",
+            remedy="choose another --port, or stop what uses this one",
+        ) from error
+
+
+def _check(options: ServerOptions) -> None:
+    positive = {
+        "--max-queued-tokens": options.max_queued_tokens,
+        "--max-body-mb": options.max_body_mb,
+        "--ack-timeout": options.ack_timeout_s,
+        "--env-timeout": options.env_timeout_s,
+    }
+    for name, value in positive.items():
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} is {value}", remedy="give a number above 0, or leave it out")

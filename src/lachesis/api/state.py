@@ -1,0 +1,284 @@
+"""The state of one training run and the rules about it. No input or output: a request in, its change out.
+
+Methods that alter anything return the :class:`~lachesis.api.records.Change` that the store has to make durable
+before the reply goes out. Time is an argument, in seconds on one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lachesis.api.batching import plan_batch, waiting_for
+from lachesis.api.deliveries import Deliveries
+from lachesis.api.environments import Environments
+from lachesis.api.intake import Intake
+from lachesis.api.records import Batch, Change, ScoredGroup, Snapshot
+from lachesis.api.refusals import Refusal
+from lachesis.api.wire import EnvRegistration, Registration
+
+_RECEIPTS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the server was started with. ``max_queued_tokens`` None does not bound the queue."""
+
+    strict: bool = False
+    max_queued_tokens: int | None = None
+    ack_timeout_s: float = 600.0
+    env_timeout_s: float = 300.0
+
+
+@dataclass(slots=True)
+class Delivered:
+    """Totals since the server started; a batch that is handed out again counts once."""
+
+    batches: int = 0
+    sequences: int = 0
+    tokens: int = 0
+
+    def count(self, batch: Batch, sign: int = 1) -> None:
+        self.batches += sign
+        self.sequences += sign * batch.sequences
+        self.tokens += sign * sum(held.group.tokens for held in batch.groups)
+
+
+class RolloutState:
+    """Registrations, groups and batches. ``epoch`` counts resets, so that late news of an older run is dropped."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.epoch = -1
+        self.reset()
+
+    def reset(self) -> Change:
+        """As if the server had just started."""
+        limits = self.limits
+        self.epoch += 1
+        self.registration: Registration | None = None
+        self.started = False
+        self.step = 0
+        self.trainer: int | None = None
+        self.delivered = Delivered()
+        self.environments = Environments(timeout_s=limits.env_timeout_s)
+        self.intake = Intake(self.environments, strict=limits.strict, max_queued_tokens=limits.max_queued_tokens)
+        self.deliveries = Deliveries(timeout_s=limits.ack_timeout_s)
+        self._receipts: OrderedDict[str, bytes] = OrderedDict()
+        self._next_batch = 0
+        return Change(wipe=True, summary=self.summary())
+
+    # -- trainers
+
+    def register(self, asked: Registration) -> tuple[int, Change]:
+        """A trainer registers, perhaps again: what is queued stays, what it asks for counts from now on.
+
+        The step never goes back. Batches that an earlier trainer did not acknowledge are due to one that does.
+        """
+        trainer = uuid.uuid4().int
+        old, self.registration = self.registration, asked
+        self.step = max(self.step, asked.starting_step)
+        self.trainer = trainer if asked.acknowledge else None
+        if old is not None and old.batch_size != asked.batch_size:
+            self._dissolve_returned()
+        return trainer, self._and_summary(Change())
+
+    def next_batch(self, now: float) -> tuple[Batch | None, Change | None]:
+        """The next batch for a trainer of the plain protocol; it leaves the state for good."""
+        batch, started = self._take(now), self._start()
+        if batch is None:
+            return None, self._and_summary(Change()) if started else None
+        return batch, self._and_summary(Change(removed=tuple(held.number for held in batch.groups)))
+
+    def next_batch_for(
+        self, trainer: int, holds: Collection[int] | None, now: float
+    ) -> tuple[Batch | None, Change | None]:
+        """The next batch for a trainer that acknowledges: one that is due again, else a new one.
+
+        Args:
+            trainer: the uuid that it got when it registered.
+            holds: ids of the batches that it has and did not acknowledge yet; None where it did not say.
+
+        Raises:
+            Refusal: 409, another trainer registered since.
+        """
+        self._check_trainer(trainer)
+        started = self._start()
+        self.deliveries.renew(holds or (), trainer=trainer, now=now)
+        batch = self.deliveries.due(trainer=trainer, holds=holds, now=now) or self._take(now)
+        if batch is None:
+            return None, self._and_summary(Change()) if started else None
+        self.deliveries.hand_out(batch, trainer=trainer, now=now)
+        return batch, self._and_summary(Change(batched=tuple((held.number, batch.id) for held in batch.groups)))
+
+    def put_back(self, batch: Batch, *, epoch: int) -> Change | None:
+        """A plain trainer was gone before it could read ``batch``: the next one gets it."""
+        if epoch != self.epoch:
+            return None
+        self.deliveries.returned.appendleft(batch)
+        self.step -= 1
+        self.delivered.count(batch, -1)
+        return self._and_summary(Change(added=batch.groups))
+
+    def acknowledge(self, trainer: int, ids: Sequence[int]) -> tuple[dict[str, Any], Change]:
+        """The trainer has these batches for good. Unknown ids are named, not refused: an answer may be repeated.
+
+        Raises:
+            Refusal: 409, another trainer registered since.
+        """
+        self._check_trainer(trainer)
+        done = self.deliveries.acknowledge(ids)
+        known = [batch.id for batch in done]
+        reply = {
+            "status": "success",
+            "acknowledged": known,
+            "unknown": [batch_id for batch_id in ids if batch_id not in known],
+            "outstanding": list(self.deliveries.outstanding),
+        }
+        return reply, Change(removed=tuple(held.number for batch in done for held in batch.groups))
+
+    def waiting(self, now: float) -> str:
+        """What the trainer is waiting for, as a sentence; empty where a batch is ready."""
+        if self.registration is None:
+            return "no trainer has registered"
+        lanes, demand = self.intake.queue.lanes, self.environments.demand(self.registration.batch_size, now)
+        if self.deliveries.returned or plan_batch(lanes, demand) is not None:
+            return ""
+        return waiting_for(lanes, demand, {env.id: env.name for env in self.environments})
+
+    def _check_trainer(self, trainer: int) -> None:
+        if trainer != self.trainer:
+            raise Refusal(409, "another trainer has registered since, or the API was reset: register again")
+
+    def _start(self) -> bool:
+        """Environments may register once a trainer polls; True the first time."""
+        first, self.started = not self.started, True
+        return first
+
+    def _take(self, now: float) -> Batch | None:
+        """A batch that was put back, else a new one of the oldest groups; either counts as a step."""
+        if self.deliveries.returned:
+            batch = self.deliveries.returned.popleft()
+        else:
+            size = self.registration.batch_size if self.registration else 0
+            keys = plan_batch(self.intake.queue.lanes, self.environments.demand(size, now)) if size else None
+            if keys is None:
+                return None
+            batch = Batch(id=self._next_batch, groups=self.intake.queue.take(keys))
+            self._next_batch += 1
+        self.step += 1
+        self.delivered.count(batch)
+        return batch
+
+    def _dissolve_returned(self) -> None:
+        """Batches of another size go back into the queue, for batches of the new one."""
+        while self.deliveries.returned:
+            self.intake.queue.put_back(self.deliveries.returned.popleft().groups)
+
+    # -- environments
+
+    def register_env(self, asked: EnvRegistration, now: float) -> tuple[dict[str, Any], Change | None]:
+        """An environment registers; it waits until a trainer has asked for its first batch."""
+        if self.registration is None or not self.started:
+            return {"status": "wait for trainer to start"}, None
+        environment = self.environments.add(asked, now=now)
+        reply = {
+            "status": "success",
+            "env_id": environment.id,
+            "wandb_name": environment.name,
+            "checkpoint_dir": self.registration.checkpoint_dir,
+            "starting_step": self.step,
+            "checkpoint_interval": self.registration.save_checkpoint_interval,
+            "num_steps": self.registration.num_steps,
+        }
+        return reply, self._and_summary(Change())
+
+    def disconnect_env(self, env_id: int) -> tuple[dict[str, Any], Change | None]:
+        """An environment leaves: its weight and minimum no longer count. What it queued stays."""
+        environment = self.environments.get(env_id)
+        if environment is None:
+            return {"status": "failure", "error": f"no environment has the id {env_id}"}, None
+        environment.connected = False
+        return {"status": "success"}, self._and_summary(Change())
+
+    def status_env(self, env_id: int, now: float) -> dict[str, Any]:
+        """GET /status-env.
+
+        Raises:
+            Refusal: 404, nothing registered under that id.
+        """
+        environment = self.environments.get(env_id)
+        if environment is None:
+            raise Refusal(404, f"no environment has the id {env_id}: register again")
+        environment.last_seen = now
+        size = self.registration.batch_size if self.registration else 0
+        figures = self.environments.status(environment, self.intake.queue, batch_size=size, now=now)
+        return {"current_step": self.step, **figures, **self._fill()}
+
+    def post(self, groups: Sequence[ScoredGroup], now: float) -> tuple[list[dict[str, Any]], Change]:
+        """Take in groups; a reply for each. See :meth:`Intake.post`."""
+        return self.intake.post(groups, now=now)
+
+    def receipt(self, key: str) -> bytes | None:
+        """The reply to an earlier post with the same idempotency key."""
+        return self._receipts.get(key)
+
+    def remember(self, key: str, reply: bytes) -> None:
+        """Keep the reply to a post for when it is repeated; the last 10,000 are known."""
+        self._receipts[key] = reply
+        if len(self._receipts) > _RECEIPTS:
+            self._receipts.popitem(last=False)
+
+    # -- anyone
+
+    def status(self) -> dict[str, Any]:
+        """GET /status, with more than the original's two keys only where an option asks for more."""
+        figures: dict[str, Any] = {"current_step": self.step, "queue_size": len(self.intake.queue)}
+        if self.limits.strict:
+            figures["set_aside"] = self.intake.set_aside.count
+        return {**figures, **self._fill()}
+
+    def _fill(self) -> dict[str, int]:
+        limit = self.limits.max_queued_tokens
+        return {} if limit is None else {"queued_tokens": self.intake.weight, "max_queued_tokens": limit}
+
+    # -- durability
+
+    def summary(self) -> dict[str, Any]:
+        """All but the groups: small, so that it is written whole."""
+        return {
+            "registration": self.registration.model_dump() if self.registration else None,
+            "started": self.started,
+            "step": self.step,
+            "trainer": str(self.trainer) if self.trainer is not None else None,
+            "environments": self.environments.dump(),
+            "next_batch": self._next_batch,
+        }
+
+    def restore(self, snapshot: Snapshot, now: float) -> None:
+        """Go on from what a store holds. Batches that were out count as handed out just now."""
+        self.reset()
+        summary = snapshot.summary
+        if summary:
+            asked = summary["registration"]
+            self.registration = Registration(**asked) if asked else None
+            self.started, self.step = summary["started"], summary["step"]
+            self.trainer = int(summary["trainer"]) if summary["trainer"] else None
+            self.environments.load(summary["environments"], now=now)
+            self._next_batch = summary["next_batch"]
+        self._receipts = OrderedDict(snapshot.receipts)
+        waiting = [held for held in snapshot.held if held.number not in snapshot.batch_of]
+        self.intake.restore(waiting, next_number=max((held.number + 1 for held in snapshot.held), default=0))
+        out: dict[int, list[Any]] = {}
+        for held in snapshot.held:
+            if held.number in snapshot.batch_of:
+                out.setdefault(snapshot.batch_of[held.number], []).append(held)
+        for batch_id in sorted(out):
+            batch = Batch(id=batch_id, groups=tuple(out[batch_id]))
+            self.deliveries.hand_out(batch, trainer=self.trainer or 0, now=now)
+
+    def _and_summary(self, change: Change) -> Change:
+        return replace(change, summary=self.summary())

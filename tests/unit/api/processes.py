@@ -1,0 +1,130 @@
+"""Rollout API servers as processes of their own: ours, and the original where a Python that has it is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+SOURCE = Path(__file__).parents[3] / "src"
+OURS = """
+import sys
+from pathlib import Path
+from lachesis.api.server import ServerOptions, serve
+options = eval(sys.argv[1])
+serve(ServerOptions(**options))
+"""
+REGISTRATION = {
+    "wandb_group": "group", "wandb_project": "project", "batch_size": 8, "max_token_len": 512,
+    "checkpoint_dir": "/checkpoints", "save_checkpoint_interval": 10, "starting_step": 0, "num_steps": 100,
+}  # fmt: skip
+ENVIRONMENT = {"max_token_length": 512, "desired_name": "env", "weight": 1.0, "group_size": 4}
+
+
+class Server:
+    """A running server and a client for it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
+        self.process = process
+        self.port = port
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, headers={"Accept-Encoding": "gzip"})
+
+    def get(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
+        reply = self.http.request("GET", path, json=body, headers=headers)
+        reply.raise_for_status()
+        return reply.json()
+
+    def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Any:
+        reply = self.http.post(path, json=body, headers=headers)
+        reply.raise_for_status()
+        return reply.json()
+
+    def register(self, **changes: Any) -> Any:
+        return self.post("/register", REGISTRATION | changes)
+
+    def start(self, **changes: Any) -> None:
+        """Register a trainer and have it poll once, so that environments may register."""
+        self.register(**changes)
+        assert self.get("/batch") == {"batch": None}
+
+    def register_env(self, **changes: Any) -> int:
+        return self.post("/register-env", ENVIRONMENT | changes)["env_id"]
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(timeout=10)
+
+
+def scored(size: int, *, mark: int = 0, env_id: int | None = None, length: int = 3, **fields: Any) -> dict[str, Any]:
+    """A sound group of ``size`` sequences whose tokens all are ``mark``."""
+    return {
+        "tokens": [[mark] * length] * size,
+        "masks": [[-100] + [mark] * (length - 1)] * size,
+        "scores": [0.5] * size,
+        "inference_logprobs": [[1.0] + [-0.25] * (length - 1)] * size,
+        "env_id": env_id,
+        **fields,
+    }
+
+
+def marks(batch: list[dict[str, Any]]) -> list[int]:
+    """Which groups a batch has, by the mark they were made with."""
+    return [group["tokens"][0][0] for group in batch]
+
+
+@contextmanager
+def running(command: list[str], *, port: int, cwd: Path) -> Iterator[Server]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = Server(process, port)
+    try:
+        _wait(server)
+        yield server
+    finally:
+        server.http.close()
+        if process.poll() is None:
+            process.terminate()
+            process.wait(timeout=20)
+
+
+@contextmanager
+def ours(cwd: Path, **options: Any) -> Iterator[Server]:
+    """Our server; ``options`` are those of ``ServerOptions``."""
+    port = options.setdefault("port", free_port())
+    with running([sys.executable, "-c", OURS, repr(options)], port=port, cwd=cwd) as server:
+        yield server
+
+
+@contextmanager
+def original(cwd: Path, python: str) -> Iterator[Server]:
+    """The original, by a Python that has atroposlib."""
+    port = free_port()
+    command = [python, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
+    with running(command, port=port, cwd=cwd) as server:
+        yield server
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait(server: Server) -> None:
+    until = time.monotonic() + 60
+    while time.monotonic() < until and server.process.poll() is None:
+        try:
+            server.http.get("/")
+            return
+        except httpx.TransportError:
+            time.sleep(0.02)
+    raise AssertionError("the server did not start")

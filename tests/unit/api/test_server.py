@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lachesis.api.server import ServerOptions, build_app, serve
+from lachesis.errors import ConfigError
+from tests.unit.api.processes import ours
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            serve(ServerOptions(port=port))
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"max_queued_tokens": 0}, "--max-queued-tokens"),
+        ({"max_body_mb": -1.0}, "--max-body-mb"),
+        ({"ack_timeout_s": float("nan")}, "--ack-timeout"),
+        ({"env_timeout_s": 0.0}, "--env-timeout"),
+        ({"tokenizer": "/nowhere/at/all"}, "--tokenizer"),
+        ({"state_dir": Path("/dev/null/x")}, "/dev/null/x"),
+    ],
+)
+def test_options_that_cannot_be_used(options: dict[str, Any], name: str):
+    with pytest.raises(ConfigError, match=name):
+        build_app(ServerOptions(**options))
+
+
+def test_terminated_it_ends_in_order(tmp_path):
+    with ours(tmp_path) as server:
+        server.process.terminate()
+        assert server.process.wait(timeout=10) in (0, -15)
