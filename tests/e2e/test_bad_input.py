@@ -243,11 +243,11 @@ def test_a_run_of_that_name_is_not_written_over(main: Main, held_run: Path):
     assert files(held_run.parent / "runs") == before
 
 
-def test_prompts_that_are_too_long_can_be_dropped(tmp_path: Path):
+def test_prompts_that_are_too_long_can_be_dropped(main: Main, tmp_path: Path):
     config = write_run(tmp_path, run={"steps": 1})
     problems = tmp_path / "problems.jsonl"
     problems.write_text(problems.read_text() + json.dumps({"prompt": "ab" * 15}) + "\n")
-    outcome = command("train", config, "--set=data.overlong_prompts=drop")
+    outcome = main("train", config, "--set=data.overlong_prompts=drop")
     assert outcome.code == 0
     assert "dropped 1 of 17 prompts as too long" in outcome.err
     assert "line 17: the prompt has 30 tokens, 24 are allowed" in outcome.err
