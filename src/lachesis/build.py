@@ -2,45 +2,69 @@
 
 from __future__ import annotations
 
+import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from lachesis.bridges.base import Bridge
 from lachesis.bridges.in_process import InProcessBridge
 from lachesis.bridges.proof import SyncProof
+from lachesis.build_engine import EngineSide, RunPlace, build_servers
+from lachesis.config import schema
 from lachesis.config.rules import learning_rate
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.engines.embedded import EmbeddedEngine
-from lachesis.errors import ConfigError, DataError
-from lachesis.pipeline.feed import Feed, SynchronousFeed
+from lachesis.errors import ConfigError
+from lachesis.pipeline.collect import Collector, Reroll, WholeBatches
+from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
+from lachesis.pipeline.producer import AsynchronousFeed
+from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.pipeline.scoring import AdvantageFunction, assign_advantages
-from lachesis.rollouts.datasets import PromptStream, load_problems, split_eval
+from lachesis.rollouts.atropos import build_atropos_source, keep_given_advantages
+from lachesis.rollouts.atropos_client import Watch
+from lachesis.rollouts.atropos_convert import Conversion
+from lachesis.rollouts.base import RolloutSource
+from lachesis.rollouts.custom import CustomSource
+from lachesis.rollouts.datasets import Dataset, PromptStream, load_problems, split_eval
+from lachesis.rollouts.datasets.config_view import axolotl_names
 from lachesis.rollouts.evaluate import Evaluator, ScheduledEvaluation
 from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.imports import load_function
 from lachesis.rollouts.local import LocalSource
-from lachesis.rollouts.rewards import Rewarder, load_rewards
+from lachesis.rollouts.rewards import NamedReward, Rewarder, load_rewards
 from lachesis.train.advantage import group_advantages
+from lachesis.train.attach import WeightSource
 from lachesis.train.backends.single import SingleDevice
 from lachesis.train.batch import Batch, pack
+from lachesis.train.custom_loss import load_custom_loss
+from lachesis.train.iterations import RepeatedFeed
 from lachesis.train.loss_options import LossOptions
 from lachesis.train.model import context_length, eos_token_ids, load_model, load_tokenizer
 from lachesis.train.optimizer import build_optimizer
 from lachesis.train.policy import Policy
+from lachesis.train.reference import ReferenceOptions
 from lachesis.types import Group, Prompt, SamplingParams
+
+# CISPO bounds the ratio itself, and PPO's 0.2 in its place would make the weight a constant; 5 is usual.
+CISPO_EPSILON_HIGH = 5.0
 
 
 def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
     """Problems to train on, and those held out.
 
     Raises:
-        ConfigError: the model's context has no room for a prompt and a completion.
+        ConfigError: the model's context has no room for a prompt and a completion, or a transform is none.
         DataError: as :func:`load_problems`, or nothing would remain to train on.
     """
+    if config.source.kind == "atropos":
+        return [], []  # the environments have their own
     room = context_length(config.model) - config.sampling.max_completion_length
     if room < 1:
         raise ConfigError(
@@ -48,38 +72,52 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
             f"{context_length(config.model)} tokens: no prompt fits",
             remedy="lower sampling.max_completion_length",
         )
+    data = config.data
+    assert data.path is not None, "config.load demands it for this source"
     load = partial(
         load_problems,
-        prompt_column=config.data.prompt_column,
         tokenizer=load_tokenizer(config.model),
-        chat_template_kwargs=config.data.chat_template_kwargs,
-        max_prompt_length=min(room, config.data.max_prompt_length or room),
-        overlong=config.data.overlong_prompts,
+        system_prompt=data.system_prompt,
+        chat_template_kwargs=data.chat_template_kwargs,
+        max_prompt_length=min(room, data.max_prompt_length or room),
+        overlong=data.overlong_prompts,
+        prepared_path=data.prepared_path,
+        processes=data.processes,
+        transform_config=axolotl_names(config),
     )
-    problems = load(config.data.path)
-    if config.data.eval_path is not None:
-        return problems, load(config.data.eval_path)
-    if config.data.eval_size >= len(problems):
-        raise DataError(
-            f"data.eval_size is {config.data.eval_size}, but {config.data.path} has {len(problems)} problems",
-            remedy="lower data.eval_size, so that something remains to train on",
-        )
-    return split_eval(problems, config.data.eval_size, seed=config.run.seed)
+    first = Dataset(data.path, data.name, data.split, data.format, data.transform, data.prompt_column)
+    problems = load(first, more=[Dataset(**one.model_dump()) for one in data.more])
+    if data.eval_path is None and data.eval_split is None:
+        return split_eval(problems, data.eval_size, seed=config.run.seed)
+    return problems, load(replace(first, path=data.eval_path or data.path, split=data.eval_split or "train"))
+
+
+def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
+    """The reward functions and models, by name."""
+    rewards = config.rewards
+    return load_rewards(
+        rewards.functions,
+        num_workers=rewards.num_workers,
+        model_device=rewards.model_device,
+        model_batch_size=rewards.model_batch_size,
+    )
 
 
 def build_rewarder(config: LachesisConfig) -> Rewarder:
     """The reward functions with their weights."""
     return Rewarder(
-        load_rewards(config.rewards.functions),
+        build_reward_functions(config),
         weights=config.rewards.weights,
         timeout_s=config.rewards.timeout_s,
         on_error=config.rewards.on_error,
+        num_workers=config.rewards.num_workers,
+        max_steps=config.run.steps or 0,
     )
 
 
-def build_policy(config: LachesisConfig) -> Policy:
-    """Load the model and make it learn."""
-    loaded = load_model(config.model, config.adapter)
+def build_policy(config: LachesisConfig, *, weights: WeightSource | None = None) -> Policy:
+    """Load the model, or attach it to ``weights``, and make it learn."""
+    loaded = load_model(config.model, config.adapter, weights=weights)
     compile_layers = config.model.compile == "on" or (
         config.model.compile == "auto" and next(loaded.transformer.parameters()).is_cuda
     )
@@ -90,21 +128,34 @@ def build_policy(config: LachesisConfig) -> Policy:
             build_optimizer,
             config=config.optimizer,
             learning_rate=learning_rate(config),
-            total_steps=config.run.steps,
+            total_steps=steps(config),
         ),
         options=loss_options(config),
         packing=config.model.packing,
         compile_layers=compile_layers,
+        reference=ReferenceOptions(
+            kind=config.algorithm.kl_reference,
+            mixup_alpha=config.algorithm.ref_mixup_alpha,
+            sync_steps=config.algorithm.ref_sync_steps,
+        ),
+        custom_loss=load_custom_loss(config.algorithm.loss) if config.algorithm.loss else None,
     )
 
 
-def build_bridge(config: LachesisConfig) -> Bridge[Policy]:
-    """The bridge, which builds the engine once the policy exists."""
-    return InProcessBridge(
+def build_engine_side(config: LachesisConfig, *, place: RunPlace) -> EngineSide:
+    """The bridge with its engine. One in this process is built once the policy exists, others run when this returns.
+
+    Raises:
+        EngineError, DeadlineExceeded: as :func:`build_servers`.
+    """
+    if config.engine.kind != "embedded":
+        return build_servers(config, place=place)
+    bridge: Bridge[Policy] = InProcessBridge(
         engine_builder=partial(build_engine, config),
         proof_builder=partial(build_proof, config) if config.bridge.proof else None,
         sync_s=config.deadlines.sync_s,
     )
+    return EngineSide(bridge=bridge)
 
 
 def build_engine(config: LachesisConfig, policy: Policy) -> Engine:
@@ -133,35 +184,130 @@ def build_proof(config: LachesisConfig, policy: Policy, engine: Engine) -> SyncP
     )
 
 
+def build_atropos_feed(
+    config: LachesisConfig, *, policy: Policy, run_dir: Path, watch: Watch, reachable: bool
+) -> Feed[Batch]:
+    """The way from a rollout API to packed batches, each as large as the API makes them.
+
+    Args:
+        watch: called while a batch is waited for; raises where that has become useless.
+        reachable: whether the API has to answer by now.
+
+    Raises:
+        EngineError: the API does not answer.
+    """
+    assert isinstance(config.source, schema.AtroposSource)
+    source = build_atropos_source(
+        config,
+        conversion=Conversion(
+            decode=text_decoder(policy.loaded.tokenizer),
+            vocab_size=policy.transformer.config.get_text_config().vocab_size,
+            max_length=context_length(config.model),
+            eos_token_ids=frozenset(eos_token_ids(policy.loaded)),
+        ),
+        checkpoint_dir=str(run_dir / "checkpoints"),
+        watch=watch,
+        reachable=reachable,
+    )
+    pack_groups = partial(pack_batch, config=config, policy=policy)
+    assign = partial(assign_advantages, compute=advantage_function(config))
+    feed = SynchronousFeed(
+        collector=WholeBatches(source, count=config.batch.prompts_per_step),
+        finisher=Finisher(advantages=keep_given_advantages(assign), pack=pack_groups, replay=build_replay(config)),
+        batch_deadline_s=max(config.deadlines.batch_s, config.source.wait_s),
+    )
+    return repeated(feed, config, pack=pack_groups)
+
+
+def repeated(feed: Feed[Batch], config: LachesisConfig, *, pack: Callable[[Sequence[Group]], Batch]) -> Feed[Batch]:
+    """Each batch as often as the algorithm uses it."""
+    iterations = config.algorithm.num_iterations
+    return feed if iterations == 1 else RepeatedFeed(feed, num_iterations=iterations, pack=pack)
+
+
+def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
+    size = config.pipeline.replay_size
+    return ReplayBuffer(size=size, seed=config.run.seed) if size else None
+
+
 def build_feed(
     config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
 ) -> Feed[Batch]:
     """The way from problems to packed batches."""
-    source = LocalSource(
-        stream=PromptStream(problems, seed=config.run.seed, shuffle=config.data.shuffle),
-        engine=engine,
-        rewarder=rewarder,
-        decode=text_decoder(policy.loaded.tokenizer),
-        params=sampling_params(config),
-        num_generations=config.sampling.num_generations,
-        seed=config.run.seed,
-        generation_s=config.deadlines.generation_s,
+    source = build_source(config, problems=problems, policy=policy, engine=engine, rewarder=rewarder)
+    pipeline = config.pipeline
+    pack_groups = partial(pack_batch, config=config, policy=policy)
+    collector = Collector(
+        source,
+        count=config.batch.prompts_per_step,
+        refill_rounds=pipeline.refill_zero_signal,
+        reroll=build_reroll(config),
     )
-    return SynchronousFeed(
-        source=source,
-        prompts_per_step=config.batch.prompts_per_step,
+    finisher = Finisher(
         advantages=partial(assign_advantages, compute=advantage_function(config)),
-        pack=partial(pack_batch, config=config, share_prompts=policy.plan.packed),
-        batch_deadline_s=config.deadlines.batch_s,
+        pack=pack_groups,
+        replay=build_replay(config),
     )
+    feed: Feed[Batch] = SynchronousFeed(
+        collector=collector, finisher=finisher, batch_deadline_s=config.deadlines.batch_s
+    )
+    if pipeline.async_prefetch:
+        feed = AsynchronousFeed(
+            collector=collector,
+            finisher=finisher,
+            depth=pipeline.prefetch_depth,
+            max_staleness=pipeline.max_staleness,
+            batch_deadline_s=config.deadlines.batch_s,
+        )
+    return repeated(feed, config, pack=pack_groups)
+
+
+def build_source(
+    config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
+) -> RolloutSource:
+    """Prompts of a dataset, and completions by the engine or by a function of the user."""
+    assert isinstance(config.source, schema.LocalSource)
+    common: dict[str, Any] = {
+        "stream": PromptStream(problems, seed=config.run.seed, shuffle=config.data.shuffle),
+        "engine": engine,
+        "rewarder": rewarder,
+        "decode": text_decoder(policy.loaded.tokenizer),
+        "params": sampling_params(config),
+        "num_generations": config.sampling.num_generations,
+        "seed": config.run.seed,
+        "generation_s": config.deadlines.generation_s,
+    }
+    if config.source.rollout_func is None:
+        return LocalSource(**common)
+    return CustomSource(
+        rollout_func=load_function(config.source.rollout_func),
+        name=config.source.rollout_func,
+        tokenizer=policy.loaded.tokenizer,
+        eos_token_ids=eos_token_ids(policy.loaded),
+        **common,
+    )
+
+
+def steps(config: LachesisConfig) -> int:
+    """The number of optimizer steps, which by now is known."""
+    assert config.run.steps is not None, "config.steps.with_steps sets it"
+    return config.run.steps
+
+
+def build_reroll(config: LachesisConfig) -> Reroll | None:
+    """Prompts that failed are tried again once the given share of the run is over; never where that is all of it."""
+    start = config.pipeline.reroll_start_fraction
+    if start >= 1:
+        return None
+    return Reroll(start_step=math.ceil(steps(config) * start), max_groups=config.pipeline.reroll_max_groups)
 
 
 def build_evaluation(
-    config: LachesisConfig, *, held_out: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
+    config: LachesisConfig, *, held_out: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder | None
 ) -> ScheduledEvaluation:
     """One completion for each held-out problem, greedy unless configured otherwise; never, without problems."""
     evaluator = None
-    if held_out:
+    if held_out and rewarder is not None:
         evaluator = Evaluator(
             held_out,
             engine=engine,
@@ -173,20 +319,42 @@ def build_evaluation(
             seed=config.run.seed,
             generation_s=config.deadlines.generation_s,
         )
-    return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=config.run.steps)
+    return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=steps(config))
 
 
 def loss_options(config: LachesisConfig) -> LossOptions:
-    """The loss's options from the algorithm section."""
+    """The loss's options from the algorithm section.
+
+    Raises:
+        ConfigError: options that cannot be combined.
+    """
     algorithm = config.algorithm
+    corrects = algorithm.sampler_correction != "none"
+    epsilon_high = algorithm.epsilon_high
+    if algorithm.loss_type == "cispo" and epsilon_high is None:
+        epsilon_high = CISPO_EPSILON_HIGH
     return LossOptions(
         loss_type=algorithm.loss_type,
         importance_sampling_level=algorithm.importance_sampling_level,
         epsilon=algorithm.epsilon,
-        epsilon_high=algorithm.epsilon_high,
+        epsilon_high=epsilon_high,
+        delta=algorithm.delta,
         beta=algorithm.beta,
         use_bias_correction_kl=algorithm.use_bias_correction_kl,
         max_completion_length=config.sampling.max_completion_length,
+        off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
+        top_entropy_quantile=algorithm.top_entropy_quantile,
+        entropy_coef=algorithm.entropy_coef,
+        vllm_importance_sampling_correction=corrects,
+        vllm_importance_sampling_mode=algorithm.sampler_correction if corrects else "sequence_mask",  # type: ignore[arg-type]
+        vllm_importance_sampling_clip_min=algorithm.sampler_correction_min,
+        vllm_importance_sampling_clip_max=algorithm.sampler_correction_max,
+        sapo_temperature_pos=algorithm.sapo_temperature_pos,
+        sapo_temperature_neg=algorithm.sapo_temperature_neg,
+        vespo_k_pos=algorithm.vespo_k_pos,
+        vespo_lambda_pos=algorithm.vespo_lambda_pos,
+        vespo_k_neg=algorithm.vespo_k_neg,
+        vespo_lambda_neg=algorithm.vespo_lambda_neg,
     )
 
 
@@ -202,6 +370,11 @@ def sampling_params(config: LachesisConfig) -> SamplingParams:
         repetition_penalty=sampling.repetition_penalty,
         stop_token_ids=tuple(sampling.stop_token_ids),
         stop=tuple(sampling.stop),
+        min_tokens=sampling.min_tokens,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        guided_regex=sampling.guided_regex,
+        extra=sampling.generation_kwargs,
     )
 
 
@@ -222,12 +395,16 @@ def advantage_function(config: LachesisConfig) -> AdvantageFunction:
     return compute
 
 
-def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, share_prompts: bool) -> Batch:
-    """Pack as the batch section says. With a KL term every sequence has a gradient, so none is left out."""
+def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Policy) -> Batch:
+    """Pack as the batch section says; sequences are left out only where that changes nothing."""
+    algorithm = config.algorithm
     return pack(
         groups,
         max_tokens=config.batch.max_tokens_per_microbatch,
         max_rows=config.batch.micro_batch_size,
-        skip_zero_advantage=config.algorithm.skip_zero_advantage and config.algorithm.beta == 0,
-        share_prompts=share_prompts,
+        skip_zero_advantage=algorithm.skip_zero_advantage and policy.ignores_zero_advantage,
+        mask_truncated=algorithm.mask_truncated,
+        share_prompts=policy.plan.packed,
+        old_logprobs="trainer" if algorithm.sampler_correction != "none" else "sampler",
+        replayed_old_logprobs="trainer" if config.pipeline.replay_recompute_logps else "sampler",
     )

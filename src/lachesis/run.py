@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
 from rich.console import Console
 
-from lachesis.build import build_bridge, build_evaluation, build_feed, build_policy, build_rewarder, load_data
+from lachesis.build import (
+    build_atropos_feed,
+    build_engine_side,
+    build_evaluation,
+    build_feed,
+    build_policy,
+    build_rewarder,
+    load_data,
+    loss_options,
+    steps,
+)
+from lachesis.build_engine import EngineSide, RunPlace, engine_log
 from lachesis.config.load import LoadedConfig, dump_config
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
-from lachesis.errors import CheckpointError, LachesisError
+from lachesis.config.steps import with_steps
+from lachesis.errors import CheckpointError, EngineError, LachesisError
 from lachesis.files import write_atomic
 from lachesis.metrics.base import Sink
 from lachesis.metrics.console import ConsoleSink
@@ -31,6 +46,8 @@ from lachesis.metrics.tape import TapeSink, TokenTexts, token_texts
 from lachesis.metrics.telemetry import Telemetry
 from lachesis.metrics.tensorboard import TensorBoardSink
 from lachesis.metrics.wandb import WandbSink
+from lachesis.recovery import RecoveringEvaluation, RecoveringFeed, Recovery
+from lachesis.rollouts.atropos_watch import EngineWatch
 from lachesis.rollouts.imports import load_function
 from lachesis.rundir import RunDirectory, cannot_write, claim_run
 from lachesis.train.checkpoint import CheckpointManager, save_model
@@ -53,6 +70,19 @@ class RunSummary:
     evaluations: tuple[EvalResult, ...]
 
 
+class Companions(Protocol):
+    """Processes that a run needs besides its engine, such as the environments that generate."""
+
+    @property
+    def starts_api(self) -> bool: ...
+
+    def start(self, run_dir: Path) -> None: ...
+
+    def watch(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
 def train(
     loaded: LoadedConfig,
     *,
@@ -60,6 +90,7 @@ def train(
     overwrite: bool = False,
     console: Console | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
+    companions: Companions | None = None,
 ) -> RunSummary:
     """Train as the configuration says, in its run directory.
 
@@ -69,30 +100,52 @@ def train(
         overwrite: replace a run that is there already, once all parts of the new one are built.
         console: where progress is shown; ``None`` shows nothing.
         stop_requested: asked after each step; True saves a checkpoint and ends the run early.
+        companions: started once the run directory is there, stopped at the end.
 
     Raises:
         LachesisError: one of its subclasses, for everything that can be wrong; what was trained until the last
             checkpoint is kept.
     """
     config = loaded.config
-    for finding in check(config):
-        logger.warning("%s", finding.message)
+    for finding in [*loaded.findings, *check(config)]:
+        logger.log(logging.INFO if finding.level == "note" else logging.WARNING, "%s", finding.message)
     run = claim_run(Path(config.run.dir) / config.run.name, resume=resume, overwrite=overwrite)
     seed_everything(config.run.seed)
     if config.run.setup is not None:
         load_function(config.run.setup)(config.model.path)
     with ExitStack() as closing:
         # Everything that can be wrong with the input shows here, before the run directory is touched.
+        loss_options(config)
         problems, held_out = load_data(config)
-        rewarder = build_rewarder(config)
-        closing.callback(rewarder.close)
-        bridge = build_bridge(config)
-        closing.callback(bridge.close)
-        policy = bridge.prepare(partial(build_policy, config))
-        feed = build_feed(config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder)
+        config = with_steps(config, problems=len(problems))
+        rewarder = None if config.source.kind == "atropos" else build_rewarder(config)
+        if rewarder is not None:
+            closing.callback(rewarder.close)
+        place = run_place(run)
+        side = build_engine_side(config, place=place)
+        closing.callback(side.close)
+        bridge = side.bridge
+        policy = bridge.prepare(partial(build_policy, config, weights=side.weights))
+        if config.source.kind == "atropos":
+            feed = build_atropos_feed(
+                config,
+                policy=policy,
+                run_dir=place.directory,
+                watch=partial(watch_over, side, EngineWatch(bridge.engine), companions),
+                reachable=companions is None or not companions.starts_api,
+            )
+        else:
+            assert rewarder is not None
+            feed = build_feed(config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder)
         closing.callback(feed.close)
         evaluation = build_evaluation(config, held_out=held_out, policy=policy, engine=bridge.engine, rewarder=rewarder)
+        if side.owned is not None:
+            recovery = bridge.recover = Recovery(side, start_s=config.deadlines.engine_start_s)
+            feed = RecoveringFeed(feed, recovery=recovery)
+            evaluation = RecoveringEvaluation(evaluation, recovery=recovery)
         with begin_run(run, config, resume=resume) as log:
+            run.update(owner=place.owner)
+            side.keep_log(run.files["logs"] / "engine.log")
             checkpoints = RunCheckpoints(
                 CheckpointManager(run.files["checkpoints"], keep_last=config.checkpoint.keep_last),
                 policy=policy,
@@ -113,12 +166,35 @@ def train(
                 telemetry=Telemetry(
                     hub=hub,
                     reduce=policy.backend.reduce,
-                    reward_names=rewarder.names,
+                    reward_names=() if rewarder is None else rewarder.names,
                     device_memory=_device_memory if policy.device.type == "cuda" else None,
                 ),
                 stop_requested=stop_requested,
             )
+            if companions is not None:
+                closing.callback(companions.stop)
+                companions.start(run.path)
             return run_to_end(run, config, trainer=trainer, start=start, hub=hub)
+
+
+def watch_over(side: EngineSide, engine: EngineWatch, companions: Companions | None) -> None:
+    """Raise EngineError where the engine or a companion has died, so that a batch would be waited for in vain."""
+    if side.owned is None:
+        engine()
+    elif side.owned.died(within_s=0.0):
+        raise EngineError("the engine died while the environments were generating", remedy="read its log")
+    if companions is not None:
+        companions.watch()
+
+
+def run_place(run: RunDirectory) -> RunPlace:
+    """Where the run meets its engine. A resumed run has the name under which it claimed engines before."""
+    directory = Path(os.path.abspath(run.path))
+    return RunPlace(
+        directory=directory,
+        engine_log=engine_log(directory),
+        owner=run.state.get("owner") or f"{directory.name}-{secrets.token_hex(4)}",
+    )
 
 
 def run_to_end(
@@ -127,9 +203,9 @@ def run_to_end(
     """Train to the end (or until asked to stop), save the model, close the sinks."""
     run.update(status="running", step=start)
     started = time.perf_counter()
-    step = trainer.train(start=start, steps=config.run.steps)
+    step = trainer.train(start=start, steps=steps(config))
     seconds = time.perf_counter() - started
-    finished = step >= config.run.steps
+    finished = step >= steps(config)
     if finished and config.checkpoint.save_final:
         save_model(trainer.policy.model, trainer.policy.loaded.tokenizer, run.files["final"])
     hub.close()  # which also writes the report
@@ -210,7 +286,7 @@ def build_sinks(
         )
     sinks += [StateSink(run), ReportSink(run.path, logging_config.report_every_steps)]
     sinks += [
-        ConsoleSink(console, config.run.steps, every_steps=logging_config.every_steps, title=config.run.name)
+        ConsoleSink(console, steps(config), every_steps=logging_config.every_steps, title=config.run.name)
         for console in consoles
         if console is not None
     ]

@@ -34,7 +34,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample. Names and meanings are vLLM's; ``top_k=0``, ``top_p=1`` and ``min_p=0`` cut nothing."""
+    """How to sample. Names and meanings are vLLM's; ``top_k=0``, ``top_p=1`` and ``min_p=0`` cut nothing.
+
+    ``extra`` holds further fields of vLLM's sampling parameters, which only its servers understand.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -44,6 +47,11 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    guided_regex: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def greedy(self) -> bool:
@@ -81,6 +89,7 @@ class Sample:
 
     ``logprobs`` are behaviour logprobs, NaN where unknown. ``mask`` is 1 for tokens that the model sampled
     and 0 for others (tool output). ``rewards`` has a value per reward function, ``None`` where it abstained.
+    ``token_advantages`` has a value per completion token that is added to ``advantage``; ``None`` adds nothing.
     """
 
     prompt_ids: tuple[int, ...]
@@ -94,6 +103,7 @@ class Sample:
     rewards: tuple[float | None, ...] = ()
     reward: float | None = None
     advantage: float | None = None
+    token_advantages: tuple[float, ...] | None = None
 
     def loss_mask(self) -> tuple[int, ...]:
         """1 where a completion token counts in the loss; same length as ``completion_ids``."""
@@ -102,10 +112,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All completions of one prompt: the unit that rewards, advantages and filters work on."""
+    """All completions of one prompt: the unit that rewards, advantages and filters work on.
+
+    ``replayed`` groups were trained on before and come from the replay buffer.
+    """
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+    replayed: bool = False
 
     @property
     def rewards(self) -> tuple[float | None, ...]:

@@ -1,52 +1,325 @@
-"""What every bridge owes to the loop. A bridge joins by adding a factory to ``BRIDGES``.
+"""What every bridge owes to the loop. A bridge joins by adding a case to :mod:`tests.contracts.bridge_cases`.
 
-A factory can also build it with a fault: something on the way of the weights that breaks, and that the proof
-of sync has to find.
+One bridge of each case serves all tests of it, one after the other, for an engine is expensive. Servers are shared
+by all cases of their kind but those that restart them.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
+from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lachesis.bridges.base import Bridge
 from lachesis.bridges.in_process import InProcessBridge
 from lachesis.bridges.proof import SyncProof
-from lachesis.config.schema import LoraAdapter, OptimizerConfig
-from lachesis.deadline import Deadline
+from lachesis.config.schema import OptimizerConfig
 from lachesis.engines.base import Engine
+from lachesis.engines.client import HttpEngine
 from lachesis.engines.embedded import EmbeddedEngine
-from lachesis.errors import StaleWeights, TrainingError
+from lachesis.errors import EngineError, ModelError, StaleWeights, TrainingError
 from lachesis.train.backends.single import SingleDevice
 from lachesis.train.batch import pack
+from lachesis.train.forward import plan_forward, target_logprobs
 from lachesis.train.loss_options import LossOptions
-from lachesis.train.model import LoadedModel, add_lora
+from lachesis.train.model import LoadedModel
 from lachesis.train.optimizer import build_optimizer
 from lachesis.train.policy import Policy
-from lachesis.types import Completion, GenerationRequest, SamplingParams
+from lachesis.types import Completion, GenerationRequest, Group, Prompt, Sample, SamplingParams
+from tests.contracts.bridge_cases import (
+    CANARY,
+    EMBEDDED,
+    IN_PROCESS,
+    PROMPT,
+    TINY,
+    TOLERANCE,
+    VLLM,
+    Case,
+    Live,
+    build,
+    reset,
+    soon,
+)
+from tests.contracts.bridge_faults import FAULTS, Tampering
+from tests.contracts.servers import CHAT_TEMPLATE, SOURCE, TOKEN, Server
+from tests.contracts.vllm_server import ENVIRONMENT, build_model, entry_point, needs_vllm
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
 from tests.unit.train.test_forward import random_groups
 
-CANARY = tuple(range(20, 32))
-PROMPT = (15, 16, 17, 18)
-TENSORS = ("embed_tokens", "layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "layers.1.input_layernorm", "lm_head")
-
-# "none", "nothing arrives", "the version lags", "another session answers", or one of TENSORS that arrives changed.
-Fault = str
+REQUESTS = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Factory:
-    """How to make a prepared bridge, also one with a fault."""
+def params(*cases: Case) -> list:
+    marks = {"vllm": [needs_vllm, pytest.mark.timeout(600)]}
+    return [pytest.param(case, id=case.name, marks=marks.get(case.engine, ())) for case in cases]
 
-    name: str
-    build: Callable[[Fault], tuple[Bridge[Policy], Policy]]
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The model of each engine, as a directory."""
+    parent, tokenizer = tmp_path_factory.mktemp("models"), tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    made = {"embedded": tiny_model(), "vllm": build_model()}
+    for name, model in made.items():
+        model.save_pretrained(parent / name)
+        tokenizer.save_pretrained(parent / name)
+    paths = {name: parent / name for name in made}
+    return paths | {"in process": paths["embedded"]}
+
+
+@pytest.fixture(scope="module")
+def environment(session_environment: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
+    """For servers that bridges start: this package from its sources, and vLLM small."""
+    for name, value in ENVIRONMENT.items():
+        session_environment.setenv(name, value)
+    installed = entry_point(tmp_path_factory.mktemp("plugin"))
+    path = [str(SOURCE), str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]
+    session_environment.setenv("PYTHONPATH", os.pathsep.join(path))
+    return session_environment
+
+
+@pytest.fixture(scope="module", params=params(*IN_PROCESS, *EMBEDDED, *VLLM))
+def live(
+    request: pytest.FixtureRequest, models: dict[str, Path], environment: pytest.MonkeyPatch, tmp_path_factory
+) -> Iterator[Live]:
+    """The bridge of a case after its first synchronization."""
+    case: Case = request.param
+    directory, model = tmp_path_factory.mktemp("run"), models[case.engine]
+    servers: list[Server] = [request.getfixturevalue(name) for name in case.servers]
+    for server in servers:
+        reset(server)
+    if servers:
+        directory, model = servers[0].root / directory.name, servers[0].model
+        directory.mkdir()
+    tampering = Tampering()
+    with pytest.MonkeyPatch.context() as patch:
+        tampering.install(patch)
+        built = build(case, model=model, directory=directory, servers=servers, tampering=tampering)
+        try:
+            built.bridge.sync(0)
+            yield built
+        finally:
+            built.side.close()
+
+
+def check_engine(live: Live, *, tolerance: float = TOLERANCE) -> None:
+    """The engine has the trainer's weights: by the canary, by other tokens, by digests, and in what it samples."""
+    assert live.difference() < tolerance
+    assert live.difference(tuple(reversed(CANARY))) < tolerance, "not only on the canary itself"
+    completions = live.generate()
+    assert {completion.versions for completion in completions} == {(live.served, live.served)}
+    for completion in completions:
+        expected = live.policy.canary(PROMPT + completion.token_ids)[len(PROMPT) - 1 :]
+        assert completion.logprobs == pytest.approx(expected, abs=tolerance)
+    if isinstance(live.engine, HttpEngine):
+        digests = live.digests()
+        assert (digests is not None) == live.case.exact
+        if digests is not None:
+            ours, theirs = digests
+            assert ours and {name: theirs.get(name) for name in ours} == ours
+
+
+def test_three_updates_each_reach_the_engine_when_they_are_due(live: Live):
+    live.catch_up()
+    check_engine(live)
+    for _ in range(3):
+        served, before, sampled = live.served, live.engine.canary(CANARY), live.generate()
+        live.update()
+        after, health = live.engine.canary(CANARY), live.engine.health()
+        assert health.ready
+        assert health.version == live.served
+        if live.served == served:
+            assert after.logprobs == pytest.approx(before.logprobs, abs=1e-5), "between transfers nothing moves"
+            assert {completion.versions for completion in live.generate()} == {(served, served)}
+            continue
+        assert live.served == live.version
+        assert max(abs(a - b) for a, b in zip(before.logprobs, after.logprobs, strict=True)) > TOLERANCE
+        assert [c.logprobs for c in live.generate()] != [c.logprobs for c in sampled], "the update was seen"
+        check_engine(live)
+        report = live.bridge.last_report
+        assert report is not None and report.version == live.version
+        assert report.canary_error is not None and 0 <= report.canary_error < TOLERANCE
+        assert report.seconds > 0 and report.proof_seconds > 0
+    assert live.served == 3
+
+
+def test_a_step_that_fails_transfers_nothing_and_generation_goes_on(live: Live):
+    live.catch_up()
+    before, report = live.generate(), live.bridge.last_report
+    with pytest.raises(TrainingError, match="not finite"), live.bridge.update_to(live.version + 1, due=True):
+        raise TrainingError("the gradient is not finite")
+    assert live.engine.health().ready
+    assert live.engine.health().version == live.version
+    after = live.generate()
+    assert [c.token_ids for c in after] == [c.token_ids for c in before]
+    assert {c.versions for c in after} == {(live.version, live.version)}
+    assert live.bridge.last_report == report
+    if not live.case.restarts:
+        live.update()
+        check_engine(live)
+
+
+def test_generation_stands_still_during_a_step_exactly_where_storage_is_shared(live: Live):
+    live.catch_up()
+    before = live.bridge.last_report
+    with pytest.raises(TrainingError), live.bridge.update_to(live.version + 1, due=True):
+        assert live.engine.health().paused == live.bridge.capabilities.shares_storage
+        raise TrainingError("no step is wanted")
+    assert not live.engine.health().paused
+    assert live.bridge.last_report == before
+
+
+class Crowd:
+    """Thirty-two requests at the same time: a short one, whose end shows that they are at work, and long ones."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._pool = ThreadPoolExecutor(REQUESTS)
+        self.requests = [GenerationRequest(PROMPT, SamplingParams(1), seed=0)]
+        self.requests += [GenerationRequest(PROMPT, SamplingParams(64), n=2, seed=i) for i in range(1, REQUESTS)]
+        if isinstance(engine, HttpEngine):
+            self._futures = [self._pool.submit(self._one, engine, [request]) for request in self.requests]
+            self._futures[0].result(timeout=60)
+        else:  # takes one call at a time
+            self._futures = [self._pool.submit(self._one, engine, self.requests)]
+            wait_until(lambda: engine._gate._calls == 1)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _one(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
+        return engine.generate(requests, deadline=soon("requests in flight"))
+
+    @property
+    def unfinished(self) -> list[Future]:
+        return [future for future in self._futures if not future.done()]
+
+    def settled(self) -> list[Future]:
+        """What is unfinished once no more answers come that were on their way; nothing, if they go on coming."""
+        pause, unfinished = threading.Event(), self.unfinished
+        while True:
+            pause.wait(0.5)
+            before, unfinished = unfinished, self.unfinished
+            if unfinished == before:
+                return unfinished
+
+    def results(self) -> list[list[Completion]]:
+        wait(self._futures, timeout=60)
+        found = [group for future in self._futures for group in future.result(timeout=0)]
+        self._pool.shutdown()
+        return found
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll: what is waited for tells nobody."""
+    pause = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        pause.wait(0.001)
+    raise AssertionError("it did not happen")
+
+
+def check_whole(crowd: Crowd) -> list[Completion]:
+    """All completions, none lost and none cut."""
+    results = crowd.results()
+    assert [len(group) for group in results] == [request.n for request in crowd.requests]
+    for request, group in zip(crowd.requests, results, strict=True):
+        for completion in group:
+            ended = completion.token_ids[-1] == EOS_ID
+            assert ended or len(completion.token_ids) == request.params.max_tokens
+            assert completion.finish_reason == ("stop" if ended else "length")
+            assert all(math.isfinite(value) for value in completion.logprobs)
+    return [completion for group in results for completion in group]
+
+
+def test_a_pause_loses_none_of_32_requests(live: Live):
+    live.catch_up()
+    crowd = Crowd(live.engine)
+    live.engine.pause(mode="keep")
+    waiting = crowd.settled()
+    assert waiting, "they were in flight, and nothing is finished during a pause"
+    assert live.engine.health().paused
+    assert live.engine.canary(CANARY).logprobs
+    assert crowd.unfinished == waiting
+    live.engine.resume()
+    assert live.engine.health().ready
+    completions = check_whole(crowd)
+    assert {completion.versions for completion in completions} == {(live.served, live.served)}
+
+
+def test_an_update_loses_none_of_32_requests(live: Live):
+    if live.case.restarts:
+        pytest.skip("a restart ends what is in flight; the loop generates between updates")
+    live.catch_up()
+    before = live.version
+    crowd = Crowd(live.engine)
+    assert crowd.unfinished
+    live.update()
+    versions = {completion.versions for completion in check_whole(crowd)}
+    allowed = {(first, last) for first in (before, live.version) for last in (before, live.version) if first <= last}
+    assert versions <= allowed
+    assert (before, live.version) in versions, "some were sampled under both"
+    check_engine(live)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_does_not_arrive_is_stale_weights(live: Live, fault: str):
+    if live.case.engine == "in process":
+        pytest.skip("it has no transport; the faults of its own are below")
+    if fault == "not read" and live.case.kind not in ("lora_only", "reload"):
+        pytest.skip("there is nothing to be read")
+    if live.case.restarts and (live.case.engine == "vllm" or fault not in ("swapped", "old")):
+        pytest.skip("every transfer is a start; what is saved and loaded is as for lora_only and reload")
+    if not live.case.restarts:
+        live.catch_up()
+    before = live.policy.canary(CANARY)
+    scale = TINY if live.case.exact else 1.0
+    with pytest.raises(StaleWeights) as caught:
+        live.update(scale=scale, due=True, fault=fault)
+    assert caught.value.remedy
+    moved = max(abs(a - b) for a, b in zip(before, live.policy.canary(CANARY), strict=True))
+    if live.case.exact:
+        assert moved < TOLERANCE, "no canary could have seen it"
+        assert "not the trainer's" in caught.value.message
+    else:
+        assert moved > TOLERANCE
+        assert "canary logprobs differ from the trainer's" in caught.value.message
+    assert live.engine.health().ready, "generation is not held up"
+    if not live.case.restarts:
+        live.update()
+        check_engine(live)
+
+
+def test_a_parameter_that_left_the_engines_memory_is_refused(live: Live):
+    if live.case.kind != "shared_vllm":
+        pytest.skip("it shares nothing that is trained")
+    live.catch_up()
+    weight = live.policy.transformer.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    shared = weight.data
+    weight.data = shared.clone()
+    with pytest.raises(ModelError, match=r"q_proj\.weight no longer lies in the engine's memory"):
+        live.update()
+    assert live.engine.health().ready
+    weight.data = shared
+    live.update()
+    check_engine(live)
+
+
+def test_closing_may_be_repeated_and_stops_what_was_started(live: Live):
+    live.side.close()
+    live.side.close()
+    live.bridge.close()
+    with pytest.raises(EngineError, match="closed"):
+        live.generate()
+    if live.side.owned is not None:
+        assert live.side.owned.died(within_s=0.1)
 
 
 class LaggingEngine(EmbeddedEngine):
@@ -54,178 +327,124 @@ class LaggingEngine(EmbeddedEngine):
         super().set_version(max(0, version - 1))
 
 
-def build_in_process(fault: Fault = "none", *, lora: bool = False) -> tuple[Bridge[Policy], Policy]:
-    def build_engine(policy: Policy) -> Engine:
-        make = LaggingEngine if fault == "the version lags" else EmbeddedEngine
-        return make(
-            engine_weights(policy.transformer, fault),
-            eos_token_ids=[EOS_ID],
-            pad_token_id=PAD_ID,
-            max_batch_size=16,
-            max_context=64,
+class TestInProcess:
+    """Faults of an engine in the trainer's process, which has no transport: it computes with other tensors."""
+
+    TENSORS = (
+        "embed_tokens", "layers.0.self_attn.q_proj", "layers.1.mlp.down_proj", "layers.1.input_layernorm", "lm_head",
+    )  # fmt: skip
+
+    @pytest.mark.parametrize("tensor", TENSORS)
+    def test_a_single_tensor_that_differs_is_stale_weights(self, tensor: str):
+        def changed(model: PreTrainedModel) -> PreTrainedModel:
+            model = copy.deepcopy(model)
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if tensor in name:
+                        parameter *= 1.2
+            return model
+
+        self.refuse(r"canary logprobs differ from the trainer's by up to [\d.]+ \(allowed 0.001\)", model=changed)
+
+    def test_weights_of_their_own_are_stale_weights(self):
+        self.refuse("after the transfer of version 1", model=copy.deepcopy)
+
+    def test_a_version_that_lags_is_stale_weights(self):
+        self.refuse("weight version 0, the trainer is at 1", engine=LaggingEngine)
+
+    def test_another_session_is_stale_weights(self):
+        self.refuse("this run works with of another run", session="of another run")
+
+    def refuse(
+        self,
+        match: str,
+        *,
+        model: Callable[[PreTrainedModel], PreTrainedModel] = lambda model: model,
+        engine: type[EmbeddedEngine] = EmbeddedEngine,
+        session: str | None = None,
+    ) -> None:
+        """Somewhere between the first sync and the first update the fault is found, and generation goes on."""
+
+        def build_engine(policy: Policy) -> EmbeddedEngine:
+            return engine(
+                model(policy.transformer),
+                eos_token_ids=[EOS_ID],
+                pad_token_id=PAD_ID,
+                max_batch_size=16,
+                max_context=64,
+            )
+
+        def build_proof(policy: Policy, built: Engine) -> SyncProof:
+            return SyncProof(
+                token_ids=CANARY,
+                trainer=policy.canary,
+                engine=built.canary,
+                session_id=session or built.health().session_id,
+                dtype="float32",
+            )
+
+        bridge: InProcessBridge[Policy] = InProcessBridge(engine_builder=build_engine, proof_builder=build_proof)
+        policy = bridge.prepare(self.build_policy)
+        with pytest.raises(StaleWeights, match=match) as caught:
+            bridge.sync(0)
+            policy.accumulate(pack(random_groups(groups=2, samples=4, longest=6, seed=1), max_tokens=256))
+            with bridge.update_to(1):
+                policy.step()
+        assert caught.value.remedy
+        assert bridge.engine.health().ready
+        bridge.close()
+
+    @staticmethod
+    def build_policy() -> Policy:
+        transformer = tiny_model()
+        return Policy(
+            LoadedModel(model=transformer, transformer=transformer, tokenizer=tiny_tokenizer()),
+            backend=SingleDevice(),
+            optimizer_builder=partial(build_optimizer, config=OptimizerConfig(), learning_rate=2e-2, total_steps=10),
+            options=LossOptions(),
         )
 
-    def build_proof(policy: Policy, engine: Engine) -> SyncProof:
-        session = "of another run" if fault == "another session answers" else engine.health().session_id
-        return SyncProof(
-            token_ids=CANARY, trainer=policy.canary, engine=engine.canary, session_id=session, dtype="float32"
-        )
 
-    bridge: InProcessBridge[Policy] = InProcessBridge(engine_builder=build_engine, proof_builder=build_proof)
-    return bridge, bridge.prepare(partial(build_policy, lora=lora))
+TEMPERATURE, TOP_P = 0.7, 0.9
 
 
-def engine_weights(model: PreTrainedModel, fault: Fault) -> PreTrainedModel:
-    """The trainer's own module, or a copy of it where a fault keeps weights from arriving."""
-    tensors = [tensor for tensor in TENSORS if tensor == fault]
-    if not tensors and fault != "nothing arrives":
-        return model
-    model = copy.deepcopy(model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if tensors and tensors[0] in name:
-                parameter *= 1.2
-    return model
+@torch.no_grad()
+def nucleus_mass(model: PreTrainedModel, tokens: Sequence[int], *, start: int) -> list[float]:
+    """For each token from ``start`` on, the probability of the nucleus it was drawn from; it has to be in it."""
+    logits = model(input_ids=torch.tensor([tokens])).logits[0, start - 1 : -1].float()
+    probabilities, order = (logits / TEMPERATURE).softmax(-1).sort(-1, descending=True)
+    kept = probabilities.cumsum(-1) - probabilities < TOP_P
+    drawn = order == torch.tensor(tokens[start:])[:, None]
+    assert bool((drawn & kept).any(-1).all()), "no token from outside of the nucleus is drawn"
+    return (probabilities * kept).sum(-1).tolist()
 
 
-def build_policy(*, lora: bool) -> Policy:
-    transformer = tiny_model()
-    torch.manual_seed(0)
-    model = add_lora(transformer, LoraAdapter(r=4)) if lora else transformer
-    return Policy(
-        LoadedModel(model=model, transformer=transformer, tokenizer=tiny_tokenizer()),
-        backend=SingleDevice(),
-        optimizer_builder=partial(build_optimizer, config=OptimizerConfig(), learning_rate=2e-2, total_steps=10),
-        options=LossOptions(),
-    )
+@pytest.mark.parametrize("kind", ["embedded", pytest.param("vllm", marks=[needs_vllm, pytest.mark.timeout(600)])])
+def test_sampler_and_trainer_agree_on_a_truncated_distribution(kind: str, request: pytest.FixtureRequest):
+    """The engine's logprobs are of what it sampled from; renormalized over the same nucleus the trainer's are equal."""
+    server: Server = request.getfixturevalue(f"{kind}_server")
+    reset(server)
+    model = AutoModelForCausalLM.from_pretrained(server.model).eval()
+    params = SamplingParams(24, temperature=TEMPERATURE, top_p=TOP_P)
+    engine = HttpEngine([str(server.http.base_url)], token=TOKEN)
+    completions = engine.generate([GenerationRequest(PROMPT, params, n=32, seed=7)], deadline=soon("sampling"))[0]
+    engine.close()
 
-
-BRIDGES = [
-    Factory("in_process", build_in_process),
-    Factory("in_process, lora", partial(build_in_process, lora=True)),
-]
-
-
-@pytest.fixture(params=BRIDGES, ids=lambda factory: factory.name)
-def factory(request: pytest.FixtureRequest) -> Factory:
-    return request.param
-
-
-@pytest.fixture
-def built(factory: Factory) -> Iterator[tuple[Bridge[Policy], Policy]]:
-    bridge, policy = factory.build("none")
-    yield bridge, policy
-    bridge.close()
-
-
-def update(bridge: Bridge[Policy], policy: Policy, version: int) -> None:
-    policy.accumulate(pack(random_groups(groups=2, samples=4, longest=6, seed=version), max_tokens=256))
-    with bridge.update_to(version):
-        policy.step()
-
-
-def generate(engine: Engine) -> Sequence[Completion]:
-    request = GenerationRequest(PROMPT, SamplingParams(6), n=4, seed=3)
-    return engine.generate([request], deadline=Deadline("contract: generation", 120.0))[0]
-
-
-def difference(policy: Policy, engine: Engine, tokens: Sequence[int] = CANARY) -> float:
-    pairs = zip(policy.canary(tokens), engine.canary(tokens).logprobs, strict=True)
-    return max(abs(a - b) for a, b in pairs)
-
-
-def test_after_an_update_the_engine_computes_what_the_trainer_does(built):
-    bridge, policy = built
-    bridge.sync(0)
-    for version in (1, 2, 3):
-        before = bridge.engine.canary(CANARY).logprobs
-        update(bridge, policy, version)
-        other_tokens = tuple(reversed(CANARY))
-        assert difference(policy, bridge.engine) < 1e-3
-        assert difference(policy, bridge.engine, other_tokens) < 1e-3, "not only on the canary itself"
-        after = bridge.engine.canary(CANARY).logprobs
-        assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 1e-3, "the update was seen"
-
-
-def test_versions_advance_with_every_update_and_are_reported(built):
-    bridge, policy = built
-    assert bridge.sync(4).version == 4
-    update(bridge, policy, 5)
-    assert bridge.engine.health().version == 5
-    assert bridge.last_report is not None
-    assert bridge.last_report.version == 5
-    assert bridge.last_report.canary_error is not None
-    assert 0 <= bridge.last_report.canary_error < 1e-3
-    assert bridge.last_report.seconds > 0
-
-
-def test_generation_after_an_update_uses_the_new_weights(built):
-    bridge, policy = built
-    bridge.sync(0)
-    old = generate(bridge.engine)
-    update(bridge, policy, 1)
-    new = generate(bridge.engine)
-    assert {completion.versions for completion in old} == {(0, 0)}
-    assert {completion.versions for completion in new} == {(1, 1)}
-    assert [completion.logprobs for completion in new] != [completion.logprobs for completion in old]
-    for completion in new:
-        expected = policy.canary(PROMPT + completion.token_ids)[len(PROMPT) - 1 :]
-        assert completion.logprobs == pytest.approx(expected, abs=1e-3)
-
-
-def test_an_update_leaves_the_engine_able_to_generate(built):
-    bridge, policy = built
-    bridge.sync(0)
-    update(bridge, policy, 1)
-    assert bridge.engine.health().ready
-    assert len(generate(bridge.engine)) == 4
-
-
-def test_a_step_that_fails_transfers_nothing_and_resumes(built):
-    bridge, policy = built
-    bridge.sync(0)
-    update(bridge, policy, 1)
-    before = generate(bridge.engine)
-    with pytest.raises(TrainingError, match="not finite"), bridge.update_to(2):
-        raise TrainingError("the gradient is not finite")
-    assert bridge.engine.health().ready
-    assert bridge.engine.health().version == 1
-    assert generate(bridge.engine) == before
-    assert bridge.last_report is not None
-    assert bridge.last_report.version == 1
-    update(bridge, policy, 2)
-    assert difference(policy, bridge.engine) < 1e-3
-
-
-def refuse(factory: Factory, fault: Fault, match: str) -> None:
-    """Somewhere between the first sync and the first update the fault is found, and generation goes on."""
-    bridge, policy = factory.build(fault)
-    with pytest.raises(StaleWeights, match=match) as caught:
-        bridge.sync(0)
-        update(bridge, policy, 1)
-    assert caught.value.remedy
-    assert bridge.engine.health().ready
-    bridge.close()
-
-
-@pytest.mark.parametrize("tensor", TENSORS)
-def test_a_single_tensor_that_did_not_arrive_is_stale_weights(factory: Factory, tensor: str):
-    refuse(factory, tensor, r"canary logprobs differ from the trainer's by up to [\d.]+ \(allowed 0.001\)")
-
-
-def test_an_engine_that_keeps_the_weights_before_is_stale_weights(factory: Factory):
-    refuse(factory, "nothing arrives", "after the transfer of version 1")
-
-
-def test_an_engine_whose_version_lags_is_stale_weights(factory: Factory):
-    refuse(factory, "the version lags", "weight version 0, the trainer is at 1")
-
-
-def test_an_engine_of_another_session_is_stale_weights(factory: Factory):
-    refuse(factory, "another session answers", "this run works with of another run")
-
-
-def test_closing_may_be_repeated(built):
-    bridge, _ = built
-    bridge.close()
-    bridge.close()
+    plan = plan_forward(model, packing="auto")
+    ratios, naive = [], []
+    for completion in completions:
+        sample = Sample(
+            PROMPT, completion.token_ids, completion.logprobs, completion.finish_reason, completion.versions,
+            advantage=1.0, temperature=TEMPERATURE,
+        )  # fmt: skip
+        (micro,) = pack([Group(Prompt("0", PROMPT, ""), (sample,))], max_tokens=256).micro_batches
+        with torch.no_grad():
+            trainer = target_logprobs(model, micro, plan=plan).logprobs.tolist()
+        masses = nucleus_mass(model, PROMPT + completion.token_ids, start=len(PROMPT))
+        for ours, theirs, mass in zip(trainer, completion.logprobs, masses, strict=True):
+            ratios.append(math.exp(ours - math.log(mass) - theirs))
+            naive.append(math.exp(ours - theirs))
+    assert len(ratios) > 200
+    assert fmean(ratios) == pytest.approx(1.0, abs=1e-4)
+    assert max(abs(ratio - 1.0) for ratio in ratios) < 2e-3
+    assert TOP_P <= fmean(naive) < 0.99, "what the nucleus leaves out is missing from the trainer's own"

@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
 
 from lachesis.deadline import Deadline
 from lachesis.engines.base import Engine
+from lachesis.engines.client import HttpEngine
 from lachesis.engines.embedded import EmbeddedEngine
 from lachesis.errors import DeadlineExceeded, EngineError
 from lachesis.types import Completion, GenerationRequest, SamplingParams
+from tests.contracts.bridge_cases import reset
+from tests.contracts.servers import MAX_LEN, TOKEN, Server
+from tests.contracts.vllm_server import needs_vllm
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
 
-MAX_CONTEXT = 64
+MAX_CONTEXT = MAX_LEN
 PROMPT, OTHER = (15, 16, 17, 18), (40, 41)
 
 
 @dataclass(frozen=True, slots=True)
 class Factory:
-    """How to make an engine that serves the tiny Qwen2 model, and how far its logprobs may be off, in nats."""
+    """How to make an engine that serves a tiny Qwen2 model, and how far its logprobs may be off, in nats.
+
+    ``servers`` are the fixtures that it needs, ``other`` those of an engine beside it. ``waits`` says that a call
+    waits where the engine is paused, instead of being refused.
+    """
 
     name: str
-    build: Callable[[], Engine]
+    build: Callable[[list[Server]], Engine]
+    servers: tuple[str, ...] = ()
+    other: tuple[str, ...] = ()
+    waits: bool = False
     tolerance: float = 1e-3
 
 
-def build_embedded() -> Engine:
+def build_embedded(servers: list[Server]) -> Engine:
     return EmbeddedEngine(
         tiny_model("qwen2"),
         eos_token_ids=[EOS_ID],
@@ -39,19 +52,36 @@ def build_embedded() -> Engine:
     )
 
 
-ENGINES = [Factory("embedded", build_embedded)]
+def build_client(servers: list[Server]) -> Engine:
+    return HttpEngine([str(server.http.base_url) for server in servers], token=TOKEN)
 
 
-@pytest.fixture(params=ENGINES, ids=lambda factory: factory.name)
+FIRST, SECOND, VLLM = "embedded_server", "second_embedded_server", "vllm_server"
+ENGINES = [
+    Factory("embedded", build_embedded),
+    Factory("embedded server", build_client, (FIRST,), (SECOND,), waits=True),
+    Factory("two embedded servers", build_client, (FIRST, SECOND), (FIRST,), waits=True),
+    pytest.param(
+        Factory("vllm", build_client, (VLLM,), (FIRST,), waits=True), marks=[needs_vllm, pytest.mark.timeout(600)]
+    ),
+]
+
+
+@pytest.fixture(scope="module", params=ENGINES, ids=lambda factory: factory.name)
 def factory(request: pytest.FixtureRequest) -> Factory:
     return request.param
 
 
 @pytest.fixture
-def engine(factory: Factory) -> Iterator[Engine]:
-    built = factory.build()
+def engine(factory: Factory, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    servers: list[Server] = [request.getfixturevalue(name) for name in factory.servers]
+    for server in servers:
+        reset(server)
+    built = factory.build(servers)
     yield built
     built.close()
+    for server in servers:
+        server.post("/bridge/resume")
 
 
 def soon() -> Deadline:
@@ -153,18 +183,43 @@ def test_a_deadline_that_has_passed_raises_and_returns_nothing(engine):
     assert len(generate(engine, GenerationRequest(PROMPT, SamplingParams(2)))[0]) == 1
 
 
-def test_a_paused_engine_refuses_until_it_is_resumed(engine):
+def test_a_paused_engine_generates_nothing_until_it_is_resumed(engine, factory):
     request = GenerationRequest(PROMPT, SamplingParams(3), seed=1)
     before = generate(engine, request)
     engine.pause()
     engine.pause(mode="abort")
     assert engine.health().paused and not engine.health().ready
-    with pytest.raises(EngineError, match="paused"):
-        generate(engine, request)
-    assert engine.canary(PROMPT).logprobs, "weights are proved while the engine is paused"
-    engine.resume()
-    engine.resume()
+    with ThreadPoolExecutor(1) as pool:
+        if factory.waits:
+            asked = pool.submit(generate, engine, request)
+            with pytest.raises(DeadlineExceeded, match="contract: impatient"):
+                engine.generate([request], deadline=Deadline("contract: impatient", 0.5))
+            assert not asked.done(), "it waits"
+        else:
+            with pytest.raises(EngineError, match="paused"):
+                generate(engine, request)
+        assert engine.canary(PROMPT).logprobs, "weights are proved while the engine is paused"
+        engine.resume()
+        engine.resume()
+        assert not factory.waits or asked.result(timeout=60) == before
     assert engine.health().ready and generate(engine, request) == before
+
+
+def test_a_pause_that_aborts_ends_what_is_in_flight(engine):
+    request = GenerationRequest(PROMPT, SamplingParams(100), n=8, seed=2)
+    begun = threading.Event()
+    whole = generate(engine, request)[0]
+    with ThreadPoolExecutor(2) as pool:
+        asked = pool.submit(lambda: begun.set() or generate(engine, request))
+        begun.wait(60)
+        engine.canary(PROMPT)  # comes between two tokens, or before the first
+        engine.pause(mode="abort")
+        engine.resume()
+        ((*aborted,),) = asked.result(timeout=60)
+    for completion, full in zip(aborted, whole, strict=True):
+        length = len(completion.token_ids)
+        assert completion.token_ids == full.token_ids[:length]
+        assert (completion.finish_reason == "abort") == (length < len(full.token_ids))
 
 
 def test_health_and_canary_tell_version_and_session(engine):
@@ -177,8 +232,8 @@ def test_health_and_canary_tell_version_and_session(engine):
     assert session
 
 
-def test_two_engines_have_different_sessions(engine, factory):
-    other = factory.build()
+def test_two_engines_have_different_sessions(engine, factory, request):
+    other = factory.build([request.getfixturevalue(name) for name in factory.other])
     assert other.health().session_id != engine.health().session_id
     other.close()
 

@@ -84,7 +84,7 @@ CONFIGURATION = [
     Bad("warm-up beyond the end", sets("optimizer.warmup_steps=99"), 2, ("warmup_steps 99", "run.steps", "lower")),
     Bad("weights that do not fit", sets("rewards.weights=[1, 2]"), 2, ("2 values for 1 rewards.functions", "give one")),
     Bad("evaluation of nothing", sets("evaluation.every_steps=2"), 2, ("no held-out problems", "data.eval_size")),
-    Bad("all problems held out", sets("data.eval_size=16"), 3, ("data.eval_size is 16", "16 problems", "lower")),
+    Bad("all problems held out", sets("data.eval_size=16"), 3, ("data.eval_size is 16", "hold out fewer")),
     Bad(
         "no room for a prompt",
         sets("sampling.max_completion_length=32"),

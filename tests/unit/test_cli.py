@@ -99,7 +99,7 @@ class TestExplain:
         assert "clipped below" in answer.out
 
     def test_a_required_key_says_so(self, lachesis_command: Command):
-        assert "run.steps: whole number >= 1, required" in lachesis_command("explain", "steps").out
+        assert "model.path: text, required" in lachesis_command("explain", "model.path").out
 
     def test_a_section_shows_all_its_keys(self, lachesis_command: Command):
         out = lachesis_command("explain", "checkpoint").out
@@ -195,7 +195,7 @@ def failing(command: Command, monkeypatch: pytest.MonkeyPatch, error: BaseExcept
     def explain(key: str) -> Any:
         raise error
 
-    monkeypatch.setattr(cli, "explain", explain)
+    monkeypatch.setattr(cli.inspection, "explain", explain)
     return command("explain", "anything")
 
 

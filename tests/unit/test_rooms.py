@@ -10,13 +10,14 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "lachesis"
 # From the top down; a room may import from rooms below it and from itself.
 ROOMS = [
-    ("cli", "doctor"),
-    ("run", "build", "rundir"),
+    ("cli", "doctor", "__main__"),
+    ("env_cli", "launch", "grpo", "run", "serve", "recovery", "build", "build_engine", "rundir"),
     ("config",),
     ("train",),
     ("bridges",),
     ("pipeline",),
     ("rollouts",),
+    ("environments",),
     ("engines",),
     ("api",),
     ("metrics",),
@@ -32,6 +33,10 @@ def room_of(module: str) -> int:
     return next(i for i, names in enumerate(ROOMS) if name in names)
 
 
+def is_common(module: str) -> bool:
+    return module in COMMON or module.startswith("config.schema.")
+
+
 def imports(path: Path) -> list[str]:
     """Modules of this package that a file imports, without the package's name."""
     found = []
@@ -45,7 +50,7 @@ def imports(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_imports_point_down(path):
     own = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-    upward = [m for m in imports(path) if m not in COMMON and room_of(m) < room_of(own)]
+    upward = [m for m in imports(path) if not is_common(m) and room_of(m) < room_of(own)]
     assert not upward, f"{own} imports {upward} from rooms above it"
 
 
@@ -56,7 +61,7 @@ def test_only_the_command_line_prints_or_exits(path):
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute)
     }
-    if path.name != "cli.py":
+    if path.parent.name != "cli":
         assert not calls & {"print", "sys.exit", "exit", "os._exit"}
 
 

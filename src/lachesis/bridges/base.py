@@ -5,24 +5,30 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from lachesis.bridges.proof import SyncProof
 from lachesis.config.capabilities import BridgeCapabilities
 from lachesis.deadline import Deadline
-from lachesis.engines.base import Engine
+from lachesis.engines.base import Engine, PauseMode
+from lachesis.errors import EngineError, StaleWeights
 
 PolicyT = TypeVar("PolicyT")
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """What the last transfer cost and showed."""
+    """What the last transfer cost and showed.
+
+    ``seconds`` are from the end of the optimizer step until the engine serves ``version``, ``proof_seconds``
+    what the proof took after that; ``canary_error`` is in nats, ``None`` without proof.
+    """
 
     version: int
     seconds: float
+    proof_seconds: float
     canary_error: float | None
 
 
@@ -31,11 +37,32 @@ class Bridge(ABC, Generic[PolicyT]):
 
     capabilities: BridgeCapabilities
 
-    def __init__(self, *, proof: SyncProof | None, sync_s: float | None = None) -> None:
-        """``sync_s``: the longest a transfer with its proof may take, in seconds."""
+    def __init__(
+        self,
+        *,
+        proof: SyncProof | None,
+        sync_s: float | None = None,
+        every_steps: int = 1,
+        pause_mode: PauseMode = "keep",
+    ) -> None:
+        """Set what all bridges have.
+
+        Args:
+            proof: the proof of sync, ``None`` for none; most bridges can only make it in :meth:`prepare`.
+            sync_s: the longest a transfer with its proof may take, in seconds.
+            every_steps: transfer every N versions.
+            pause_mode: what happens to requests in flight where engine and trainer share storage.
+
+        ``recover`` may be set later: called when a transfer failed, it makes the engine serve the weights after
+        all, or raises.
+        """
         self.proof = proof
         self._sync_s = sync_s
+        self._every_steps = every_steps
+        self._pause_mode: PauseMode = pause_mode
         self.last_report: SyncReport | None = None
+        self.version = 0  # of the trainer's weights; the engine's lags behind it between transfers
+        self.recover: Callable[[EngineError], None] | None = None
 
     @abstractmethod
     def prepare(self, policy_builder: Callable[[], PolicyT]) -> PolicyT:
@@ -57,35 +84,62 @@ class Bridge(ABC, Generic[PolicyT]):
             StaleWeights: the engine does not compute what the trainer computes.
             DeadlineExceeded, EngineError: the transfer failed.
         """
-        with self.update_to(version):
+        with self.update_to(version, due=True):
             pass
         assert self.last_report is not None
         return self.last_report
 
     @contextmanager
-    def update_to(self, version: int) -> Iterator[None]:
+    def update_to(self, version: int, *, due: bool = False) -> Iterator[None]:
         """Everything that changes weights happens inside. Leaving always resumes the engine.
 
         Entering pauses generation where engine and trainer share storage, for then the optimizer step is the
-        transfer. Raises as :meth:`sync`; an error of the body passes through, and nothing is transferred.
+        transfer. Elsewhere the weights travel every ``every_steps`` versions, and whenever they are ``due``.
+        Raises as :meth:`sync`; an error of the body passes through, and nothing is transferred.
         """
-        if self.capabilities.shares_storage:
-            self.engine.pause()
-        try:
+        shares = self.capabilities.shares_storage
+        with ExitStack() as resuming:
+            if shares:
+                # Before the pause: one that failed half way must not leave the engine standing.
+                resuming.callback(self.engine.resume)
+                self.engine.pause(mode=self._pause_mode)
             yield
-            started = time.perf_counter()
-            deadline = Deadline(
-                name=f"the transfer of weight version {version} and its proof",
-                limit_s=self._sync_s,
-                setting="deadlines.sync_s",
-            )
-            self._transfer(version, deadline=deadline)
-            error = self.proof.confirm(version=version) if self.proof is not None else None
-            deadline.check()
-            self.last_report = SyncReport(version=version, seconds=time.perf_counter() - started, canary_error=error)
-        finally:
-            if self.capabilities.shares_storage:
-                self.engine.resume()
+            self.version = version
+            if shares or due or version % self._every_steps == 0:
+                self._transfer_and_prove(version, resuming=resuming)
+
+    def _transfer_and_prove(self, version: int, *, resuming: ExitStack) -> None:
+        try:
+            self._try_transfer(version, resuming=resuming)
+        except StaleWeights:
+            raise
+        except EngineError as error:
+            if self.recover is None:
+                raise
+            self.recover(error)
+
+    def _try_transfer(self, version: int, *, resuming: ExitStack) -> None:
+        started = time.perf_counter()
+        deadline = Deadline(
+            name=f"the transfer of weight version {version} and its proof",
+            limit_s=self._sync_s,
+            setting="deadlines.sync_s",
+        )
+        self._transfer(version, deadline=deadline)
+        # The canary goes through the engine's scheduler, which has to run for it.
+        resuming.close()
+        transferred = time.perf_counter()
+        error = self.proof.confirm(version=version) if self.proof is not None else None
+        deadline.check()
+        self.last_report = SyncReport(
+            version=version,
+            seconds=transferred - started,
+            proof_seconds=time.perf_counter() - transferred,
+            canary_error=error,
+        )
+
+    def renew(self) -> None:
+        """The engine was started again: forget what was agreed with the one before."""
 
     @abstractmethod
     def close(self) -> None:

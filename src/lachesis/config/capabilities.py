@@ -29,6 +29,15 @@ class BridgeCapabilities:
 BRIDGES: Mapping[str, BridgeCapabilities] = MappingProxyType(
     {
         "in_process": BridgeCapabilities(adapter_only=False, same_device=True, owns_engine=False, shares_storage=True),
+        "shared_vllm": BridgeCapabilities(adapter_only=False, same_device=True, owns_engine=False, shares_storage=True),
+        "lora_only": BridgeCapabilities(adapter_only=True, same_device=False, owns_engine=False, shares_storage=False),
+        "lora_restart": BridgeCapabilities(
+            adapter_only=True, same_device=False, owns_engine=True, shares_storage=False
+        ),
+        "lora_nccl": BridgeCapabilities(adapter_only=True, same_device=False, owns_engine=False, shares_storage=False),
+        "broadcast": BridgeCapabilities(adapter_only=False, same_device=False, owns_engine=False, shares_storage=False),
+        "none": BridgeCapabilities(adapter_only=False, same_device=False, owns_engine=True, shares_storage=False),
+        "reload": BridgeCapabilities(adapter_only=False, same_device=False, owns_engine=False, shares_storage=False),
     }
 )
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
-from lachesis.config.keys import Key, SectionInfo, all_keys, all_sections
+from lachesis.config.dialects import DIALECTS, Dialect, Entry
+from lachesis.config.dialects.table import UNSET
+from lachesis.config.keys import Key, SectionInfo, all_keys, all_sections, value_in_words
 from lachesis.config.suggest import nearest, nearest_path
 from lachesis.errors import ConfigError
 
 
-class Dialect(Protocol):
-    """The names of another trainer: each with the canonical path of the key that it sets."""
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A name of another trainer's for a key.
 
-    @property
-    def name(self) -> str: ...
+    ``default`` is our value where their file does not say, if that is not our own default (else None); ``note``
+    what it means there that it does not mean here.
+    """
 
-    @property
-    def paths(self) -> Mapping[str, str]: ...
+    dialect: str
+    name: str
+    default: str | None = None
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,8 @@ class Explanation:
     """One key. ``default`` is None where it is required.
 
     ``kinds`` names the variants of the section that have it (empty: all); ``dialect`` the table through which
-    it was found (empty: it is our own name).
+    it was found (empty: it is our own name); ``aliases`` its names in all tables. A name of theirs that sets
+    nothing here has the empty ``path``, and ``description`` says what Lachesis does instead.
     """
 
     key: str
@@ -37,6 +44,7 @@ class Explanation:
     section: str
     kinds: tuple[str, ...] = ()
     dialect: str = ""
+    aliases: tuple[Alias, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,7 @@ class Answer:
     description: str = ""
 
 
-def explain(key: str, *, dialects: Sequence[Dialect] = ()) -> Answer:
+def explain(key: str, *, dialects: Sequence[Dialect] = DIALECTS) -> Answer:
     """Explain a dotted path, the end of one (``steps``, ``wandb.name``), or a name in a dialect.
 
     Leading dashes are dropped and dashes read as underscores. A full path wins over a bare name; a bare name
@@ -61,17 +69,18 @@ def explain(key: str, *, dialects: Sequence[Dialect] = ()) -> Answer:
     name = _plain(key)
     section = next((section for section in all_sections() if section.path == name and name), None)
     if section is not None:
-        return _section_answer(key, section)
-    exact = [_explanation(key, found) for found in all_keys() if found.path == name]
+        return _section_answer(key, section, dialects)
+    exact = [_explanation(key, found, dialects) for found in all_keys() if found.path == name]
     if exact:
         return _answer(key, exact)
-    by_end = [_explanation(key, found) for found in all_keys() if found.path.endswith(f".{name}")]
-    found = [*by_end, *_in_dialects(key, dialects)]
+    by_end = [_explanation(key, found, dialects) for found in all_keys() if found.path.endswith(f".{name}")]
+    paths = {found.path for found in by_end}
+    found = [*by_end, *(found for found in _in_dialects(key, dialects) if found.path not in paths)]
     if found:
         return _answer(key, found)
     sections = [section for section in all_sections() if section.path.endswith(f".{name}")]
     if len(sections) == 1:
-        return _section_answer(key, sections[0])
+        return _section_answer(key, sections[0], dialects)
     raise _unknown(key, dialects)
 
 
@@ -79,7 +88,7 @@ def _plain(key: str) -> str:
     return key.strip().lstrip("-").replace("-", "_")
 
 
-def _explanation(query: str, key: Key, *, dialect: str = "") -> Explanation:
+def _explanation(query: str, key: Key, dialects: Sequence[Dialect], *, dialect: str = "") -> Explanation:
     return Explanation(
         key=query,
         path=key.path,
@@ -89,7 +98,15 @@ def _explanation(query: str, key: Key, *, dialect: str = "") -> Explanation:
         section=key.section,
         kinds=key.kinds,
         dialect=dialect,
+        aliases=tuple(_aliases(key.path, dialects)),
     )
+
+
+def _aliases(path: str, dialects: Sequence[Dialect]) -> Iterator[Alias]:
+    for dialect in dialects:
+        for entry in dialect.by_path.get(path, ()):
+            default = None if entry.default is UNSET else value_in_words(entry.default)
+            yield Alias(dialect.name, f"{dialect.prefix}{entry.name}", default, entry.note)
 
 
 def _answer(query: str, explanations: Sequence[Explanation]) -> Answer:
@@ -97,10 +114,10 @@ def _answer(query: str, explanations: Sequence[Explanation]) -> Answer:
     return Answer(query=query, meaning=meaning, explanations=tuple(explanations))
 
 
-def _section_answer(query: str, section: SectionInfo) -> Answer:
+def _section_answer(query: str, section: SectionInfo, dialects: Sequence[Dialect]) -> Answer:
     """The keys of a section and of the sections in it."""
     inside = [
-        _explanation(query, key)
+        _explanation(query, key, dialects)
         for key in all_keys()
         if key.section == section.path or key.section.startswith(f"{section.path}.")
     ]
@@ -108,20 +125,38 @@ def _section_answer(query: str, section: SectionInfo) -> Answer:
 
 
 def _in_dialects(query: str, dialects: Sequence[Dialect]) -> list[Explanation]:
+    """What a name of theirs, whole or its last part, sets here; each key once."""
     name = _plain(query)
-    return [
-        _explanation(query, key, dialect=dialect.name)
-        for dialect in dialects
-        for theirs, path in dialect.paths.items()
-        if _plain(theirs) == name
-        for key in all_keys()
-        if key.path == path
-    ]
+    found: dict[str, Explanation] = {}
+    for dialect in dialects:
+        for theirs, entry in dialect.entries.items():
+            if _plain(theirs) != name and not _plain(theirs).endswith(f".{name}"):
+                continue
+            keys = [key for key in all_keys() if entry.path and key.path == entry.path]
+            for key in keys:
+                found.setdefault(key.path, _explanation(query, key, dialects, dialect=dialect.name))
+            if not keys:
+                found.setdefault(f"{dialect.name} {theirs}", _without_key(query, dialect, entry))
+    return list(found.values())
+
+
+def _without_key(query: str, dialect: Dialect, entry: Entry) -> Explanation:
+    how = {"cannot": "not honoured: ", "refused": "refused: "}.get(entry.treatment, "")
+    return Explanation(
+        key=query,
+        path="",
+        type="",
+        default="unset",
+        description=f"{how}{entry.note}",
+        section="",
+        dialect=dialect.name,
+        aliases=(Alias(dialect.name, f"{dialect.prefix}{entry.name}"),),
+    )
 
 
 def _unknown(query: str, dialects: Sequence[Dialect]) -> ConfigError:
     name = _plain(query)
-    theirs = nearest(name, [_plain(theirs) for dialect in dialects for theirs in dialect.paths])
+    theirs = nearest(name, [_plain(theirs) for dialect in dialects for theirs in dialect.entries])
     closest = nearest_path(name) or theirs
     sections = ", ".join(section.path for section in all_sections() if section.path)
     remedy = f"did you mean {closest}?" if closest else f"the sections are {sections}"

@@ -96,6 +96,8 @@ def type_in_words(annotation: Any, constraints: Sequence[Any] = ()) -> str:
         return " or ".join(type_in_words(argument, constraints) for argument in arguments)
     if origin is Literal:
         return ", ".join(map(str, arguments)) if len(arguments) == 1 else f"one of {', '.join(arguments)}"
+    if origin is list and inspect.isclass(arguments[0]) and issubclass(arguments[0], BaseModel):
+        return f"list of mappings with {', '.join(arguments[0].model_fields)}"
     if origin is list:
         empty = any(getattr(constraint, "min_length", None) for constraint in constraints)
         return f"{'non-empty ' if empty else ''}list of {_plural(type_in_words(arguments[0]))}"

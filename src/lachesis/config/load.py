@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,27 +11,43 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lachesis.config.dialects import DialectName, recognize, translate, translate_argv
+from lachesis.config.dialects.axolotl_names import AXOLOTL
+from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document, apply_overrides, read_document, to_yaml
 from lachesis.config.keys import all_sections
 from lachesis.config.paths import resolve_all, resolve_path
-from lachesis.config.problems import config_error, schema_problems
+from lachesis.config.problems import config_error, missing_problems, schema_problems
 from lachesis.config.schema import LachesisConfig
+from lachesis.errors import ConfigError
+from lachesis.types import Finding
 
-__all__ = ["LoadedConfig", "dump_config", "load_config", "resolve_path", "validate"]
+__all__ = ["LoadedConfig", "dump_config", "load_argv", "load_config", "resolve_path", "validate"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig:
-    """A configuration whose paths are absolute, and the directory of the file that it came from."""
+    """A configuration whose paths are absolute, and the directory of the file that it came from.
+
+    ``findings`` are what is to be said about keys of another trainer's that mean something else here, or nothing.
+    """
 
     config: LachesisConfig
     base_dir: Path
+    dialect: str = "canonical"
+    findings: tuple[Finding, ...] = ()
 
 
-def load_config(path: str | Path, *, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Read a YAML file, apply ``a.b=c`` overrides in order, validate, and make paths absolute.
+def load_config(path: str | Path, *, overrides: Sequence[str] = (), processes: int | None = None) -> LoadedConfig:
+    """Read a YAML file in any dialect, apply ``a.b=c`` overrides in order, validate, and make paths absolute.
 
-    Paths are resolved as :mod:`lachesis.config.paths` says. Nothing but the configuration file is read.
+    Paths are resolved as :mod:`lachesis.config.paths` says. Nothing but the configuration file is read. An
+    override may name a key of the file's own dialect, which is then translated with the rest, or one of ours.
+
+    Args:
+        path: the file.
+        overrides: of the form ``a.b=c``; ``c`` is YAML.
+        processes: trainer processes, by which Axolotl and TRL multiply batches; $WORLD_SIZE, or one, if unset.
 
     Raises:
         ConfigError: the file cannot be read, or something in it is wrong; the message lists every problem
@@ -38,10 +55,31 @@ def load_config(path: str | Path, *, overrides: Sequence[str] = ()) -> LoadedCon
     """
     path = Path(path)
     document = read_document(path)
-    apply_overrides(document, overrides)
-    base_dir = path.absolute().parent
-    config = resolve_all(validate(document), base_dir=base_dir, cwd=Path.cwd())
-    return LoadedConfig(config=config, base_dir=base_dir)
+    base_dir, cwd = path.absolute().parent, Path.cwd()
+    dialect = recognize(document.data)
+    if dialect == "canonical":
+        apply_overrides(document, overrides)
+        return LoadedConfig(resolve_all(validate(document), base_dir=base_dir, cwd=cwd), base_dir)
+    theirs = [override for override in overrides if _is_theirs(override, dialect)]
+    apply_overrides(document, theirs)
+    processes = processes if processes is not None else _world_size()
+    translation = translate(document, dialect=dialect, processes=processes)
+    apply_overrides(translation.document, [override for override in overrides if override not in theirs])
+    config = resolve_all(validate(translation.document), base_dir=base_dir, cwd=cwd, like_theirs=True)
+    return LoadedConfig(config, base_dir, dialect=dialect, findings=tuple(translation.findings))
+
+
+def load_argv(argv: Sequence[str], *, overrides: Sequence[str] = ()) -> LoadedConfig:
+    """The Atropos trainer's flags as a configuration; paths in them are relative to the current directory.
+
+    Raises:
+        ConfigError: a flag is unknown, or its value wrong; the message lists every problem.
+    """
+    translation = translate_argv(argv)
+    apply_overrides(translation.document, overrides)
+    cwd = Path.cwd()
+    config = resolve_all(validate(translation.document), base_dir=cwd, cwd=cwd, like_theirs=True)
+    return LoadedConfig(config, cwd, dialect="atropos", findings=tuple(translation.findings))
 
 
 def dump_config(config: LachesisConfig) -> str:
@@ -55,7 +93,7 @@ def validate(document: Document) -> LachesisConfig:
     Raises:
         ConfigError: with everything that is wrong, a line each.
     """
-    problems = list(document.problems)
+    problems = [*document.problems, *missing_problems(document)]
     # Through JSON, because only there strict validation takes a list for a tuple.
     text = json.dumps(_with_default_kinds(document.data))
     try:
@@ -65,6 +103,21 @@ def validate(document: Document) -> LachesisConfig:
     if problems:
         raise config_error(document.name, problems)
     return config
+
+
+def _is_theirs(override: str, dialect: DialectName) -> bool:
+    """Whether an override names a key of the file's dialect, or at least none of ours."""
+    path = override.partition("=")[0].strip()
+    names = AXOLOTL if dialect == "axolotl" else TRL
+    return path in names.entries or path.partition(".")[0] not in LachesisConfig.model_fields
+
+
+def _world_size() -> int:
+    """The processes that torchrun or accelerate started this one among."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"WORLD_SIZE is {text!r}, which is no number of processes", remedy="unset it")
+    return int(text)
 
 
 def _with_default_kinds(data: dict[str, Any]) -> dict[str, Any]:

@@ -7,10 +7,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from lachesis.config.dialects import DIALECTS
 from lachesis.config.document import Document, Place, describe, dotted
 from lachesis.config.keys import Key, SectionInfo, all_keys, find_keys, find_section
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.suggest import nearest, unknown_key_hint
+from lachesis.config.suggest import nearest, paths_named, unknown_key_hint
 from lachesis.errors import ConfigError
 
 _YAML_1_1_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
@@ -25,11 +26,26 @@ def config_error(name: str, problems: list[str]) -> ConfigError:
     return ConfigError(message, remedy="correct the configuration; `lachesis explain KEY` tells about a key")
 
 
+def missing_problems(document: Document) -> list[str]:
+    """What a run needs besides what the schema requires: its length, and for the local source data and rewards."""
+    needed = [] if _lookup(document.data, ("run", "epochs")) is not None else [("run", "steps")]
+    if _kind("source", document, LachesisConfig) == "local":
+        needed += [("data", "path"), ("rewards", "functions")]
+    unwritten = [place for place in needed if _lookup(document.data, place) in (None, [])]
+    found = ["".join(_missing(find_keys(".".join(place))[0], document)) for place in unwritten]
+    if all(_lookup(document.data, ("run", name)) is not None for name in ("steps", "epochs")):
+        found.append("run.steps and run.epochs both say how long the run is; keep one")
+    return found
+
+
 def schema_problems(error: ValidationError, document: Document, root: type[BaseModel] = LachesisConfig) -> list[str]:
     """Every problem in the document's own keys and lines; one per key, or one per item of its list."""
     found: dict[str, str] = {}
     for detail in error.errors(include_url=False):
         place, index = _place(detail["loc"], root)
+        if item := _in_a_mapping_of_a_list(detail, place=place, document=document):
+            found.setdefault(*item)
+            continue
         if ".".join(map(str, place)) in found:  # another branch of the same union
             continue
         for name, problem in _problems(detail, place=place, index=index, document=document, root=root):
@@ -54,6 +70,17 @@ def _place(location: tuple[str | int, ...], root: type[BaseModel]) -> tuple[Plac
         if section and section.discriminated:
             next(parts, None)
     return place, None
+
+
+def _in_a_mapping_of_a_list(detail: Mapping[str, Any], *, place: Place, document: Document) -> tuple[str, str] | None:
+    """A problem inside one of a list of mappings, as ``data.more[0].split``; None where it is elsewhere."""
+    rest = detail["loc"][len(place) :]
+    if len(rest) != 2 or not isinstance(rest[0], int) or not isinstance(rest[1], str):
+        return None
+    here = (*place, *rest)
+    if detail["type"] == "extra_forbidden":
+        return dotted(here), f"{document.at(here)}: unknown key; {find_keys('.'.join(map(str, place)))[0].type}"
+    return dotted(here), f"{document.at(here)}: {detail['msg']}, got {describe(detail['input'])}"
 
 
 def _problems(
@@ -90,11 +117,14 @@ def _required(section: SectionInfo, root: type[BaseModel]) -> list[Key]:
 
 def _missing(key: Key, document: Document) -> tuple[str, str]:
     place = tuple(key.path.split("."))
-    return key.path, f"{document.at(place)}: missing, but required: {key.description}"
+    return key.path, f"{document.at(place)}: missing, but required: {key.description.split(' Required')[0]}"
 
 
 def _hint(place: Place, document: Document, root: type[BaseModel]) -> str:
     section = ".".join(map(str, place[:-1]))
+    for dialect in DIALECTS if root is LachesisConfig and not paths_named(str(place[-1])) else ():
+        if path := dialect.paths.get(".".join(map(str, place))):
+            return f"it is {dialect.name}'s, and here {path}"
     kind = _kind(section, document, root)
     return unknown_key_hint(section=section, name=str(place[-1]), kind=kind, root=root)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,12 +16,36 @@ from transformers import PreTrainedModel
 from lachesis.deadline import Deadline
 from lachesis.engines.base import Engine, PauseMode
 from lachesis.engines.decoder import Decoder, ModelTraits, generation_mode
+from lachesis.engines.embedded_checks import check_request, check_tokens
+from lachesis.engines.embedded_gate import TokenGate
 from lachesis.engines.rows import Rows, Share, branch, plan_batches
 from lachesis.engines.sampling import RowSampling, draw_uniforms, process_logits, sample
 from lachesis.errors import EngineError
-from lachesis.types import CanaryReading, Completion, EngineHealth, GenerationRequest, SamplingParams
+from lachesis.types import CanaryReading, Completion, EngineHealth, FinishReason, GenerationRequest
 
 Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One token more of L sequences.
+
+    ``requests`` and ``completions`` [L] say which sequences, as indices into the call and into a request's
+    ``n``; ``token_ids`` and ``logprobs`` [L] what they took; ``reasons`` [L] why they end, ``None`` where they go
+    on. ``top_ids`` and ``top_logprobs`` [L, K] are the likeliest tokens, where asked for.
+    """
+
+    requests: np.ndarray
+    completions: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    reasons: Sequence[FinishReason | None]
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+
+# Is told of every step, in the thread that generates; returns the requests that nobody waits for any more.
+Listener = Callable[[Step], Collection[int]]
 
 
 class EmbeddedEngine(Engine):
@@ -36,7 +60,8 @@ class EmbeddedEngine(Engine):
     length; those whose cache cannot be picked apart by row (RecurrentGemma, xLSTM, encoder-decoder caches)
     or that have none (GPT) compute every sequence from its start at every token.
 
-    Threads: one call generates at a time. ``pause`` and ``close`` may come from other threads.
+    Threads: one call generates at a time. The other methods may come from other threads; what needs the model
+    gets it between two tokens.
 
     Args:
         model: causal language model, or a peft model around one.
@@ -68,50 +93,83 @@ class EmbeddedEngine(Engine):
         self._decode = decode
         self._session_id = session_id or uuid.uuid4().hex
         self._version = 0
-        self._paused = self._closed = self._abort = False
-        # Reentrant, so that a signal handler that pauses or closes does not wait for the call it interrupted.
-        self._busy = threading.RLock()
+        self._gate = TokenGate()
 
-    def generate(self, requests: Sequence[GenerationRequest], *, deadline: Deadline) -> list[list[Completion]]:
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        deadline: Deadline,
+        listener: Listener | None = None,
+        top_logprobs: int = 0,
+    ) -> list[list[Completion]]:
         """See :meth:`Engine.generate`. The end token is part of ``token_ids``, and so has a logprob.
+
+        Args:
+            requests: what to complete.
+            deadline: checked at every decoding step.
+            listener: follows the call token by token.
+            top_logprobs: how many of the likeliest tokens the listener is told of at each step.
 
         Raises:
             EngineError: closed, paused, a request that cannot be sampled, or logits that are not finite.
-            DeadlineExceeded: checked at every decoding step.
+            DeadlineExceeded: the deadline passed.
         """
-        with self._serving(deadline) as model:
+        with self._gate.generating(deadline), ExitStack() as mode:
+            model = self._open_model()
             for i, request in enumerate(requests):
-                self._check_request(i, request)
+                self.check(request, where=f"request {i}")
             results: list[list[Completion]] = [[] for _ in requests]
-            with generation_mode(model):
-                for shares in plan_batches(
-                    requests, max_rows=self._max_batch_size, equal_lengths=not self._traits.pads
-                ):
-                    progress = (sum(map(len, results)), sum(request.n for request in requests))
-                    rows = self._run(model, shares, deadline=deadline, progress=progress)
-                    for share, completions in zip(shares, rows.completions(), strict=True):
-                        results[share.index].extend(completions)
+            call = _Call(model, deadline, mode, listener, top_logprobs, total=sum(r.n for r in requests))
+            mode.enter_context(generation_mode(model))
+            for shares in plan_batches(requests, max_rows=self._max_batch_size, equal_lengths=not self._traits.pads):
+                rows = self._run(call, shares)
+                call.done += len(rows.all)
+                for share, completions in zip(shares, rows.completions(), strict=True):
+                    results[share.index].extend(completions)
             return results
+
+    def check(self, request: GenerationRequest, *, where: str = "the request") -> None:
+        """Raise EngineError for a request that cannot be sampled."""
+        check_request(
+            where,
+            request,
+            vocab_size=self._traits.vocab_size,
+            max_context=self._max_context,
+            can_decode=self._decode is not None,
+        )
 
     def canary(self, token_ids: Sequence[int]) -> CanaryReading:
         """See :meth:`Engine.canary`. Half of the sequence is prefilled, the rest goes through the KV cache.
 
-        Works while paused.
+        Works while paused, and between two tokens of a call that generates.
 
         Raises:
             EngineError: closed, or fewer than two tokens, or tokens that the model does not know.
         """
-        with self._busy:
-            model = self._open_model()
-            if len(token_ids) < 2:
-                raise EngineError(
-                    f"a canary of {len(token_ids)} tokens has no logprob",
-                    remedy="give at least two tokens",
-                )
-            self._check_tokens("the canary", token_ids)
+        if len(token_ids) < 2:
+            self._open_model()
+            raise EngineError(f"a canary of {len(token_ids)} tokens has no logprob", remedy="give at least two tokens")
+        logprobs = self.score("the canary", token_ids)
+        targets = torch.tensor(token_ids[1:], device=logprobs.device)
+        read = logprobs.gather(-1, targets[:, None]).squeeze(-1).tolist()
+        return CanaryReading(tuple(read), version=self._version, session_id=self._session_id)
+
+    def score(self, what: str, token_ids: Sequence[int]) -> Tensor:
+        """Logprobs [T - 1, V] at temperature 1 of what follows each of ``token_ids`` [T] but the last.
+
+        Computed by the code that generates. ``what`` names the sequence in errors.
+        """
+        with self.exclusive() as model:
+            check_tokens(what, token_ids, vocab_size=self._traits.vocab_size, max_context=self._max_context)
             with generation_mode(model):
-                logprobs = self._score(model, list(token_ids)).tolist()
-            return CanaryReading(tuple(logprobs), version=self._version, session_id=self._session_id)
+                return self._score(model, list(token_ids))
+
+    @contextmanager
+    def exclusive(self) -> Iterator[PreTrainedModel | PeftModel]:
+        """The model to oneself, to read or to change; generation goes on afterwards. Works while paused."""
+        with self._gate.guest():
+            yield self._open_model()
 
     def set_version(self, version: int) -> None:
         """See :meth:`Engine.set_version`."""
@@ -122,49 +180,43 @@ class EmbeddedEngine(Engine):
         """See :meth:`Engine.health`."""
         self._open_model()
         return EngineHealth(
-            ready=not self._paused,
+            ready=not self._gate.paused,
             version=self._version,
             session_id=self._session_id,
-            paused=self._paused,
-            detail="paused" if self._paused else "",
+            paused=self._gate.paused,
+            detail="paused" if self._gate.paused else "",
         )
 
     def pause(self, *, mode: PauseMode = "keep") -> None:
-        """Refuse new calls, and return when none is running.
+        """Refuse new calls, and return when none computes any more.
 
-        ``keep`` and ``drain`` are the same here: what another thread is generating is finished first.
-        ``abort`` ends it at its next token; what is unfinished gets the finish reason ``abort``.
+        ``keep`` holds what another thread is generating between two tokens, until :meth:`resume`; ``drain``
+        lets it finish; ``abort`` ends it at its next token: what is unfinished gets the finish reason ``abort``.
         """
+        self.begin_pause(mode)
+        self._gate.wait_for_pause(mode)
+
+    def begin_pause(self, mode: PauseMode) -> None:
+        """The first half of :meth:`pause`: returns at once, while calls may still compute."""
         self._open_model()
-        self._paused = True
-        self._abort = mode == "abort"
-        with self._busy:
-            pass
+        self._gate.begin_pause(mode)
 
     def resume(self) -> None:
         """See :meth:`Engine.resume`."""
         self._open_model()
-        self._paused = self._abort = False
+        self._gate.resume()
 
     def close(self) -> None:
         """Let go of the model. A call that is still running in another thread ends with EngineError."""
-        self._closed = True
-        with self._busy:
-            self._model = None
+        self._gate.close()
+        self._model = None
 
-    def _run(
-        self,
-        model: PreTrainedModel | PeftModel,
-        shares: Sequence[Share],
-        *,
-        deadline: Deadline,
-        progress: tuple[int, int],
-    ) -> Rows:
+    def _run(self, call: _Call, shares: Sequence[Share]) -> Rows:
         """Generate one batch. ``live`` [R] are rows still growing, ``node`` [R] the decoder's row of each."""
-        done, total = progress
-        device = model.device
+        model, device = call.model, call.model.device
+        self._give_way(call)
         rows = Rows(shares, end_token_ids=self._eos_token_ids, decode=self._decode, version=self._version)
-        if self._abort:
+        if self._gate.aborting:
             return rows
         prompts = [share.request.prompt_ids for share in shares]
         params = [share.request.params for share in shares]
@@ -175,20 +227,24 @@ class EmbeddedEngine(Engine):
         sampling = RowSampling.of(params, vocab_size=logits.shape[-1], device=device)
         seen = _seen_tokens(prompts, logits) if sampling.repetition_penalty is not None else None
         for step in range(rows.max_tokens):
-            self._check_running()
-            tokens, logprobs = _sample_rows(
-                process_logits(logits, sampling, seen=seen), node, uniforms[live, step], sampling=sampling
-            )
+            distributions = process_logits(logits, sampling, seen=seen)
+            tokens, logprobs = _sample_rows(distributions, node, uniforms[live, step], sampling=sampling)
             if not np.isfinite(logprobs).all():
                 raise EngineError(
                     f"the model's logits are not finite at completion token {step + 1}",
                     remedy="the weights have NaN or infinite values: lower the learning rate or resume earlier",
                 )
             growing = rows.record(live, step=step, tokens=tokens, logprobs=logprobs, version=self._version)
+            if call.listener is not None:
+                growing &= call.tell(rows, live, tokens, logprobs, distributions=distributions, node=node)
             live, node, tokens = live[growing], node[growing], tokens[growing]
-            if live.size == 0 or self._abort:
+            if live.size == 0 or self._gate.aborting:
                 break
-            deadline.check(f"{done + len(rows.all) - live.size} of {total} sequences finished")
+            call.deadline.check(f"{call.done + len(rows.all) - live.size} of {call.total} sequences finished")
+            # Between a token and the forward pass on it, so that a token's version is that of its logits.
+            self._give_way(call)
+            if self._gate.aborting:
+                break
             parents, inputs, node = branch(
                 node, tokens, width=logits.shape[0], vocab_size=logits.shape[1], filler=self._pad_token_id
             )
@@ -203,92 +259,67 @@ class EmbeddedEngine(Engine):
             logits = decoder.step(fed)
         return rows
 
+    def _give_way(self, call: _Call) -> None:
+        def enter() -> AbstractContextManager[None]:
+            return generation_mode(call.model)
+
+        self._gate.between_tokens(call.deadline, mode=call.mode, enter=enter)
+
     def _score(self, model: PreTrainedModel | PeftModel, token_ids: list[int]) -> Tensor:
-        """Logprobs [T - 1] of ``token_ids`` [T] after the first, by the code that generates."""
-        split = len(token_ids) // 2
+        split = max(1, len(token_ids) // 2)
         decoder = Decoder(model, traits=self._traits, prompts=[token_ids[:split]], pad_token_id=self._pad_token_id)
         logits = [decoder.prefill(last_only=False)]
         decoder.fork(torch.zeros(1, dtype=torch.int64, device=model.device))
         if rest := token_ids[split:-1]:
             logits.append(decoder.extend(torch.tensor([rest], device=model.device)))
-        logprobs = torch.cat(logits, dim=1)[0].float().log_softmax(-1)
-        targets = torch.tensor(token_ids[1:], device=model.device)
-        return logprobs.gather(-1, targets[:, None]).squeeze(-1)
-
-    @contextmanager
-    def _serving(self, deadline: Deadline) -> Iterator[PreTrainedModel | PeftModel]:
-        """The right to generate, once no other call does."""
-        remaining = deadline.remaining_s()
-        if not self._busy.acquire(timeout=-1 if remaining is None else remaining):
-            deadline.check("another call is still generating")
-            raise EngineError("another call is still generating", remedy="wait for it, or raise the deadline")
-        try:
-            model = self._open_model()
-            if self._paused:
-                raise EngineError(
-                    "the embedded engine is paused and generates nothing",
-                    remedy="resume it after the weights have changed",
-                )
-            yield model
-        finally:
-            self._busy.release()
+        return torch.cat(logits, dim=1)[0, : len(token_ids) - 1].float().log_softmax(-1)
 
     def _open_model(self) -> PreTrainedModel | PeftModel:
-        if self._closed or self._model is None:
-            raise EngineError("the embedded engine is closed", remedy="make a new engine")
+        self._gate.check_open()
+        assert self._model is not None
         return self._model
 
-    def _check_running(self) -> None:
-        if self._closed:
-            raise EngineError("the embedded engine was closed while it generated", remedy="close it after generating")
 
-    def _check_request(self, index: int, request: GenerationRequest) -> None:
-        """Raise EngineError for a request that cannot be sampled; ``index`` is its place in the call."""
-        where, params = f"request {index}", request.params
-        self._check_tokens(f"the prompt of {where}", request.prompt_ids)
-        length = len(request.prompt_ids)
-        if length + params.max_tokens > self._max_context:
-            raise EngineError(
-                f"{where} has a prompt of {length} tokens and asks for {params.max_tokens} more, but the "
-                f"context holds {self._max_context}",
-                remedy="shorten the prompt or lower sampling.max_completion_length",
-            )
-        if wrong := _wrong_parameter(request.n, params):
-            raise EngineError(f"{where} has {wrong}", remedy="correct the sampling parameters")
-        if params.stop and self._decode is None:
-            raise EngineError(
-                f"{where} has stop strings, but this engine has no tokenizer to find them with",
-                remedy="give the engine `decode`, or use stop_token_ids",
-            )
+@dataclass(slots=True)
+class _Call:
+    """One call of ``generate``: what goes along with its batches. ``done`` of ``total`` sequences have ended."""
 
-    def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
-        if not token_ids:
-            raise EngineError(f"{what} is empty", remedy="begin it with at least one token")
-        if min(token_ids) < 0 or max(token_ids) >= self._traits.vocab_size:
-            raise EngineError(
-                f"{what} has token ids outside of 0 to {self._traits.vocab_size - 1}",
-                remedy="use the tokenizer that belongs to the model",
-            )
-        if len(token_ids) > self._max_context:
-            raise EngineError(
-                f"{what} has {len(token_ids)} tokens, but the context holds {self._max_context}",
-                remedy="shorten it",
-            )
+    model: PreTrainedModel | PeftModel
+    deadline: Deadline
+    mode: ExitStack
+    listener: Listener | None
+    top_logprobs: int
+    total: int
+    done: int = 0
 
-
-def _wrong_parameter(n: int, params: SamplingParams) -> str:
-    """The first parameter that is out of range, in words; empty if all are right."""
-    checks = {
-        f"n = {n}, not at least 1": n >= 1,
-        f"max_tokens = {params.max_tokens}, not at least 1": params.max_tokens >= 1,
-        f"temperature = {params.temperature}, not finite and at least 0": 0 <= params.temperature < float("inf"),
-        f"top_p = {params.top_p}, not above 0 and at most 1": 0 < params.top_p <= 1,
-        f"top_k = {params.top_k}, not at least 0": params.top_k >= 0,
-        f"min_p = {params.min_p}, not from 0 to 1": 0 <= params.min_p <= 1,
-        f"repetition_penalty = {params.repetition_penalty}, not above 0": params.repetition_penalty > 0,
-        "an empty stop string": all(params.stop),
-    }
-    return next((wrong for wrong, right in checks.items() if not right), "")
+    def tell(
+        self,
+        rows: Rows,
+        live: np.ndarray,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        *,
+        distributions: Tensor,
+        node: np.ndarray,
+    ) -> np.ndarray:
+        """Tell the listener of a step of the rows ``live`` [L]; bool [L], false for those nobody waits for."""
+        assert self.listener is not None
+        top_ids = top_logprobs = None
+        if self.top_logprobs:
+            top = distributions.topk(min(self.top_logprobs, distributions.shape[-1]), dim=-1)
+            top_ids, top_logprobs = top.indices.cpu().numpy()[node], top.values.cpu().numpy()[node]
+        dropped = self.listener(
+            Step(
+                requests=rows.request[live],
+                completions=rows.completion[live],
+                token_ids=tokens,
+                logprobs=logprobs,
+                reasons=rows.reasons(live),
+                top_ids=top_ids,
+                top_logprobs=top_logprobs,
+            )
+        )
+        return ~np.isin(rows.request[live], list(dropped))
 
 
 def _draw(shares: Sequence[Share], steps: int) -> np.ndarray:

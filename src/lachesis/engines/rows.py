@@ -58,8 +58,9 @@ def plan_batches(
 class Rows:
     """R sequences that grow a token at a time, as arrays over rows.
 
-    ``all`` [R] are their indices, ``share`` [R] the share that each belongs to, ``max_tokens`` the longest
-    completion that any of them may have.
+    ``all`` [R] are their indices, ``share`` [R] the share that each belongs to, ``request`` and ``completion``
+    [R] its indices in the call and in the request's ``n``, ``max_tokens`` the longest completion that any of
+    them may have.
 
     Args:
         shares: what to decode, in order.
@@ -81,6 +82,8 @@ class Rows:
         params = [share.request.params for share in shares]
         self.share = np.repeat(np.arange(len(shares)), [share.count for share in shares])
         self.all = np.arange(self.share.size)
+        self.request = np.array([share.index for share in shares])[self.share]
+        self.completion = np.concatenate([np.arange(s.first, s.first + s.count) for s in shares])
         self.max_tokens = max(p.max_tokens for p in params)
         self._limit = np.array([p.max_tokens for p in params])[self.share]
         self._ends = _rectangle([(*end_token_ids, *p.stop_token_ids) for p in params])[self.share]
@@ -107,6 +110,10 @@ class Rows:
         full = self._limit[live] == step + 1
         self._reason[live] = np.where(stopped, _STOP, np.where(full, _LENGTH, 0))
         return ~(stopped | full)
+
+    def reasons(self, live: np.ndarray) -> list[FinishReason | None]:
+        """Why each row of ``live`` [L] has ended; ``None`` where it goes on."""
+        return [_REASONS[reason] if reason else None for reason in self._reason[live].tolist()]
 
     def completions(self) -> Iterator[list[Completion]]:
         """The completions of each share, in order. Rows that still grow have the finish reason ``abort``."""

@@ -101,11 +101,21 @@ METRICS: Mapping[str, Metric] = _table(
         ),
         Metric("dropped_groups", "Dropped groups", "groups", "Groups given up, such as for a failed reward."),
         Metric("groups", "Groups", "groups", "Prompts in the batch."),
+        Metric(
+            "groups_without_logprobs", "Groups without logprobs", "groups", "Groups whose environment sent no "
+            "behaviour logprobs: they are taken for on-policy.", (0.0, 0.0),
+        ),
+        Metric(
+            "batches_known", "Batches known", "", "Batches that the rollout API handed out again and a checkpoint "
+            "had already; they were passed over.",
+        ),
         Metric("reward_errors", "Reward errors", "", "Reward calls that failed.", (0.0, 0.0)),
         Metric("weight_version", "Weight version", "", "How many updates the engine has received."),
         Metric(
             "staleness", "Staleness", "versions", "Updates the samples are behind the policy.", (0.0, 4.0)
         ),
+        Metric("transfer_time", "Transfer", "s", "From the end of the optimizer step to the engine serving it."),
+        Metric("proof_time", "Proof of sync", "s", "Comparing canary and digests of trainer and engine."),
         Metric("canary_error", "Canary error", "nats", "Engine against trainer on the fixed canary prompt."),
         Metric(
             "logprob_diff_mean", "Logprob difference", "nats", "Mean absolute difference between the "

@@ -145,7 +145,7 @@ def encode_group(group: Group, *, texts: TokenTexts | None = None) -> dict[str, 
     }
     if prompt.messages is not None:
         line["prompt"]["messages"] = json_safe(prompt.messages)
-    return line
+    return line | ({"replayed": True} if group.replayed else {})
 
 
 def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None) -> dict[str, Any]:
@@ -162,6 +162,8 @@ def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None) 
         "reward": _finite((sample.reward,))[0],
         "advantage": _finite((sample.advantage,))[0],
     }
+    if sample.token_advantages is not None:
+        line["token_advantages"] = sample.token_advantages
     if texts is not None:
         line["pieces"] = list(texts(sample.completion_ids))
     return line
@@ -178,11 +180,12 @@ def decode_group(line: Mapping[str, Any]) -> Group:
         messages=None if messages is None else tuple(messages),
         columns=fields["columns"],
     )
-    return Group(prompt=prompt, samples=tuple(_decode_sample(sample, prompt) for sample in line["samples"]))
+    samples = tuple(_decode_sample(sample, prompt) for sample in line["samples"])
+    return Group(prompt=prompt, samples=samples, replayed=bool(line.get("replayed", False)))
 
 
 def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
-    mask = line["mask"]
+    mask, by_token = line["mask"], line.get("token_advantages")
     return Sample(
         prompt_ids=tuple(line.get("prompt_ids", prompt.token_ids)),
         completion_ids=tuple(line["completion_ids"]),
@@ -195,6 +198,7 @@ def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
         rewards=tuple(line["rewards"]),
         reward=line["reward"],
         advantage=line["advantage"],
+        token_advantages=None if by_token is None else tuple(by_token),
     )
 
 

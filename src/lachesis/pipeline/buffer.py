@@ -47,3 +47,9 @@ class Slots:
                 raise RuntimeError("released a slot that nobody holds")
             self._taken -= 1
             self._free.notify()
+
+    def release_all(self) -> None:
+        """Wake whoever waits for a slot: what holds them ends."""
+        with self._free:
+            self._taken = 0
+            self._free.notify_all()

@@ -8,7 +8,8 @@ from typing import Any, Generic, TypeVar
 
 from lachesis.deadline import Deadline
 from lachesis.pipeline.buffer import Slots
-from lachesis.rollouts.base import RolloutSource
+from lachesis.pipeline.collect import Collector
+from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.types import Group
 
 BatchT = TypeVar("BatchT")
@@ -46,58 +47,90 @@ class Feed(ABC, Generic[BatchT]):
         """Stop whatever runs in the background. Idempotent."""
 
 
-class SynchronousFeed(Feed[BatchT]):
-    """Generates each batch when it is asked for: every sample is from the current weights.
+class Finisher(Generic[BatchT]):
+    """From the groups of a batch to the batch.
 
     Args:
-        source: where groups come from.
-        prompts_per_step: groups in a batch.
         advantages: sets the advantages of a batch's groups.
         pack: makes a batch of them.
-        batch_deadline_s: longest wait for a batch.
+        replay: replaces groups without signal; ``None`` replaces none.
     """
 
     def __init__(
         self,
         *,
-        source: RolloutSource,
-        prompts_per_step: int,
         advantages: Callable[[Sequence[Group]], list[Group]],
         pack: Callable[[Sequence[Group]], BatchT],
-        batch_deadline_s: float,
+        replay: ReplayBuffer | None = None,
     ) -> None:
-        self._source = source
-        self._prompts_per_step = prompts_per_step
         self._advantages = advantages
         self._pack = pack
+        self._replay = replay
+        self._replayed = 0
+
+    def finish(self, groups: Sequence[Group]) -> BatchT:
+        """Replay, advantages, packing. Raises RewardError where no sample has a reward."""
+        if self._replay is not None:
+            groups = self._replay.mix(groups)
+            self._replayed += sum(group.replayed for group in groups)
+        return self._pack(self._advantages(groups))
+
+    def counters(self) -> dict[str, float]:
+        """``replayed_groups`` since the last call, where replay is on."""
+        replayed, self._replayed = self._replayed, 0
+        return {} if self._replay is None else {"replayed_groups": float(replayed)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The replay buffer's state."""
+        return {} if self._replay is None else {"replay": self._replay.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of :meth:`state_dict`; a checkpoint from before replay was turned on has none."""
+        if self._replay is not None and "replay" in state:
+            self._replay.load_state_dict(state["replay"])
+
+
+class SynchronousFeed(Feed[BatchT]):
+    """Generates each batch when it is asked for: every sample is from the current weights.
+
+    Args:
+        collector: gathers the groups of a batch.
+        finisher: makes a batch of them.
+        batch_deadline_s: longest wait for a batch.
+    """
+
+    def __init__(self, *, collector: Collector, finisher: Finisher[BatchT], batch_deadline_s: float) -> None:
+        self._collector = collector
+        self._finisher = finisher
         self._batch_deadline_s = batch_deadline_s
         self._slots = Slots(1)
 
     def next(self) -> BatchT:
         deadline = Deadline(
-            name=f"the trainer's wait for a batch of {self._prompts_per_step} groups",
+            name=f"the trainer's wait for a batch of {self._collector.count} groups",
             limit_s=self._batch_deadline_s,
             setting="deadlines.batch_s",
         )
         self._slots.acquire(deadline=deadline)
-        groups: list[Group] = []
-        while len(groups) < self._prompts_per_step:
-            groups += self._source.next_groups(self._prompts_per_step - len(groups), deadline=deadline)
-            deadline.check(f"{len(groups)} groups are there")
-        return self._pack(self._advantages(groups))
+        try:
+            return self._finisher.finish(self._collector.collect(deadline=deadline))
+        except BaseException:
+            self._slots.release()
+            raise
 
     def advance(self, step: int) -> None:
-        self._source.report_version(step)
+        self._collector.report_version(step)
         self._slots.release()
 
     def counters(self) -> dict[str, float]:
-        return self._source.counters()
+        return self._collector.counters() | self._finisher.counters()
 
     def state_dict(self) -> dict[str, Any]:
-        return {"source": self._source.state_dict()}
+        return self._collector.state_dict() | self._finisher.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._source.load_state_dict(state["source"])
+        self._collector.load_state_dict(state)
+        self._finisher.load_state_dict(state)
 
     def close(self) -> None:
-        self._source.close()
+        self._collector.close()

@@ -115,7 +115,10 @@ class ScheduledEvaluation:
         self._every_steps = every_steps
         self._last_step = last_step
 
+    def due(self, step: int) -> bool:
+        """Whether the weights after ``step`` are looked at, so that the engine must have them."""
+        return step in (0, self._last_step) or (self._every_steps > 0 and step % self._every_steps == 0)
+
     def maybe_run(self, step: int) -> EvalResult | None:
         """Evaluate the weights after ``step`` if that is due. Raises as :meth:`Evaluator.run`."""
-        due = step in (0, self._last_step) or (self._every_steps > 0 and step % self._every_steps == 0)
-        return self._evaluator.run(step) if self._evaluator is not None and due else None
+        return self._evaluator.run(step) if self._evaluator is not None and self.due(step) else None

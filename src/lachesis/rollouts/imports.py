@@ -16,12 +16,16 @@ from typing import Any
 
 from lachesis.errors import ConfigError
 
+# Examples name the functions of this module; who has written it has others under the same names.
+_BUILT_IN = "grpo_code"
+
 
 def load_function(spec: str, base_dir: Path | None = None) -> Callable[..., Any]:
     """The function that ``spec`` names.
 
     Args:
         spec: ``package.module.function``, or ``FILE.py:FUNCTION`` with FILE relative to ``base_dir``.
+            A module ``grpo_code`` that is nowhere to be found is this package's own.
         base_dir: usually the directory of the configuration, the current one if unset; its modules win over
             installed ones of the same name while the import runs.
 
@@ -105,6 +109,8 @@ def _load_module(spec: str, name: str, base_dir: Path) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
                 raise  # the module is there, but something that it imports is not
+            if error.name == _BUILT_IN:
+                return importlib.import_module(f"{__package__}.{name}")
             raise ConfigError(
                 f"{spec!r}: no module {error.name!r} in {base_dir} or among the installed packages",
                 remedy="check the spelling, or name the file: FILE.py:FUNCTION",

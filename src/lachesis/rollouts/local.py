@@ -13,6 +13,7 @@ from lachesis.errors import RewardError
 from lachesis.rollouts.base import RolloutSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.generation import TextDecoder, generate_groups, nested_deadline, request_seed
+from lachesis.rollouts.reward_attempts import Item
 from lachesis.rollouts.rewards import Rewarder
 from lachesis.types import Group, Prompt, SamplingParams
 
@@ -48,7 +49,6 @@ class LocalSource(RolloutSource):
         Raises:
             RewardError: a reward function needs a column that the dataset does not have.
         """
-        rewarder.check_columns(stream.columns)
         self._stream = stream
         self._engine = engine
         self._rewarder = rewarder
@@ -58,7 +58,13 @@ class LocalSource(RolloutSource):
         self._seed = seed
         self._generation_s = generation_s
         self._requests = 0
+        self._step = 0
         self._counts: Counter[str] = Counter()
+        self._logged: dict[str, list[float]] = {}
+        self._check_columns()
+
+    def _check_columns(self) -> None:
+        self._rewarder.check_columns(self._stream.columns)
 
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
         """Scored groups of the next ``count`` prompts, less those whose reward failed under ``drop_group``.
@@ -88,6 +94,24 @@ class LocalSource(RolloutSource):
         self._requests += len(prompts)
         name = f"generation of {len(prompts)} prompts x {self._num_generations} completions"
         started = time.monotonic()
+        items = self._sample(
+            prompts, seeds, nested_deadline(name, deadline, self._generation_s, "deadlines.generation_s")
+        )
+        generated = time.monotonic()
+        groups = [item.group for item in items]
+        scored = self._rewarder.score(groups, extras=[item.extras for item in items])
+        tokens = sum(len(sample.completion_ids) for group in groups for sample in group.samples)
+        self._count("generation_time", generated - started)
+        self._count("reward_time", time.monotonic() - generated)
+        self._count("tokens_generated", tokens)
+        self._count("dropped_groups", scored.dropped)
+        self._count("reward_errors", len(scored.errors))
+        for metric, value in scored.metrics.items():
+            self._logged.setdefault(metric, []).append(value)
+        return scored.groups, scored.errors
+
+    def _sample(self, prompts: list[Prompt], seeds: list[int], deadline: Deadline) -> list[Item]:
+        """Unscored groups, one per prompt, each with a seed of its own."""
         groups = generate_groups(
             prompts,
             engine=self._engine,
@@ -95,17 +119,9 @@ class LocalSource(RolloutSource):
             num_generations=self._num_generations,
             seeds=seeds,
             decode=self._decode,
-            deadline=nested_deadline(name, deadline, self._generation_s, "deadlines.generation_s"),
+            deadline=deadline,
         )
-        generated = time.monotonic()
-        scored = self._rewarder.score(groups)
-        tokens = sum(len(sample.completion_ids) for group in groups for sample in group.samples)
-        self._count("generation_time", generated - started)
-        self._count("reward_time", time.monotonic() - generated)
-        self._count("tokens_generated", tokens)
-        self._count("dropped_groups", scored.dropped)
-        self._count("reward_errors", len(scored.errors))
-        return scored.groups, scored.errors
+        return [Item(group) for group in groups]
 
     def _count(self, name: str, amount: float) -> None:
         self._counts[name] += amount  # type: ignore[assignment]
@@ -116,20 +132,26 @@ class LocalSource(RolloutSource):
         return True
 
     def report_version(self, version: int) -> None:
-        """Nothing to throttle: the engine samples when asked, under weights that it reports itself."""
+        """Reward functions may ask for the step. Nothing is throttled: the engine samples when it is asked to."""
+        self._step = version
+        self._rewarder.report_step(version)
 
     def counters(self) -> dict[str, float]:
         """Since the last call: ``generation_time`` and ``reward_time`` in seconds, ``tokens_generated`` (also
-        those of dropped groups), ``dropped_groups``, ``reward_errors``."""
+        those of dropped groups), ``dropped_groups``, ``reward_errors``; and ``reward_metrics/NAME``, the mean of what
+        reward functions logged."""
         counts, self._counts = self._counts, Counter()
+        logged, self._logged = self._logged, {}
         names = ("generation_time", "reward_time", "tokens_generated", "dropped_groups", "reward_errors")
-        return {name: float(counts[name]) for name in names}
+        means = {f"reward_metrics/{name}": sum(values) / len(values) for name, values in logged.items()}
+        return {name: float(counts[name]) for name in names} | means
 
     def state_dict(self) -> dict[str, Any]:
-        """The place in the dataset, prompts put back, and the number of requests so far."""
-        return {"stream": self._stream.state_dict(), "requests": self._requests}
+        """The place in the dataset, prompts put back, the number of requests so far, and the step."""
+        return {"stream": self._stream.state_dict(), "requests": self._requests, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises CheckpointError where the dataset is another one."""
         self._stream.load_state_dict(state["stream"])
         self._requests = int(state["requests"])
+        self.report_version(int(state["step"]))

@@ -2,58 +2,68 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from lachesis.errors import RewardError
-from lachesis.rollouts.imports import describe_exception, nearest
-from lachesis.rollouts.reward_calls import BadValue, CallThread, read_rewards, shorten
+from lachesis.rollouts.imports import nearest
+from lachesis.rollouts.reward_calls import BadValue, shorten
+from lachesis.rollouts.reward_runners import HANG_REMEDY, VALUE_REMEDY, Answer, Call, Failure, RewardRunner, Signature
+from lachesis.rollouts.reward_state import CallLog, TrainerState
 from lachesis.types import Group
 
-Rewards: TypeAlias = list[float | None]
-Values: TypeAlias = Sequence[float | BadValue | None]
+# Per-sample columns: a value per sample for each name.
+Extras: TypeAlias = Mapping[str, Sequence[Any]]
 
 # What a function is given beside the columns of the dataset.
-GIVEN = ("prompts", "completions", "completion_ids")
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", *CallLog.NAMES)
 # Scoring group by group, to find the one that hangs, gives up after this many hangs in a row.
 _MOST_HANGS = 3
 
-_HANG_REMEDY = "make it faster or give what it waits for a timeout, or raise rewards.timeout_s"
-_VALUE_REMEDY = "return a list with a finite number per completion, or None where the function abstains"
-_RAISE_REMEDY = "mend it, or let it return None for completions that it cannot judge"
-_SIGNAL_REMEDY = (
-    "reward functions run on a thread of their own, where signal.alarm does not work: turn such timeouts off "
-    "(math_verify: parsing_timeout=None and timeout_seconds=None); rewards.timeout_s limits the call"
-)
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A group to score, with columns that have a value per sample, where a rollout function gave some."""
+
+    group: Group
+    extras: Extras = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Failure:
-    """Why a call gave no list of rewards; ``what`` continues "reward function 'accuracy' ..."."""
+class Judged:
+    """Rewards of one group's samples, and what the function logged per sample."""
 
-    what: str
-    remedy: str
-    hung: bool = False
-    cause: BaseException | None = None
+    rewards: list[float | None]
+    extras: Extras
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionScores:
+    """What one function said of each item, ``None`` where it failed, and what went wrong."""
+
+    judged: list[Judged | None]
+    errors: list[RewardError]
+    metrics: Mapping[str, list[float]]
 
 
 class RewardAttempts:
-    """Calls one function for all groups and, where that fails, for each group alone."""
+    """Calls one function for all groups at once and, where that fails, for each group alone.
 
-    def __init__(self, name: str, function: Callable[..., Any], *, thread: CallThread, timeout_s: float) -> None:
+    Args:
+        runner: runs it; with several calls at a time each gets whole groups.
+        timeout_s: deadline of one call.
+    """
+
+    def __init__(self, name: str, runner: RewardRunner, *, timeout_s: float) -> None:
         self._name = name
-        self._function = function
-        self._thread = thread
+        self._runner = runner
         self._timeout_s = timeout_s
-        self._accepted, self._required = _signature(function)
 
     def check_columns(self, columns: frozenset[str]) -> None:
         """Raises RewardError where the function needs an argument that is neither given nor a column."""
         known = sorted(columns.difference(GIVEN))
-        for name in self._required:
+        for name in self._runner.signature.required:
             if name in columns or name in GIVEN:
                 continue
             close = nearest(name, [*known, *GIVEN])
@@ -63,140 +73,156 @@ class RewardAttempts:
                 remedy=f"did you mean {close!r}?" if close else "add the column, or give it a default",
             )
 
-    def score(self, groups: Sequence[Group], *, fail_fast: bool) -> tuple[list[Rewards | None], list[RewardError]]:
-        """Rewards of each group, ``None`` for a group that the function failed on, and what went wrong.
+    def score(self, items: Sequence[Item], *, fail_fast: bool, state: TrainerState) -> FunctionScores:
+        """Rewards of each item.
 
         Raises:
             RewardError: the first failure, with ``fail_fast``.
         """
-        answer = self._call(groups)
-        if not isinstance(answer, _Failure):
-            results = [self._check(group, values) for group, values in _by_group(groups, answer)]
-        elif len(groups) == 1:
-            results = [self._error(groups[0], answer, self._culprit(groups[0], answer))]
-        else:
-            results = self._one_by_one(groups, fail_fast=fail_fast)
-        errors = [result for result in results if isinstance(result, RewardError)]
-        if isinstance(answer, _Failure) and not errors:
-            errors = [self._error_of_all(groups, answer)]
-        if errors and fail_fast:
-            raise errors[0]
-        return [None if isinstance(result, RewardError) else result for result in results], errors
+        attempt = _Attempt(self._name, self._runner, self._timeout_s, fail_fast=fail_fast, state=state)
+        judged = attempt.score(items)
+        return FunctionScores(judged, attempt.errors, attempt.metrics)
 
-    def _one_by_one(self, groups: Sequence[Group], *, fail_fast: bool) -> list[Rewards | RewardError]:
-        """Each group alone. In the first one that fails, the sample to blame is looked for too."""
-        results: list[Rewards | RewardError] = []
-        hangs, failures = 0, 0
-        for group in groups:
-            if hangs == _MOST_HANGS:
-                what = f"was not called any more, after {hangs} calls in a row that hung,"
-                results.append(self._error(group, _Failure(what, _HANG_REMEDY), None))
+
+class _Attempt:
+    """The calls of one function for one batch."""
+
+    def __init__(
+        self, name: str, runner: RewardRunner, timeout_s: float, *, fail_fast: bool, state: TrainerState
+    ) -> None:
+        self._name = name
+        self._runner = runner
+        self._timeout_s = timeout_s
+        self._fail_fast = fail_fast
+        self._state = state
+        self._failures = 0
+        self.errors: list[RewardError] = []
+        self.metrics: dict[str, list[float]] = {}
+
+    def score(self, items: Sequence[Item]) -> list[Judged | None]:
+        judged: list[Judged | None] = []
+        shards = _shards(items, self._runner.width)
+        for shard, answer in zip(shards, self._run(shards), strict=True):
+            judged += self._judge(shard, answer)
+        return judged
+
+    def _judge(self, items: Sequence[Item], answer: Answer) -> list[Judged | None]:
+        if answer.failure is None:
+            return self._take(items, answer)
+        if len(items) == 1:
+            self._blame(items[0], answer.failure)
+            return [None]
+        errors_before = len(self.errors)
+        judged = self._one_by_one(items)
+        if len(self.errors) == errors_before:
+            where = f"on {len(items)} groups together, though on none of them alone"
+            self._note(answer.failure, where)
+        return judged
+
+    def _one_by_one(self, items: Sequence[Item]) -> list[Judged | None]:
+        judged: list[Judged | None] = []
+        costly = 0
+        for item in items:
+            if costly == _MOST_HANGS:
+                what = f"was not called any more, after {costly} calls in a row that hung or crashed,"
+                self._note(Failure(what, HANG_REMEDY), f"on {_describe(item.group, None)}")
+                judged.append(None)
                 continue
-            answer = self._call([group])
-            if isinstance(answer, _Failure):
-                culprit = self._culprit(group, answer) if failures == 0 else None
-                results.append(self._error(group, answer, culprit))
-                failures += 1
-                hangs = hangs + 1 if answer.hung else 0
+            (answer,) = self._run([[item]])
+            if answer.failure is None:
+                judged += self._take([item], answer)
+                costly = 0
             else:
-                results.append(self._check(group, answer))
-                hangs = 0
-            if fail_fast and isinstance(results[-1], RewardError):
-                break
-        return results
+                self._blame(item, answer.failure)
+                judged.append(None)
+                costly = costly + 1 if answer.failure.costly else 0
+        return judged
 
-    def _culprit(self, group: Group, failure: _Failure) -> int | None:
-        """The first sample that an exception is raised for when it is scored alone."""
-        if failure.cause is None:
-            return None
-        for index, sample in enumerate(group.samples):
-            if isinstance(self._call([dataclasses.replace(group, samples=(sample,))]), _Failure):
+    def _run(self, shards: Sequence[Sequence[Item]]) -> list[Answer]:
+        calls = [_call(shard, self._runner.signature, self._state) for shard in shards]
+        return self._runner.run(calls, timeout_s=self._timeout_s)
+
+    def _take(self, items: Sequence[Item], answer: Answer) -> list[Judged | None]:
+        """The values of each item, unless one of them is no reward."""
+        judged: list[Judged | None] = []
+        for item, part in _parts(items):
+            values = answer.values[part]
+            bad = next(((i, value) for i, value in enumerate(values) if isinstance(value, BadValue)), None)
+            if bad is None:
+                rewards: list[float | None] = [value for value in values if not isinstance(value, BadValue)]
+                judged.append(Judged(rewards, {name: v[part] for name, v in answer.logged.extras.items()}))
+            else:
+                self._note(Failure(bad[1].what, VALUE_REMEDY), f"on {_describe(item.group, bad[0])}")
+                judged.append(None)
+        for name, numbers in answer.logged.metrics.items():
+            self.metrics.setdefault(name, []).extend(numbers)
+        return judged
+
+    def _blame(self, item: Item, failure: Failure) -> None:
+        """Report the failure of a group; in the first one the sample to blame is looked for too."""
+        culprit = self._culprit(item) if failure.traceable and self._failures == 0 else None
+        self._failures += 1
+        self._note(failure, f"on {_describe(item.group, culprit)}")
+
+    def _culprit(self, item: Item) -> int | None:
+        """The first sample for which the function fails when it gets that one alone."""
+        for index, sample in enumerate(item.group.samples):
+            extras = {name: values[index : index + 1] for name, values in item.extras.items()}
+            (answer,) = self._run([[Item(replace(item.group, samples=(sample,)), extras)]])
+            if answer.failure is not None:
                 return index
         return None
 
-    def _call(self, groups: Sequence[Group]) -> Values | _Failure:
-        arguments = _arguments(groups, self._accepted)
-        outcome = self._thread.call(self._function, arguments, timeout_s=self._timeout_s)
-        if outcome.hung:
-            return _Failure(f"did not return within {self._timeout_s:g} s", _HANG_REMEDY, hung=True)
-        if outcome.error is not None:
-            return _raised(self._function, outcome.error)
-        answer = read_rewards(outcome.result, sum(len(group.samples) for group in groups))
-        return _Failure(answer.what, _VALUE_REMEDY) if isinstance(answer, BadValue) else answer
-
-    def _check(self, group: Group, values: Values) -> Rewards | RewardError:
-        rewards: Rewards = []
-        for index, value in enumerate(values):
-            if isinstance(value, BadValue):
-                return self._error(group, _Failure(value.what, _VALUE_REMEDY), index)
-            rewards.append(value)
-        return rewards
-
-    def _error(self, group: Group, failure: _Failure, sample: int | None) -> RewardError:
-        return self._as_error(failure, f"on {_describe(group, sample)}")
-
-    def _error_of_all(self, groups: Sequence[Group], failure: _Failure) -> RewardError:
-        return self._as_error(failure, f"on {len(groups)} groups together, though on none of them alone")
-
-    def _as_error(self, failure: _Failure, where: str) -> RewardError:
+    def _note(self, failure: Failure, where: str) -> None:
         error = RewardError(f"reward function {self._name!r} {failure.what} {where}", remedy=failure.remedy)
         error.__cause__ = failure.cause
-        return error
+        self.errors.append(error)
+        if self._fail_fast:
+            raise error
 
 
-def _raised(function: Callable[..., Any], error: BaseException) -> _Failure:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    by_signal = any(text in str(error) for text in ("signal.alarm", "signal only works in main thread"))
-    return _Failure(
-        f"raised {describe_exception(error, code.co_filename if code else None)}",
-        _SIGNAL_REMEDY if by_signal else _RAISE_REMEDY,
-        cause=error,
-    )
+def _shards(items: Sequence[Item], width: int) -> list[Sequence[Item]]:
+    """The items in at most ``width`` parts of nearly equal length, in order."""
+    count = min(width, len(items))
+    ends = [len(items) * (i + 1) // count for i in range(count)]
+    return [items[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _signature(function: Callable[..., Any]) -> tuple[frozenset[str] | None, tuple[str, ...]]:
-    """Keywords that ``function`` takes (``None``: any) and those that it cannot be called without."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in callables have no signature
-        return None, ()
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [parameter for parameter in parameters if parameter.kind not in variable]
-    required = tuple(parameter.name for parameter in named if parameter.default is parameter.empty)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None, required
-    return frozenset(parameter.name for parameter in named), required
-
-
-def _arguments(groups: Sequence[Group], accepted: frozenset[str] | None) -> dict[str, Any]:
-    """Keyword arguments of one call. The lists are made for this call: a function may change them."""
-
-    def wanted(name: str) -> bool:
-        return accepted is None or name in accepted
+def _call(items: Sequence[Item], signature: Signature, state: TrainerState) -> Call:
+    """One call. The lists are made for this call: a function may change them."""
+    groups = [item.group for item in items]
 
     def per_sample(of_group: Sequence[Any]) -> list[Any]:
         return [value for group, value in zip(groups, of_group, strict=True) for _ in group.samples]
 
     columns = dict.fromkeys(name for group in groups for name in group.prompt.columns)
     arguments: dict[str, Any] = {
-        name: per_sample([group.prompt.columns.get(name) for group in groups]) for name in filter(wanted, columns)
+        name: per_sample([group.prompt.columns.get(name) for group in groups])
+        for name in filter(signature.takes, columns)
     }
+    for name in filter(signature.takes, dict.fromkeys(name for item in items for name in item.extras)):
+        arguments[name] = [value for item in items for value in item.extras.get(name, [None] * len(item.group.samples))]
     samples = [sample for group in groups for sample in group.samples]
-    if wanted("completions"):
+    if signature.takes("completions"):
         arguments["completions"] = [[{"role": "assistant", "content": sample.text}] for sample in samples]
-    if wanted("completion_ids"):
+    if signature.takes("completion_ids"):
         arguments["completion_ids"] = [list(sample.completion_ids) for sample in samples]
-    if wanted("prompts"):
+    if signature.takes("prompts"):
         prompts = [group.prompt for group in groups]
         arguments["prompts"] = per_sample([list(p.messages) if p.messages else p.text for p in prompts])
-    return arguments
+    if signature.takes("trainer_state"):
+        arguments["trainer_state"] = state
+    for name in CallLog.NAMES:
+        arguments.pop(name, None)
+    return Call(arguments, len(samples), tuple(filter(signature.takes, CallLog.NAMES)))
 
 
-def _by_group(groups: Sequence[Group], values: Values) -> Iterator[tuple[Group, Values]]:
+def _parts(items: Sequence[Item]) -> Iterator[tuple[Item, slice]]:
     start = 0
-    for group in groups:
-        yield group, values[start : start + len(group.samples)]
-        start += len(group.samples)
+    for item in items:
+        end = start + len(item.group.samples)
+        yield item, slice(start, end)
+        start = end
 
 
 def _describe(group: Group, sample: int | None) -> str:

@@ -48,7 +48,7 @@ class CallThread:
                 self._worker.abandon()
             self._worker = None
 
-    def call(self, function: Callable[..., Any], kwargs: Mapping[str, Any], *, timeout_s: float) -> Outcome:
+    def call(self, function: Callable[..., Any], kwargs: Mapping[str, Any], *, timeout_s: float | None) -> Outcome:
         """Call ``function(**kwargs)``, and await what it returns if that is awaitable.
 
         What it raises, ``SystemExit`` included, comes back in the outcome.
@@ -77,7 +77,7 @@ class _Worker:
         self._task: asyncio.Task[Any] | None = None
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
-    def run(self, function: Callable[..., Any], kwargs: Mapping[str, Any], timeout_s: float) -> Outcome:
+    def run(self, function: Callable[..., Any], kwargs: Mapping[str, Any], timeout_s: float | None) -> Outcome:
         future: Future[Any] = Future()
         self._calls.put((future, function, kwargs))
         try:

@@ -12,14 +12,19 @@ for token, are one segment: their logprobs are computed once and read by every s
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lachesis.errors import TrainingError
 from lachesis.types import Group, Sample
+
+OldLogprobs = Literal["sampler", "trainer"]
+"""Whose logprobs the importance ratio compares with: what the samples came with, or the trainer's at first use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,10 @@ class MicroBatch:
         inverse_temperature: float32 [M].
         expand: int64 [N], prediction of each loss token; ``None`` where it is 0..N-1.
         row: int64 [N], row (0..S-1) of each loss token.
-        old_logprobs: float32 [N], behaviour logprobs, NaN where unknown.
-        advantages: float32 [S].
+        sampling_logprobs: float32 [N], the sampler's logprobs, NaN where unknown.
+        old_logprobs: float [N], log π_old of the importance ratio; NaN leaves it to the policy, which takes its
+            own at the batch's first use (:mod:`lachesis.train.iterations` says when which is right).
+        advantages: float32 [S]; or [N], where a sample of the micro-batch has advantages of single tokens.
     """
 
     input_ids: Tensor
@@ -52,6 +59,7 @@ class MicroBatch:
     inverse_temperature: Tensor
     expand: Tensor | None
     row: Tensor
+    sampling_logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
 
@@ -62,7 +70,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on another device; index tensors go without waiting."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
             for field in dataclasses.fields(self)
             for value in (getattr(self, field.name),)
@@ -75,7 +83,8 @@ class Batch:
     """All of one optimizer step.
 
     ``num_sequences`` and ``num_tokens`` count every row and every loss token of the step, also of rows that
-    are wholly masked, or left out of the forward pass because their advantage is 0.
+    are wholly masked, or left out of the forward pass because their advantage is 0. ``iteration`` counts from 0
+    the uses of one and the same batch, ``num_iterations`` is how often it will be used.
     """
 
     groups: tuple[Group, ...]
@@ -83,14 +92,23 @@ class Batch:
     num_sequences: int
     num_tokens: int
     skipped_sequences: int = 0
+    iteration: int = 0
+    num_iterations: int = 1
+
+
+class _Row(NamedTuple):
+    """A sample of the batch, and where its old logprobs are from."""
+
+    sample: Sample
+    old_logprobs: OldLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A prompt with distinct completions and the samples that have them: what packing moves around."""
+    """A prompt with distinct completions and the rows that have them: what packing moves around."""
 
     prompt_ids: tuple[int, ...]
-    completions: tuple[tuple[tuple[int, ...], tuple[Sample, ...]], ...]
+    completions: tuple[tuple[tuple[int, ...], tuple[_Row, ...]], ...]
 
     @property
     def num_inputs(self) -> int:
@@ -98,7 +116,8 @@ class _Unit:
 
     @property
     def num_rows(self) -> int:
-        return sum(len(samples) for _, samples in self.completions)
+        """Sequences that go through the model: equal completions are one."""
+        return len(self.completions)
 
 
 def pack(
@@ -107,24 +126,46 @@ def pack(
     max_tokens: int,
     max_rows: int | None = None,
     skip_zero_advantage: bool = False,
+    mask_truncated: bool = False,
     share_prompts: bool = True,
+    old_logprobs: OldLogprobs = "sampler",
+    replayed_old_logprobs: OldLogprobs = "sampler",
 ) -> Batch:
     """Pack scored groups (advantages set) into micro-batches of at most ``max_tokens`` inputs.
 
-    A sequence longer than the budget goes alone. ``share_prompts=False`` gives each sample a segment of its
-    own with its whole sequence, for models whose attention cannot be replaced.
+    A sequence longer than the budget goes alone.
+
+    Args:
+        max_rows: most sequences in one forward pass; equal completions of a group go through it as one.
+        skip_zero_advantage: leave rows whose advantage is 0 out of the forward pass. Right only where nothing
+            but the advantage gives them a gradient: ``Policy.ignores_zero_advantage``.
+        mask_truncated: no token of a completion that did not end by itself counts. Its reward has shaped the
+            group's baseline, and the row still counts in ``num_sequences``, as in TRL.
+        share_prompts: ``False`` gives each sample a segment of its own with its whole sequence, for models whose
+            attention cannot be replaced.
+        old_logprobs, replayed_old_logprobs: what the importance ratio compares with, for fresh groups and for
+            those from the replay buffer.
 
     Raises:
-        TrainingError: no sample has a token to learn from.
+        TrainingError: no sample has a token to learn from (truncated ones aside: a step may consist of them),
+            or a sample is malformed.
     """
-    rows = [sample for group in groups for sample in group.samples]
-    samples = [sample for sample in rows if any(sample.loss_mask())]
-    if not samples:
+    rows = [
+        _Row(sample, replayed_old_logprobs if group.replayed else old_logprobs)
+        for group in groups
+        for sample in group.samples
+    ]
+    counted = [row for row in rows if any(row.sample.loss_mask())]
+    if not counted:
         raise TrainingError(
             f"none of the {len(groups)} groups of this step has a completion token to learn from",
             remedy="look at the rollouts in the run directory: are all completions empty or masked?",
         )
-    kept = [sample for sample in samples if sample.advantage or not skip_zero_advantage]
+    for row in counted:
+        _require_whole(row.sample)
+    if mask_truncated:
+        counted = [row for row in counted if row.sample.finish_reason == "stop"]
+    kept = [row for row in counted if not skip_zero_advantage or _teaches(row.sample)]
     # The longest first: sequences of one length meet, and the last micro-batch is the fullest it can be.
     units = sorted(
         _units(kept, max_tokens=max_tokens, max_rows=max_rows, share_prompts=share_prompts),
@@ -135,30 +176,48 @@ def pack(
         groups=tuple(groups),
         micro_batches=tuple(_collate(bin_) for bin_ in _fill(units, max_tokens=max_tokens, max_rows=max_rows)),
         num_sequences=len(rows),
-        num_tokens=sum(sum(sample.loss_mask()) for sample in samples),
-        skipped_sequences=len(samples) - len(kept),
+        num_tokens=sum(sum(row.sample.loss_mask()) for row in counted),
+        skipped_sequences=len(counted) - len(kept),
     )
 
 
-def _units(samples: Sequence[Sample], *, max_tokens: int, max_rows: int | None, share_prompts: bool) -> Iterator[_Unit]:
+def _teaches(sample: Sample) -> bool:
+    """Whether the advantage of any of its tokens is not 0."""
+    return bool(sample.advantage) or any(sample.token_advantages or ())
+
+
+def _require_whole(sample: Sample) -> None:
+    tokens = len(sample.completion_ids)
+    whole = sample.token_advantages is None or len(sample.token_advantages) == tokens
+    if whole and sample.prompt_ids and len(sample.logprobs) == tokens == len(sample.loss_mask()):
+        return
+    raise TrainingError(
+        f"a sample with {len(sample.prompt_ids)} prompt and {tokens} completion tokens has {len(sample.logprobs)} "
+        f"logprobs and a mask of {len(sample.loss_mask())}",
+        remedy="give a prompt, and for each completion token a logprob (NaN where unknown) and a mask value",
+    )
+
+
+def _units(rows: Sequence[_Row], *, max_tokens: int, max_rows: int | None, share_prompts: bool) -> Iterator[_Unit]:
     """Distinct completions by prompt, cut where a prompt's completions exceed a micro-batch."""
     if not share_prompts:
-        for sample in samples:
-            yield _Unit(sample.prompt_ids, ((sample.completion_ids, (sample,)),))
+        for row in rows:
+            yield _Unit(row.sample.prompt_ids, ((row.sample.completion_ids, (row,)),))
         return
-    by_prompt: dict[tuple[int, ...], dict[tuple, list[Sample]]] = {}
-    for sample in samples:
+    by_prompt: dict[tuple[int, ...], dict[tuple, list[_Row]]] = {}
+    for row in rows:
+        sample = row.sample
         # Samples with other loss masks or temperatures have other predictions: they are not duplicates.
         key = (sample.completion_ids, sample.mask, sample.temperature)
-        by_prompt.setdefault(sample.prompt_ids, {}).setdefault(key, []).append(sample)
+        by_prompt.setdefault(sample.prompt_ids, {}).setdefault(key, []).append(row)
     for prompt_ids, completions in by_prompt.items():
-        kept: list[tuple[tuple[int, ...], tuple[Sample, ...]]] = []
-        inputs, rows = len(prompt_ids), 0
+        kept: list[tuple[tuple[int, ...], tuple[_Row, ...]]] = []
+        inputs, num_rows = len(prompt_ids), 0
         for (completion_ids, _, _), same in completions.items():
-            inputs, rows = inputs + len(completion_ids) - 1, rows + len(same)
-            if kept and (inputs > max_tokens or (max_rows is not None and rows > max_rows)):
+            inputs, num_rows = inputs + len(completion_ids) - 1, num_rows + 1
+            if kept and (inputs > max_tokens or (max_rows is not None and num_rows > max_rows)):
                 yield _Unit(prompt_ids, tuple(kept))
-                kept, inputs, rows = [], len(prompt_ids) + len(completion_ids) - 1, len(same)
+                kept, inputs, num_rows = [], len(prompt_ids) + len(completion_ids) - 1, 1
             kept.append((completion_ids, tuple(same)))
         yield _Unit(prompt_ids, tuple(kept))
 
@@ -198,8 +257,11 @@ class _Stream:
         self.inverse_temperature: list[float] = []
         self.expand: list[int] = []
         self.row: list[int] = []
+        self.sampling_logprobs: list[float] = []
         self.old_logprobs: list[float] = []
         self.advantages: list[float] = []
+        self.token_advantages: list[float] = []
+        self.by_token = False
 
     def add_segment(self, ids: Sequence[int], *, context: Sequence[int]) -> range:
         """Append ``ids``, which see the stream positions ``context`` and themselves; returns their positions."""
@@ -213,19 +275,25 @@ class _Stream:
         self.len_k.append(len(context) + len(ids))
         return positions
 
-    def add_samples(self, samples: Sequence[Sample], *, predict: Callable[[int], int]) -> None:
+    def add_rows(self, rows: Sequence[_Row], *, predict: Callable[[int], int]) -> None:
         """Append the loss tokens of equal completions; ``predict(i)`` is the position that predicts token i."""
-        first = samples[0]
+        first = rows[0].sample
         counted = [i for i, counts in enumerate(first.loss_mask()) if counts]
         offset = len(self.predict)
         self.predict.extend(predict(i) for i in counted)
         self.targets.extend(first.completion_ids[i] for i in counted)
-        self.inverse_temperature.extend([1.0 / first.temperature] * len(counted))
-        for sample in samples:
+        # Greedy samples (temperature 0) have the logprobs of temperature 1.
+        self.inverse_temperature.extend([1.0 / (first.temperature or 1.0)] * len(counted))
+        for sample, old_logprobs in rows:
             self.expand.extend(range(offset, offset + len(counted)))
             self.row.extend([len(self.advantages)] * len(counted))
-            self.old_logprobs.extend(sample.logprobs[i] for i in counted)
+            sampled = [sample.logprobs[i] for i in counted]
+            self.sampling_logprobs.extend(sampled)
+            self.old_logprobs.extend(sampled if old_logprobs == "sampler" else [math.nan] * len(counted))
             self.advantages.append(sample.advantage or 0.0)
+            added = sample.token_advantages
+            self.by_token |= added is not None
+            self.token_advantages.extend((sample.advantage or 0.0) + (added[i] if added else 0.0) for i in counted)
 
 
 def _collate(units: Sequence[_Unit]) -> MicroBatch:
@@ -235,19 +303,54 @@ def _collate(units: Sequence[_Unit]) -> MicroBatch:
             _add_sequence(stream, unit)
             continue
         prompt = stream.add_segment(unit.prompt_ids, context=())
-        for completion_ids, samples in unit.completions:
+        for completion_ids, rows in unit.completions:
             inputs = completion_ids[:-1]
             own = stream.add_segment(inputs, context=prompt) if inputs else range(0)
-            stream.add_samples(samples, predict=lambda i, p=prompt, o=own: o[i - 1] if i else p[-1])
+            stream.add_rows(rows, predict=lambda i, p=prompt, o=own: o[i - 1] if i else p[-1])
     return _tensors(stream)
 
 
 def _add_sequence(stream: _Stream, unit: _Unit) -> None:
     """A prompt with a single completion is one ordinary causal segment."""
-    ((completion_ids, samples),) = unit.completions
+    ((completion_ids, rows),) = unit.completions
     whole = stream.add_segment(unit.prompt_ids + completion_ids[:-1], context=())
     before = len(unit.prompt_ids) - 1
-    stream.add_samples(samples, predict=lambda i: whole[before + i])
+    stream.add_rows(rows, predict=lambda i: whole[before + i])
+
+
+def plain_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
+    """One sequence whose every token but the first is predicted, at temperature 1; no advantage."""
+    ids = torch.tensor(token_ids, dtype=torch.int64)
+    inputs = ids.numel() - 1
+    ends = torch.tensor([0, inputs], dtype=torch.int32)
+    return MicroBatch(
+        input_ids=ids[:-1],
+        position_ids=torch.arange(inputs),
+        cu_seq_q=ends,
+        cu_seq_k=ends,
+        key_index=None,
+        max_q=inputs,
+        max_k=inputs,
+        predict=torch.arange(inputs),
+        targets=ids[1:],
+        inverse_temperature=torch.ones(inputs),
+        expand=None,
+        row=torch.zeros(inputs, dtype=torch.int64),
+        sampling_logprobs=torch.full((inputs,), math.nan),
+        old_logprobs=torch.full((inputs,), math.nan),
+        advantages=torch.zeros(1),
+    )
+
+
+def idle_micro_batch() -> MicroBatch:
+    """A pass through the model without a loss token: its loss and its gradients are 0.
+
+    Sharded ranks meet in collectives at every pass. One that has fewer micro-batches than another takes part
+    with these; a constant in their place would leave the others waiting.
+    """
+    index, values = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    plain = plain_micro_batch((0, 0))
+    return dataclasses.replace(plain, expand=index, row=index, sampling_logprobs=values, old_logprobs=values)
 
 
 def _tensors(stream: _Stream) -> MicroBatch:
@@ -267,8 +370,9 @@ def _tensors(stream: _Stream) -> MicroBatch:
         inverse_temperature=torch.tensor(stream.inverse_temperature, dtype=torch.float32),
         expand=long(stream.expand) if duplicated else None,
         row=long(stream.row),
+        sampling_logprobs=torch.tensor(stream.sampling_logprobs, dtype=torch.float32),
         old_logprobs=torch.tensor(stream.old_logprobs, dtype=torch.float32),
-        advantages=torch.tensor(stream.advantages, dtype=torch.float32),
+        advantages=torch.tensor(stream.token_advantages if stream.by_token else stream.advantages, dtype=torch.float32),
     )
 
 

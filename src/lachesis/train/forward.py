@@ -55,6 +55,16 @@ def target_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardP
     )
 
 
+def loss_token_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> TokenLogprobs:
+    """The same at the loss tokens [N]: equal completions are computed once and read by each of their rows."""
+    found = target_logprobs(model, micro, plan=plan)
+    if micro.expand is None:
+        return found
+    return TokenLogprobs(
+        logprobs=found.logprobs.index_select(0, micro.expand), entropies=found.entropies.index_select(0, micro.expand)
+    )
+
+
 def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) -> Tensor:
     """[M, H] hidden states of the base model, or [M, V] logits of the whole model, at ``micro.predict``."""
     keep = {"logits_to_keep": micro.predict} if plan.head == "model" else {}
@@ -159,5 +169,5 @@ def _agrees(model: PreTrainedModel, plan: ForwardPlan, probe: list[Group]) -> bo
         # An architecture that does not take these arguments is what the probe is there to find out.
         return False
     tolerance = 1e-4 if model.dtype == torch.float32 else 0.15
-    expected = micro.old_logprobs.to(found.device)
+    expected = micro.sampling_logprobs.to(found.device)
     return bool((found.float() - expected).abs().max() < tolerance)

@@ -122,9 +122,13 @@ def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, inverse_temperature: Tensor, softcap: float | None
 ) -> Tensor:
     """float32 (or float64) logits / temperature [C, V]."""
-    logits = torch.nn.functional.linear(hidden, weight, bias)
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        # The products are added up in float32 anyway: rounding the sums to 16 bits would only cost precision.
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+        logits = logits if bias is None else logits + bias
+    else:
+        logits = torch.nn.functional.linear(hidden, weight, bias)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     return logits * inverse_temperature[:, None]

@@ -19,6 +19,8 @@ from lachesis.types import EvalResult, Group
 class Evaluation(Protocol):
     """Held-out problems, when they are due."""
 
+    def due(self, step: int) -> bool: ...
+
     def maybe_run(self, step: int) -> EvalResult | None: ...
 
 
@@ -67,7 +69,7 @@ class Trainer:
                 batch = self.feed.next()  # back-pressure and deadlines live behind this
             with clock.measure("train_time"):
                 metrics = self.policy.accumulate(batch)
-            with clock.measure("sync_time"), self.bridge.update_to(step):
+            with clock.measure("sync_time"), self.bridge.update_to(step, due=self.evaluation.due(step)):
                 metrics |= self.policy.step()
             self.feed.advance(step)
             with clock.measure("eval_time"):
@@ -92,7 +94,11 @@ class Trainer:
         report = self.bridge.last_report
         if report is None:
             return {}
-        metrics: dict[str, MetricValue] = {"weight_version": Mean(float(report.version))}
+        metrics: dict[str, MetricValue] = {
+            "weight_version": Mean(float(report.version)),
+            "transfer_time": Mean(report.seconds),
+            "proof_time": Mean(report.proof_seconds),
+        }
         if report.canary_error is not None:
             metrics["canary_error"] = Mean(report.canary_error)
         return metrics

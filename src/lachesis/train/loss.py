@@ -23,7 +23,14 @@ from lachesis.errors import ConfigError
 from lachesis.train.loss_options import LossOptions
 from lachesis.train.ratios import SAMPLER_MODES, Rows, Terms, gather_terms
 
-__all__ = ["LossOptions", "PolicyLoss", "high_entropy_threshold", "policy_loss"]
+__all__ = [
+    "LossOptions",
+    "PolicyLoss",
+    "TokenLoss",
+    "high_entropy_threshold",
+    "policy_loss",
+    "require_token_correction",
+]
 
 
 class PolicyLoss(NamedTuple):
@@ -112,10 +119,14 @@ def constant_length(rows: Rows, options: LossOptions, num_sequences: float, num_
     return rows.mask / (max(num_sequences, 1) * options.max_completion_length)
 
 
+TokenLoss = Callable[[Terms, LossOptions], Tensor]
+"""The loss of each token, [T], with gradient."""
+
+
 class LossType(NamedTuple):
     """The loss of a token, and what a token weighs."""
 
-    per_token: Callable[[Terms, LossOptions], Tensor]
+    per_token: TokenLoss
     weight: Callable[[Rows, LossOptions, float, float], Tensor]
 
 
@@ -150,10 +161,15 @@ def off_policy_keep(terms: Terms, options: LossOptions) -> Tensor:
 def high_entropy_threshold(entropies: Tensor, *, mask: Tensor, top_quantile: float) -> Tensor:
     """The entropy that the highest ``top_quantile`` of the counted tokens reach (arXiv 2506.01939).
 
-    Give it float [T] and mask [T] of the whole optimizer step. A scalar, +inf where no token counts.
+    Give it float [T] and mask [T] of the whole optimizer step. A scalar, interpolated linearly as by
+    ``torch.quantile`` (which takes 16 million values and no more); +inf where no token counts.
     """
-    counted = entropies[mask != 0]
-    return torch.quantile(counted, 1 - top_quantile) if counted.numel() else entropies.new_tensor(math.inf)
+    counted = entropies[mask != 0].sort().values
+    if not counted.numel():
+        return entropies.new_tensor(math.inf)
+    place = (1 - top_quantile) * (counted.numel() - 1)
+    below = math.floor(place)
+    return counted[below].lerp(counted[min(below + 1, counted.numel() - 1)], place - below)
 
 
 @torch.no_grad()
@@ -193,6 +209,7 @@ def policy_loss(
     options: LossOptions,
     entropy_threshold: Tensor | float | None = None,
     num_high_entropy_tokens: float | None = None,
+    token_loss: TokenLoss | None = None,
 ) -> PolicyLoss:
     """The loss of a micro-batch, as its part of the loss of the whole optimizer step.
 
@@ -207,6 +224,7 @@ def policy_loss(
         num_sequences, num_tokens: counts over the whole optimizer step and all ranks.
         entropy_threshold, num_high_entropy_tokens: :func:`high_entropy_threshold` of the whole step, and how
             many of its tokens reach it; by default those of this micro-batch, which then is the whole.
+        token_loss: takes the place of the loss type's ℓ; masks, correction, KL and normalization stay.
 
     Raises:
         ConfigError: the options need what is not given, or cannot be combined.
@@ -224,8 +242,9 @@ def policy_loss(
         entropies=entropies,
         options=options,
     )
-    loss_type = LOSS_TYPES[options.loss_type]
-    loss = loss_type.per_token(terms, options)
+    per_token, weight = LOSS_TYPES[options.loss_type]
+    per_token = per_token if token_loss is None else token_loss
+    loss = per_token(terms, options)
     if options.off_policy_mask_threshold is not None:
         loss = loss * off_policy_keep(terms, options)
     kept, num_kept = terms.rows.mask, num_tokens
@@ -233,26 +252,26 @@ def policy_loss(
         kept = high_entropy_keep(terms, options, entropy_threshold)
         num_kept = float(kept.sum()) if num_high_entropy_tokens is None else num_high_entropy_tokens
         loss = loss * kept
-    if terms.correction is not None and loss_type.per_token is not vespo:  # vespo has it in its weight
+    if terms.correction is not None and per_token is not vespo:  # vespo has it in its weight
         loss = loss * terms.correction
     kl = kl_to_reference(terms, options) if options.beta else None
     if kl is not None:
         loss = loss + options.beta * kl
-    total = (loss * loss_type.weight(terms.rows, options, num_sequences, num_tokens)).sum()
+    total = (loss * weight(terms.rows, options, num_sequences, num_tokens)).sum()
     if options.entropy_coef:
         total = total - options.entropy_coef * (terms.entropies * kept).sum() / max(num_kept, 1)
-    return PolicyLoss(total, _metrics(terms, options, kl=kl))
+    return PolicyLoss(total, _metrics(terms, options, per_token=per_token, kl=kl))
 
 
 @torch.no_grad()
-def _metrics(terms: Terms, options: LossOptions, *, kl: Tensor | None) -> dict[str, Tensor]:
+def _metrics(terms: Terms, options: LossOptions, *, per_token: TokenLoss, kl: Tensor | None) -> dict[str, Tensor]:
     rows = terms.rows
     tokens = {"mean_ratio": terms.ratio, "mean_kl": terms.log_ratio.expm1() - terms.log_ratio}
     optional = {"entropy": terms.entropies, "kl_reference": kl, "sampling_ratio": terms.correction}
     tokens |= {name: values for name, values in optional.items() if values is not None}
-    sequences = {"vespo_weight": vespo_weight(terms, options)} if options.loss_type == "vespo" else {}
+    sequences = {"vespo_weight": vespo_weight(terms, options)} if per_token is vespo else {}
     level = tokens if options.importance_sampling_level == "token" else sequences
-    level |= _clip_indicators(terms, options)
+    level |= _clip_indicators(terms, options, per_token=per_token)
 
     metrics = _pairs(tokens, weight=rows.mask, total=rows.mask.sum())
     if sequences:
@@ -260,9 +279,8 @@ def _metrics(terms: Terms, options: LossOptions, *, kl: Tensor | None) -> dict[s
     return metrics
 
 
-def _clip_indicators(terms: Terms, options: LossOptions) -> dict[str, Tensor]:
+def _clip_indicators(terms: Terms, options: LossOptions, *, per_token: TokenLoss) -> dict[str, Tensor]:
     """Where r is beyond a bound on the side to which A pushes it. Bool [T]"""
-    per_token = LOSS_TYPES[options.loss_type].per_token
     if per_token is clipped:
         ratio = _capped(terms.ratio, options)
         low = (ratio < 1 - options.epsilon) & (terms.advantages < 0)
@@ -300,8 +318,14 @@ def _require_inputs(
             f"top_entropy_quantile={options.top_entropy_quantile:g} need entropies",
             remedy="give them, or leave both options at 0 and 1",
         )
+    if sampling is not None:
+        require_token_correction(options)
+
+
+def require_token_correction(options: LossOptions) -> None:
+    """Raise ConfigError where VESPO, whose weight is a product over tokens, would get a correction per sequence."""
     mode = options.vllm_importance_sampling_mode
-    corrects = sampling is not None and options.vllm_importance_sampling_correction
+    corrects = options.vllm_importance_sampling_correction
     if corrects and options.loss_type == "vespo" and SAMPLER_MODES[mode].of_sequence:
         raise ConfigError(
             f"loss_type='vespo' multiplies corrections of tokens, but vllm_importance_sampling_mode={mode!r} "

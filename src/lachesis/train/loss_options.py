@@ -75,6 +75,14 @@ class LossOptions:
         """``epsilon_high``, or ``epsilon`` where it is unset."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
+    @property
+    def ignores_zero_advantage(self) -> bool:
+        """Whether a row whose advantage is 0 has no gradient and bears on no other row's.
+
+        A KL term or an entropy bonus moves it all the same, and the entropy quantile is one of all tokens.
+        """
+        return not self.beta and not self.entropy_coef and self.top_entropy_quantile == 1
+
     def _require_number(
         self, name: str, *, low: float = -math.inf, high: float = math.inf, inclusive: bool = True
     ) -> None:

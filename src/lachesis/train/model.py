@@ -1,10 +1,9 @@
-"""Loading what is trained: model, tokenizer, adapter, reference."""
+"""Loading what is trained: model, tokenizer, adapter."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from lachesis.config.schema import AdapterConfig, LoraAdapter, ModelConfig
 from lachesis.errors import ModelError
+from lachesis.train.attach import WeightSource, attached_transformer
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,18 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerBase
 
 
-def load_model(config: ModelConfig, adapter: AdapterConfig) -> LoadedModel:
-    """Load, check and adapt.
+def load_model(config: ModelConfig, adapter: AdapterConfig, *, weights: WeightSource | None = None) -> LoadedModel:
+    """Load, check and adapt. With ``weights`` nothing is loaded: the model's parameters are those tensors.
 
     Raises:
         ModelError: no such model, no causal LM, no pad token, or adapter targets that match nothing.
     """
-    device = resolve_device(config.device)
     tokenizer = load_tokenizer(config)
-    transformer = _load_transformer(config, device=device)
+    if weights is None:
+        transformer = _load_transformer(config, device=resolve_device(config.device))
+    else:
+        transformer = attached_transformer(config, weights)
+        _switch_off_dropout(transformer)
     rows = transformer.get_input_embeddings().weight.shape[0]
     if tokenizer.pad_token_id >= rows:
         raise ModelError(
@@ -152,20 +155,6 @@ def add_lora(transformer: PreTrainedModel, adapter: LoraAdapter) -> PeftModel:
     if transformer.is_gradient_checkpointing:
         transformer.enable_input_require_grads()
     return model
-
-
-class Reference:
-    """The base model that the KL term compares with: the adapter switched off, or a frozen copy."""
-
-    def __init__(self, loaded: LoadedModel) -> None:
-        self._adapted = loaded.model if isinstance(loaded.model, PeftModel) else None
-        self.transformer = loaded.transformer
-        if self._adapted is None:
-            self.transformer = copy.deepcopy(loaded.transformer).requires_grad_(False).eval()
-
-    def active(self) -> AbstractContextManager[Any]:
-        """Within it, ``transformer`` computes the base model's logprobs."""
-        return self._adapted.disable_adapter() if self._adapted is not None else nullcontext()
 
 
 def context_length(config: ModelConfig) -> int:

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum
 from lachesis.train.backends.base import Backend
-from lachesis.train.batch import Batch, MicroBatch
-from lachesis.train.forward import ForwardPlan, plan_forward, target_logprobs
-from lachesis.train.loss import PolicyLoss, policy_loss
+from lachesis.train.batch import Batch, MicroBatch, idle_micro_batch
+from lachesis.train.canary import CanaryReader
+from lachesis.train.custom_loss import CustomLoss
+from lachesis.train.forward import ForwardPlan, loss_token_logprobs, plan_forward
+from lachesis.train.head import TokenLogprobs
+from lachesis.train.iterations import OldLogprobStore
+from lachesis.train.loss import PolicyLoss, high_entropy_threshold, policy_loss, require_token_correction
 from lachesis.train.loss_options import LossOptions
-from lachesis.train.model import LoadedModel, Reference
+from lachesis.train.model import LoadedModel
 from lachesis.train.optimizer import PolicyOptimizer
+from lachesis.train.reference import ReferenceOptions, SamplerReference, build_reference
 
 
 class OptimizerBuilder(Protocol):
     """Makes the optimizer over the parameters that are trained."""
 
     def __call__(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]], /) -> PolicyOptimizer: ...
+
+
+class StepCounts(NamedTuple):
+    """What a loss is normalized by: counts over the whole optimizer step and all ranks.
+
+    ``entropy_threshold`` and ``num_high_entropy_tokens`` are ``None`` where every token is kept.
+    """
+
+    num_sequences: int
+    num_tokens: int
+    entropy_threshold: Tensor | None = None
+    num_high_entropy_tokens: float | None = None
 
 
 class Policy:
@@ -34,6 +52,11 @@ class Policy:
         options: the loss.
         packing: as ``model.packing``.
         compile_layers: compile decoder layers.
+        reference: the KL term's; built where ``options.beta`` > 0 or the custom loss asks for it.
+        custom_loss: takes the place of the loss type's loss of a token.
+
+    Raises:
+        ConfigError: options that cannot be combined.
     """
 
     def __init__(
@@ -45,32 +68,51 @@ class Policy:
         options: LossOptions,
         packing: str = "auto",
         compile_layers: bool = False,
+        reference: ReferenceOptions | None = None,
+        custom_loss: CustomLoss | None = None,
     ) -> None:
+        require_token_correction(options)
         self.loaded = loaded
         self.model = loaded.model
         self.transformer = loaded.transformer
         self.options = options
+        self.custom_loss = custom_loss
         self.backend = backend
         # Dropout (an adapter's) is for accumulate() only: probes, canary and engine see the network as it is.
         self.model.eval()
         self.plan: ForwardPlan = plan_forward(self.transformer, packing=packing)  # type: ignore[arg-type]
-        self.reference = Reference(loaded) if options.beta > 0 else None
+        needs_reference = options.beta > 0 or (custom_loss is not None and custom_loss.needs_reference)
+        self.reference = (
+            build_reference(loaded, plan=self.plan, options=reference or ReferenceOptions())
+            if needs_reference
+            else None
+        )
         backend.prepare(self.transformer, compile_layers=compile_layers)
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = optimizer_builder(trained)
         self.device = next(self.transformer.parameters()).device
+        self._canary = CanaryReader(self.transformer, plan=self.plan)
+        self._old = OldLogprobStore()
+
+    @property
+    def ignores_zero_advantage(self) -> bool:
+        """Whether leaving out rows whose advantage is 0 changes nothing; a custom loss may do anything with them."""
+        return self.options.ignores_zero_advantage and self.custom_loss is None
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
         """Forward and backward over all micro-batches; gradients add up, nothing is updated.
 
-        The gradient is that of the loss over the whole batch, whatever the split into micro-batches.
+        The gradient is that of the loss over the whole batch, whatever the split into micro-batches, and over
+        all ranks. A batch of several iterations is given once for each, in order. Where no rank has a
+        micro-batch there is no gradient, and the optimizer leaves the weights alone.
         """
+        micro_batches = self._passes(batch)
+        self._old.begin(batch, num_passes=len(micro_batches))
+        counts = self._count(batch, micro_batches)
         self.model.train()
-        num_sequences, num_tokens = self.backend.sum_counts(batch.num_sequences, batch.num_tokens)
         parts = []
-        for micro in batch.micro_batches:
-            micro = micro.to(self.device)
-            output = self._loss(micro, num_sequences=num_sequences, num_tokens=num_tokens)
+        for index, micro in enumerate(micro_batches):
+            output = self._loss(batch, index, micro.to(self.device), counts)
             output.loss.backward()
             parts.append({"loss": output.loss.detach(), **output.metrics})
         self.model.eval()
@@ -91,45 +133,106 @@ class Policy:
         rate = self.optimizer.learning_rate
         norm = self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.reference is not None:
+            self.reference.after_step(self.optimizer.steps_taken)
         return {"grad_norm": Mean(norm), "learning_rate": Mean(rate)}
 
-    @torch.no_grad()
     def canary(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of ``token_ids[1:]`` at temperature 1, through the path that training takes."""
-        micro = canary_micro_batch(token_ids).to(self.device)
-        return target_logprobs(self.transformer, micro, plan=self.plan).logprobs.float().tolist()
-
-    def _loss(self, micro: MicroBatch, *, num_sequences: int, num_tokens: int) -> PolicyLoss:
-        reference = self._reference_logprobs(micro)
-        found = target_logprobs(self.transformer, micro, plan=self.plan)
-        logprobs, entropies = found.logprobs, found.entropies
-        if micro.expand is not None:
-            logprobs, entropies = logprobs.index_select(0, micro.expand), entropies.index_select(0, micro.expand)
-        output = policy_loss(
-            logprobs,
-            row=micro.row,
-            mask=torch.ones_like(logprobs),
-            advantages=micro.advantages,
-            old_logprobs=micro.old_logprobs,
-            ref_logprobs=reference,
-            entropies=entropies,
-            num_sequences=num_sequences,
-            num_tokens=num_tokens,
-            options=self.options,
-        )
-        difference = (logprobs.detach() - micro.old_logprobs).abs()
-        known = ~difference.isnan()
-        alignment = torch.stack([difference.nansum(), known.sum().to(difference.dtype)])
-        aligned = {"logprob_diff_mean": alignment, "logprob_diff_max": difference.nan_to_num(0.0).max()}
-        return PolicyLoss(output.loss, {**output.metrics, **aligned})
+        return self._canary.read(token_ids)
 
     @torch.no_grad()
-    def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
-        if self.reference is None:
-            return None
-        with self.reference.active():
-            logprobs = target_logprobs(self.reference.transformer, micro, plan=self.plan).logprobs
-        return logprobs if micro.expand is None else logprobs.index_select(0, micro.expand)
+    def recompute_logprobs(self, batch: Batch) -> Batch:
+        """The batch with the trainer's π_old fixed as of now, where it would be that of its first use.
+
+        Log s stays as it is, and so does a π_old that is s. All ranks call it together.
+        """
+        scored = [(micro, self._scores(micro.to(self.device)).logprobs.cpu()) for micro in self._passes(batch)]
+        fixed = [
+            replace(micro, old_logprobs=torch.where(micro.old_logprobs.isnan(), now, micro.old_logprobs.to(now.dtype)))
+            for micro, now in scored
+        ]
+        return replace(batch, micro_batches=tuple(fixed[: len(batch.micro_batches)]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs beyond weights and optimizer: the reference, and old logprobs in use."""
+        reference = {} if self.reference is None else self.reference.state_dict()
+        return {"reference": reference, "old_logprobs": self._old.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The reverse of :meth:`state_dict`.
+
+        Raises:
+            CheckpointError: it is of another reference.
+        """
+        if self.reference is not None:
+            self.reference.load_state_dict(state["reference"])
+        self._old.load_state_dict(state["old_logprobs"])
+
+    def _passes(self, batch: Batch) -> list[MicroBatch]:
+        """The batch's micro-batches, and idle ones up to the number that the busiest rank has.
+
+        Which rows are left out for want of an advantage is each rank's own affair; how many passes
+        all of them take part in is decided together, before the first collective.
+        """
+        passes = self.backend.max_count(len(batch.micro_batches))
+        return [*batch.micro_batches, *(idle_micro_batch() for _ in range(passes - len(batch.micro_batches)))]
+
+    @torch.no_grad()
+    def _count(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> StepCounts:
+        """With an entropy quantile this takes a first pass: the quantile is one of all tokens of the step."""
+        num_sequences, num_tokens = self.backend.sum_counts(batch.num_sequences, batch.num_tokens)
+        counts = StepCounts(num_sequences, num_tokens)
+        if self.options.top_entropy_quantile == 1 or not micro_batches:
+            return counts
+        own = torch.cat([self._scores(micro.to(self.device)).entropies for micro in micro_batches])
+        entropies = self.backend.gather_values(own)
+        top = self.options.top_entropy_quantile
+        threshold = high_entropy_threshold(entropies, mask=torch.ones_like(entropies), top_quantile=top)
+        reached = float((entropies >= threshold).sum())
+        return counts._replace(entropy_threshold=threshold, num_high_entropy_tokens=reached)
+
+    def _loss(self, batch: Batch, index: int, micro: MicroBatch, counts: StepCounts) -> PolicyLoss:
+        reference = None if self.reference is None else self.reference.logprobs(micro)
+        scores = self._scores(micro)
+        current = scores.logprobs.detach()
+        if isinstance(self.reference, SamplerReference) and reference is not None:
+            # Where the sampler's logprob is unknown the KL is 0.
+            reference = torch.where(reference.isnan(), current, reference.to(current.dtype))
+        output = policy_loss(
+            scores.logprobs,
+            row=micro.row,
+            mask=torch.ones_like(current),
+            advantages=micro.advantages,
+            old_logprobs=self._old.take(batch, index, micro, current=current),
+            sampling_logprobs=micro.sampling_logprobs if self._uses_sampler else None,
+            ref_logprobs=reference,
+            entropies=scores.entropies,
+            options=self.options,
+            token_loss=self.custom_loss,
+            **counts._asdict(),
+        )
+        # Later uses of a batch differ from the sampler because of what was learned from it.
+        aligned = _alignment(current, micro.sampling_logprobs) if batch.iteration == 0 else {}
+        return PolicyLoss(output.loss, {**output.metrics, **aligned})
+
+    @property
+    def _uses_sampler(self) -> bool:
+        options = self.options
+        corrects = options.vllm_importance_sampling_correction or options.off_policy_mask_threshold is not None
+        return corrects or self.custom_loss is not None
+
+    def _scores(self, micro: MicroBatch) -> TokenLogprobs:
+        return loss_token_logprobs(self.transformer, micro, plan=self.plan)
+
+
+def _alignment(current: Tensor, sampled: Tensor) -> dict[str, Tensor]:
+    """How far trainer and sampler are apart: (sum, count) [2], and the largest."""
+    difference = (current - sampled).abs()
+    known = ~difference.isnan()
+    pair = torch.stack([difference.nansum(), known.sum().to(difference.dtype)])
+    largest = torch.nn.functional.pad(difference.nan_to_num(0.0), (0, 1)).max()  # of no tokens too
+    return {"logprob_diff_mean": pair, "logprob_diff_max": largest}
 
 
 def _fetch(parts: Sequence[dict[str, Tensor]]) -> dict[str, MetricValue]:
@@ -149,26 +252,3 @@ def _fetch(parts: Sequence[dict[str, Tensor]]) -> dict[str, MetricValue]:
         else:
             metrics[name] = Max(next(numbers)) if name.endswith("_max") else Sum(next(numbers))
     return metrics
-
-
-def canary_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
-    """One plain sequence whose every token but the first is predicted, at temperature 1."""
-    ids = torch.tensor(token_ids, dtype=torch.int64)
-    inputs = ids.numel() - 1
-    ends = torch.tensor([0, inputs], dtype=torch.int32)
-    return MicroBatch(
-        input_ids=ids[:-1],
-        position_ids=torch.arange(inputs),
-        cu_seq_q=ends,
-        cu_seq_k=ends,
-        key_index=None,
-        max_q=inputs,
-        max_k=inputs,
-        predict=torch.arange(inputs),
-        targets=ids[1:],
-        inverse_temperature=torch.ones(inputs),
-        expand=None,
-        row=torch.zeros(inputs, dtype=torch.int64),
-        old_logprobs=torch.full((inputs,), float("nan")),
-        advantages=torch.zeros(1),
-    )

@@ -42,7 +42,11 @@ class RunCheckpoints:
             self._manager.save(
                 step,
                 tensors=self._policy.backend.gather_weights(self._policy.model),
-                state={"optimizer": self._policy.optimizer.state_dict(), "rng": capture_rng()},
+                state={
+                    "optimizer": self._policy.optimizer.state_dict(),
+                    "rng": capture_rng(),
+                    "policy": self._policy.state_dict(),
+                },
                 meta={"step": step, "feed": self._feed.state_dict()},
             )
 
@@ -59,6 +63,7 @@ class RunCheckpoints:
         checkpoint = self._manager.load(step)
         self._load_weights(checkpoint)
         self._policy.optimizer.load_state_dict(checkpoint.state["optimizer"])
+        self._policy.load_state_dict(checkpoint.state["policy"])
         self._feed.load_state_dict(checkpoint.meta["feed"])
         restore_rng(checkpoint.state["rng"])
         return step

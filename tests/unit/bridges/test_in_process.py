@@ -78,7 +78,7 @@ def test_an_update_pauses_transfers_proves_and_resumes_in_this_order():
     with bridge.update_to(1):
         engine.calls.append("optimizer step")
         policy.value = -2.0
-    assert engine.calls == ["pause", "optimizer step", "set_version 1", "canary of version 1", "resume"]
+    assert engine.calls == ["pause", "optimizer step", "set_version 1", "resume", "canary of version 1"]
     assert engine.health().version == 1
     assert not engine.health().paused
 

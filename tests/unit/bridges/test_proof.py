@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from lachesis.bridges.proof import TOLERANCE, SyncProof, largest_difference
-from lachesis.errors import StaleWeights
+from lachesis.errors import EngineError, StaleWeights
 from lachesis.types import CanaryReading
 
 TOKENS = (5, 12, 19)
@@ -147,3 +147,54 @@ def test_largest_difference():
     assert largest_difference([], []) == 0.0
     assert largest_difference([1.0], [1.0, 2.0]) == math.inf
     assert math.isnan(largest_difference([math.nan, 0.0], [0.0, 5.0]))
+
+
+def digest_proof(trainer: dict[str, int], engine: dict[str, int], *, concurrent: bool = False) -> SyncProof:
+    return SyncProof(
+        token_ids=TOKENS,
+        trainer=lambda _: (-1.0, -2.0),
+        engine=lambda _: CanaryReading((-1.0, -2.0), version=1, session_id="mine"),
+        session_id="mine",
+        dtype="bfloat16",
+        trainer_digests=lambda: trainer,
+        engine_digests=lambda: engine,
+        concurrent=concurrent,
+    )
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_equal_digests_are_proof_and_further_tensors_of_the_engine_do_no_harm(concurrent):
+    assert digest_proof({"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}, concurrent=concurrent).confirm(version=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        ({"a": 1, "c": 3}, r"of 3 tensors in the engine 1 are not there \(b\)"),
+        ({"a": 2, "b": 1, "c": 3}, r"2 are not the trainer's \(a, b\)"),
+        ({"a": 1, "b": 9}, r"1 are not the trainer's \(b\) and 1 are not there \(c\)"),
+    ],
+    ids=["dropped", "swapped", "old and dropped"],
+)
+def test_digests_see_what_a_canary_in_bfloat16_cannot(engine, said):
+    with pytest.raises(StaleWeights, match=said) as caught:
+        digest_proof({"a": 1, "b": 2, "c": 3}, engine).confirm(version=1)
+    assert caught.value.remedy
+
+
+def test_an_engine_that_fails_while_the_trainer_reads_is_not_lost():
+    def broken() -> dict[str, int]:
+        raise EngineError("the engine is gone")
+
+    proof = SyncProof(
+        token_ids=TOKENS,
+        trainer=lambda _: (-1.0, -2.0),
+        engine=lambda _: CanaryReading((-1.0, -2.0), version=1, session_id="mine"),
+        session_id="mine",
+        dtype="float32",
+        trainer_digests=dict,
+        engine_digests=broken,
+        concurrent=True,
+    )
+    with pytest.raises(EngineError, match="gone"):
+        proof.confirm(version=1)

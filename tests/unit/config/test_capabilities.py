@@ -22,5 +22,5 @@ def test_in_process():
 
 
 def test_an_unknown_bridge():
-    with pytest.raises(ConfigError, match=r"no bridge 'pigeon' -> use one of in_process"):
+    with pytest.raises(ConfigError, match=r"no bridge 'pigeon' -> use one of broadcast, in_process"):
         bridge_capabilities("pigeon")

@@ -1,21 +1,21 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-
 import pytest
 
-from lachesis.config.explain import explain
+from lachesis.config.dialects.table import Dialect, Entry, cannot, nothing
+from lachesis.config.explain import Alias, explain
 from lachesis.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class Table:
-    name: str
-    paths: Mapping[str, str]
-
-
-TRAINER = Table("trainer", {"lr": "optimizer.learning_rate", "group-size": "sampling.num_generations"})
+TRAINER = Dialect(
+    "trainer",
+    [
+        Entry("lr", "optimizer.learning_rate", default=3e-4, note="twice as large"),
+        Entry("group-size", "sampling.num_generations"),
+        *nothing("the sky is always blue", "sky.color"),
+        *cannot("there are no birds", "birds"),
+    ],
+    prefix="--",
+)
 
 
 def test_a_full_path():
@@ -39,7 +39,7 @@ def test_a_bare_name_that_one_key_has(name):
 
 
 def test_a_required_key_has_no_default():
-    assert explain("steps").explanations[0].default is None
+    assert explain("model.path").explanations[0].default is None
 
 
 def test_the_end_of_a_path_is_enough():
@@ -49,7 +49,10 @@ def test_the_end_of_a_path_is_enough():
 def test_an_ambiguous_name_lists_all():
     answer = explain("every_steps")
     assert answer.meaning == "several"
-    assert [found.section for found in answer.explanations] == ["evaluation", "checkpoint", "logging"]
+    assert [found.section for found in answer.explanations] == [
+        *("bridge", "bridge", "evaluation", "checkpoint", "logging")
+    ]
+    assert answer.explanations[0].kinds != answer.explanations[1].kinds
 
 
 def test_a_section_lists_its_keys_and_those_of_sections_in_it():
@@ -82,14 +85,48 @@ def test_dashes_in_a_dialect_are_underscores():
     assert found.path == "sampling.num_generations"
 
 
-def test_a_name_that_is_ours_and_a_dialects_lists_both():
-    other = Table("other", {"temperature": "evaluation.temperature"})
+def test_a_name_that_is_ours_and_a_dialects_is_told_once_with_all_its_names():
+    other = Dialect("other", [Entry("temperature", "evaluation.temperature"), Entry("x.steps", "sampling.top_k")])
     answer = explain("temperature", dialects=[other])
     assert [(found.path, found.dialect) for found in answer.explanations] == [
         ("sampling.temperature", ""),
         ("evaluation.temperature", ""),
-        ("evaluation.temperature", "other"),
     ]
+    assert answer.explanations[0].aliases == ()
+    assert answer.explanations[1].aliases == (Alias("other", "temperature"),)
+    assert [(found.path, found.dialect) for found in explain("steps", dialects=[other]).explanations] == [
+        ("run.steps", ""),
+        ("sampling.top_k", "other"),
+    ]
+
+
+def test_an_alias_has_its_default_and_what_is_different():
+    (found,) = explain("optimizer.learning_rate", dialects=[TRAINER]).explanations
+    assert found.dialect == ""
+    assert found.aliases == (Alias("trainer", "--lr", "0.0003", "twice as large"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("color", "the sky is always blue"), ("--birds", "not honoured: there are no birds")],
+)
+def test_a_name_that_sets_nothing_says_what_is_done_instead(name, expected):
+    (found,) = explain(name, dialects=[TRAINER]).explanations
+    assert (found.path, found.dialect, found.description) == ("", "trainer", expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("base_model", "model.path"),
+        ("trl.vllm_lora_sync", "bridge.kind"),
+        ("per_device_train_batch_size", "batch.micro_batch_size"),
+        ("--kl-coef", "algorithm.beta"),
+        ("max-model-len", "engine.max_model_len"),
+    ],
+)
+def test_the_names_of_the_other_trainers_are_known_unasked(name, path):
+    assert explain(name).explanations[0].path == path
 
 
 @pytest.mark.parametrize(

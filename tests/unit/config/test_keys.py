@@ -59,7 +59,7 @@ def test_a_key_of_the_schema():
     assert (key.section, key.name) == ("optimizer", "learning_rate")
     assert key.type == "number > 0 or null"
     assert key.default == "unset"
-    (required,) = find_keys("run.steps")
+    (required,) = find_keys("model.path")
     assert required.default is None
 
 

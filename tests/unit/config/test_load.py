@@ -102,7 +102,12 @@ def test_the_dump_holds_every_key(build):
         ("adapter: {kind: [lora]}", "adapter.kind (line 9): expected one of none, lora, got a list ['lora']"),
         ("run.steps: 5", "run.steps (line 9): unknown key; write steps in a line below run:, indented"),
         ("adapter: {kind: lora, r: 0}", "adapter.r (line 9): expected a whole number >= 1, got the number 0"),
-        ("engine: {kind: vllm}", "engine.kind (line 9): expected embedded, got the text 'vllm'"),
+        (
+            "engine: {kind: vlm}",
+            "engine.kind (line 9): expected one of embedded, embedded_server, vllm, http, got the text 'vlm'; did you",
+        ),
+        ("logging: {wandb: {project: p, nam: x}}", "did you mean logging.wandb.name?"),
+        ("base_model: m", "base_model (line 9): unknown key; it is Axolotl's, and here model.path"),
         ("sampling:", "sampling (line 9): expected keys, got nothing (null); give it keys or remove it"),
         ("batch: 3", "batch (line 9): expected keys, got the number 3"),
         ("epsilon: 0.3", "epsilon (line 9): unknown key; it belongs to algorithm.epsilon"),
@@ -134,16 +139,25 @@ def test_all_problems_come_at_once_and_each_key_once(write):
         "model.path",
         "--set broken",
         "run.steps",
-        "adapter.targets",
         "data.path",
+        "adapter.targets",
         "rewards.functions[1]",
         "sampling.typo",
     ]
 
 
+def test_problems_inside_a_list_of_datasets_say_which(write, minimal):
+    data = "data: {path: a.jsonl, more: [{path: b.jsonl, splt: x}, {path: 3}, {}]}"
+    message = message_of(write(minimal.replace("data:\n  path: train.jsonl", data)))
+    assert "data.more[0].splt (line 5): unknown key; list of mappings with path, name, split" in message
+    assert "data.more[1].path (line 5): Input should be a valid string, got the number 3" in message
+    assert "data.more[2].path (line 5): Field required" in message
+
+
 def test_missing_keys_are_named_with_the_place_of_their_section(write):
     message = message_of(write("run:\n  name: x\nmodel: {path: m}\nrewards: {functions: [a.b]}\n"))
     assert "run.steps (line 1): missing, but required: Number of optimizer steps." in message
+    assert "Required with" not in message
     assert "data.path: missing, but required" in message
 
 
@@ -159,7 +173,7 @@ def test_missing_keys_are_named_with_the_place_of_their_section(write):
             "optimiser.learning_rate=1",
             "optimiser (--set optimiser.learning_rate): unknown key; did you mean opti",
         ),
-        ("run.steps=many", "run.steps (--set run.steps): expected a whole number >= 1, got the text 'many'"),
+        ("run.steps=many", "run.steps (--set run.steps): expected a whole number >= 1 or null, got the"),
         ("run.steps.more=1", "run.steps (line 2) is the number 10 and has no keys"),
         ("optimizer.kind.more=1", "expected one of adamw, adamw_8bit"),
     ],

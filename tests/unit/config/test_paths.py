@@ -56,6 +56,64 @@ def test_a_model_is_a_path_if_it_looks_like_one_or_is_one(places):
     assert resolve_model("org/model", base_dir=base) == f"{base}/org/model"
 
 
+@pytest.mark.parametrize(
+    ("value", "is_path"),
+    [("a.jsonl", True), ("a/b.parquet", True), ("./data", True), ("openai/gsm8k", False), ("squad", False)],
+)
+def test_data_is_a_path_if_it_looks_like_one(places, build, value, is_path):
+    base, cwd = places
+    data = resolve_all(build(data={"path": value, "more": [{"path": value}]}), base_dir=base, cwd=cwd).data
+    expected = str(resolve_path(base, value)) if is_path else value
+    assert (data.path, data.more[0].path) == (expected, expected)
+
+
+def test_data_is_a_path_if_it_is_there(places, build):
+    base, cwd = places
+    (base / "openai" / "gsm8k").mkdir(parents=True)
+    config = resolve_all(build(data={"path": "openai/gsm8k"}), base_dir=base, cwd=cwd)
+    assert config.data.path == f"{base}/openai/gsm8k"
+
+
+def test_a_reward_may_be_a_model(places, build):
+    base, cwd = places
+    functions = ["org/reward-1.5b", "./rm", "a/b.py:f"]
+    resolved = resolve_all(build(rewards={"functions": functions}), base_dir=base, cwd=cwd)
+    assert resolved.rewards.functions == ["org/reward-1.5b", f"{base}/rm", f"{base}/a/b.py:f"]
+
+
+def test_all_functions_and_paths(places, build):
+    base, cwd = places
+    (base / "m.py").touch()
+    config = build(
+        data={"transform": "m.f", "prepared_path": "p", "more": [{"path": "x.csv", "transform": "m.g"}]},
+        source={"kind": "local", "rollout_func": "m.h"},
+        algorithm={"loss": "m.loss"},
+        bridge={"kind": "shared_vllm", "config_path": "b.json"},
+    )
+    resolved = resolve_all(config, base_dir=base, cwd=cwd)
+    assert (resolved.data.transform, resolved.data.prepared_path) == (f"{base}/m.py:f", f"{base}/p")
+    assert resolved.data.more[0].transform == f"{base}/m.py:g"
+    assert resolved.source.kind == "local" and resolved.source.rollout_func == f"{base}/m.py:h"
+    assert resolved.algorithm.loss == f"{base}/m.py:loss"
+    assert resolved.bridge.kind == "shared_vllm" and resolved.bridge.config_path == f"{base}/b.json"
+
+
+def test_in_a_file_of_another_trainers_the_current_directory_comes_first(places, build):
+    base, cwd = places
+    (base / "rewards.py").touch()
+    (base / "here.jsonl").touch()
+    config = build(data={"path": "here.jsonl", "eval_path": "none.jsonl"}, rewards={"functions": ["rewards.f"]})
+    resolved = resolve_all(config, base_dir=base, cwd=cwd, like_theirs=True)
+    assert resolved.data.path == f"{base}/here.jsonl"
+    assert resolved.data.eval_path == f"{cwd}/none.jsonl"
+    assert resolved.rewards.functions == [f"{base}/rewards.py:f"]
+    for name in ("rewards.py", "here.jsonl"):
+        (cwd / name).touch()
+    resolved = resolve_all(config, base_dir=base, cwd=cwd, like_theirs=True)
+    assert resolved.data.path == f"{cwd}/here.jsonl"
+    assert resolved.rewards.functions == [f"{cwd}/rewards.py:f"]
+
+
 def test_resolve_all(places, build):
     base, cwd = places
     (base / "rewards.py").touch()

@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from lachesis.config.dialects import DIALECTS
 from lachesis.config.keys import all_keys
 
 GENERATOR = Path(__file__).parents[3] / "docs" / "generate_reference.py"
@@ -27,6 +28,18 @@ def test_the_committed_reference_is_up_to_date(generator):
     assert committed == generator.render(), "run: python docs/generate_reference.py"
 
 
+def test_the_committed_migration_page_is_up_to_date(generator):
+    committed = GENERATOR.with_name("migration.md").read_text(encoding="utf-8")
+    assert committed == generator.render_migration(), "run: python docs/generate_reference.py"
+
+
+def test_every_name_of_another_trainer_has_a_row(generator):
+    page = generator.render_migration()
+    for dialect in DIALECTS:
+        for name in dialect.entries:
+            assert f"| `{dialect.prefix}{name}` | " in page
+
+
 def test_every_key_has_a_row(generator):
     page = generator.render()
     sections = dict(part.split("`\n", 1) for part in page.split("\n## `")[1:])
@@ -35,5 +48,5 @@ def test_every_key_has_a_row(generator):
 
 
 def test_the_required_keys_are_listed(generator):
-    expected = "**Required** keys are `run.steps`, `model.path`, `data.path`, `rewards.functions`."
-    assert expected in generator.render()
+    page = generator.render()
+    assert "**Required** keys are `model.path` and one of `run.steps` and `run.epochs`; with" in page

@@ -7,6 +7,16 @@ from lachesis.config.rules import check, learning_rate
 from lachesis.errors import ConfigError
 
 LORA = {"kind": "lora"}
+VLLM = {"kind": "vllm"}
+HTTP = {"kind": "http"}
+SHARED = {"kind": "shared_vllm"}
+ATROPOS = {"kind": "atropos"}
+ASYNC = {
+    "engine": HTTP,
+    "bridge": {"kind": "broadcast"},
+    "pipeline": {"async_prefetch": True},
+    "algorithm": {"sampler_correction": "token_truncate"},
+}
 
 
 def test_the_defaults_have_nothing_to_complain_about(build):
@@ -36,6 +46,62 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         (
             {"model": {"dtype": "float16"}, "optimizer": {"weight_update": "stochastic_rounding"}},
             "stochastic_rounding is for bfloat16 and model.dtype is float16",
+        ),
+        ({"data": {"transform": "prompts"}}, "data.transform: 'prompts' is neither FILE.py:FUNCTION"),
+        ({"data": {"more": [{"path": "b.jsonl", "transform": "f"}]}}, "data.more[0].transform: 'f' is neither"),
+        ({"data": {"path": None, "more": [{"path": "b.jsonl"}]}}, "data.more is further data besides data.path"),
+        ({"algorithm": {"loss": "mine"}}, "algorithm.loss: 'mine' is neither"),
+        ({"source": {"kind": "local", "rollout_func": "f"}}, "source.rollout_func: 'f' is neither"),
+        ({"data": {"eval_split": "test", "eval_size": 0.1}}, "data.eval_split and data.eval_size both"),
+        ({"evaluation": {"samples_per_problem": 4}}, "all samples of a problem would be the same"),
+        ({"sampling": {"guided_regex": "a+"}}, "sampling.guided_regex is vLLM's, and engine.kind is embedded"),
+        (
+            {"engine": VLLM, "bridge": SHARED, "sampling": {"generation_kwargs": {"top_p": 0.5, "n": 2}}},
+            "sampling.generation_kwargs.top_p has a key of its own",
+        ),
+        ({"sampling": {"min_tokens": 300}}, "sampling.min_tokens 300 is more than max_completion_length 256"),
+        ({"algorithm": {"kl_reference": "ema"}}, "kl_reference is ema and beta 0"),
+        ({"algorithm": {"top_entropy_quantile": 0.0}}, "trains on no token"),
+        (
+            {"algorithm": {"sampler_correction": "token_mask", "sampler_correction_max": None}},
+            "sampler_correction token_mask has no bound",
+        ),
+        (
+            {"algorithm": {"sampler_correction": "token_mask", "sampler_correction_min": 3.0}},
+            "sampler_correction_min 3 is not below sampler_correction_max 3",
+        ),
+        ({"model": {"quantization": "nf4"}}, "model.quantization nf4 holds weights that cannot be trained"),
+        ({"pipeline": {"async_prefetch": True, "max_staleness": 0}}, "max_staleness 0 drops them all"),
+        (
+            {"pipeline": {"reroll_start_fraction": 0.5, "reroll_max_groups": 33}},
+            "reroll_max_groups 33 is more than batch.prompts_per_step 32",
+        ),
+        (
+            {"source": ATROPOS, "pipeline": {"reroll_start_fraction": 0.5}},
+            "source.kind is atropos, whose protocol cannot take a prompt back",
+        ),
+        ({"source": ATROPOS, "run": {"steps": None, "epochs": 1.0}}, "source.kind atropos has none; set run.steps"),
+        ({"source": ATROPOS, "data": {"eval_size": 5}, "rewards": {"functions": []}}, "there are none; set them"),
+        ({"engine": VLLM}, "in_process reaches the trainer's own process only, and engine.kind is vllm"),
+        ({"bridge": SHARED}, "engine.kind embedded has the trainer's own weights and no bridge but in_process"),
+        ({"engine": VLLM, "bridge": {"kind": "lora_only"}}, "transfers adapters only, and adapter.kind is none"),
+        ({"engine": HTTP, "bridge": {"kind": "none"}}, "engine.kind http is not the run's to restart"),
+        ({"engine": HTTP, "bridge": {"kind": "lora_restart"}, "adapter": {"kind": "lora"}}, "set engine.kind: vllm or"),
+        ({"engine": {**VLLM, "tensor_parallel_size": 2}, "bridge": SHARED}, "holds slices that no layer"),
+        ({"engine": {**VLLM, "data_parallel_size": 2}, "bridge": SHARED}, "data_parallel_size 2 makes several"),
+        ({"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": SHARED}, "a sleeping engine gives up the tensors"),
+        ({"engine": VLLM, "bridge": SHARED, "adapter": {"kind": "lora"}}, "use lora_only with share_base"),
+        (
+            {
+                "engine": {**VLLM, "tensor_parallel_size": 2},
+                "bridge": {"kind": "lora_only", "share_base": True},
+                "adapter": {"kind": "lora"},
+            },
+            "bridge.share_base gives the trainer the engine's own tensors",
+        ),
+        (
+            {"engine": {**VLLM, "max_model_len": 200}, "bridge": SHARED},
+            "engine.max_model_len 200 is less than a longest prompt and completion (257",
         ),
     ],
 )
@@ -115,7 +181,73 @@ def test_all_problems_are_told_at_once(build):
         ({"checkpoint": {"save_final": False}}, "warning", "checkpoint", "leaves no trained weights"),
         ({"checkpoint": {"every_steps": 11}}, "note", "checkpoint", "more than run.steps 10"),
         ({"checkpoint": {"keep_last": 5}}, "note", "checkpoint", "keep_last does nothing"),
-        ({"bridge": {"proof": False}}, "warning", "bridge", "stale weights would go unnoticed"),
+        (
+            {"data": {"transform": "a.b", "format": "messages"}},
+            "warning",
+            "data",
+            "data.format messages does nothing: data.transform makes the prompts",
+        ),
+        ({"data": {"eval_split": "train"}}, "warning", "held_out", "data.eval_split is data.split"),
+        ({"sampling": {"presence_penalty": 1.0}}, "warning", "truncated_sampling", "sampling.presence_penalty 1: "),
+        ({"algorithm": {"loss": "a.b", "loss_type": "dapo"}}, "warning", "loss", "algorithm.loss takes its place"),
+        ({"algorithm": {"loss_type": "cispo"}}, "warning", "loss", "every weight is at most epsilon 0.2; 5 is usual"),
+        ({"algorithm": {"sapo_temperature_pos": 2.0}}, "note", "loss", "algorithm.sapo_temperature_pos do nothing"),
+        ({"algorithm": {"delta": 1.1}}, "warning", "loss", "delta 1.1 is not above 1 + epsilon 1.2"),
+        ({"algorithm": {"ref_sync_steps": 8}}, "note", "reference", "ref_sync_steps does nothing"),
+        (
+            {"algorithm": {"kl_reference": "ema", "beta": 0.1, "ref_mixup_alpha": 0.0}},
+            "warning",
+            "reference",
+            "never moves the reference",
+        ),
+        ({"algorithm": {"sampler_correction_min": 0.1}}, "note", "sampler_correction", "does nothing with sampler"),
+        ({"algorithm": {"num_iterations": 4}}, "note", "iterations", "trained on 2 times; 8 or 12 steps are"),
+        ({"pipeline": {"prefetch_depth": 2}}, "note", "prefetch", "while pipeline.async_prefetch is false"),
+        ({**ASYNC, "algorithm": {}}, "warning", "prefetch", "token_truncate weights them right"),
+        (
+            {**ASYNC, "pipeline": {"async_prefetch": True, "prefetch_depth": 5}},
+            "warning",
+            "prefetch",
+            "prefetch_depth 5 is more than max_staleness 4",
+        ),
+        (
+            {**ASYNC, "engine": {"kind": "embedded"}, "bridge": {"kind": "in_process"}},
+            "warning",
+            "prefetch",
+            "so little overlaps",
+        ),
+        ({"pipeline": {"streaming_min_groups": 2}}, "note", "streaming", "while pipeline.streaming is false"),
+        (
+            {"pipeline": {"streaming": True, "streaming_min_groups": 33}},
+            "warning",
+            "streaming",
+            "nothing is scored before the batch is whole",
+        ),
+        ({"pipeline": {"replay_recompute_logps": False}}, "note", "replay", "while pipeline.replay_size is 0"),
+        (
+            {"pipeline": {"replay_size": 8, "replay_recompute_logps": False}},
+            "warning",
+            "replay",
+            "the clip cuts most of them",
+        ),
+        ({"pipeline": {"replay_size": 8, "refill_zero_signal": 1}}, "note", "replay", "new ones first, then replayed"),
+        ({"pipeline": {"reroll_max_groups": 2}}, "note", "reroll", "while pipeline.reroll_start_fraction is 1"),
+        ({"rewards": {"num_workers": 33}}, "note", "source", "some workers are idle"),
+        ({"source": ATROPOS}, "warning", "source", "data and rewards do nothing with source.kind atropos"),
+        (
+            {"engine": VLLM, "bridge": {"kind": "broadcast"}, "adapter": LORA, "model": {"quantization": "int8"}},
+            "warning",
+            "merged",
+            "which rounds small updates away",
+        ),
+        ({"engine": {**VLLM, "enforce_eager": True}, "bridge": SHARED}, "note", "engine", "several times slower"),
+        (
+            {"engine": HTTP, "bridge": {"kind": "reload", "every_steps": 11}},
+            "warning",
+            "engine",
+            "never gets new weights",
+        ),
+        ({"bridge": {"kind": "in_process", "proof": False}}, "warning", "bridge", "stale weights would go unnoticed"),
     ],
 )
 def test_what_is_odd_is_said(build, sections, level, rule, expected):
@@ -137,6 +269,17 @@ def test_what_is_odd_is_said(build, sections, level, rule, expected):
         {"checkpoint": {"every_steps": 5, "keep_last": 5}},
         {"rewards": {"functions": ["a.b", "/x y/c.py:d"], "weights": [1.0, 0.0]}},
         {"model": {"chat_template": "{{ x }}"}},
+        {"rewards": {"functions": ["OpenAssistant/reward-model-deberta-v3-large-v2", "/models/rm"]}},
+        {"engine": VLLM, "bridge": SHARED},
+        {"engine": {"kind": "embedded_server"}, "bridge": SHARED},
+        {"engine": VLLM, "bridge": {"kind": "none"}},
+        {"engine": HTTP, "bridge": {"kind": "lora_only"}, "adapter": LORA},
+        {"engine": HTTP, "bridge": {"kind": "broadcast"}, "sampling": {"guided_regex": "a+"}},
+        ASYNC,
+        {"pipeline": {"streaming": True, "replay_size": 100, "reroll_start_fraction": 0.5}},
+        {"algorithm": {"kl_reference": "ema", "beta": 0.1, "ref_sync_steps": 8}},
+        {"run": {"steps": None, "epochs": 2.0}, "checkpoint": {"every_steps": 5}, "evaluation": {"every_steps": 0}},
+        {"evaluation": {"samples_per_problem": 4, "temperature": 1.0}},
         {"optimizer": {"kind": "adafactor"}},
     ],
 )

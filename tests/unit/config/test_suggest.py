@@ -31,6 +31,7 @@ def test_keys_of_other_kinds_are_not_suggested():
 
 def test_a_name_that_several_sections_have():
     assert paths_named("every_steps") == [
+        "bridge.every_steps",
         "evaluation.every_steps",
         "checkpoint.every_steps",
         "logging.every_steps",

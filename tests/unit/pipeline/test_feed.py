@@ -7,7 +7,8 @@ import pytest
 
 from lachesis.deadline import Deadline
 from lachesis.errors import DeadlineExceeded, RewardError
-from lachesis.pipeline.feed import SynchronousFeed
+from lachesis.pipeline.collect import Collector
+from lachesis.pipeline.feed import Finisher, SynchronousFeed
 from lachesis.rollouts.base import RolloutSource
 from lachesis.types import Group, Prompt
 
@@ -56,10 +57,8 @@ def backwards(groups: Sequence[Group]) -> list[Group]:
 
 def make_feed(source: RolloutSource, *, prompts_per_step: int = 4, seconds: float = 30.0) -> SynchronousFeed[str]:
     return SynchronousFeed(
-        source=source,
-        prompts_per_step=prompts_per_step,
-        advantages=backwards,
-        pack=lambda groups: ",".join(group.prompt.id for group in groups),
+        collector=Collector(source, count=prompts_per_step),
+        finisher=Finisher(advantages=backwards, pack=lambda groups: ",".join(group.prompt.id for group in groups)),
         batch_deadline_s=seconds,
     )
 
@@ -128,3 +127,14 @@ def test_closing_closes_the_source():
     source = CountingSource()
     make_feed(source).close()
     assert source.closed == 1
+
+
+def test_after_an_error_the_feed_can_be_asked_again():
+    source = CountingSource()
+    source.error = RewardError("the reward hangs")
+    feed = make_feed(source, seconds=0.2)
+    for _ in range(2):
+        with pytest.raises(RewardError):
+            feed.next()
+    source.error = None
+    assert feed.next() == "3,2,1,0"

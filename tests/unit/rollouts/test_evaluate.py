@@ -54,7 +54,7 @@ def test_all_problems_are_generated_in_one_call_greedily_and_alike_each_time():
     first, second = engine.requests
     assert first == second
     assert [request.prompt_ids for request in first] == [(i,) for i in range(10)]
-    assert {(request.n, request.params) for request in first} == {(1, GREEDY)}
+    assert all((request.n, request.params) == (1, GREEDY) for request in first)
     assert len({request.seed for request in first}) == 10
 
 

@@ -67,6 +67,10 @@ class TestWhatFunctionsGet:
 
         score(spy, [group("0", "a", "b", answer="3", level=1), group("1", "c", "d", answer="9", level=2)])
         (kwargs,) = calls
+        state = kwargs.pop("trainer_state")
+        assert (state.global_step, state.max_steps) == (0, 0)
+        assert callable(kwargs.pop("log_extra"))
+        assert callable(kwargs.pop("log_metric"))
         assert kwargs == {
             "completions": [[{"role": "assistant", "content": text}] for text in "abcd"],
             "prompts": ["prompt 0", "prompt 0", "prompt 1", "prompt 1"],
@@ -74,6 +78,27 @@ class TestWhatFunctionsGet:
             "answer": ["3", "3", "9", "9"],
             "level": [1, 1, 2, 2],
         }
+
+    def test_the_step_where_they_ask_for_it(self):
+        seen = []
+
+        def spy(completions, trainer_state):
+            seen.append((trainer_state.global_step, trainer_state.max_steps))
+            return [0.0] * len(completions)
+
+        rewarder = Rewarder([NamedReward("f", spy)], max_steps=9)
+        for step in (0, 4):
+            rewarder.report_step(step)
+            rewarder.score(sums())
+        assert seen == [(0, 9), (4, 9)]
+
+    def test_columns_of_their_own_for_each_sample(self):
+        def spy(completions, env_reward, answer, log_extra):
+            return [given if right != "9" else None for given, right in zip(env_reward, answer, strict=True)]
+
+        groups = sums()[:2]
+        scored = Rewarder([NamedReward("f", spy)]).score(groups, extras=[{"env_reward": [0.5, 1.5]}, {"other": [1, 2]}])
+        assert rewards(scored) == {"0": (0.5, 1.5), "1": (None, None)}
 
     def test_only_what_they_take(self):
         def narrow(completions, answer):
@@ -129,6 +154,43 @@ class TestWhatFunctionsGet:
             return exact(completions, answer)
 
         assert rewards(score(judge))["1"] == (1.0, 0.0)
+
+
+class TestLogging:
+    def test_extras_are_kept_by_group_and_metrics_are_means(self):
+        def chatty(completions, log_extra, log_metric):
+            log_extra("length", [len(text) for text in texts(completions)])
+            log_metric("share", 0.25)
+            log_metric("share", 0.75)
+            return [0.0] * len(completions)
+
+        scored = score(chatty, [group("0", "a", "bb"), group("1", "ccc")])
+        assert scored.extras == [{"length": [1, 2]}, {"length": [3]}]
+        assert scored.metrics == {"share": 0.5}
+
+    def test_calls_that_failed_log_nothing(self):
+        def fails_together(completions, log_metric, log_extra):
+            log_metric("calls", len(completions))
+            log_extra("text", texts(completions))
+            if len(completions) > 2:
+                raise ValueError("too many")
+            return [0.0] * len(completions)
+
+        scored = score(fails_together, on_error="drop_group")
+        assert scored.metrics == {"calls": 2.0}
+        assert scored.extras == [{"text": ["3", "4"]}, {"text": ["9", "x"]}, {"text": ["1", "2"]}]
+
+    @pytest.mark.parametrize("call", ["log_extra('x', [1])", "log_metric('x', float('nan'))", "log_metric('x', 'y')"])
+    def test_what_makes_no_sense_is_an_error(self, call):
+        def wrong(completions, log_extra, log_metric):
+            eval(call)
+
+        with pytest.raises(RewardError, match="raised ValueError"):
+            score(wrong)
+
+    def test_a_column_of_that_name_is_hidden(self):
+        scored = score(lambda log_metric, completions: [log_metric("m", 1.0)], [group("0", "a", log_metric="column")])
+        assert scored.metrics == {"m": 1.0}
 
 
 class TestTotals:
@@ -285,13 +347,15 @@ class TestPolicies:
         scored = score(hangs, [group(str(i), "x") for i in range(20)], timeout_s=0.05, on_error="drop_group")
         assert calls == [20, 1, 1, 1]
         assert scored.dropped == len(scored.errors) == 20
-        assert "was not called any more, after 3 calls in a row that hung" in scored.errors[-1].message
+        assert "was not called any more, after 3 calls in a row that hung or crashed" in scored.errors[-1].message
 
     def test_alarms_are_explained(self):
         def with_alarm(completions):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
-        with pytest.raises(RewardError, match=r"signal only works in main thread.*parsing_timeout=None"):
+        with pytest.raises(
+            RewardError, match=r"signal only works in main thread.*rewards\.num_workers.*parsing_timeout=None"
+        ):
             score(with_alarm)
 
     def test_long_texts_and_columns_are_shortened(self):

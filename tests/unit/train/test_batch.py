@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from lachesis.train.batch import MicroBatch, pack
 from lachesis.types import Group, Prompt, Sample, VersionSpan
 
 
-def sample(prompt, completion, *, advantage=1.0, mask=None, logprob=-1.0, temperature=1.0):
+def sample(prompt, completion, *, advantage=1.0, mask=None, logprob=-1.0, temperature=1.0, finish_reason="stop"):
     return Sample(
         prompt_ids=tuple(prompt),
         completion_ids=tuple(completion),
         logprobs=tuple(logprob - i for i in range(len(completion))),
-        finish_reason="stop",
+        finish_reason=finish_reason,
         versions=VersionSpan(0, 0),
         mask=mask,
         advantage=advantage,
@@ -53,7 +54,7 @@ def test_prompt_stands_once_and_completions_see_only_it_and_themselves():
     (micro,) = batch.micro_batches
     assert micro.input_ids.tolist() == [1, 2, 3, 4, 5, 7]
     assert sequences(micro) == [([1, 2, 3, 4, 5], [4, 5, 6]), ([1, 2, 3, 7], [7, 8])]
-    assert micro.old_logprobs.tolist() == [-1, -2, -3, -1, -2]
+    assert micro.sampling_logprobs.tolist() == [-1, -2, -3, -1, -2]
 
 
 def test_equal_completions_are_computed_once_and_counted_each():
@@ -105,6 +106,60 @@ def test_sequences_without_advantage_are_left_out_but_counted():
     assert pack([group(*samples)], max_tokens=100).skipped_sequences == 0
 
 
+def test_tool_output_in_several_turns_is_context_for_what_follows():
+    """With a shared prompt too: each sampled token is predicted by the token before it, whoever wrote that."""
+    turns = sample([1, 2], [3, 4, 50, 51, 5, 52, 6], mask=(1, 1, 0, 0, 1, 0, 1))
+    other = sample([1, 2], [60, 7], mask=(0, 1))
+    (micro,) = pack([group(turns, other)], max_tokens=100).micro_batches
+    assert micro.targets.tolist() == [3, 4, 5, 6, 7]
+    assert micro.input_ids[micro.predict].tolist() == [2, 3, 51, 52, 60]
+    assert sequences(micro) == [([1, 2, 3, 4, 50, 51, 5, 52], [3, 4, 5, 6]), ([1, 2, 60], [7])]
+    assert micro.sampling_logprobs.tolist() == [-1, -2, -5, -7, -2]
+    assert micro.row.tolist() == [0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_each_sample_has_its_own_temperature(share_prompts):
+    samples = [sample([1, 2], [3], temperature=t) for t in (0.5, 2.0, 0.0)]
+    batch = pack([group(*samples)], max_tokens=100, share_prompts=share_prompts)
+    values = torch.cat([micro.inverse_temperature for micro in batch.micro_batches]).tolist()
+    assert values == [2.0, 0.5, 1.0], "greedy samples have the logprobs of temperature 1"
+
+
+def test_truncated_completions_do_not_count_where_asked():
+    """Their rows count in the mean over sequences, as in TRL; their rewards have made the advantages before."""
+    samples = [sample([1], [2, 3], finish_reason="length"), sample([1], [4], finish_reason="abort"), sample([1], [5])]
+    batch = pack([group(*samples)], max_tokens=100, mask_truncated=True)
+    assert [micro.targets.tolist() for micro in batch.micro_batches] == [[5]]
+    assert (batch.num_sequences, batch.num_tokens, batch.skipped_sequences) == (3, 1, 0)
+    assert pack([group(*samples)], max_tokens=100).num_tokens == 4
+
+
+def test_a_step_of_truncated_completions_is_an_empty_one():
+    batch = pack([group(sample([1], [2], finish_reason="length"))], max_tokens=10, mask_truncated=True)
+    assert (batch.micro_batches, batch.num_sequences, batch.num_tokens) == ((), 1, 0)
+
+
+@pytest.mark.parametrize("max_rows", [1, 2])
+def test_equal_completions_go_through_the_model_as_one_row(max_rows):
+    samples = [sample([1, 2], [3, 4])] * 5 + [sample([1, 2], [5])]
+    batch = pack([group(*samples)], max_tokens=100, max_rows=max_rows)
+    assert [micro.row.numel() for micro in batch.micro_batches] == ([10, 1] if max_rows == 1 else [11])
+
+
+@pytest.mark.parametrize(
+    ("malformed", "message"),
+    [
+        (replace(sample([1], [2, 3]), logprobs=(-1.0,)), "has 1 logprobs and a mask of 2"),
+        (sample([1], [2, 3], mask=(1,)), "has 2 logprobs and a mask of 1"),
+        (sample([], [2, 3]), "0 prompt and 2 completion tokens"),
+    ],
+)
+def test_malformed_samples_are_refused(malformed, message):
+    with pytest.raises(TrainingError, match=message):
+        pack([group(malformed)], max_tokens=10)
+
+
 def test_nothing_to_learn_from_is_an_error():
     with pytest.raises(TrainingError, match="none of the 1 groups"):
         pack([group(sample([1, 2], [3], mask=(0,)))], max_tokens=10)
@@ -112,4 +167,4 @@ def test_nothing_to_learn_from_is_an_error():
 
 def test_unknown_behaviour_logprobs_stay_nan():
     (micro,) = pack([group(sample([1], [2], logprob=math.nan))], max_tokens=10).micro_batches
-    assert micro.old_logprobs.isnan().all()
+    assert micro.sampling_logprobs.isnan().all()

@@ -42,8 +42,8 @@ class Parts:
         self._call(f"sync {version}")
 
     @contextmanager
-    def update_to(self, version: int) -> Iterator[None]:
-        self._call(f"enter update {version}")
+    def update_to(self, version: int, *, due: bool = False) -> Iterator[None]:
+        self._call(f"enter update {version}{' due' if due else ''}")
         try:
             yield
             self._call(f"transfer {version}")
@@ -69,6 +69,9 @@ class Parts:
 
     def counters(self) -> dict[str, float]:
         return {"tokens_generated": 7.0}
+
+    def due(self, step: int) -> bool:
+        return step in self.evaluate_at
 
     def maybe_run(self, step: int) -> EvalResult | None:
         self._call(f"evaluate? {step}")
@@ -121,21 +124,24 @@ def test_the_order_of_a_step():
 
 
 def test_every_step_is_told_with_its_own_groups_and_metrics():
-    parts = Parts(evaluate_at=(0, 2), report=SyncReport(version=9, seconds=0.1, canary_error=0.25))
+    parts = Parts(evaluate_at=(0, 2), report=SyncReport(version=9, seconds=0.1, proof_seconds=0.02, canary_error=0.25))
     assert parts.trainer().train(start=0, steps=3) == 3
     assert [told["step"] for told in parts.emitted] == [1, 2, 3]
     assert [told["groups"][0].prompt.id for told in parts.emitted] == ["of step 1", "of step 2", "of step 3"]
     assert [told["evaluation"] and told["evaluation"].step for told in parts.emitted] == [None, 2, None]
     assert "told of evaluation 0" in parts.calls
+    assert "enter update 2 due" in parts.calls, "the engine must have the weights that are evaluated"
+    assert "enter update 3" in parts.calls
     for told in parts.emitted:
         metrics = told["metrics"]
         assert told["counters"] == {"tokens_generated": 7.0}
         assert (metrics["loss"], metrics["grad_norm"]) == (Sum(0.5), Mean(2.0))
         assert (metrics["weight_version"], metrics["canary_error"]) == (Mean(9.0), Mean(0.25))
+        assert (metrics["transfer_time"], metrics["proof_time"]) == (Mean(0.1), Mean(0.02))
 
 
 def test_without_proof_there_is_no_canary_error():
-    parts = Parts(report=SyncReport(version=1, seconds=0.1, canary_error=None))
+    parts = Parts(report=SyncReport(version=1, seconds=0.1, proof_seconds=0.0, canary_error=None))
     parts.trainer().train(start=0, steps=1)
     assert "canary_error" not in parts.emitted[0]["metrics"]
 
@@ -201,7 +207,7 @@ def test_stale_weights_are_never_saved_or_told():
     parts = Parts()
 
     @contextmanager
-    def stale(version: int) -> Iterator[None]:
+    def stale(version: int, *, due: bool) -> Iterator[None]:
         yield
         raise StaleWeights("the engine serves weight version 0")
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lachesis.config.schema import LoraAdapter, ModelConfig, NoAdapter
 from lachesis.errors import ModelError
-from lachesis.train.model import LoadedModel, Reference, add_lora, eos_token_ids, load_model, load_tokenizer
+from lachesis.train.model import LoadedModel, add_lora, eos_token_ids, load_model, load_tokenizer
 from tests.tiny import EOS, EOS_ID, PAD, PAD_ID, tiny_model, tiny_tokenizer
 
 SaveModel = Callable[..., Path]
@@ -191,23 +191,6 @@ class TestAdapter:
         gradients = [p.grad for name, p in loaded.model.named_parameters() if "lora_B" in name]
         assert gradients
         assert all(grad is not None and grad.abs().sum() > 0 for grad in gradients)
-
-
-class TestReference:
-    @pytest.mark.parametrize("lora", [False, True], ids=["frozen copy", "adapter off"])
-    def test_it_stays_the_base_model_while_the_policy_moves(self, lora: bool):
-        base = tiny_model()
-        ids = torch.tensor([[5, 9, 13]])
-        expected = base(ids).logits.detach()
-        model = add_lora(base, LoraAdapter(r=2)) if lora else base
-        reference = Reference(LoadedModel(model=model, transformer=base, tokenizer=tiny_tokenizer()))
-        with torch.no_grad():
-            for parameter in (p for p in model.parameters() if p.requires_grad):
-                parameter += 0.1
-            assert not torch.allclose(model(ids).logits, expected)
-            with reference.active():
-                assert torch.equal(reference.transformer(ids).logits, expected)
-            assert not torch.allclose(model(ids).logits, expected), "the adapter is on again"
 
 
 class TestEndTokens:

@@ -11,12 +11,15 @@ import torch
 
 from lachesis.config.schema import LoraAdapter, OptimizerConfig
 from lachesis.metrics.values import reduce_metrics
+from lachesis.train.backends.base import Backend
 from lachesis.train.backends.single import SingleDevice
 from lachesis.train.batch import pack
+from lachesis.train.custom_loss import CustomLoss
 from lachesis.train.loss_options import LossOptions
 from lachesis.train.model import LoadedModel, add_lora
 from lachesis.train.optimizer import build_optimizer
 from lachesis.train.policy import Policy
+from lachesis.train.reference import ReferenceOptions
 from lachesis.types import Group
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.train.test_forward import random_groups
@@ -25,15 +28,25 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 
 
 def make_policy(
-    *, options: LossOptions, packing: str = "auto", lora: bool = False, architecture: str = "qwen2"
+    *,
+    options: LossOptions,
+    packing: str = "auto",
+    lora: bool = False,
+    architecture: str = "qwen2",
+    loaded: LoadedModel | None = None,
+    backend: Backend | None = None,
+    reference: ReferenceOptions | None = None,
+    custom_loss: CustomLoss | None = None,
 ) -> Policy:
-    # float64, so that a difference is one of the mathematics and not of rounding.
-    transformer = tiny_model(architecture).double()
-    torch.manual_seed(0)
-    model = add_lora(transformer, LoraAdapter(r=4)).double() if lora else transformer
+    if loaded is None:
+        # float64, so that a difference is one of the mathematics and not of rounding.
+        transformer = tiny_model(architecture).double()
+        torch.manual_seed(0)
+        model = add_lora(transformer, LoraAdapter(r=4)).double() if lora else transformer
+        loaded = LoadedModel(model=model, transformer=transformer, tokenizer=tiny_tokenizer())
     return Policy(
-        LoadedModel(model=model, transformer=transformer, tokenizer=tiny_tokenizer()),
-        backend=SingleDevice(),
+        loaded,
+        backend=backend or SingleDevice(),
         optimizer_builder=partial(
             # SGD-like: with AdamW's division a gradient of rounding noise would become a step of full size.
             build_optimizer,
@@ -43,6 +56,8 @@ def make_policy(
         ),
         options=options,
         packing=packing,
+        reference=reference,
+        custom_loss=custom_loss,
     )
 
 
@@ -121,3 +136,93 @@ def test_canary_is_what_a_plain_pass_computes():
     log_p = policy.transformer(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = [float(log_p[i, ids[i + 1]]) for i in range(3)]
     assert policy.canary(ids) == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_canary_sees_the_adapter():
+    policy, ids = make_policy(options=LossOptions(), lora=True), [5, 9, 13, 20]
+    before = policy.canary(ids)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter += 0.1
+    assert policy.canary(ids) != pytest.approx(before, abs=1e-3)
+
+
+class BusierRank(SingleDevice):
+    """One of two ranks, the other of which has more to do. Values of both are as if they were equal."""
+
+    def __init__(self, micro_batches: int = 0) -> None:
+        self.micro_batches = micro_batches
+        self.asked: list[int] = []
+
+    def max_count(self, count: int) -> int:
+        self.asked.append(count)
+        return max(count, self.micro_batches)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.parametrize("quantile", [1.0, 0.4])
+def test_a_rank_without_advantages_takes_part_in_every_pass_of_the_others(beta: float, quantile: float):
+    """A constant loss in place of the pass would leave sharded ranks waiting for this one's collectives."""
+    options = LossOptions(loss_type="dapo", beta=beta, top_entropy_quantile=quantile)
+    silent = without_advantage(random_groups(groups=2, samples=3, longest=6))
+    batch = pack(silent, max_tokens=100, skip_zero_advantage=True)
+    assert batch.micro_batches == ()
+    policy = make_policy(options=options, backend=(backend := BusierRank(micro_batches=2)), lora=True)
+    backward, forward = [], []
+    policy.transformer.base_model.register_forward_hook(lambda module, args, output: forward.append(module))
+    for parameter in policy.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda grad: backward.append(float(grad.abs().max())))
+            break
+    metrics = reduce_metrics(policy.accumulate(batch))
+    assert backend.asked == [0]
+    assert len(forward) == 2 * (1 + (beta > 0) + (quantile < 1)), "policy, reference and entropy passes"
+    assert len(backward) == 2
+    assert set(backward) == {0.0}
+    assert all(float(p.grad.abs().max()) == 0 for p in policy.model.parameters() if p.grad is not None)
+    assert metrics["loss"] == 0.0
+    assert metrics["micro_batches"] == 0
+
+
+def test_idle_passes_change_no_gradient():
+    groups = random_groups(groups=2, samples=3, longest=6)
+    alone, _ = parameters_after_step(make_policy(options=LossOptions()), groups, max_tokens=30)
+    busy = make_policy(options=LossOptions(), backend=BusierRank(micro_batches=9))
+    found, metrics = parameters_after_step(busy, groups, max_tokens=30)
+    assert torch.equal(found, alone)
+    assert metrics["mean_ratio"] > 0
+
+
+def test_where_no_rank_has_anything_to_learn_nothing_moves():
+    policy = make_policy(options=LossOptions())
+    silent = without_advantage(random_groups(groups=2, samples=3, longest=6))
+    before = torch.cat([p.detach().flatten().clone() for p in policy.model.parameters()])
+    found, metrics = parameters_after_step(policy, silent, max_tokens=100, skip_zero_advantage=True)
+    assert torch.equal(found, before)
+    assert (metrics["loss"], metrics["grad_norm"], metrics["skipped_zero_advantage"]) == (0.0, 0.0, 6)
+
+
+@pytest.mark.parametrize(
+    "options", [{"beta": 0.1}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}], ids=lambda o: next(iter(o))
+)
+def test_with_another_term_than_the_advantages_no_row_may_be_left_out(options: dict):
+    assert LossOptions().ignores_zero_advantage
+    assert not LossOptions(**options).ignores_zero_advantage
+
+
+def test_the_entropy_quantile_is_one_of_all_ranks():
+    class Twin(SingleDevice):
+        """The other rank's tokens are all surer than this one's."""
+
+        def gather_values(self, values):
+            return torch.cat([values, torch.zeros_like(values)])
+
+    groups = random_groups(groups=2, samples=3, longest=6)
+    options = LossOptions(loss_type="dapo", top_entropy_quantile=0.5)
+    batch = pack(groups, max_tokens=100)
+    policy = make_policy(options=options, backend=Twin())
+    counts = policy._count(batch, batch.micro_batches)
+    assert counts.num_high_entropy_tokens == batch.num_tokens, "the upper half of all is the whole of this rank"
+    alone = make_policy(options=options)._count(batch, batch.micro_batches)
+    assert alone.entropy_threshold > counts.entropy_threshold

@@ -26,6 +26,14 @@ class Backend(Protocol):
         """Sum integer counts over all ranks."""
         ...
 
+    def max_count(self, count: int) -> int:
+        """The largest of a count over all ranks: how often each has to take part in what all do together."""
+        ...
+
+    def gather_values(self, values: Tensor) -> Tensor:
+        """The values [n] of all ranks, one after the other; ranks may have any number of them."""
+        ...
+
     def reduce(self, metrics: Mapping[str, MetricValue]) -> dict[str, float]:
         """Merge metric values over all ranks and reduce them to numbers."""
         ...

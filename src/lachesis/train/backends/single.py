@@ -25,6 +25,12 @@ class SingleDevice:
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
         return counts
 
+    def max_count(self, count: int) -> int:
+        return count
+
+    def gather_values(self, values: Tensor) -> Tensor:
+        return values
+
     def reduce(self, metrics: Mapping[str, MetricValue]) -> dict[str, float]:
         return reduce_metrics(metrics)
 

@@ -1,0 +1,308 @@
+"""Weights go straight from the trainer into the engine: the adapter's (`lora_nccl`), or all (`broadcast`)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic
+
+import torch
+from torch import Tensor, nn
+
+from lachesis.bridges.base import PolicyT
+from lachesis.bridges.external import ExternalBridge, ProofBuilder
+from lachesis.bridges.extract import base_parameters, full_weights, lora_spec, lora_tensors, tensor_list
+from lachesis.deadline import Deadline
+from lachesis.engines.bridge_file import ChannelFile, write_channel_file
+from lachesis.engines.channel import Channel
+from lachesis.engines.channel_links import Aborted, Rendezvous, open_door
+from lachesis.engines.client import HttpEngine
+from lachesis.engines.control import ServerControl, ServerInfo
+from lachesis.engines.serving.served import ChannelBackend, LoraSpec, ReceivedTensor, ReceiverSpec, TransferKind
+from lachesis.errors import DeadlineExceeded, EngineError, LachesisError, StaleWeights
+
+logger = logging.getLogger(__name__)
+
+ANY_LOCAL_PORT = "tcp://127.0.0.1:0"
+_POLL_S = 0.1
+# How long the side that did not fail first gets to say what it saw.
+_LAST_WORD_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource(Generic[PolicyT]):
+    """What of a policy travels: ``tensors`` yields name and tensor in the order of ``specs``."""
+
+    bridge_kind: str
+    transfer: TransferKind
+    specs: Callable[[PolicyT], Sequence[ReceivedTensor]]
+    tensors: Callable[[PolicyT], Iterable[tuple[str, Tensor]]]
+    lora: Callable[[PolicyT], LoraSpec] | None = None
+
+
+def lora_source(model_of: Callable[[PolicyT], nn.Module]) -> WeightSource[PolicyT]:
+    """The adapter of a policy's model."""
+    return WeightSource(
+        bridge_kind="lora_nccl",
+        transfer="lora",
+        specs=lambda policy: tensor_list(lora_tensors(model_of(policy))),
+        tensors=lambda policy: lora_tensors(model_of(policy)).items(),
+        lora=lambda policy: lora_spec(model_of(policy)),
+    )
+
+
+def full_source(model_of: Callable[[PolicyT], nn.Module]) -> WeightSource[PolicyT]:
+    """All weights of a policy's model, an adapter merged into them."""
+    return WeightSource(
+        bridge_kind="broadcast",
+        transfer="full",
+        specs=lambda policy: tensor_list(base_parameters(model_of(policy))),
+        tensors=lambda policy: full_weights(model_of(policy)),
+    )
+
+
+class BroadcastBridge(ExternalBridge[PolicyT]):
+    """A channel from the trainer to all workers of all servers; nothing touches the disk.
+
+    It is connected at the first transfer, and anew after one that failed.
+
+    Args:
+        engine: the servers.
+        source: what travels, :func:`lora_source` or :func:`full_source`.
+        backend: ``nccl`` between GPUs, ``ipc`` on one GPU, ``gloo`` on the CPU.
+        device: the trainer's.
+        init_method: where the workers meet the trainer, "tcp://HOST:PORT"; a free local port by default.
+        directory: where ``nccl_bridge_config.json`` goes, as the run's.
+        proof_builder, sync_s, every_steps: as in :class:`ExternalBridge`.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: HttpEngine,
+        source: WeightSource[PolicyT],
+        backend: ChannelBackend,
+        device: torch.device | str,
+        directory: Path,
+        proof_builder: ProofBuilder[PolicyT] | None,
+        init_method: str | None = None,
+        sync_s: float | None = None,
+        every_steps: int = 1,
+    ) -> None:
+        super().__init__(
+            kind=source.bridge_kind,
+            engine=engine,
+            proof_builder=proof_builder,
+            sync_s=sync_s,
+            every_steps=every_steps,
+        )
+        self._source = source
+        self._backend: ChannelBackend = backend
+        self._device = torch.device(device)
+        self._directory = Path(directory)
+        self._init_method = init_method or ANY_LOCAL_PORT
+        self._specs: tuple[ReceivedTensor, ...] = ()
+        self._channel: Channel | None = None
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="lachesis-broadcast")
+
+    def _transfer(self, version: int, *, deadline: Deadline) -> None:
+        started = time.perf_counter()
+        if self._channel is None:
+            self._connect(deadline)
+        assert self._channel is not None
+        try:
+            self._send(self._channel, version, deadline=deadline)
+        except BaseException:
+            self._disconnect()
+            raise
+        logger.info("[NCCL] Weights synced in %.3f s (version %d)", time.perf_counter() - started, version)
+
+    def _send(self, channel: Channel, version: int, *, deadline: Deadline) -> None:
+        """The servers are told to receive while the trainer sends; an error of either side ends both."""
+        received = self._threads.submit(self._engine.on_all, lambda server: server.receive(version, deadline=deadline))
+        received.add_done_callback(lambda future: _abort_on_error(channel, future))
+        try:
+            channel.send(self._source.tensors(self.policy), self._specs, deadline=deadline)
+        except Aborted:
+            received.result()  # raises what a server said
+            raise
+        except DeadlineExceeded:
+            raise
+        except EngineError as error:
+            raise _with_servers_reason(error, received, version=version) from error
+        received.result()
+
+    def renew(self) -> None:
+        self._disconnect()
+        super().renew()
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+            self._stop_receivers(Deadline("stopping the engine's receivers", _LAST_WORD_S))
+        self._threads.shutdown(wait=False)
+        super().close()
+
+    def _connect(self, deadline: Deadline) -> None:
+        """Have all servers join a new channel.
+
+        Raises:
+            EngineError: a server refuses, does not answer, or its worker cannot join.
+            DeadlineExceeded: a worker did not come.
+        """
+        self._specs = tuple(self._source.specs(self.policy))
+        ranks, world_size = _ranks(self._infos(deadline))
+        self._stop_receivers(deadline)
+        door = open_door(self._init_method)
+        cancel = threading.Event()
+        try:
+            self._start_receivers(door, ranks=ranks, world_size=world_size, deadline=deadline)
+            connecting = self._threads.submit(
+                Channel.connect,
+                init_method=door.init_method,
+                world_size=world_size,
+                rank=0,
+                backend=self._backend,
+                device=self._device,
+                deadline=deadline,
+                door=door,
+                cancel=cancel,
+            )
+            self._channel = self._join(connecting, cancel, deadline=deadline)
+            self._await_connected(deadline)
+            self._write_file(door, world_size)
+        except BaseException:
+            door.listener.close()
+            self._disconnect()
+            raise
+
+    def _infos(self, deadline: Deadline) -> Sequence[ServerInfo]:
+        """Who the servers are now. Raises StaleWeights where one was replaced since this run met it."""
+        infos = self._engine.on_all(lambda server: server.info(deadline=deadline))
+        for info, session in zip(infos, self._engine.session_ids, strict=True):
+            if info.session_id != session:
+                raise StaleWeights(
+                    f"the server at {info.url} is of session {info.session_id}, this run works with {session}",
+                    remedy="it was started again or replaced: stop what took its port, and resume the run",
+                )
+        return infos
+
+    def _start_receivers(self, door: Rendezvous, *, ranks: dict[str, int], world_size: int, deadline: Deadline) -> None:
+        lora = self._source.lora(self.policy) if self._source.lora is not None else None
+
+        def start(server: ServerControl) -> None:
+            spec = ReceiverSpec(
+                init_method=door.init_method,
+                world_size=world_size,
+                backend=self._backend,
+                kind=self._source.transfer,
+                tensors=self._specs,
+                rank=ranks[server.url],
+                lora=lora,
+            )
+            try:
+                server.start_receiver(spec, deadline=deadline)
+            except DeadlineExceeded:
+                raise
+            except LachesisError as error:
+                raise EngineError(
+                    f"Failed to start NCCL receiver on vLLM ({server.url}): {error.message}", remedy=error.remedy
+                ) from error
+
+        self._engine.on_all(start)
+
+    def _join(self, connecting: Future[Channel], cancel: threading.Event, *, deadline: Deadline) -> Channel:
+        """The channel, unless a server reports that its side failed: its worker will never come then."""
+        try:
+            while not wait([connecting], timeout=_POLL_S).done:
+                self._engine.on_all(lambda server: _check_receiver(server, deadline))
+        except BaseException:
+            cancel.set()
+            # What was connected in the meantime must not stay open.
+            connecting.add_done_callback(_close_result)
+            raise
+        return connecting.result()
+
+    def _await_connected(self, deadline: Deadline) -> None:
+        """The workers have joined; the servers learn of it a moment later, and refuse to receive before."""
+        pause = threading.Event()
+        while not all(self._engine.on_all(lambda server: _check_receiver(server, deadline))):
+            deadline.check("a server's receiver is not connected")
+            pause.wait(_POLL_S / 10)
+
+    def _write_file(self, door: Rendezvous, world_size: int) -> None:
+        write_channel_file(
+            self._directory,
+            ChannelFile(
+                init_method=door.init_method,
+                world_size=world_size,
+                names=[spec.name for spec in self._specs],
+                shapes={spec.name: spec.shape for spec in self._specs},
+                dtypes={spec.name: spec.dtype for spec in self._specs},
+                backend=self._backend,
+                session_id=self._engine.session_id,
+                url=",".join(server.url for server in self._engine.controls),
+            ),
+        )
+
+    def _stop_receivers(self, deadline: Deadline) -> None:
+        """Nothing is lost where it fails: a server that still has a receiver refuses the next one with a reason."""
+        with suppress(LachesisError):
+            self._engine.on_all(lambda server: server.stop_receiver(deadline=deadline))
+
+    def _disconnect(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+
+
+def _ranks(infos: Sequence[ServerInfo]) -> tuple[dict[str, int], int]:
+    """The first rank of each server by its address, and the size of the world: the trainer and all workers."""
+    ranks, end = {}, 1
+    for info in infos:
+        ranks[info.url] = end
+        end += info.model.tensor_parallel_size
+    return ranks, end
+
+
+def _check_receiver(server: ServerControl, deadline: Deadline) -> bool:
+    """Whether the server's receiver is connected. Raises EngineError where it has failed."""
+    try:
+        status = server.receiver_status(deadline=deadline)
+    except DeadlineExceeded:
+        raise
+    except LachesisError as error:
+        raise EngineError(f"Failed to contact vLLM server: {error.message}", remedy=error.remedy) from error
+    if status.state == "error":
+        raise EngineError(
+            f"vLLM NCCL setup failed on {server.url}: {status.detail or 'no reason given'}",
+            remedy="look at the engine's log; trainer and engine need a GPU each for nccl, and ipc on the same one",
+        )
+    return status.state == "connected"
+
+
+def _abort_on_error(channel: Channel, received: Future[list[None]]) -> None:
+    if not received.cancelled() and (error := received.exception()) is not None:
+        channel.abort(str(error))
+
+
+def _with_servers_reason(error: EngineError, received: Future[list[None]], *, version: int) -> EngineError:
+    """Why the trainer could not send, and what the servers saw of it."""
+    wait([received], timeout=_LAST_WORD_S)
+    reason = received.exception() if received.done() else None
+    said = f"; the servers say: {reason}" if reason is not None else ""
+    return EngineError(
+        f"weight version {version} was not sent: {error.message}{said}", remedy=error.remedy or "read the engine's log"
+    )
+
+
+def _close_result(connecting: Future[Channel]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()

@@ -1,0 +1,195 @@
+"""Which tensors a policy sends to an engine, under which names. No transport.
+
+Names are those of a checkpoint: Hugging Face's for full weights, peft's without ``base_model.model.`` and
+``.default`` for an adapter (``model.layers.0.self_attn.q_proj.lora_A.weight``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from lachesis.engines.digest import digests, served_lora_b
+from lachesis.engines.serving.served import LoraSpec, ReceivedTensor
+from lachesis.engines.shared_tensors import dtype_name
+from lachesis.errors import ModelError
+
+_WRAPPER = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """The adapter of one linear layer ``module``: it adds ``scaling * B @ A`` to the weight [out, in].
+
+    ``a`` is [rank, in], ``b`` [out, rank]; both are the live parameters. ``transposed`` says that the layer
+    stores its weight as [in, out].
+    """
+
+    module: str
+    a: nn.Parameter
+    b: nn.Parameter
+    scaling: float
+    transposed: bool
+
+    def delta(self) -> Tensor:
+        """``scaling * B @ A`` in float32 and in the layout of the layer's weight (Hu et al. 2021, LoRA, eq. 3)."""
+        delta = (self.b.detach().float() @ self.a.detach().float()) * self.scaling
+        return delta.T if self.transposed else delta
+
+
+@torch.no_grad()
+def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All weights under Hugging Face's names, tied ones once; an adapter is merged in float32 and rounded once.
+
+    Unchanged weights are the live parameters, merged ones are new: at most one of those exists at a time if
+    the caller keeps none.
+
+    Raises:
+        ModelError: the adapter is of a kind that is not merged here.
+    """
+    merged = {f"{pair.module}.weight": pair for pair in lora_pairs(model)} if is_adapted(model) else {}
+    for name, parameter in base_parameters(model).items():
+        pair = merged.get(name)
+        tensor = parameter.detach()
+        yield name, tensor if pair is None else (tensor.float() + pair.delta()).to(tensor.dtype)
+
+
+def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of the model without its adapter, under Hugging Face's names, tied ones once."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:
+            found[name.removeprefix(_WRAPPER).replace(".base_layer.", ".")] = parameter
+    return found
+
+
+@torch.no_grad()
+def lora_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The adapter's tensors A and B by name, live and unscaled, sorted by name.
+
+    Raises:
+        ModelError: there is no adapter, or it is of a kind that engines cannot take.
+    """
+    tensors = {}
+    for pair in lora_pairs(model):
+        tensors[f"{pair.module}.lora_A.weight"] = pair.a.detach()
+        tensors[f"{pair.module}.lora_B.weight"] = pair.b.detach()
+    return dict(sorted(tensors.items()))
+
+
+def lora_pairs(model: nn.Module) -> list[LoraPair]:
+    """The adapter, a pair for each adapted layer.
+
+    Raises:
+        ModelError: there is no adapter, or it is of a kind that engines cannot take.
+    """
+    adapter = _active_adapter(model)
+    pairs = []
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer) or adapter not in {*module.lora_A, *module.lora_embedding_A}:
+            continue
+        where = name.removeprefix(_WRAPPER)
+        _check_plain(module, adapter, where)
+        pairs.append(
+            LoraPair(
+                module=where,
+                a=cast(nn.Parameter, module.lora_A[adapter].weight),
+                b=cast(nn.Parameter, module.lora_B[adapter].weight),
+                scaling=float(module.scaling[adapter]),
+                transposed=bool(getattr(module, "fan_in_fan_out", False)),
+            )
+        )
+    return pairs
+
+
+def lora_spec(model: nn.Module, *, name: str = "policy") -> LoraSpec:
+    """Rank, alpha and targets, for the engine that is to apply the adapter.
+
+    Raises:
+        ModelError: as :func:`lora_pairs`, or layers have ranks or scalings of their own.
+    """
+    pairs = lora_pairs(model)
+    assert isinstance(model, PeftModel)
+    config: Any = model.peft_config[_active_adapter(model)]
+    spec = LoraSpec(
+        r=int(config.r),
+        alpha=float(config.lora_alpha),
+        target_modules=tuple(sorted({pair.module.rpartition(".")[2] for pair in pairs})),
+        rslora=bool(config.use_rslora),
+        name=name,
+    )
+    for pair in pairs:
+        if pair.a.shape[0] != spec.r or abs(pair.scaling - spec.scaling) > 1e-9 * abs(spec.scaling):
+            raise ModelError(
+                f"the adapter of {pair.module} has rank {pair.a.shape[0]} and scaling {pair.scaling:g}, the others "
+                f"{spec.r} and {spec.scaling:g}: engines take one of each",
+                remedy="use an adapter without rank_pattern and alpha_pattern",
+            )
+    return spec
+
+
+def tensor_list(tensors: Mapping[str, Tensor]) -> tuple[ReceivedTensor, ...]:
+    """Names, shapes and dtypes in order, as the receiver of the tensors is told them."""
+    return tuple(ReceivedTensor(name, tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items())
+
+
+def adapter_digests(model: nn.Module, *, dtype: torch.dtype) -> dict[str, int]:
+    """Digests of the adapter as an engine of that dtype holds it: A rounded, B rounded and then scaled.
+
+    Raises:
+        ModelError: as :func:`lora_pairs`.
+    """
+    held = {}
+    for pair in lora_pairs(model):
+        held[f"{pair.module}.lora_A.weight"] = pair.a.detach().to(dtype)
+        held[f"{pair.module}.lora_B.weight"] = served_lora_b(pair.b, scaling=pair.scaling, dtype=dtype)
+    return digests(held)
+
+
+def full_digests(model: nn.Module) -> dict[str, int]:
+    """Digests of :func:`full_weights` under the same names. Merged weights are made and dropped one by one.
+
+    Raises:
+        ModelError: as :func:`full_weights`.
+    """
+    if not is_adapted(model):
+        return digests(dict(full_weights(model)))
+    return {name: digests({name: tensor})[name] for name, tensor in full_weights(model)}
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether the model wears a peft adapter."""
+    return isinstance(model, PeftModel)
+
+
+def _active_adapter(model: nn.Module) -> str:
+    if not isinstance(model, PeftModel):
+        raise ModelError(f"{type(model).__name__} has no adapter", remedy="set adapter.kind to lora")
+    active = model.active_adapters
+    if len(active) != 1:
+        raise ModelError(
+            f"the model has {len(active)} active adapters ({', '.join(active)})", remedy="activate one of them"
+        )
+    return active[0]
+
+
+def _check_plain(module: LoraLayer, adapter: str, where: str) -> None:
+    """Engines know B @ A on linear layers; anything else would be dropped in silence."""
+    extras = {
+        "a variant such as DoRA": adapter in module.lora_variant,
+        "with a bias": module.lora_bias.get(adapter, False),
+        "of an embedding": adapter in module.lora_embedding_A,
+        "of a convolution": adapter in module.lora_A and module.lora_A[adapter].weight.ndim != 2,
+    }
+    found = next((extra for extra, present in extras.items() if present), None)
+    if found:
+        raise ModelError(
+            f"the adapter of {where} is {found}, which inference engines cannot take",
+            remedy="use plain LoRA on linear layers, or full fine-tuning",
+        )

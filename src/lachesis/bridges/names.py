@@ -1,0 +1,184 @@
+"""Which rows of which of an engine's tensors a Hugging Face parameter is. Pure: names and shapes only.
+
+vLLM stores q, k and v of a layer as the rows of one matrix ``qkv_proj``, gate and up as those of
+``gate_up_proj``, and pads the vocabulary; everything else has the name and the shape that it has in
+transformers. The embedded engine has transformers' own names throughout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from lachesis.engines.serving.served import DigestSlice
+from lachesis.errors import ModelError
+
+Shape = tuple[int, ...]
+
+_FUSED = {
+    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+}
+# Padded to a multiple of 64 rows; the rows of real tokens come first.
+_VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
+# Architectures whose vLLM classes were compared with transformers', by model_type. Equal names and shapes alone
+# would not do: GPT-2's square matrices are transposed in one of the two.
+VLLM_ARCHITECTURES = frozenset(
+    {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite"}
+)
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Rows ``start`` to ``start + rows - 1`` of the engine's tensor ``name``; ``shape`` is that of the slice."""
+
+    name: str
+    start: int
+    rows: int
+    shape: Shape
+
+    def for_digest(self) -> DigestSlice:
+        """The slice as the engine is asked for its digest."""
+        return DigestSlice(self.name, self.start, self.rows)
+
+
+def map_parameters(
+    parameters: Mapping[str, Shape], engine: Mapping[str, Shape], *, model_type: str, engine_kind: str
+) -> dict[str, Slice]:
+    """Find every parameter in the engine's tensors.
+
+    Args:
+        parameters: shapes under transformers' names, tied ones once.
+        engine: shapes under the engine's names.
+        model_type: transformers' name of the architecture.
+        engine_kind: "embedded", or "vllm" with or without a version.
+
+    Raises:
+        ModelError: vLLM stores this architecture in another way, or the engine serves another model; the
+            message says how the two differ.
+    """
+    identical = not engine_kind.startswith("vllm")
+    if not identical and model_type not in VLLM_ARCHITECTURES:
+        raise ModelError(
+            f"how vLLM stores the weights of a {model_type!r} model is not known here, so they cannot be shared",
+            remedy="use bridge.kind lora_only, broadcast or reload; shared weights exist for "
+            f"{', '.join(sorted(VLLM_ARCHITECTURES))}",
+        )
+    find = _find_identical if identical else _find
+    # Where vLLM can serve adapters, it keeps the weights of adapted layers in an inner ``base_layer``.
+    own_names = {name.replace(".base_layer.", "."): name for name in engine}
+    shapes = {name: engine[own] for name, own in own_names.items()}
+    found = {name: find(name, parameters, shapes) for name in parameters}
+    problems = [f"{name}: {problem}" for name, problem in found.items() if isinstance(problem, str)]
+    if problems:
+        shown = "; ".join(problems[:_SHOWN]) + (f"; and {len(problems) - _SHOWN} more" * (len(problems) > _SHOWN))
+        raise ModelError(
+            f"the engine serves another model: it has {describe(engine)}, the trainer's has {describe(parameters)} "
+            f"(size mismatch or missing: {shown})",
+            remedy="serve the model that is trained: model.path of the trainer and --model of the engine",
+        )
+    slices = {name: entry for name, entry in found.items() if isinstance(entry, Slice)}
+    _check_cover(slices, shapes)
+    return {name: replace(entry, name=own_names[entry.name]) for name, entry in slices.items()}
+
+
+def check_same_model(
+    parameters: Mapping[str, Shape], engine: Mapping[str, Shape], *, model_type: str, engine_kind: str
+) -> None:
+    """See that an engine serves the model of these parameters, as far as shapes tell.
+
+    Those that the engine has emptied (vLLM repacks linear layers on the CPU) are not looked at, and neither are
+    architectures that vLLM stores in an unknown way. Arguments are as of :func:`map_parameters`.
+
+    Raises:
+        ModelError: the engine serves another model; the message says how the two differ.
+    """
+    if engine_kind.startswith("vllm") and model_type not in VLLM_ARCHITECTURES:
+        return
+    emptied = {name for name, shape in engine.items() if 0 in shape}
+    map_parameters(
+        {name: shape for name, shape in parameters.items() if not emptied & {name, _fused_name(name)}},
+        {name: shape for name, shape in engine.items() if name not in emptied},
+        model_type=model_type,
+        engine_kind=engine_kind,
+    )
+
+
+def describe(shapes: Mapping[str, Shape]) -> str:
+    """A model in words: its layers, hidden size and vocabulary, as far as names tell."""
+    layers = {int(match.group(1)) for name in shapes if (match := re.search(r"\.(?:layers|h)\.(\d+)\.", name))}
+    words = [f"{len(layers)} layers"]
+    embedding = next((shape for name, shape in shapes.items() if re.search(r"(embed_tokens|wte)\.weight$", name)), None)
+    if embedding is not None and len(embedding) == 2:
+        words += [f"hidden size {embedding[1]}", f"{embedding[0]} rows of vocabulary"]
+    words.append(f"{sum(prod(shape) for shape in shapes.values()):,} parameters")
+    return ", ".join(words)
+
+
+def _find_identical(name: str, parameters: Mapping[str, Shape], engine: Mapping[str, Shape]) -> Slice | str:
+    shape = parameters[name]
+    if name not in engine:
+        return f"the engine has no {name}"
+    if engine[name] != shape:
+        return f"{list(shape)} here, {list(engine[name])} there"
+    return Slice(name, 0, shape[0] if shape else 1, shape)
+
+
+def _find(name: str, parameters: Mapping[str, Shape], engine: Mapping[str, Shape]) -> Slice | str:
+    prefix, leaf, kind = _split(name)
+    if name not in engine and leaf in _FUSED:
+        _, members = _FUSED[leaf]
+        names = [f"{prefix}.{member}.{kind}" for member in members]
+        return _find_rows(_fused_name(name), names, members.index(leaf), parameters, engine)
+    if name in engine and name.endswith(_VOCABULARY):
+        shape, padded = parameters[name], engine[name]
+        if padded[1:] != shape[1:] or padded[0] < shape[0]:
+            return f"{list(shape)} here, {list(padded)} there"
+        return Slice(name, 0, shape[0], shape)
+    return _find_identical(name, parameters, engine)
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """``model.layers.0.self_attn.q_proj.weight`` as where, module and kind."""
+    *path, leaf, kind = ("", "", *name.split("."))
+    return ".".join(part for part in path if part), leaf, kind
+
+
+def _fused_name(name: str) -> str:
+    """The tensor that has a parameter's rows where vLLM fuses them; its own name elsewhere."""
+    prefix, leaf, kind = _split(name)
+    return f"{prefix}.{_FUSED[leaf][0]}.{kind}" if leaf in _FUSED else name
+
+
+def _find_rows(
+    fused: str, names: Sequence[str], index: int, parameters: Mapping[str, Shape], engine: Mapping[str, Shape]
+) -> Slice | str:
+    if fused not in engine:
+        return f"the engine has no {fused}"
+    shapes = [parameters.get(name) for name in names]
+    if None in shapes:
+        return f"{names[shapes.index(None)]} is missing here"
+    rows = [shape[0] for shape in shapes if shape]
+    shape = parameters[names[index]]
+    if (sum(rows), *shape[1:]) != engine[fused]:
+        return f"{' + '.join(map(str, rows))} rows of {list(shape[1:])} here, {fused} {list(engine[fused])} there"
+    return Slice(fused, sum(rows[:index]), rows[index], shape)
+
+
+def _check_cover(slices: Mapping[str, Slice], engine: Mapping[str, Shape]) -> None:
+    """Every tensor of the engine has to be found: the trainer's model may lack what the engine computes with."""
+    used = {entry.name for entry in slices.values()}
+    # Where embeddings are tied an engine may list the head too; it is the same tensor.
+    rest = [name for name in engine if name not in used and not name.endswith("lm_head.weight")]
+    if rest:
+        raise ModelError(
+            f"the engine serves another model: the trainer's has no {', '.join(rest[:_SHOWN])}"
+            + (f" and {len(rest) - _SHOWN} more" if len(rest) > _SHOWN else ""),
+            remedy="serve the model that is trained: model.path of the trainer and --model of the engine",
+        )

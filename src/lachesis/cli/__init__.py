@@ -1,0 +1,57 @@
+"""The command line: the only place that prints or exits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import typer
+
+from lachesis.cli import environments, inspection, serving, training
+from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, app, console, error_console, fail
+from lachesis.errors import LachesisError
+
+__all__ = [
+    "app",
+    "console",
+    "environments",
+    "error_console",
+    "inspection",
+    "main",
+    "run_api_main",
+    "serving",
+    "training",
+]
+
+
+def run_api_main() -> None:
+    """Entry point of the command ``run-api``, which is ``lachesis run-api``."""
+    sys.argv[1:1] = ["run-api"]
+    main()
+
+
+def main() -> None:
+    """Entry point: an error is one line with its cause and a remedy, and an exit code of its own."""
+    # Read when torch is loaded, later. Threads that spin while they wait for each other make small models several
+    # times slower as soon as anything else runs on the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        # Without standalone mode typer returns the code of typer.Exit, and that of an interrupt.
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except LachesisError as error:
+        fail(str(error), error, code=error.exit_code)
+    except typer.TyperException as error:
+        fail(f"{error.format_message()} -> see lachesis --help", error, code=2)
+    except BrokenPipeError:
+        # The reader of our output has gone; nothing more can be said to it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_SIGNALLED + signal.SIGPIPE)
+    except Exception as error:
+        fail(
+            f"{type(error).__name__}: {error} -> this is a fault of Lachesis or of a library; run again with "
+            "`lachesis --traceback ...` and report it",
+            error,
+            code=EXIT_INTERNAL,
+        )
+    sys.exit(code)

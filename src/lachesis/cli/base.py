@@ -1,0 +1,139 @@
+"""What all commands share: the application, the consoles, signals and errors."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from lachesis.types import Finding
+
+app = typer.Typer(
+    help="Lachesis trains language models with GRPO.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+class _Console(Console):
+    """Where the reader has gone it raises as other files do: a sink that fails is dropped, and training goes on."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+# No markup and no emoji codes: paths and messages are printed as they are.
+console = _Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+error_console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+# As shells report a process that a signal ended.
+EXIT_SIGNALLED = 128
+EXIT_INTERNAL = 70
+
+# Flags that a command does not know are kept for the program it starts.
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in --set run.steps=10.")
+]
+
+
+@app.callback()
+def common(
+    traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error came from.")] = False,
+) -> None:
+    """Options before the command."""
+    Settings.traceback = traceback
+    logging.getLogger("lachesis").addHandler(ConsoleHandler(logging.WARNING))
+    # Libraries warn of much that a user can do nothing about: that goes into the log of the run, not on the screen.
+    logging.getLogger().addHandler(logging.NullHandler())
+    # torch shows these itself, at the import of torchao: a deprecation that is between the two.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+
+
+class Settings:
+    traceback = False
+
+
+class ConsoleHandler(logging.Handler):
+    """Warnings go to standard error; on a terminal through the console of the live display, above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        target = console if console.is_terminal else error_console
+        target.print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")
+
+
+def fail(message: str, error: BaseException, *, code: int) -> None:
+    if Settings.traceback:
+        error_console.print_exception()
+    first, *rest = message.splitlines() or [""]
+    error_console.print(f"error: {first}", style="red")
+    for line in rest:
+        error_console.print(f"  {line}")
+    sys.exit(code)
+
+
+def hide_progress_bars() -> None:
+    """Those of transformers, over the loading and saving of weights."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[list[int]]:
+    """SIGINT or SIGTERM ask the run to stop after the current step; a second one stops it at once."""
+    received: list[int] = []
+
+    def request(number: int, frame: object) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+        error_console.print("stopping after this step, with a checkpoint; once more stops at once", style="yellow")
+
+    previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+def shown(path: Path) -> str:
+    """A path as one would type it here."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+_COLOURS = {"problem": "red", "warning": "yellow", "note": "dim"}
+
+
+def log_findings(findings: Sequence[Finding]) -> None:
+    """What a configuration made one say: notes to the log, warnings to the screen too."""
+    for finding in findings:
+        level = logging.INFO if finding.level == "note" else logging.WARNING
+        logging.getLogger("lachesis").log(level, "%s", finding.message)
+
+
+def print_findings(findings: Sequence[Finding]) -> None:
+    """Each on a line; a problem makes the command fail."""
+    for finding in findings:
+        console.print(Text.assemble((f"{finding.level:<8}", _COLOURS[finding.level]), f"  {finding.message}"))
+    if any(finding.level == "problem" for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,137 @@
+"""Commands that look at something and change nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from lachesis import __version__
+from lachesis.cli.base import Overrides, app, console, hide_progress_bars, nothing, print_findings, shown
+from lachesis.config.explain import Explanation, explain
+from lachesis.config.load import load_config
+
+data_app = typer.Typer(help="Datasets.", no_args_is_help=True)
+rewards_app = typer.Typer(help="Reward functions.", no_args_is_help=True)
+app.add_typer(data_app, name="data")
+app.add_typer(rewards_app, name="rewards")
+
+
+@app.command()
+def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
+    """Write report.html of a run anew."""
+    from lachesis.metrics.report import write_report
+
+    console.print(f"report: {shown(write_report(run_dir))}")
+
+
+@app.command("explain", context_settings={"ignore_unknown_options": True})
+def explain_command(
+    key: Annotated[str, typer.Argument(help="A key of ours, or of Axolotl's, TRL's or Atropos'.")],
+) -> None:
+    """Say what a configuration key means, its type, its default, and its names in other trainers."""
+    answer = explain(key)
+    if answer.description:
+        console.print(f"{answer.explanations[0].section}: {answer.description}\n")
+    for found in answer.explanations:
+        console.print(_headline(found), style="bold")
+        console.print(f"    {found.description}")
+        for alias in found.aliases if found.path and answer.meaning != "section" else ():
+            default = "" if alias.default is None else f", default there {alias.default}"
+            note = f" ({alias.note})" if alias.note else ""
+            console.print(f"    {alias.dialect}: {alias.name}{default}{note}", style="dim")
+
+
+def _headline(found: Explanation) -> str:
+    if not found.path:
+        return f"{found.aliases[0].name}: a name of {found.dialect}'s that sets nothing here"
+    default = "required" if found.default is None else f"default {found.default}"
+    kinds = f" (only with kind {' or '.join(found.kinds)})" if found.kinds else ""
+    return f"{found.path}: {found.type}, {default}{kinds}"
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(help="A configuration to check as well.")] = None,
+    proof: Annotated[bool, typer.Option("--proof/--no-proof", help="Train a small model for about a minute.")] = True,
+) -> None:
+    """Check the installation and the devices, and prove in about a minute that training learns."""
+    from lachesis import doctor as checks
+
+    hide_progress_bars()
+    findings = checks.inspect_installation()
+    if config is not None:
+        findings += checks.inspect_config(config)
+    if proof and not any(finding.failed for finding in findings):
+        with console.status("training a small model") if console.is_terminal else nothing():
+            findings.append(checks.prove_learning())
+    for finding in findings:
+        mark = ("fail", "red") if finding.failed else ("ok  ", "green")
+        console.print(Text.assemble(mark, f"  {finding.subject:<14}  {finding.message}"))
+    if any(finding.failed for finding in findings):
+        raise typer.Exit(1)
+
+
+@data_app.command("check")
+def data_check(
+    file: Annotated[str, typer.Argument(help="A file, a directory, or a dataset of the hub.")],
+    tokenizer: Annotated[str | None, typer.Option(help="Measure lengths with it: a directory or a hub id.")] = None,
+    max_prompt_length: Annotated[int | None, typer.Option(help="Longest prompt, in tokens.")] = None,
+    transform: Annotated[str | None, typer.Option(help="Apply `module.function` or `FILE.py:FUNCTION` first.")] = None,
+    data_format: Annotated[str, typer.Option("--format", help="What the columns are; auto looks at them.")] = "auto",
+    prompt_column: Annotated[str, typer.Option(help="Column with the prompt.")] = "prompt",
+    name: Annotated[str | None, typer.Option(help="Configuration of a dataset of the hub.")] = None,
+    split: Annotated[str, typer.Option(help="Split, or a part of one.")] = "train",
+) -> None:
+    """Look for everything that is wrong with a dataset."""
+    from lachesis.config.schema import ModelConfig
+    from lachesis.rollouts.check_data import check_data
+    from lachesis.rollouts.datasets import Dataset
+
+    loaded = None
+    if tokenizer is not None:
+        from lachesis.train.model import load_tokenizer
+
+        loaded = load_tokenizer(ModelConfig(path=tokenizer))
+    dataset = Dataset(file, name, split, data_format, transform, prompt_column)  # type: ignore[arg-type]
+    print_findings(check_data(dataset, tokenizer=loaded, max_prompt_length=max_prompt_length))
+
+
+@rewards_app.command("check")
+def rewards_check(
+    config: Annotated[Path, typer.Argument(help="YAML file with the configuration.")],
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(help="Problems to look at.")] = 16,
+    gold: Annotated[str | None, typer.Option(help="Column with the right answers.")] = None,
+    gold_format: Annotated[str, typer.Option(help="What an answer looks like.")] = "{gold}",
+) -> None:
+    """Run the reward functions on right, empty, cut, exchanged and repeated answers."""
+    loaded = load_config(config, overrides=overrides or []).config
+    from lachesis.build import build_reward_functions, load_data
+    from lachesis.rollouts.check_rewards import VARIANTS, check_rewards
+    from lachesis.train.model import load_tokenizer
+
+    checked = check_rewards(
+        build_reward_functions(loaded),
+        load_data(loaded)[0],
+        weights=loaded.rewards.weights,
+        rows=rows,
+        gold_column=gold,
+        gold_format=gold_format,
+        tokenizer=load_tokenizer(loaded.model),
+        timeout_s=loaded.rewards.timeout_s,
+        num_workers=loaded.rewards.num_workers,
+    )
+    console.print(f"{'':<24}" + "".join(f"{variant:>11}" for variant in VARIANTS))
+    for name, scores in checked.scores.items():
+        values = ["-" if scores[variant] is None else f"{scores[variant]:.3g}" for variant in VARIANTS]
+        console.print(f"{name:<24}" + "".join(f"{value:>11}" for value in values))
+    print_findings(checked.findings)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    console.print(__version__)

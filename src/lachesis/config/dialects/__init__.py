@@ -1,0 +1,75 @@
+"""Configurations of other trainers: recognized by their keys, translated onto the canonical tree."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from lachesis.config.dialects import axolotl, trl
+from lachesis.config.dialects.accelerate import ACCELERATE
+from lachesis.config.dialects.atropos import SERVER, TRAINER, translate_argv
+from lachesis.config.dialects.axolotl_names import AXOLOTL
+from lachesis.config.dialects.table import Dialect, Entry, Translation
+from lachesis.config.dialects.trl import TRL
+from lachesis.config.document import Document
+from lachesis.config.schema import LachesisConfig
+from lachesis.errors import ConfigError
+
+__all__ = [
+    "DIALECTS",
+    "Dialect",
+    "DialectName",
+    "Entry",
+    "Translation",
+    "recognize",
+    "translate",
+    "translate_argv",
+]
+
+DialectName = Literal["canonical", "axolotl", "trl"]
+
+DIALECTS: tuple[Dialect, ...] = (AXOLOTL, TRL, TRAINER, SERVER, ACCELERATE)
+
+
+def recognize(data: Mapping[str, Any]) -> DialectName:
+    """Whose keys a document is in: of those that know most of its top-level keys, the first.
+
+    A canonical section holds keys, so ``optimizer: adamw`` is no canonical section.
+
+    Raises:
+        ConfigError: it is a file for accelerate, which describes processes and no training.
+    """
+    sections = LachesisConfig.model_fields
+    known = {
+        "canonical": sum(key in sections and not isinstance(value, str | bool | list) for key, value in data.items()),
+        "axolotl": _known(data, AXOLOTL),
+        "trl": _known(data, TRL),
+    }
+    if _known(data, ACCELERATE) > max(known.values()):
+        raise ConfigError(
+            "this is a configuration of accelerate, which says how many processes run and not what they train",
+            remedy="give the training's own configuration; for several processes start it with torchrun",
+        )
+    best = max(known.values())
+    names: tuple[DialectName, ...] = ("canonical", "axolotl", "trl")
+    return next(name for name in names if known[name] == best)
+
+
+def translate(document: Document, *, dialect: DialectName, processes: int = 1) -> Translation:
+    """A document of Axolotl's or TRL's as a canonical one.
+
+    Args:
+        document: their YAML.
+        dialect: whose it is.
+        processes: trainer processes, which batch sizes there are multiplied by.
+    """
+    translator = axolotl.translate if dialect == "axolotl" else trl.translate
+    return translator(document, processes=processes)
+
+
+def _known(data: Mapping[str, Any], dialect: Dialect) -> int:
+    """The top-level keys that a dialect has; a section there is a section here as well."""
+    return sum(
+        key in dialect.top_level and isinstance(value, dict) <= (dialect.is_section(key) or key in dialect.entries)
+        for key, value in data.items()
+    )

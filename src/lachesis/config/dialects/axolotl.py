@@ -1,0 +1,217 @@
+"""Axolotl's YAML: its own keys at the top, TRL's below ``trl:``, the server's below ``vllm:``.
+
+Read from axolotl 0.19. Where its documentation and its code differ, the documentation is taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lachesis.config.dialects.axolotl_names import AXOLOTL
+from lachesis.config.dialects.batches import check_generation_batch, put_batch
+from lachesis.config.dialects.convert import engine_address, run_directory
+from lachesis.config.dialects.grpo import (
+    put_betas,
+    put_every,
+    put_generation_kwargs,
+    put_learning_rate_warmup,
+    put_reference,
+    put_sampler_correction,
+    put_steps,
+)
+from lachesis.config.dialects.serving import Serving, put_serving
+from lachesis.config.dialects.table import Translation
+from lachesis.config.document import Document, describe
+from lachesis.errors import ConfigError
+
+_ROW_KEYS = ("path", "name", "split")
+_MANAGED = {
+    "vllm.gpu_memory_utilization": "gpu_memory_utilization",
+    "vllm.tensor_parallel_size": "tensor_parallel_size",
+    "vllm.data_parallel_size": "data_parallel_size",
+    "vllm.max_model_len": "max_model_len",
+    "vllm.dtype": "dtype",
+    "vllm.enforce_eager": "enforce_eager",
+    "trl.vllm_enable_sleep_mode": "enable_sleep_mode",
+}
+
+
+def translate(document: Document, *, processes: int = 1) -> Translation:
+    """Axolotl's document as a canonical one.
+
+    Args:
+        document: their YAML.
+        processes: trainer processes, which batch sizes there are multiplied by.
+    """
+    translation = Translation(document, AXOLOTL)
+    translation.run()
+    _put_model(translation)
+    _put_datasets(translation)
+    _put_run(translation)
+    put_batch(
+        translation,
+        rows="micro_batch_size",
+        accumulation="gradient_accumulation_steps",
+        generations="trl.num_generations",
+        default_rows=1,
+        processes=processes,
+    )
+    if translation.has("trl.generation_batch_size"):
+        prompts = translation.whole("trl.generation_batch_size", 1)
+        check_generation_batch(
+            translation, "trl.generation_batch_size", prompts=prompts, meaning="Axolotl counts unique prompts"
+        )
+    _put_algorithm(translation)
+    _put_engine(translation)
+    translation.finish()
+    return translation
+
+
+def _put_model(translation: Translation) -> None:
+    kind = translation.value("rl")
+    if kind != "grpo":
+        found = "is missing" if kind is None else f"is {kind!r}"
+        translation.problem("rl", f"{found}: Lachesis trains with GRPO; write rl: grpo")
+    adapter = translation.value("adapter")
+    if adapter in ("lora", "qlora"):
+        translation.put("adapter.kind", "lora", "adapter")
+        if adapter == "qlora":
+            translation.put("model.quantization", "nf4", "adapter")
+        for name, path in (
+            ("lora_r", "adapter.r"),
+            ("lora_alpha", "adapter.alpha"),
+            ("lora_dropout", "adapter.dropout"),
+            ("lora_target_modules", "adapter.targets"),
+        ):
+            if translation.has(name):
+                translation.put(path, translation.value(name), name)
+        if translation.value("lora_target_linear"):
+            translation.put("adapter.targets", "all-linear", "lora_target_linear")
+    elif adapter is not None:
+        translation.problem("adapter", f"{describe(adapter)} has no counterpart; Lachesis has lora and qlora")
+    for name, quantization in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
+        if translation.value(name):
+            translation.put("model.quantization", quantization, name)
+    for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"), ("float16", "float16")):
+        if translation.value(name) is True:
+            translation.put("model.dtype", dtype, name)
+    template = translation.value("chat_template")
+    if template == "jinja" and translation.has("chat_template_jinja"):
+        translation.put("model.chat_template", translation.value("chat_template_jinja"), "chat_template_jinja")
+    elif template is not None and not str(template).startswith("tokenizer_default"):
+        translation.problem(
+            "chat_template",
+            f"{describe(template)} is a template that Axolotl brings along; write tokenizer_default, or jinja with the "
+            "template's text or file in chat_template_jinja",
+        )
+
+
+def _put_datasets(translation: Translation) -> None:
+    rows = [row for row in translation.value("datasets", []) if isinstance(row, dict)]
+    datasets = [_dataset(translation, f"datasets[{index}]", row) for index, row in enumerate(rows)]
+    for index, dataset in enumerate(datasets[:1]):
+        for key, value in dataset.items():
+            translation.put(f"data.{key}", value, f"datasets[{index}]")
+    if len(datasets) > 1:
+        translation.put("data.more", datasets[1:], "datasets[1]")
+    held_out = [row for row in translation.value("test_datasets", []) if isinstance(row, dict)]
+    if len(held_out) > 1:
+        translation.problem("test_datasets", "Lachesis holds out problems of one dataset; keep one")
+    for row in held_out[:1]:
+        if any(row.get(key) not in (None, *(first.get(key) for first in rows[:1])) for key in ("name", "type")):
+            translation.warning(
+                "test_datasets", "held-out problems are read as those of the first of datasets: its name and its type"
+            )
+        dataset = _dataset(translation, "test_datasets[0]", row)
+        for key, path in (("path", "data.eval_path"), ("split", "data.eval_split")):
+            if key in dataset:
+                translation.put(path, dataset[key], "test_datasets[0]")
+    if translation.has("sequence_len"):
+        translation.put("data.max_prompt_length", translation.value("sequence_len"), "sequence_len")
+        strategy = translation.value("excess_length_strategy", "drop")
+        if strategy == "truncate":
+            translation.problem("excess_length_strategy", "a prompt that is cut asks another question; write drop")
+        translation.put("data.overlong_prompts", "error" if strategy == "raise" else "drop", "excess_length_strategy")
+
+
+def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[str, Any]:
+    """One of ``datasets:`` as one of ours. ``path: json`` with ``data_files`` is that file."""
+    dataset = {key: row[key] for key in _ROW_KEYS if row.get(key) is not None}
+    files = row.get("data_files")
+    if isinstance(files, list) and len(files) == 1:
+        files = files[0]
+    if isinstance(files, str):
+        dataset["path"] = files
+    elif files is not None:
+        translation.problem(f"{name}.data_files", "Lachesis reads one file a dataset; list the files as datasets")
+    kind = row.get("type")
+    if isinstance(kind, str) and "." in kind:
+        dataset["transform"] = kind
+    elif kind == "chat_template":
+        dataset["format"] = "messages"
+    elif kind is not None:
+        translation.problem(
+            f"{name}.type",
+            f"expected the import path of a transform, as rewards.prompt_transform, got {describe(kind)}; leave it out "
+            "for rows that have a prompt, or an instruction and its response",
+        )
+    return dataset
+
+
+def _put_run(translation: Translation) -> None:
+    put_steps(translation, max_steps="max_steps", epochs="num_epochs", default_epochs=1.0)
+    if translation.has("output_dir"):
+        try:
+            parent, name = run_directory(translation.value("output_dir"))
+        except ConfigError as error:
+            translation.problem("output_dir", error.message)
+        else:
+            translation.put("run.dir", parent, "output_dir")
+            translation.put("run.name", name, "output_dir")
+    put_betas(translation, "adam_beta1", "adam_beta2")
+    put_learning_rate_warmup(translation, ratio="warmup_ratio", max_steps="max_steps")
+    for name, path in (("save_steps", "checkpoint.every_steps"), ("eval_steps", "evaluation.every_steps")):
+        put_every(translation, name, path, max_steps="max_steps")
+    if translation.has("wandb_project"):
+        for name, key in (("wandb_project", "project"), ("wandb_name", "name"), ("wandb_mode", "mode")):
+            if translation.has(name):
+                translation.put(f"logging.wandb.{key}", translation.value(name), name)
+
+
+def _put_algorithm(translation: Translation) -> None:
+    put_reference(translation, "trl.", alpha=0.9, steps=64)
+    produced = translation.value("trl.use_data_producer") or translation.value("trl.async_prefetch")
+    # Only its asynchronous trainer has defaults of its own; the other one is TRL's.
+    mode = "token_truncate" if produced else "sequence_mask"
+    put_sampler_correction(translation, "trl.", mode=mode, floor=bool(produced))
+    put_generation_kwargs(translation, "trl.generation_kwargs")
+    length = "max_completion_length"
+    if translation.has(length) and not translation.has(f"trl.{length}"):
+        translation.put(f"sampling.{length}", translation.value(length), length)
+    elif translation.has(length):
+        translation.warning(length, f"nothing to do: trl.{length} says it already")
+
+
+def _put_engine(translation: Translation) -> None:
+    host = "trl.vllm_server_host" if translation.has("trl.vllm_server_host") else "vllm.host"
+    port = "trl.vllm_server_port" if translation.has("trl.vllm_server_port") else "vllm.port"
+    own, asked = translation.value("vllm.port", 8000), translation.value("trl.vllm_server_port", 8000)
+    if translation.has("vllm.port") and translation.has("trl.vllm_server_port") and own != asked:
+        translation.warning("vllm.port", f"the server listens at {own}, and the trainer asks at {asked}")
+    translation.value("vllm.host")  # the server's own address, which `lachesis vllm-serve` reads
+    if translation.value("trl.vllm_mode") == "colocate" and translation.has("vllm.port"):
+        translation.put("engine.port", translation.value("vllm.port"), "vllm.port")
+    put_serving(
+        translation,
+        Serving(
+            use_vllm="trl.use_vllm",
+            mode="trl.vllm_mode",
+            default_mode="server",
+            url=engine_address(translation.value(host, "0.0.0.0"), translation.value(port, 8000)),
+            url_name=port,
+            adapter_sync=bool(translation.value("trl.vllm_lora_sync")),
+            adapter_name="trl.vllm_lora_sync",
+            interval="trl.vllm_sync_interval",
+            managed=_MANAGED,
+        ),
+    )

@@ -1,0 +1,212 @@
+"""Axolotl's names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lachesis.config.dialects.convert import (
+    OPTIMIZERS,
+    SCHEDULES,
+    checkpointing,
+    compile_mode,
+    held_out,
+    nonzero,
+    one_of,
+)
+from lachesis.config.dialects.grpo import grpo_entries
+from lachesis.config.dialects.table import Dialect, Entry, cannot, nothing, refused, together
+
+
+def _model() -> Iterator[Entry]:
+    yield Entry("base_model", "model.path")
+    yield Entry("tokenizer_config", "model.tokenizer")
+    yield Entry("trust_remote_code", "model.trust_remote_code")
+    yield together("rl", "", "must be grpo")
+    yield together("chat_template", "model.chat_template", "tokenizer_default, or jinja with chat_template_jinja")
+    yield together("chat_template_jinja", "model.chat_template")
+    yield Entry("default_system_message", "data.system_prompt")
+    yield Entry("special_tokens.pad_token", "model.pad_token")
+    yield from refused(
+        "Lachesis changes no other special token; save a tokenizer that has it",
+        *(f"special_tokens.{name}" for name in ("bos_token", "eos_token", "unk_token", "additional_special_tokens")),
+        "tokens",
+        "added_tokens_overrides",
+    )
+    yield together("adapter", "adapter.kind", "qlora is lora on model.quantization nf4")
+    yield together("lora_r", "adapter.r")
+    yield together("lora_alpha", "adapter.alpha")
+    yield together("lora_dropout", "adapter.dropout")
+    yield together("lora_target_linear", "adapter.targets", "true is all-linear")
+    yield together("lora_target_modules", "adapter.targets")
+    yield from refused(
+        "Lachesis trains plain LoRA, from the start and on linear layers only; remove it",
+        *("lora_model_dir", "lora_modules_to_save", "lora_target_parameters", "peft_use_dora", "peft_use_rslora"),
+        *("peft_layers_to_transform", "loftq_config", "unfrozen_parameters"),
+    )
+    yield together("load_in_8bit", "model.quantization", "true is int8")
+    yield together("load_in_4bit", "model.quantization", "true is nf4")
+    for name in ("bf16", "bfloat16", "fp16", "float16"):
+        yield together(name, "model.dtype", "weights of that dtype, with fp32 masters (optimizer.weight_update)")
+    yield from nothing("matrix products are as precise as torch's default", "tf32")
+    yield from cannot(
+        "there is no FP8 here: weights stay in model.dtype, which takes twice the memory and has no NaN from padding",
+        *("fp8", "fp8_config", "fp8_enable_fsdp_float8_all_gather"),
+    )
+    yield Entry("torch_compile", "model.compile", convert=compile_mode)
+    yield Entry("gradient_checkpointing", "model.gradient_checkpointing", convert=checkpointing)
+    yield from nothing(
+        "Lachesis chooses the variant that works with the backend",
+        *("gradient_checkpointing_kwargs", "gradient_checkpointing_kwargs.use_reentrant"),
+    )
+    yield from nothing(
+        "Lachesis chooses: variable-length kernels over packed batches on GPU, SDPA elsewhere",
+        *("attn_implementation", "flash_attention", "sdp_attention", "xformers_attention", "flex_attention"),
+        *("eager_attention", "sample_packing", "batch_flattening", "pad_to_sequence_len", "group_by_length"),
+    )
+
+
+def _data() -> Iterator[Entry]:
+    for key, path in (("path", "path"), ("name", "name"), ("split", "split"), ("type", "transform")):
+        yield together(f"datasets.{key}", f"data.{path}")
+    yield together("datasets.data_files", "data.path")
+    yield from nothing("Lachesis sees it from the file", "datasets.ds_type", "datasets.trust_remote_code")
+    for key, path in (("path", "eval_path"), ("split", "eval_split"), ("name", "name"), ("type", "transform")):
+        yield together(f"test_datasets.{key}", f"data.{path}")
+    yield from nothing("Lachesis sees it from the file", "test_datasets.ds_type", "test_datasets.data_files")
+    yield Entry("val_set_size", "data.eval_size", convert=held_out)
+    yield Entry("dataset_prepared_path", "data.prepared_path")
+    for name in ("dataset_processes", "dataset_num_proc"):
+        yield Entry(name, "data.processes")
+    yield Entry("shuffle_merged_datasets", "data.shuffle")
+    yield from nothing("prompts are always prepared when the run begins", "skip_prepare_dataset")
+    yield together("sequence_len", "data.max_prompt_length", "longer prompts are dropped; completions have their own")
+    yield together("excess_length_strategy", "data.overlong_prompts", "raise is error")
+    yield from nothing(
+        "prompts are few and small: one thread is enough, and rewards see all columns",
+        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_drop_last"),
+        *("remove_unused_columns", "dataset_keep_in_memory", "train_on_inputs"),
+    )
+
+
+def _process() -> Iterator[Entry]:
+    yield together("max_steps", "run.steps")
+    yield together("num_epochs", "run.epochs", "without max_steps")
+    yield together("micro_batch_size", "batch.micro_batch_size")
+    yield together(
+        "gradient_accumulation_steps",
+        "batch.prompts_per_step",
+        "prompts = micro_batch_size x gradient_accumulation_steps x processes / num_generations",
+    )
+    yield from nothing("evaluation decodes as many at once as the engine takes", "eval_batch_size")
+    yield Entry("seed", "run.seed", default=42)
+    yield Entry("learning_rate", "optimizer.learning_rate", convert=_number)
+    yield Entry("optimizer", "optimizer.kind", convert=one_of(OPTIMIZERS))
+    yield Entry("lr_scheduler", "optimizer.schedule", convert=one_of(SCHEDULES), default="cosine")
+    yield Entry("cosine_min_lr_ratio", "optimizer.min_lr_ratio")
+    yield Entry("warmup_steps", "optimizer.warmup_steps")
+    yield together("warmup_ratio", "optimizer.warmup_steps")
+    yield Entry("weight_decay", "optimizer.weight_decay")
+    yield Entry("adam_epsilon", "optimizer.eps")
+    yield together("adam_beta1", "optimizer.betas")
+    yield together("adam_beta2", "optimizer.betas")
+    yield Entry("max_grad_norm", "optimizer.max_grad_norm", convert=nonzero)
+    yield together("output_dir", "run.name", "the run directory: run.dir and run.name")
+    yield Entry("logging_steps", "logging.every_steps")
+    yield together("save_steps", "checkpoint.every_steps")
+    yield together("eval_steps", "evaluation.every_steps")
+    yield Entry("save_total_limit", "checkpoint.keep_last")
+    yield from cannot(
+        "Lachesis counts in steps; write save_steps or eval_steps",
+        *("saves_per_epoch", "evals_per_epoch", "save_strategy", "eval_strategy"),
+    )
+    yield from nothing("weights are always saved as safetensors", "save_safetensors")
+    yield from refused("resume with `lachesis train CONFIG --resume`", "resume_from_checkpoint")
+    yield from nothing("resume with `lachesis train CONFIG --resume`", "auto_resume_from_checkpoints")
+    yield Entry("use_tensorboard", "logging.tensorboard")
+    for key in ("project", "name", "mode"):
+        yield together(f"wandb_{key}", f"logging.wandb.{key}")
+    yield from nothing("set it in the environment, as WANDB_ENTITY", "wandb_entity")
+    yield from nothing("the run's id follows from its name", "wandb_run_id")
+    yield from cannot("Lachesis does not log the weights", "wandb_log_model", "wandb_watch")
+    yield from cannot("Lachesis pushes nothing; upload final/", "hub_model_id", "hub_strategy")
+
+
+def _scaling() -> Iterator[Entry]:
+    yield from cannot(
+        "this build trains on one device, unsharded; `lachesis plan` says what memory that takes",
+        *("fsdp", "fsdp_config", "fsdp_version", "fsdp_final_state_dict_type", "deepspeed", "dp_shard_size"),
+        *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+    )
+    yield from nothing(
+        "one process needs no gradient hooks",
+        *("ddp_find_unused_parameters", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+    )
+
+
+def _server() -> Iterator[Entry]:
+    yield together("vllm.host", "engine.urls", "0.0.0.0 is this machine")
+    yield together("vllm.port", "engine.urls")
+    for key in ("gpu_memory_utilization", "tensor_parallel_size", "data_parallel_size", "max_model_len", "dtype"):
+        yield together(f"vllm.{key}", f"engine.{key}", "with vllm_mode colocate; the server's own otherwise")
+    yield together("vllm.enforce_eager", "engine.enforce_eager", "needed by no bridge")
+    yield from nothing(
+        "Lachesis brings its own server and extension",
+        *("vllm.serve_module", "vllm.worker_extension_cls", "vllm.device"),
+    )
+    yield from nothing("vLLM's own default is on", "vllm.enable_prefix_caching")
+    yield from nothing("thoughts stay in the completion", "vllm.enable_reasoning", "vllm.reasoning_parser")
+
+
+def _trl() -> Iterator[Entry]:
+    yield together("max_completion_length", "sampling.max_completion_length", "its place is below trl:")
+    yield from grpo_entries("trl.", bias_correction=False)
+    yield together("trl.use_vllm", "engine.kind", "false: the trainer's own weights generate (embedded)")
+    yield together("trl.vllm_mode", "engine.kind", "server is http, colocate a vLLM server of the run's own")
+    yield together("trl.vllm_server_host", "engine.urls", "0.0.0.0 is this machine")
+    yield together("trl.vllm_server_port", "engine.urls")
+    yield from nothing(
+        "every wait has a deadline of its own: deadlines.generation_s, sync_s and engine_start_s",
+        "trl.vllm_server_timeout",
+    )
+    yield together(
+        "trl.generation_batch_size", "batch.prompts_per_step", "unique prompts; here every step generates its own"
+    )
+    yield Entry("trl.rollout_func", "source.rollout_func")
+    yield Entry("trl.vllm_guided_decoding_regex", "sampling.guided_regex")
+    yield from nothing("asynchronous features need no switch of their own here", "trl.use_data_producer")
+    yield Entry("trl.async_prefetch", "pipeline.async_prefetch")
+    yield Entry("trl.prefetch_depth", "pipeline.prefetch_depth")
+    yield together("trl.vllm_sync_interval", "bridge.every_steps")
+    yield together("trl.vllm_lora_sync", "bridge.kind", "true is lora_only, false broadcast")
+    yield Entry("trl.streaming_partial_batch", "pipeline.streaming")
+    yield Entry("trl.streaming_min_groups", "pipeline.streaming_min_groups")
+    yield Entry("trl.skip_zero_advantage_batches", "algorithm.skip_zero_advantage")
+    yield Entry("trl.reward_num_workers", "rewards.num_workers", convert=_workers, note="1 is none of its own: 0 here")
+    yield together("trl.vllm_enable_sleep_mode", "engine.enable_sleep_mode")
+    yield Entry("trl.replay_buffer_size", "pipeline.replay_size")
+    yield Entry("trl.replay_recompute_logps", "pipeline.replay_recompute_logps")
+    yield Entry("trl.reroll_start_fraction", "pipeline.reroll_start_fraction")
+    yield Entry("trl.reroll_max_groups", "pipeline.reroll_max_groups")
+    yield from nothing("the loss never makes the logits here, with any loss_type", "trl.use_liger_loss")
+
+
+def _number(value: object) -> object:
+    """YAML 1.1 reads 1e-6 as text, so files have it in quotes."""
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _workers(value: object) -> object:
+    """There one worker is the trainer's own thread."""
+    return 0 if value == 1 and not isinstance(value, bool) else value
+
+
+AXOLOTL = Dialect(
+    "Axolotl",
+    [*_model(), *_data(), *_process(), *_scaling(), *_server(), *_trl()],
+    row_sections=("datasets", "test_datasets"),
+    open_sections=("gradient_checkpointing_kwargs", "fsdp_config"),
+)

@@ -1,0 +1,106 @@
+"""Converters that several dialects share: one of their values to ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from lachesis.config.dialects.table import UNSET
+from lachesis.config.document import describe
+from lachesis.config.suggest import nearest
+from lachesis.errors import ConfigError
+
+OPTIMIZERS: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision"), "adamw"
+    ),
+    **dict.fromkeys(
+        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "paged_adamw_32bit"), "adamw_8bit"
+    ),
+    "adamw_cpu": "adamw_cpu",
+    "adafactor": "adafactor",
+}
+SCHEDULES: Mapping[str, str] = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "cosine_with_min_lr": "cosine",
+}
+DTYPES: Mapping[str, str] = {
+    "auto": "auto",
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "half": "float16",
+    "fp16": "float16",
+}
+_ANY_ADDRESS = {"0.0.0.0", "::", "", "localhost"}
+
+
+def one_of(table: Mapping[str, str]) -> Callable[[Any], str]:
+    """Their word to ours; an error that names the nearest of theirs otherwise."""
+
+    def convert(value: Any) -> str:
+        if isinstance(value, str) and value in table:
+            return table[value]
+        closest = nearest(value, table) if isinstance(value, str) else None
+        hint = f"did you mean {closest}?" if closest else f"Lachesis has {', '.join(table)}"
+        raise ConfigError(f"{describe(value)} has no counterpart; {hint}")
+
+    return convert
+
+
+def scale_rewards(value: Any) -> Any:
+    """TRL's older true and false are group and none."""
+    return {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+
+def top_k(value: Any) -> Any:
+    """-1 is another way to say that nothing is cut."""
+    return 0 if value == -1 else value
+
+
+def listed(value: Any) -> Any:
+    """One text is a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+def held_out(value: Any) -> Any:
+    """A share below 1 or a count; 0.0 and 20.0 are whole numbers."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def nonzero(value: Any) -> Any:
+    """0 or less means that it is off, which is null here."""
+    return UNSET if isinstance(value, int | float) and value <= 0 else value
+
+
+def compile_mode(value: Any) -> Any:
+    return {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+
+
+def checkpointing(value: Any) -> Any:
+    """Offloading variants recompute as well."""
+    return True if isinstance(value, str) and value.startswith("offload") else value
+
+
+def engine_address(host: Any, port: Any) -> str:
+    """Where a client finds a server that binds ``host``: an address for all interfaces is this machine."""
+    name = "127.0.0.1" if str(host) in _ANY_ADDRESS else str(host)
+    return f"http://{name}:{port}"
+
+
+def run_directory(value: Any) -> tuple[str, str]:
+    """The directory of a run as ``run.dir`` and ``run.name``.
+
+    Raises:
+        ConfigError: it has no name of its own, as ``.`` has none.
+    """
+    path = PurePath(str(value))
+    if not isinstance(value, str) or path.name in ("", ".."):
+        raise ConfigError(f"expected a directory of the run's own, got {describe(value)}")
+    return str(path.parent), path.name

@@ -1,0 +1,277 @@
+"""Tables of another trainer's names, and the translation of its configuration by them.
+
+An entry says which canonical key a name sets, how its value is converted, and what is different. Values that
+need several of their keys together are translated by code of the dialect, which finds them by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lachesis.config.document import Document, Place, describe, dotted
+from lachesis.config.suggest import nearest
+from lachesis.errors import ConfigError
+from lachesis.types import Finding
+
+Convert = Callable[[Any], Any]
+Treatment = Literal["sets", "together", "nothing", "cannot", "refused"]
+
+UNSET: Any = object()
+"""No default of theirs that differs from ours; or a converter's answer that says: leave ours."""
+
+
+def same(value: Any) -> Any:
+    """Their value is ours."""
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One of their names.
+
+    Attributes:
+        name: dotted, as in their file; a flag without its dashes.
+        path: the canonical key that it sets; empty where it sets none.
+        treatment: ``sets`` that key; is translated ``together`` with others; means ``nothing`` here (a note says
+            what is done instead); ``cannot`` be honoured (a warning); or is ``refused`` (an error). The last three
+            apply to values other than null and false.
+        convert: their value to ours; raises ConfigError for a value that has no counterpart.
+        default: our value where their file does not say, if that differs from our own default.
+        note: what it means here, if that is something else.
+    """
+
+    name: str
+    path: str = ""
+    treatment: Treatment = "sets"
+    convert: Convert = same
+    default: Any = UNSET
+    note: str = ""
+
+
+def together(name: str, path: str, note: str = "") -> Entry:
+    return Entry(name, path, "together", note=note)
+
+
+def nothing(note: str, *names: str) -> Iterator[Entry]:
+    return (Entry(name, treatment="nothing", note=note) for name in names)
+
+
+def cannot(note: str, *names: str) -> Iterator[Entry]:
+    return (Entry(name, treatment="cannot", note=note) for name in names)
+
+
+def refused(note: str, *names: str) -> Iterator[Entry]:
+    return (Entry(name, treatment="refused", note=note) for name in names)
+
+
+class Dialect:
+    """The names of one trainer.
+
+    Args:
+        name: what users call it.
+        entries: its names.
+        row_sections: sections that are lists of mappings.
+        open_sections: sections whose further keys are accepted unseen, as they belong to a library.
+        prefix: how its names are written, ``--`` for flags.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        entries: Sequence[Entry],
+        *,
+        row_sections: Sequence[str] = (),
+        open_sections: Sequence[str] = (),
+        prefix: str = "",
+    ) -> None:
+        self.name = name
+        self.entries: Mapping[str, Entry] = {entry.name: entry for entry in entries}
+        self.row_sections = frozenset(row_sections)
+        self.open_sections = frozenset(open_sections)
+        self.prefix = prefix
+        self.by_path: dict[str, list[Entry]] = {}
+        for entry in entries:
+            self.by_path.setdefault(entry.path, []).append(entry)
+        self._parents = {
+            name[:end] for name in self.entries for end, letter in enumerate(name) if letter == "."
+        } | self.open_sections
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """Their names with the canonical key of each; empty where there is none."""
+        return {name: entry.path for name, entry in self.entries.items()}
+
+    @property
+    def top_level(self) -> frozenset[str]:
+        """The names that a file of theirs can begin with."""
+        return frozenset(name.partition(".")[0] for name in self.entries) | self.open_sections
+
+    def is_section(self, name: str) -> bool:
+        """Whether the name has further names below it."""
+        return name in self._parents
+
+    def nearest(self, name: str) -> str | None:
+        """The name most like ``name``: among all, or by its last part."""
+        by_last = {known.rpartition(".")[2]: known for known in reversed(list(self.entries))}
+        last = name.rpartition(".")[2]
+        if last in by_last:
+            return by_last[last]
+        close = nearest(name, self.entries)
+        if close is None and (ending := nearest(last, by_last)) is not None:
+            close = by_last[ending]
+        return close
+
+
+class Translation:
+    """Their document on its way to a canonical one, with everything that there is to say about it.
+
+    ``document`` is canonical; where each of its values was written is told in their file's lines and names.
+    """
+
+    def __init__(self, theirs: Document, dialect: Dialect) -> None:
+        self.dialect = dialect
+        self.document = Document(name=theirs.name, data={}, problems=list(theirs.problems))
+        self.findings: list[Finding] = []
+        self._theirs = theirs
+        self._values: dict[str, Any] = {}
+        self._used: set[str] = set()
+        self._flatten(theirs.data, place=())
+
+    def run(self) -> None:
+        """Translate every name that stands alone; defaults of theirs that differ from ours too."""
+        for name, entry in self.dialect.entries.items():
+            value = self._values.get(name)
+            if value is None:
+                if entry.default is not UNSET and entry.path:
+                    self.put(entry.path, entry.default, name)
+            elif entry.treatment == "sets":
+                self._convert(entry, value)
+            elif value is not False:
+                self._say(entry)
+
+    def finish(self) -> None:
+        """Tell of names that nothing has used, as they do nothing with the rest of the file."""
+        for name, value in self._values.items():
+            entry = self.dialect.entries.get(name)
+            if entry is None or entry.treatment != "together" or name in self._used:
+                continue
+            if value is not None and value is not False:
+                self.note(name, "does nothing with the rest of this file")
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """What their file says, which counts as used then; null is as good as not written."""
+        self._used.add(name)
+        found = self._values.get(name)
+        return default if found is None else found
+
+    def has(self, name: str) -> bool:
+        return self._values.get(name) is not None
+
+    def whole(self, name: str, default: int) -> int | None:
+        """A whole number from 1 on; None, and a problem, where it is something else."""
+        value = self.value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            self.problem(name, f"expected a whole number >= 1, got {describe(value)}")
+            return None
+        return value
+
+    def put(self, path: str, value: Any, name: str) -> None:
+        """Set a canonical key, as ``name`` of theirs says (or its default)."""
+        place = tuple(path.split("."))
+        data = self.document.data
+        for part in place[:-1]:
+            data = data.setdefault(part, {})
+        data[place[-1]] = value
+        self.document.origins[place] = self.origin(name)
+
+    def origin(self, name: str) -> str:
+        """``line 7: trl.beta``, or that it is their default."""
+        written = self._theirs.at(_place(name)).strip(" ()") if self.has(name) else ""
+        label = f"{self.dialect.prefix}{name}"
+        if not written:
+            return f"{self.dialect.name}'s {label}"
+        return written if written.endswith(label) else f"{written}: {label}"
+
+    def problem(self, name: str, message: str) -> None:
+        self._used.add(name)
+        label = f"{self.dialect.prefix}{name}"
+        at = "" if self.dialect.prefix else self._theirs.at(_place(name))
+        self.document.problems.append(f"{label}{at}: {message}")
+
+    def warning(self, name: str, message: str) -> None:
+        self._find("warning", name, message)
+
+    def note(self, name: str, message: str) -> None:
+        self._find("note", name, message)
+
+    def unknown(self, name: str) -> None:
+        closest = self.dialect.nearest(name)
+        hint = f"; did you mean {self.dialect.prefix}{closest}?" if closest else ""
+        self.problem(name, f"no key of {self.dialect.name}'s that Lachesis knows{hint}")
+
+    def _find(self, level: Literal["note", "warning"], name: str, message: str) -> None:
+        self._used.update(name.split(", "))
+        text = f"{self.dialect.prefix}{name}: {message}"
+        self.findings.append(Finding(level=level, rule="dialect", message=text))
+
+    def _say(self, entry: Entry) -> None:
+        match entry.treatment:
+            case "nothing":
+                self.note(entry.name, entry.note)
+            case "cannot":
+                self.warning(entry.name, entry.note)
+            case "refused":
+                self.problem(entry.name, entry.note)
+
+    def _convert(self, entry: Entry, value: Any) -> None:
+        try:
+            converted = entry.convert(value)
+        except ConfigError as error:
+            self.problem(entry.name, str(error))
+            return
+        if converted is not UNSET:
+            self.put(entry.path, converted, entry.name)
+
+    def _flatten(self, data: Mapping[str, Any], *, place: Place) -> None:
+        for key, value in data.items():
+            here = (*place, key)
+            name = dotted(here)
+            if name in self.dialect.row_sections:
+                self._rows(name, value)
+            elif isinstance(value, dict) and self.dialect.is_section(name):
+                self._flatten(value, place=here)
+            elif name in self.dialect.entries:
+                self._values[name] = value
+            elif self.dialect.is_section(name):
+                if value is not None and name not in self.dialect.open_sections:
+                    self.problem(name, f"expected keys, got {describe(value)}")
+            elif name.rpartition(".")[0] not in self.dialect.open_sections:
+                self.unknown(name)
+
+    def _rows(self, name: str, rows: Any) -> None:
+        """A list of mappings, whose keys are entries ``name.key``."""
+        if not isinstance(rows, list):
+            if rows is not None:
+                self.problem(name, f"expected a list, got {describe(rows)}; write each item after a dash")
+            return
+        self._values[name] = rows
+        for index, row in enumerate(rows):
+            if not isinstance(row, dict):
+                self.problem(f"{name}[{index}]", f"expected keys, got {describe(row)}")
+                continue
+            for key in row:
+                if f"{name}.{key}" not in self.dialect.entries:
+                    self.unknown(f"{name}[{index}].{key}")
+
+
+def _place(name: str) -> Place:
+    """``("datasets", 0, "path")`` for ``datasets[0].path``."""
+    parts: list[str | int] = []
+    for part in name.split("."):
+        head, bracket, index = part.partition("[")
+        parts.append(head)
+        if bracket:
+            parts.append(int(index.rstrip("]")))
+    return tuple(parts)

@@ -1,0 +1,285 @@
+"""TRL's names, flat as its `trl grpo --config` takes them: GRPOConfig, ModelConfig and the script's arguments.
+
+Read from TRL 1.16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lachesis.config.dialects.batches import check_generation_batch, put_batch
+from lachesis.config.dialects.convert import (
+    DTYPES,
+    OPTIMIZERS,
+    SCHEDULES,
+    compile_mode,
+    engine_address,
+    nonzero,
+    one_of,
+    run_directory,
+)
+from lachesis.config.dialects.grpo import (
+    grpo_entries,
+    put_betas,
+    put_every,
+    put_generation_kwargs,
+    put_reference,
+    put_sampler_correction,
+    put_steps,
+)
+from lachesis.config.dialects.serving import Serving, put_serving
+from lachesis.config.dialects.table import Dialect, Entry, Translation, cannot, nothing, refused, together
+from lachesis.config.document import Document, describe
+from lachesis.errors import ConfigError
+
+_MANAGED = {
+    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
+    "vllm_tensor_parallel_size": "tensor_parallel_size",
+    "vllm_max_model_length": "max_model_len",
+    "vllm_enable_sleep_mode": "enable_sleep_mode",
+}
+
+
+def translate(document: Document, *, processes: int = 1) -> Translation:
+    """TRL's document as a canonical one.
+
+    Args:
+        document: their YAML.
+        processes: trainer processes, which batch sizes there are multiplied by.
+    """
+    translation = Translation(document, TRL)
+    translation.run()
+    _put_model(translation)
+    _put_run(translation)
+    put_batch(
+        translation,
+        rows="per_device_train_batch_size",
+        accumulation="gradient_accumulation_steps",
+        generations="num_generations",
+        default_rows=8,
+        processes=processes,
+    )
+    _check_generation_batch(translation, processes=processes)
+    put_reference(translation, "", alpha=0.6, steps=512)
+    put_sampler_correction(translation, "", mode="sequence_mask", floor=False)
+    put_generation_kwargs(translation, "generation_kwargs")
+    _put_engine(translation)
+    translation.finish()
+    return translation
+
+
+def _put_model(translation: Translation) -> None:
+    if translation.value("use_peft"):
+        translation.put("adapter.kind", "lora", "use_peft")
+        for name, path, default in (
+            ("lora_r", "adapter.r", 16),
+            ("lora_alpha", "adapter.alpha", 32),
+            ("lora_dropout", "adapter.dropout", 0.05),
+            ("lora_target_modules", "adapter.targets", "all-linear"),
+        ):
+            translation.put(path, translation.value(name, default), name)
+    for name, quantization in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
+        if translation.value(name):
+            translation.put("model.quantization", quantization, name)
+    options = translation.value("model_init_kwargs", {})
+    if not isinstance(options, Mapping):
+        translation.problem("model_init_kwargs", f"expected a mapping, got {describe(options)}")
+        return
+    names = ("dtype", "torch_dtype")
+    _put_dtype(translation, "model_init_kwargs", next((options[name] for name in names if name in options), None))
+    for key in options:
+        if key not in (*names, "attn_implementation", "device_map", "use_cache"):
+            translation.problem("model_init_kwargs", f"{key} has no counterpart")
+    for name in ("fp16", "bf16"):
+        if translation.value(name):
+            translation.put("model.dtype", DTYPES[name], name)
+    for name in ("torch_dtype", "dtype"):
+        _put_dtype(translation, name, translation.value(name))
+
+
+def _put_dtype(translation: Translation, name: str, value: Any) -> None:
+    if value is None:
+        return
+    try:
+        translation.put("model.dtype", one_of(DTYPES)(value), name)
+    except ConfigError as error:
+        translation.problem(name, error.message)
+
+
+def _put_run(translation: Translation) -> None:
+    put_steps(translation, max_steps="max_steps", epochs="num_train_epochs", default_epochs=3.0)
+    if translation.has("output_dir"):
+        try:
+            parent, name = run_directory(translation.value("output_dir"))
+        except ConfigError as error:
+            translation.problem("output_dir", error.message)
+        else:
+            translation.put("run.dir", parent, "output_dir")
+            translation.put("run.name", name, "output_dir")
+    put_betas(translation, "adam_beta1", "adam_beta2")
+    put_every(translation, "logging_steps", "logging.every_steps", max_steps="max_steps")
+    if translation.value("save_strategy", "steps") == "steps":
+        translation.put("checkpoint.every_steps", 500, "save_steps")
+        put_every(translation, "save_steps", "checkpoint.every_steps", max_steps="max_steps")
+    elif translation.value("save_strategy") != "no":
+        translation.warning("save_strategy", "Lachesis counts in steps; write save_steps")
+    if translation.value("eval_strategy", "no") == "steps":
+        put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
+    if translation.value("eval_strategy", "no") != "no":
+        translation.put("data.eval_split", translation.value("dataset_test_split", "test"), "dataset_test_split")
+    _put_reports(translation)
+
+
+def _put_reports(translation: Translation) -> None:
+    reports = translation.value("report_to", "none")
+    for report in reports if isinstance(reports, list) else [reports]:
+        if report == "tensorboard":
+            translation.put("logging.tensorboard", True, "report_to")
+        elif report == "wandb":
+            translation.put("logging.wandb.project", translation.value("project", "huggingface"), "project")
+            if translation.has("run_name"):
+                translation.put("logging.wandb.name", translation.value("run_name"), "run_name")
+        elif report != "none":
+            translation.warning("report_to", f"Lachesis reports to tensorboard and wandb, not to {report}")
+
+
+def _check_generation_batch(translation: Translation, *, processes: int) -> None:
+    """TRL counts completions, or the steps (micro-batches) that share a generation; never both."""
+    batch, steps = "generation_batch_size", "steps_per_generation"
+    if translation.has(batch) and translation.has(steps):
+        translation.problem(batch, f"{batch} and {steps} say the same; TRL takes one of them")
+        return
+    name = batch if translation.has(batch) else steps
+    rows, group = translation.value("per_device_train_batch_size", 8), translation.value("num_generations", 8)
+    if not translation.has(name) or not isinstance(rows, int) or not isinstance(group, int) or group < 1:
+        return
+    value = translation.whole(name, 1)
+    completions = None if value is None else value if name == batch else value * rows * processes
+    if completions is not None and completions % group:
+        translation.problem(name, f"{completions} completions are no multiple of num_generations {group}")
+        return
+    prompts = None if completions is None else completions // group
+    check_generation_batch(translation, name, prompts=prompts, meaning=f"TRL: {completions} completions")
+
+
+def _put_engine(translation: Translation) -> None:
+    url, host, port = None, None, None
+    if translation.value("vllm_mode", "colocate") == "server":
+        host, port = translation.value("vllm_server_host", "0.0.0.0"), translation.value("vllm_server_port", 8000)
+        url = translation.value("vllm_server_base_url")
+    put_serving(
+        translation,
+        Serving(
+            use_vllm="use_vllm",
+            mode="vllm_mode",
+            default_mode="colocate",
+            url=url if isinstance(url, str) else engine_address(host, port),
+            url_name="vllm_server_base_url" if url is not None else "vllm_server_port",
+            adapter_sync=False,
+            adapter_name="use_peft",
+            interval=None,
+            managed=_MANAGED,
+        ),
+    )
+
+
+def _names() -> Iterator[Entry]:
+    yield from grpo_entries("")
+    yield Entry("model_name_or_path", "model.path")
+    yield Entry("trust_remote_code", "model.trust_remote_code")
+    for name in ("dtype", "torch_dtype", "bf16", "fp16", "model_init_kwargs"):
+        yield together(name, "model.dtype")
+    yield Entry("dataset_name", "data.path")
+    yield Entry("dataset_config", "data.name")
+    yield Entry("dataset_train_split", "data.split")
+    yield together("dataset_test_split", "data.eval_split", "with eval_strategy")
+    yield Entry("shuffle_dataset", "data.shuffle")
+    yield together("use_peft", "adapter.kind", "true is lora")
+    for name, path in (("r", "r"), ("alpha", "alpha"), ("dropout", "dropout"), ("target_modules", "targets")):
+        yield together(f"lora_{name}", f"adapter.{path}")
+    yield together("load_in_8bit", "model.quantization", "true is int8")
+    yield together("load_in_4bit", "model.quantization", "true is nf4")
+    yield Entry("gradient_checkpointing", "model.gradient_checkpointing", default=True)
+    yield Entry("torch_compile", "model.compile", convert=compile_mode)
+    yield together("max_steps", "run.steps", "-1 counts in epochs")
+    yield together("num_train_epochs", "run.epochs", "without max_steps")
+    yield together("per_device_train_batch_size", "batch.micro_batch_size")
+    yield together(
+        "gradient_accumulation_steps",
+        "batch.prompts_per_step",
+        "prompts = per_device_train_batch_size x gradient_accumulation_steps x processes / num_generations",
+    )
+    yield together("generation_batch_size", "batch.prompts_per_step", "completions; here every step makes its own")
+    yield together("steps_per_generation", "batch.prompts_per_step", "micro-batches; here every step makes its own")
+    yield Entry("seed", "run.seed", default=42)
+    yield Entry("learning_rate", "optimizer.learning_rate", default=1e-6)
+    yield Entry("optim", "optimizer.kind", convert=one_of(OPTIMIZERS))
+    yield Entry("lr_scheduler_type", "optimizer.schedule", convert=one_of(SCHEDULES), default="linear")
+    yield Entry("warmup_steps", "optimizer.warmup_steps")
+    yield Entry("weight_decay", "optimizer.weight_decay")
+    yield Entry("adam_epsilon", "optimizer.eps")
+    yield together("adam_beta1", "optimizer.betas")
+    yield together("adam_beta2", "optimizer.betas")
+    yield Entry("max_grad_norm", "optimizer.max_grad_norm", convert=nonzero)
+    yield together("output_dir", "run.name", "the run directory: run.dir and run.name")
+    yield together("logging_steps", "logging.every_steps")
+    yield together("save_steps", "checkpoint.every_steps")
+    yield together("save_strategy", "checkpoint.every_steps", "steps or no")
+    yield Entry("save_total_limit", "checkpoint.keep_last")
+    yield together("eval_steps", "evaluation.every_steps")
+    yield together("eval_strategy", "evaluation.every_steps", "steps or no")
+    yield Entry("num_generations_eval", "evaluation.samples_per_problem")
+    yield together("report_to", "logging.wandb.project", "wandb, tensorboard or none")
+    yield together("project", "logging.wandb.project")
+    yield together("run_name", "logging.wandb.name")
+    yield together("use_vllm", "engine.kind", "false: the trainer's own weights generate (embedded)")
+    yield together("vllm_mode", "engine.kind", "server is http, colocate a vLLM server of the run's own")
+    for name in ("server_base_url", "server_host", "server_port"):
+        yield together(f"vllm_{name}", "engine.urls", "0.0.0.0 is this machine")
+    for name, option in _MANAGED.items():
+        yield together(name, f"engine.{option}", "with vllm_mode colocate")
+    yield Entry("vllm_structured_outputs_regex", "sampling.guided_regex")
+    yield Entry("vllm_guided_decoding_regex", "sampling.guided_regex")
+    yield from _without_counterpart()
+
+
+def _without_counterpart() -> Iterator[Entry]:
+    yield from nothing(
+        "every wait has a deadline of its own: deadlines.generation_s, sync_s and engine_start_s",
+        "vllm_server_timeout",
+    )
+    yield from nothing("Lachesis finds a free port (bridge.init_method)", "vllm_group_port")
+    yield from nothing(
+        "Lachesis chooses: variable-length kernels over packed batches on GPU, SDPA elsewhere",
+        *("attn_implementation", "pad_to_multiple_of", "remove_unused_columns", "use_cache"),
+    )
+    yield from nothing("Lachesis chooses the variant that works with the backend", "gradient_checkpointing_kwargs")
+    yield from nothing("the loss never makes the logits here, with any loss_type", "use_liger_kernel", "use_liger_loss")
+    yield from nothing(
+        "one process needs no gradient hooks, no gathering and one thread for the data",
+        *("ddp_find_unused_parameters", "ddp_timeout", "ddp_backend", "ds3_gather_for_generation"),
+        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_drop_last", "tf32", "log_level"),
+        *("per_device_eval_batch_size", "logging_first_step", "logging_strategy", "do_train", "do_eval"),
+    )
+    yield from nothing("the tape has every completion", "log_unique_prompts")
+    yield from nothing("evaluation is before and after the run in any case", "eval_on_start")
+    yield from cannot(
+        "this build trains on one device, unsharded; `lachesis plan` says what memory that takes",
+        *("fsdp", "fsdp_config", "deepspeed", "parallelism_config"),
+    )
+    yield from cannot("the embedded engine has one way to decode", "use_transformers_paged", "cache_implementation")
+    yield from cannot(
+        "Lachesis pushes nothing; upload final/", "push_to_hub", "hub_model_id", "log_completions_hub_repo"
+    )
+    yield from cannot("Lachesis keeps dropout as the model has it", "disable_dropout")
+    yield from cannot("the router's loss is not added", "router_aux_loss_coef")
+    yield from refused("resume with `lachesis train CONFIG --resume`", "resume_from_checkpoint")
+    yield from refused("name the model in reward_funcs", "reward_model_name_or_path")
+    yield from refused(
+        "Lachesis trains plain LoRA, from the start and on linear layers only; remove it",
+        *("lora_modules_to_save", "lora_target_parameters", "use_rslora", "use_dora"),
+    )
+
+
+TRL = Dialect("TRL", list(_names()))

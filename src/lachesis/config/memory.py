@@ -1,0 +1,139 @@
+"""Memory and disk that a configuration will take, in bytes, from the model's shape alone.
+
+What such a count leaves out: the allocator's fragments, CUDA's own context (about half a GiB a process), and
+buffers of kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lachesis.config.schema import LachesisConfig
+from lachesis.config.shape import DTYPE_BYTES, ModelShape
+
+Place = Literal["trainer", "engine"]
+_QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.56}  # nf4: half a byte, and a scale for each 64 weights
+# As in lachesis.train.head: one chunk of logits in float32, and its gradient.
+_CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One use of memory. ``while_`` is the phase in which it is held: always, training or generating."""
+
+    name: str
+    place: Place
+    phase: Literal["always", "training", "generating"]
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens: of a longest prompt and completion, in one forward pass, and in flight while generating."""
+
+    longest: int
+    microbatch: int
+    in_flight: int
+
+
+def trainable_parameters(config: LachesisConfig, shape: ModelShape) -> int:
+    """All of them, or the adapter's."""
+    if config.adapter.kind == "none":
+        return shape.parameters
+    return shape.lora_parameters(rank=config.adapter.r, targets=config.adapter.targets)
+
+
+def memory_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, device: str) -> list[Part]:
+    """What the trainer and the engine hold, and when. ``device`` is ``cuda`` or ``cpu``."""
+    width = weight_bytes(config, shape, device=device)
+    trained = trainable_parameters(config, shape)
+    # peft keeps the adapters of 16-bit models in float32.
+    trained_width = 4 if config.adapter.kind == "lora" else width
+    quantized = _QUANTIZED_BYTES.get(config.model.quantization)
+    parts = [
+        Part("weights", "trainer", "always", round(shape.parameters * (quantized or width))),
+        Part("gradients", "trainer", "training", trained * trained_width),
+        Part("activations", "trainer", "training", _activations(config, shape, tokens=lengths.microbatch, width=width)),
+        Part(
+            "logits chunk",
+            "trainer",
+            "training",
+            2 * 4 * min(_CHUNK_ELEMENTS[device], lengths.microbatch * shape.vocab),
+        ),
+    ]
+    if config.adapter.kind == "lora":
+        parts.append(Part("adapter", "trainer", "always", trained * 4))
+    if states := _optimizer_bytes(config, shape, trained=trained, width=trained_width, device=device):
+        parts.append(Part("optimizer states", "trainer", "always", states))
+    if reference := _reference_bytes(config, shape, width=width):
+        parts.append(Part("reference", "trainer", "always", reference))
+    return parts + _engine_parts(config, shape, lengths=lengths, width=width)
+
+
+def weight_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
+    """Bytes of one weight in the trainer; ``auto`` is the checkpoint's dtype on GPU and float32 on CPU."""
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = shape.dtype if device == "cuda" else "float32"
+    return DTYPE_BYTES.get(dtype, 2)
+
+
+def checkpoint_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
+    """One resumable checkpoint: what is trained, and the optimizer's states."""
+    width = 4 if config.adapter.kind == "lora" else weight_bytes(config, shape, device=device)
+    trained = trainable_parameters(config, shape)
+    states = _optimizer_bytes(config, shape, trained=trained, width=width, device=None)
+    return trained * width + states
+
+
+def export_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
+    """What final/ holds, and each export of a bridge that goes over the disk: the model, or the adapter."""
+    if config.adapter.kind == "lora":
+        return trainable_parameters(config, shape) * 4
+    return shape.parameters * weight_bytes(config, shape, device=device)
+
+
+def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, *, trained: int, width: int, device: str | None) -> int:
+    """Moments, and float32 masters of 16-bit weights, on ``device`` (None: wherever they are)."""
+    optimizer, update = config.optimizer, config.optimizer.weight_update
+    masters = 4 * trained if width == 2 and update in ("auto", "fp32_master") else 0
+    moment = width if update == "plain" else 4
+    match optimizer.kind:
+        case "adamw":
+            return 2 * moment * trained + masters
+        case "adamw_8bit":
+            return 2 * trained + masters
+        case "adamw_cpu":
+            return 0 if device == "cuda" else 2 * moment * trained + masters
+        case "adafactor":
+            # A row and a column of moments for each matrix, instead of the matrix.
+            mean_side = max(1, round((trained / max(1, 7 * shape.layers)) ** 0.5))
+            return 4 * 2 * trained // mean_side + masters
+
+
+def _reference_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
+    """A copy for the KL term; the base model under an adapter is there already."""
+    algorithm = config.algorithm
+    if algorithm.beta == 0 or algorithm.kl_reference == "sampler":
+        return 0
+    if config.adapter.kind == "lora":
+        return trainable_parameters(config, shape) * 4 if algorithm.kl_reference == "ema" else 0
+    return shape.parameters * width
+
+
+def _activations(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int) -> int:
+    """What the backward pass needs of one micro-batch."""
+    layer = shape.activation_elements_per_token
+    kept = shape.layers * shape.hidden + layer if config.model.gradient_checkpointing else shape.layers * layer
+    return tokens * width * (kept + 2 * shape.hidden)
+
+
+def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int) -> list[Part]:
+    """The engine's own weights, unless they are the trainer's, and its cache for a whole batch."""
+    cache = Part("KV cache", "engine", "generating", shape.kv_elements_per_token * width * lengths.in_flight)
+    if config.engine.kind == "embedded" or config.bridge.kind == "shared_vllm":
+        return [cache]
+    if (config.bridge.kind == "lora_only" or config.bridge.kind == "lora_nccl") and config.bridge.share_base:
+        return [cache]
+    return [Part("weights", "engine", "always", shape.parameters * width), cache]

@@ -1,0 +1,252 @@
+"""What a configuration will do, as arithmetic: batches, steps, memory and disk. Loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from lachesis.config.dialects.batches import nearest_divisors, nearest_multiples
+from lachesis.config.memory import Lengths, Part, checkpoint_bytes, export_bytes, memory_parts, trainable_parameters
+from lachesis.config.schema import LachesisConfig
+from lachesis.config.shape import ModelShape, read_shape
+from lachesis.config.steps import steps_of
+
+_ASSUMED_PROMPT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """One optimizer step, and the run.
+
+    ``completions`` are those of one step; ``micro_batches`` as many as their longest tokens need, which is the most
+    there can be; ``steps`` is None where the run's length is in epochs of data that is not counted yet.
+    """
+
+    prompts: int
+    completions: int
+    tokens: int
+    micro_batches: int
+    steps: int | None
+    problems: int | None
+    transfers: int | None
+    evaluations: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The whole arithmetic. ``shape`` and what follows from it are None and empty without a config.json."""
+
+    batches: Batches
+    lengths: Lengths
+    device: str
+    shape: ModelShape | None
+    trained: int | None
+    memory: tuple[Part, ...]
+    checkpoint: int | None
+    export: int | None
+    exports_kept: int
+    checkpoints_kept: int
+    notes: tuple[str, ...]
+
+    def peak(self, place: str) -> int:
+        """Bytes at the worst moment of the trainer's or the engine's: what is always held, and the larger phase."""
+        parts = [part for part in self.memory if part.place == place]
+        always = sum(part.bytes for part in parts if part.phase == "always")
+        phases = [sum(part.bytes for part in parts if part.phase == phase) for phase in ("training", "generating")]
+        return always + max(phases)
+
+
+def plan(config: LachesisConfig, *, device: str | None = None) -> Plan:
+    """The arithmetic of a configuration.
+
+    Args:
+        config: with paths resolved; the model's config.json and the lines of a JSONL file are looked at.
+        device: ``cuda`` or ``cpu``; as ``model.device`` says, or what this machine has, if unset.
+
+    Raises:
+        ConfigError: the model's config.json cannot be read.
+    """
+    chosen = device or _device(config)
+    shape = read_shape(config.model.path)
+    lengths = _lengths(config, shape)
+    batches = _batches(config, lengths)
+    memory = () if shape is None else tuple(memory_parts(config, shape, lengths=lengths, device=chosen))
+    return Plan(
+        batches=batches,
+        lengths=lengths,
+        device=chosen,
+        shape=shape,
+        trained=None if shape is None else trainable_parameters(config, shape),
+        memory=memory,
+        checkpoint=None if shape is None else checkpoint_bytes(config, shape, device=chosen),
+        export=None if shape is None else export_bytes(config, shape, device=chosen),
+        exports_kept=_exports_kept(config),
+        checkpoints_kept=config.checkpoint.keep_last if config.checkpoint.every_steps else 1,
+        notes=tuple(_notes(config, batches, lengths=lengths, shape=shape)),
+    )
+
+
+def _device(config: LachesisConfig) -> str:
+    if config.model.device != "auto":
+        return config.model.device
+    return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
+
+
+def _lengths(config: LachesisConfig, shape: ModelShape | None) -> Lengths:
+    completion = config.sampling.max_completion_length
+    context = shape.context if shape is not None else None
+    room = max(1, context - completion) if context is not None else _ASSUMED_PROMPT
+    prompt = min(room, config.data.max_prompt_length or _ASSUMED_PROMPT)
+    longest = prompt + completion
+    if config.source.kind == "atropos":
+        longest = config.source.max_sequence_length
+    rows = config.batch.micro_batch_size
+    budget = config.batch.max_tokens_per_microbatch
+    microbatch = max(longest, budget if rows is None else min(budget, rows * longest))
+    in_flight = _completions(config)
+    if config.engine.kind == "embedded" or config.engine.kind == "embedded_server":
+        in_flight = min(in_flight, config.engine.max_batch_size)
+    return Lengths(longest=longest, microbatch=microbatch, in_flight=in_flight * longest)
+
+
+def _completions(config: LachesisConfig) -> int:
+    """Of one optimizer step."""
+    if config.source.kind == "atropos" and config.source.batch_size is not None:
+        return config.source.batch_size
+    return config.batch.prompts_per_step * config.sampling.num_generations
+
+
+def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
+    completions = _completions(config)
+    tokens = completions * lengths.longest
+    per_pass = max(1, config.batch.max_tokens_per_microbatch // lengths.longest)
+    if config.batch.micro_batch_size is not None:
+        per_pass = min(per_pass, config.batch.micro_batch_size)
+    problems = _count_problems(config)
+    steps = config.run.steps
+    if steps is None and problems is not None and config.run.epochs is not None:
+        steps = steps_of(
+            epochs=config.run.epochs,
+            problems=problems,
+            prompts_per_step=config.batch.prompts_per_step,
+            num_iterations=config.algorithm.num_iterations,
+        )
+    every, evaluate = getattr(config.bridge, "every_steps", 1), config.evaluation.every_steps
+    held_out = config.data.eval_path or config.data.eval_split or config.data.eval_size
+    return Batches(
+        prompts=config.batch.prompts_per_step,
+        completions=completions,
+        tokens=tokens,
+        micro_batches=-(-completions // per_pass),
+        steps=steps,
+        problems=problems,
+        transfers=None if steps is None else steps // every,
+        evaluations=None if steps is None else 2 + ((steps - 1) // evaluate if evaluate else 0) if held_out else 0,
+    )
+
+
+def _count_problems(config: LachesisConfig) -> int | None:
+    """Lines of a single local JSONL file, less those held out; None for everything else."""
+    data = config.data
+    if data.path is None or data.more or not data.path.endswith(".jsonl") or not Path(data.path).is_file():
+        return None
+    with open(data.path, "rb") as file:
+        lines = sum(1 for line in file if line.strip())
+    if data.eval_path is not None or data.eval_split is not None:
+        return lines
+    held_out = data.eval_size if data.eval_size >= 1 else round(data.eval_size * lines)
+    return max(0, lines - int(held_out))
+
+
+def _exports_kept(config: LachesisConfig) -> int:
+    """Exports of a bridge that goes over the disk, the one being written included."""
+    return getattr(config.bridge, "keep_last", -1) + 1
+
+
+def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, shape: ModelShape | None) -> Iterator[str]:
+    """What does not divide, with the nearest numbers that do; and what is not known."""
+    iterations = config.algorithm.num_iterations
+    if batches.steps is not None and batches.steps % iterations:
+        fitting = " or ".join(map(str, nearest_multiples(batches.steps, of=iterations)))
+        yield f"{batches.steps} steps are no multiple of algorithm.num_iterations {iterations}; {fitting} are"
+    if batches.problems and batches.problems % batches.prompts:
+        fitting = " or ".join(map(str, nearest_divisors(batches.problems, batches.prompts)))
+        yield (
+            f"{batches.problems} problems are no multiple of batch.prompts_per_step {batches.prompts}, so a batch "
+            f"spans two epochs; {fitting} divide them"
+        )
+    if config.source.kind == "atropos" and batches.completions % config.sampling.num_generations:
+        group = config.sampling.num_generations
+        fitting = " or ".join(map(str, nearest_multiples(batches.completions, of=group)))
+        yield (
+            f"source.batch_size {batches.completions} is no multiple of sampling.num_generations {group}: groups of "
+            f"that size would not fit; {fitting} is (the environment says how large groups are)"
+        )
+    rows = config.batch.micro_batch_size
+    if rows is not None and batches.completions % rows:
+        fitting = " or ".join(map(str, nearest_divisors(batches.completions, rows)))
+        yield (
+            f"the last micro-batch is smaller: batch.micro_batch_size {rows} does not divide {batches.completions}; "
+            f"{fitting} do"
+        )
+    if config.data.max_prompt_length is None and config.source.kind == "local":
+        prompt = lengths.longest - config.sampling.max_completion_length
+        yield f"data.max_prompt_length is unset: prompts are taken for up to {prompt} tokens"
+    if batches.steps is None:
+        yield "the steps of run.epochs follow from the number of problems, which is known once the data is read"
+    if shape is None:
+        yield f"{config.model.path} has no config.json here, so memory and disk are not known"
+
+
+def plan_lines(planned: Plan) -> list[str]:
+    """The plan as text, for a screen."""
+    batches = planned.batches
+    steps = "steps unknown" if batches.steps is None else f"{batches.steps:,} optimizer steps"
+    size, prompts = planned.lengths, "prompt" if batches.prompts == 1 else "prompts"
+    lines = [
+        "batches",
+        f"  step          {batches.prompts:,} {prompts}, {batches.completions:,} completions, at most "
+        f"{batches.tokens:,} "
+        f"tokens in {batches.micro_batches:,} micro-batches of up to {size.microbatch:,}",
+        f"  run           {steps}" + (f" over {batches.problems:,} problems" if batches.problems is not None else ""),
+    ]
+    if batches.steps is not None:
+        lines.append(
+            f"                {batches.steps * batches.completions:,} completions trained on, {batches.transfers:,} "
+            f"weight transfers, {batches.evaluations:,} evaluations"
+        )
+    if planned.shape is not None and planned.trained is not None:
+        lines += ["model", f"  parameters    {planned.shape.parameters:,}, of which {planned.trained:,} are trained"]
+        for place in ("trainer", "engine"):
+            lines += list(_memory_lines(planned, place))
+        lines += list(_disk_lines(planned))
+    return lines + [f"note: {text}" for text in planned.notes]
+
+
+def _memory_lines(planned: Plan, place: str) -> Iterator[str]:
+    parts = [part for part in planned.memory if part.place == place]
+    yield f"memory of the {place} ({planned.device}): {_size(planned.peak(place))}"
+    for part in parts:
+        phase = "" if part.phase == "always" else f"  while {part.phase}"
+        yield f"  {part.name:<18}{_size(part.bytes):>10}{phase}"
+
+
+def _disk_lines(planned: Plan) -> Iterator[str]:
+    if planned.checkpoint is None or planned.export is None:
+        return
+    yield "disk"
+    yield f"  {'checkpoint':<18}{_size(planned.checkpoint):>10}  x {planned.checkpoints_kept} kept"
+    yield f"  {'final':<18}{_size(planned.export):>10}"
+    if planned.exports_kept:
+        yield f"  {'transfers':<18}{_size(planned.export):>10}  x {planned.exports_kept} kept"
+
+
+def _size(count: int) -> str:
+    """Bytes in the unit that suits them."""
+    value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
+    for unit in units:
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

@@ -1,0 +1,46 @@
+"""Checks across sections, before anything is loaded. They never change a value.
+
+A rule yields findings: a ``problem`` is a combination that cannot work or does nothing that was asked for, a
+``warning`` one that works otherwise than most would expect, a ``note`` a fact worth knowing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lachesis.config.capabilities import BRIDGES, BridgeCapabilities, bridge_capabilities
+from lachesis.config.problems import config_error
+from lachesis.config.rules.algorithm import ALGORITHM_RULES
+from lachesis.config.rules.base import Rule
+from lachesis.config.rules.inputs import INPUT_RULES
+from lachesis.config.rules.optimizer import OPTIMIZER_RULES, learning_rate
+from lachesis.config.rules.pipeline import PIPELINE_RULES
+from lachesis.config.rules.process import PROCESS_RULES
+from lachesis.config.rules.serving import SERVING_RULES, check_bridge
+from lachesis.config.schema import LachesisConfig
+from lachesis.types import Finding
+
+__all__ = ["RULES", "check", "learning_rate"]
+
+RULES: tuple[Rule, ...] = (
+    *INPUT_RULES,
+    *OPTIMIZER_RULES,
+    *ALGORITHM_RULES,
+    *PIPELINE_RULES,
+    *SERVING_RULES,
+    *PROCESS_RULES,
+)
+
+
+def check(config: LachesisConfig, *, bridges: Mapping[str, BridgeCapabilities] = BRIDGES) -> list[Finding]:
+    """The warnings and notes of all rules.
+
+    Raises:
+        ConfigError: the configuration cannot work; the message lists every problem.
+    """
+    findings = [finding for rule in RULES for finding in rule(config)]
+    findings += check_bridge(config, bridge_capabilities(config.bridge.kind, bridges=bridges))
+    problems = [finding.message for finding in findings if finding.level == "problem"]
+    if problems:
+        raise config_error("the configuration cannot work", problems)
+    return findings

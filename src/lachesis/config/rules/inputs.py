@@ -1,0 +1,170 @@
+"""Rules about what comes in: run, model, data, rewards, sampling."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from lachesis.config.keys import find_section
+from lachesis.config.paths import is_model_spec
+from lachesis.config.rules.base import Rule, changed, note, problem, warning
+from lachesis.config.schema import LachesisConfig
+from lachesis.types import Finding
+
+_FUNCTION_SPEC = re.compile(r"^(?:.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)$")
+
+
+def _run_name(config: LachesisConfig) -> Iterator[Finding]:
+    name = config.run.name
+    if not name.strip() or name in (".", "..") or "/" in name or "\\" in name:
+        yield problem("run_name", f"run.name {name!r} must be a directory name without separators")
+
+
+def _function_specs(config: LachesisConfig) -> Iterator[Finding]:
+    named = [("run.setup", config.run.setup), ("data.transform", config.data.transform)]
+    named += [(f"data.more[{i}].transform", dataset.transform) for i, dataset in enumerate(config.data.more)]
+    named += [("algorithm.loss", config.algorithm.loss)]
+    if config.source.kind == "local":
+        named += [("source.rollout_func", config.source.rollout_func)]
+    for key, spec in named:
+        if spec is not None and not _FUNCTION_SPEC.match(spec):
+            yield problem(
+                "function_spec", f"{key}: {spec!r} is neither FILE.py:FUNCTION nor module.function; write one"
+            )
+    for i, spec in enumerate(config.rewards.functions):
+        if not _FUNCTION_SPEC.match(spec) and not is_model_spec(spec):
+            yield problem(
+                "function_spec",
+                f"rewards.functions[{i}]: {spec!r} is neither FILE.py:FUNCTION nor module.function, and no model's "
+                "directory or hub id either; write one",
+            )
+
+
+def _chat_template(config: LachesisConfig) -> Iterator[Finding]:
+    template = config.model.chat_template
+    if template is not None and "{" not in template and not Path(template).is_file():
+        yield problem(
+            "chat_template",
+            f"model.chat_template: {template!r} is no file, and without a {{ it is no Jinja template",
+        )
+
+
+def _data(config: LachesisConfig) -> Iterator[Finding]:
+    data = config.data
+    for key, part in (("data", data), *((f"data.more[{i}]", dataset) for i, dataset in enumerate(data.more))):
+        if part.transform is not None and part.format != "auto":
+            yield warning("data", f"{key}.format {part.format} does nothing: {key}.transform makes the prompts")
+    if data.prepared_path is None and data.processes is not None and data.processes > 1 and data.transform is None:
+        yield note("data", f"data.processes {data.processes}: without data.transform preparing is quick with one")
+    if data.path is None and data.more:
+        yield problem("data", "data.more is further data besides data.path, which is missing; set it")
+
+
+def _reward_weights(config: LachesisConfig) -> Iterator[Finding]:
+    functions, weights = config.rewards.functions, config.rewards.weights
+    if weights is None:
+        return
+    if len(weights) != len(functions):
+        yield problem(
+            "reward_weights",
+            f"rewards.weights has {len(weights)} values for {len(functions)} rewards.functions; "
+            "give one each, or leave weights out",
+        )
+    elif not any(weights):
+        yield problem("reward_weights", "rewards.weights are all 0, so nothing would be learned")
+
+
+def _held_out(config: LachesisConfig) -> Iterator[Finding]:
+    data, evaluation = config.data, config.evaluation
+    given = [f"data.{name}" for name in ("eval_path", "eval_split") if getattr(data, name) is not None]
+    if given and data.eval_size > 0:
+        yield problem(
+            "held_out",
+            f"{' and '.join([*given, 'data.eval_size'])} both say where held-out problems come from; keep one",
+        )
+    if data.eval_path is not None and data.eval_path == data.path and data.eval_split in (None, data.split):
+        yield warning("held_out", "data.eval_path is data.path, so accuracy is measured on the training problems")
+    if data.eval_path is None and data.eval_split is not None and data.eval_split == data.split:
+        yield warning("held_out", "data.eval_split is data.split, so accuracy is measured on the training problems")
+    if evaluation.every_steps > 0 and not given and data.eval_size == 0:
+        yield problem(
+            "held_out",
+            f"evaluation.every_steps is {evaluation.every_steps} and there are no held-out problems; "
+            "set data.eval_path, data.eval_split or data.eval_size",
+        )
+    if config.run.steps is not None and evaluation.every_steps > config.run.steps:
+        yield note(
+            "held_out",
+            f"evaluation.every_steps {evaluation.every_steps} is more than run.steps {config.run.steps}: "
+            "there is an evaluation before and after the run only",
+        )
+    if evaluation.samples_per_problem > 1 and evaluation.temperature == 0:
+        yield problem(
+            "held_out",
+            f"evaluation.samples_per_problem is {evaluation.samples_per_problem} and evaluation.temperature 0, so all "
+            "samples of a problem would be the same; set a temperature",
+        )
+
+
+def _truncated_sampling(config: LachesisConfig) -> Iterator[Finding]:
+    sampling = config.sampling
+    cutting = [
+        f"sampling.{name} {value:g}"
+        for name, value, off in (
+            ("top_p", sampling.top_p, 1.0),
+            ("top_k", sampling.top_k, 0),
+            ("min_p", sampling.min_p, 0.0),
+            ("repetition_penalty", sampling.repetition_penalty, 1.0),
+            ("presence_penalty", sampling.presence_penalty, 0.0),
+            ("frequency_penalty", sampling.frequency_penalty, 0.0),
+        )
+        if value != off
+    ]
+    if cutting:
+        yield warning(
+            "truncated_sampling",
+            f"{', '.join(cutting)}: the engine's logprobs are of the distribution that was sampled from, the "
+            "trainer's of the full one, so ratios are biased from the start and the clip cuts tokens that "
+            "never moved; train with top_p 1, top_k 0, min_p 0 and repetition_penalty 1",
+        )
+
+
+def _engine_sampling(config: LachesisConfig) -> Iterator[Finding]:
+    if config.engine.kind in ("embedded", "embedded_server"):
+        for key in changed(config, "sampling", "guided_regex", "generation_kwargs"):
+            yield problem("engine_sampling", f"{key} is vLLM's, and engine.kind is {config.engine.kind}; remove it")
+    section = find_section("sampling")
+    own = {key.name for key in section.keys} if section else set()
+    for name in sorted(own & set(config.sampling.generation_kwargs)):
+        yield problem("engine_sampling", f"sampling.generation_kwargs.{name} has a key of its own: sampling.{name}")
+    for name in sorted({"max_tokens", "n", "logprobs", "seed"} & set(config.sampling.generation_kwargs)):
+        yield problem("engine_sampling", f"sampling.generation_kwargs.{name} is set by the run itself; remove it")
+    if config.sampling.min_tokens > config.sampling.max_completion_length:
+        yield problem(
+            "engine_sampling",
+            f"sampling.min_tokens {config.sampling.min_tokens} is more than max_completion_length "
+            f"{config.sampling.max_completion_length}",
+        )
+
+
+def _group_size(config: LachesisConfig) -> Iterator[Finding]:
+    if config.sampling.num_generations == 2 and config.algorithm.scale_rewards == "group":
+        yield note(
+            "group_size",
+            "with sampling.num_generations 2 and algorithm.scale_rewards group every advantage is about "
+            "+0.71 or -0.71, however far the two rewards are apart (or 0 where they are equal)",
+        )
+
+
+INPUT_RULES: tuple[Rule, ...] = (
+    _run_name,
+    _function_specs,
+    _chat_template,
+    _data,
+    _reward_weights,
+    _held_out,
+    _truncated_sampling,
+    _engine_sampling,
+    _group_size,
+)

@@ -1,0 +1,116 @@
+"""Rules about what generates, and how weights reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lachesis.config.capabilities import BridgeCapabilities
+from lachesis.config.rules.base import Rule, note, problem, warning
+from lachesis.config.schema import LachesisConfig
+from lachesis.types import Finding
+
+_STARTED_BY_THE_RUN = ("vllm", "embedded_server")
+_OTHER_BRIDGES = "shared_vllm, broadcast or none, or lora_only with LoRA"
+
+
+def check_bridge(config: LachesisConfig, capabilities: BridgeCapabilities) -> Iterator[Finding]:
+    """Whether the bridge fits the engine and what is trained, by what it declares."""
+    kind, engine = config.bridge.kind, config.engine.kind
+    if kind == "in_process" and engine != "embedded":
+        yield problem(
+            "bridge",
+            f"bridge.kind in_process reaches the trainer's own process only, and engine.kind is {engine}; "
+            f"set bridge.kind: {_OTHER_BRIDGES}",
+        )
+    if kind != "in_process" and engine == "embedded":
+        yield problem(
+            "bridge",
+            "engine.kind embedded has the trainer's own weights and no bridge but in_process, and bridge.kind is "
+            f"{kind}; remove bridge, or set engine.kind: vllm, embedded_server or http",
+        )
+    if capabilities.adapter_only and config.adapter.kind == "none":
+        yield problem(
+            "bridge",
+            f"bridge.kind {kind} transfers adapters only, and adapter.kind is none; "
+            "set adapter.kind: lora or choose another bridge",
+        )
+    if capabilities.owns_engine and engine not in (*_STARTED_BY_THE_RUN, "embedded"):
+        yield problem(
+            "bridge",
+            f"bridge.kind {kind} restarts the engine, and engine.kind {engine} is not the run's to restart; "
+            f"set engine.kind: {' or '.join(_STARTED_BY_THE_RUN)}",
+        )
+    if not config.bridge.proof:
+        yield warning("bridge", "bridge.proof is false: an engine with stale weights would go unnoticed; turn it on")
+
+
+def _shared(config: LachesisConfig) -> Iterator[Finding]:
+    """Single copy: the trainer's parameters and the engine's are the same tensors."""
+    bridge, engine = config.bridge, config.engine
+    shares_base = (bridge.kind == "lora_only" or bridge.kind == "lora_nccl") and bridge.share_base
+    if bridge.kind != "shared_vllm" and not shares_base:
+        return
+    key = "bridge.share_base" if shares_base else "bridge.kind shared_vllm"
+    if engine.kind == "vllm" and engine.tensor_parallel_size > 1:
+        yield problem(
+            "shared",
+            f"{key} gives the trainer the engine's own tensors, and with engine.tensor_parallel_size "
+            f"{engine.tensor_parallel_size} each GPU holds slices that no layer of the trainer's can use; set it to 1",
+        )
+    if engine.kind == "vllm" and engine.data_parallel_size > 1:
+        yield problem(
+            "shared",
+            f"{key} has one copy of the weights, and engine.data_parallel_size {engine.data_parallel_size} makes "
+            "several; set it to 1",
+        )
+    if engine.kind == "vllm" and engine.enable_sleep_mode:
+        yield problem(
+            "shared", f"{key}: a sleeping engine gives up the tensors that are trained; remove enable_sleep_mode"
+        )
+    if bridge.kind == "shared_vllm" and config.adapter.kind != "none":
+        yield problem(
+            "shared",
+            "bridge.kind shared_vllm trains the engine's weights themselves, and adapter.kind is "
+            f"{config.adapter.kind}; for LoRA on the engine's weights use lora_only with share_base",
+        )
+    if config.model.quantization != "none":
+        yield problem(
+            "shared",
+            f"{key}: the engine's weights are not quantized, and model.quantization is {config.model.quantization}; "
+            "remove it",
+        )
+
+
+def _merged(config: LachesisConfig) -> Iterator[Finding]:
+    if config.model.quantization != "none" and config.bridge.kind in ("broadcast", "none", "reload"):
+        yield warning(
+            "merged",
+            f"bridge.kind {config.bridge.kind} merges the adapter into weights of model.quantization "
+            f"{config.model.quantization}, which rounds small updates away; lora_only sends the adapter itself",
+        )
+
+
+def _engine(config: LachesisConfig) -> Iterator[Finding]:
+    engine = config.engine
+    if engine.kind == "vllm" and engine.enforce_eager:
+        yield note(
+            "engine", "engine.enforce_eager: generation is several times slower; CUDA graphs see new weights too"
+        )
+    if (engine.kind == "vllm" or engine.kind == "embedded_server") and engine.max_model_len is not None:
+        longest = (config.data.max_prompt_length or 1) + config.sampling.max_completion_length
+        if engine.max_model_len < longest:
+            yield problem(
+                "engine",
+                f"engine.max_model_len {engine.max_model_len} is less than a longest prompt and completion ({longest} "
+                "tokens); raise it, or lower data.max_prompt_length or sampling.max_completion_length",
+            )
+    every = getattr(config.bridge, "every_steps", 1)
+    if config.run.steps is not None and every > config.run.steps:
+        yield warning(
+            "engine",
+            f"bridge.every_steps {every} is more than run.steps {config.run.steps}: the engine never gets new weights "
+            "during the run",
+        )
+
+
+SERVING_RULES: tuple[Rule, ...] = (_shared, _merged, _engine)

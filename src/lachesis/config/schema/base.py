@@ -1,0 +1,20 @@
+"""What all sections are built from."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+OpenFraction = Annotated[float, Field(gt=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: strict about keys, immutable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())

@@ -1,0 +1,185 @@
+"""What generates, and how weights reach it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from lachesis.config.schema.base import PositiveInt, Section
+
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class EmbeddedEngineConfig(Section):
+    """Generation in the trainer's process with transformers, on the trainer's own weights."""
+
+    kind: Literal["embedded"] = "embedded"
+    max_batch_size: PositiveInt = Field(default=512, description="Most sequences decoded at the same time.")
+
+
+class EmbeddedServerConfig(Section):
+    """The embedded engine in a server process that the run starts and stops."""
+
+    kind: Literal["embedded_server"] = "embedded_server"
+    host: str = Field(default="127.0.0.1", description="Address that the server binds.")
+    port: Port = Field(default=9001, description="Port that the server listens on.")
+    max_batch_size: PositiveInt = Field(default=512, description="Most sequences decoded at the same time.")
+    max_model_len: PositiveInt | None = Field(
+        default=None, description="Longest prompt and completion together; the model's context if unset."
+    )
+
+
+class VllmEngineConfig(Section):
+    """A vLLM server that the run starts and stops."""
+
+    kind: Literal["vllm"] = "vllm"
+    host: str = Field(default="127.0.0.1", description="Address that the server binds.")
+    port: Port = Field(default=9001, description="Port that the server listens on.")
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
+        default=None,
+        description="Share of the GPU memory for the engine; if unset 0.45 on the trainer's GPU, 0.9 on its own.",
+    )
+    max_model_len: PositiveInt | None = Field(
+        default=None, description="Longest prompt and completion together; the model's context if unset."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Dtype of the engine's weights; `auto` takes the trainer's."
+    )
+    tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs that hold one copy of the model together.")
+    data_parallel_size: PositiveInt = Field(default=1, description="Copies of the model that share the requests.")
+    enforce_eager: bool = Field(
+        default=False, description="Run without CUDA graphs: much slower, and needed by none of the bridges."
+    )
+    enable_sleep_mode: bool = Field(
+        default=False, description="Give the engine's memory back while the trainer works on the same GPU."
+    )
+    devices: str | None = Field(
+        default=None, description="CUDA_VISIBLE_DEVICES of the server; the trainer's own if unset."
+    )
+    extra_args: list[str] = Field(default_factory=list, description="Further arguments for `vllm serve`, as they are.")
+
+
+class HttpEngineConfig(Section):
+    """Servers that run already: `lachesis serve`, here or on other machines."""
+
+    kind: Literal["http"] = "http"
+    urls: list[str] = Field(
+        default=["http://127.0.0.1:9001"],
+        min_length=1,
+        description="Their addresses, with or without `/v1`; requests go to the least busy one.",
+    )
+    takeover: bool = Field(
+        default=False, description="Use a server even if another run has claimed it; its weights are overwritten."
+    )
+
+
+EngineConfig = Annotated[
+    EmbeddedEngineConfig | EmbeddedServerConfig | VllmEngineConfig | HttpEngineConfig, Field(discriminator="kind")
+]
+
+
+class BridgeSection(Section):
+    """What all bridges have."""
+
+    proof: bool = Field(default=True, description="Prove after each update that the engine has the trainer's weights.")
+
+
+class InProcessBridge(BridgeSection):
+    """The engine generates with the trainer's own parameters: nothing is transferred, all is proved."""
+
+    kind: Literal["in_process"] = "in_process"
+
+
+class SharedBridge(BridgeSection):
+    """Single copy: the trainer's parameters are the engine's own tensors, in another process."""
+
+    kind: Literal["shared_vllm"] = "shared_vllm"
+    pause: Literal["keep", "drain", "abort"] = Field(
+        default="keep",
+        description="Requests in flight during an update: go on afterwards, are finished first, or are ended.",
+    )
+    config_path: str | None = Field(
+        default=None,
+        description="The engine's vllm_bridge_config.json; searched in $LOGDIR, the working directory and the "
+        "default place if unset.",
+    )
+
+
+class LoraSwapBridge(BridgeSection):
+    """The adapter is saved and swapped into the running engine."""
+
+    kind: Literal["lora_only"] = "lora_only"
+    every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
+    keep_last: PositiveInt = Field(default=2, description="Saved adapters kept; older ones are deleted.")
+    share_base: bool = Field(
+        default=False, description="Train on the engine's own base weights: the model is in memory once."
+    )
+
+
+class LoraRestartBridge(BridgeSection):
+    """The engine is restarted with the new adapter; `lora_only` does the same without the restart."""
+
+    kind: Literal["lora_restart"] = "lora_restart"
+    every_steps: PositiveInt = Field(default=3, description="Restart every N optimizer steps.")
+    keep_last: PositiveInt = Field(default=2, description="Saved adapters kept; older ones are deleted.")
+
+
+class LoraBroadcastBridge(BridgeSection):
+    """LoRA tensors are sent straight into the engine, nothing touches the disk."""
+
+    kind: Literal["lora_nccl"] = "lora_nccl"
+    every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
+    init_method: str | None = Field(
+        default=None, description="Where trainer and engine meet, tcp://HOST:PORT; a free local port if unset."
+    )
+    transport: Literal["auto", "nccl", "gloo", "ipc"] = Field(
+        default="auto",
+        description="`nccl` between GPUs, `ipc` on the same GPU, `gloo` on CPU; `auto` looks at the devices.",
+    )
+    share_base: bool = Field(
+        default=False, description="Train on the engine's own base weights: the model is in memory once."
+    )
+
+
+class BroadcastBridge(BridgeSection):
+    """All weights (LoRA merged into them) are sent straight into the engine."""
+
+    kind: Literal["broadcast"] = "broadcast"
+    every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
+    init_method: str | None = Field(
+        default=None, description="Where trainer and engine meet, tcp://HOST:PORT; a free local port if unset."
+    )
+    transport: Literal["auto", "nccl", "gloo", "ipc"] = Field(
+        default="auto",
+        description="`nccl` between GPUs, `ipc` on the same GPU, `gloo` on CPU; `auto` looks at the devices.",
+    )
+
+
+class RestartBridge(BridgeSection):
+    """A checkpoint is written and the engine restarted on it."""
+
+    kind: Literal["none"] = "none"
+    every_steps: PositiveInt = Field(default=3, description="Restart every N optimizer steps.")
+    keep_last: PositiveInt = Field(default=1, description="Exported checkpoints kept besides the one being served.")
+
+
+class ReloadBridge(BridgeSection):
+    """A checkpoint is written and loaded into the running engine."""
+
+    kind: Literal["reload"] = "reload"
+    every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
+    keep_last: PositiveInt = Field(default=1, description="Exported checkpoints kept besides the one being served.")
+
+
+BridgeConfig = Annotated[
+    InProcessBridge
+    | SharedBridge
+    | LoraSwapBridge
+    | LoraRestartBridge
+    | LoraBroadcastBridge
+    | BroadcastBridge
+    | RestartBridge
+    | ReloadBridge,
+    Field(discriminator="kind"),
+]

@@ -1,0 +1,83 @@
+"""What is trained."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from lachesis.config.schema.base import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class RunConfig(Section):
+    """The run as a whole."""
+
+    name: str = Field(default="run", description="Name of the run; its directory is DIR/NAME.")
+    dir: str = Field(default="runs", description="Directory that holds run directories.")
+    seed: NonNegativeInt = Field(default=0, description="Seed of everything random: data order, sampling, dropout.")
+    steps: PositiveInt | None = Field(
+        default=None, description="Number of optimizer steps. Required, or `epochs` in its place."
+    )
+    epochs: PositiveFloat | None = Field(
+        default=None, description="Times that each problem is trained on, in place of a number of steps."
+    )
+    setup: str | None = Field(
+        default=None,
+        description="Import path or file path `FILE.py:FUNCTION` of a function called once before the model "
+        "is loaded, with the model path; for examples that build their own model.",
+    )
+
+
+class ModelConfig(Section):
+    """The model to train."""
+
+    path: str = Field(description="Local directory or hub id of a causal language model.")
+    tokenizer: str | None = Field(default=None, description="Tokenizer directory or hub id; the model's own if unset.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="Dtype of the weights; `auto` takes the checkpoint's on GPU and float32 on CPU."
+    )
+    quantization: Literal["none", "int8", "nf4"] = Field(
+        default="none", description="Hold the frozen base weights under LoRA in 8 or 4 bits (bitsandbytes)."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the trainer's model lives.")
+    trust_remote_code: bool = Field(
+        default=False, description="Run code that comes with the model. Off unless you ask."
+    )
+    gradient_checkpointing: bool = Field(
+        default=False, description="Recompute activations in the backward pass: less memory, about a third slower."
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        default="auto", description="Compile decoder layers with torch.compile; `auto` does on GPU."
+    )
+    packing: Literal["auto", "packed", "padded"] = Field(
+        default="auto",
+        description="`packed` trains on one stream without padding and with each prompt once a group; `padded` "
+        "is for architectures whose attention cannot be replaced; `auto` chooses.",
+    )
+    pad_token: str | None = Field(
+        default=None, description="Pad token to use where the tokenizer has none; it must be in the vocabulary."
+    )
+    chat_template: str | None = Field(
+        default=None, description="Jinja chat template (text or file) that replaces the tokenizer's own."
+    )
+
+
+class NoAdapter(Section):
+    """Full fine-tuning."""
+
+    kind: Literal["none"] = "none"
+
+
+class LoraAdapter(Section):
+    """LoRA through peft; saved as a standard adapter."""
+
+    kind: Literal["lora"] = "lora"
+    r: PositiveInt = Field(default=16, description="Rank of the update matrices.")
+    alpha: PositiveFloat = Field(default=32, description="Scaling: the update is multiplied by alpha / r.")
+    dropout: Fraction = Field(default=0.0, description="Dropout on the adapter's input while training.")
+    targets: str | list[str] = Field(
+        default="all-linear", description="Module names to adapt, or `all-linear` for every linear layer but the head."
+    )
+
+
+AdapterConfig = Annotated[NoAdapter | LoraAdapter, Field(discriminator="kind")]

@@ -1,0 +1,66 @@
+"""The course of a run: deadlines, evaluation, checkpoints, logs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lachesis.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class DeadlinesConfig(Section):
+    """The longest each named wait may take, in seconds."""
+
+    generation_s: PositiveFloat = Field(default=1800.0, description="Generating the completions of one batch.")
+    batch_s: PositiveFloat = Field(default=3600.0, description="The trainer waiting for its next batch.")
+    sync_s: PositiveFloat = Field(default=300.0, description="Bringing new weights to the engine and proving them.")
+    engine_start_s: PositiveFloat = Field(
+        default=900.0, description="A server of the run coming up: loading weights, compiling, capturing CUDA graphs."
+    )
+
+
+class EvaluationConfig(Section):
+    """Evaluation on the held-out problems."""
+
+    every_steps: NonNegativeInt = Field(default=0, description="Evaluate every N steps; 0: only before and after.")
+    max_problems: PositiveInt | None = Field(default=None, description="Use only the first N held-out problems.")
+    samples_per_problem: PositiveInt = Field(
+        default=1, description="Completions a problem: k in avg@k and pass@k; more than one need a temperature."
+    )
+    temperature: NonNegativeFloat = Field(default=0.0, description="0 is greedy.")
+    success_reward: float = Field(default=1.0, description="A completion with at least this total reward is a success.")
+
+
+class CheckpointConfig(Section):
+    """Saving, and going on."""
+
+    every_steps: NonNegativeInt = Field(
+        default=0, description="Save a resumable checkpoint every N steps; 0: only on stop."
+    )
+    keep_last: PositiveInt = Field(default=2, description="Older resumable checkpoints are deleted.")
+    save_final: bool = Field(default=True, description="Save the trained model (or adapter) under final/ at the end.")
+
+
+class WandbConfig(Section):
+    """Weights & Biases."""
+
+    project: str = Field(description="Project name.")
+    group: str | None = Field(default=None, description="Group name.")
+    name: str | None = Field(default=None, description="Run name; the run's own if unset.")
+    mode: Literal["online", "offline", "disabled"] = Field(default="online", description="As wandb's own WANDB_MODE.")
+
+
+class LoggingConfig(Section):
+    """What is written while the run goes on."""
+
+    every_steps: PositiveInt = Field(
+        default=1, description="Plain console lines every N steps (where there is no terminal)."
+    )
+    tape: bool = Field(default=True, description="Write each step's rollouts to rollouts/.")
+    report_groups: NonNegativeInt = Field(default=2, description="Groups a step kept with token texts, for the report.")
+    report_every_steps: PositiveInt = Field(
+        default=50, description="Rewrite report.html every N steps (and at the end)."
+    )
+    tensorboard: bool = Field(default=False, description="Write TensorBoard events to tensorboard/.")
+    wandb: WandbConfig | None = Field(default=None, description="Log to Weights & Biases.")

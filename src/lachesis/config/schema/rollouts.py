@@ -1,0 +1,164 @@
+"""Where groups come from: data, sampling, rewards."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from lachesis.config.schema.base import Fraction, NonNegativeInt, OpenFraction, PositiveFloat, PositiveInt, Section
+
+DatasetFormat = Literal["auto", "prompt", "instruction_response", "input_output", "problem_solution", "messages"]
+
+
+class DatasetConfig(Section):
+    """One of several datasets."""
+
+    path: str = Field(description="As `data.path`.")
+    name: str | None = Field(default=None, description="As `data.name`.")
+    split: str = Field(default="train", description="As `data.split`.")
+    format: DatasetFormat = Field(default="auto", description="As `data.format`.")
+    transform: str | None = Field(default=None, description="As `data.transform`.")
+    prompt_column: str = Field(default="prompt", description="As `data.prompt_column`.")
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    path: str | None = Field(
+        default=None,
+        description="File of problems (JSONL, JSON, Parquet or CSV), or the name of a dataset on the hub. Required "
+        "with source.kind local.",
+    )
+    name: str | None = Field(default=None, description="Configuration of a dataset that has several, as `main`.")
+    split: str = Field(default="train", description="Split of a dataset that has several; `train[:1000]` is a part.")
+    format: DatasetFormat = Field(
+        default="auto",
+        description="What the columns are: a prompt, or a question and its answer under those names; `auto` looks at "
+        "them. The answer's column is handed to the rewards under its own name and as `answer`.",
+    )
+    transform: str | None = Field(
+        default=None,
+        description="Import path or `FILE.py:FUNCTION` of a function that takes the configuration and returns "
+        '`(row -> row, {"remove_columns": [...]})`; the row that it makes has a prompt.',
+    )
+    prompt_column: str = Field(default="prompt", description="Column with the prompt: a string, or a list of messages.")
+    system_prompt: str | None = Field(
+        default=None, description="System message put before every prompt that has none of its own."
+    )
+    more: list[DatasetConfig] = Field(
+        default_factory=list, description="Further datasets, whose problems are added to those of `path`."
+    )
+    prepared_path: str | None = Field(
+        default=None, description="Directory that keeps the prepared problems, so that the next run need not."
+    )
+    processes: PositiveInt | None = Field(default=None, description="Processes that prepare the data; one if unset.")
+    eval_path: str | None = Field(default=None, description="As `path`, with the held-out problems.")
+    eval_split: str | None = Field(
+        default=None, description="Split with the held-out problems, of `eval_path` or else of `path`."
+    )
+    eval_size: NonNegativeInt | OpenFraction = Field(
+        default=0,
+        description="Without `eval_path` and `eval_split`: problems split off the end after shuffling, as a count or "
+        "as a share below 1.",
+    )
+    shuffle: bool = Field(default=True, description="Shuffle the problems, anew each epoch.")
+    max_prompt_length: PositiveInt | None = Field(
+        default=None, description="Longest prompt in tokens; unset takes what the model's context leaves."
+    )
+    overlong_prompts: Literal["error", "drop"] = Field(
+        default="error", description="What to do with prompts that are too long: stop, or drop and count them."
+    )
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Extra variables for the chat template."
+    )
+
+
+class LocalSource(Section):
+    """Prompts from a dataset, completions from the engine, rewards from Python functions."""
+
+    kind: Literal["local"] = "local"
+    rollout_func: str | None = Field(
+        default=None,
+        description="Import path or `FILE.py:FUNCTION` of a function that makes the completions itself, as for "
+        "several turns with an environment.",
+    )
+
+
+class AtroposSource(Section):
+    """Scored groups that environments push to a rollout API; `data` and `rewards` are theirs."""
+
+    kind: Literal["atropos"] = "atropos"
+    url: str = Field(default="http://127.0.0.1:8002", description="Address of the rollout API.")
+    batch_size: PositiveInt | None = Field(
+        default=None,
+        description="Completions in one batch of the API; batch.prompts_per_step times sampling.num_generations if "
+        "unset.",
+    )
+    max_sequence_length: PositiveInt = Field(
+        default=2048, description="Longest prompt and completion together, as told to the environments."
+    )
+    wait_s: PositiveFloat = Field(
+        default=3600.0, description="Longest wait for environments to fill a batch, in seconds."
+    )
+    missing_logprobs: Literal["warn", "error"] = Field(
+        default="warn",
+        description="What a group without behaviour logprobs does: the trainer's own take their place, with a "
+        "warning, or the run ends.",
+    )
+
+
+SourceConfig = Annotated[LocalSource | AtroposSource, Field(discriminator="kind")]
+
+
+class RewardsConfig(Section):
+    """How completions are scored."""
+
+    functions: list[str] = Field(
+        default_factory=list,
+        description="Import paths `module.function`, or `FILE.py:FUNCTION`, relative to the config; or "
+        "sequence-classification models: a directory, or a hub id with its `/`. Required with source.kind local.",
+    )
+    weights: list[float] | None = Field(default=None, description="A weight per function; all 1 if unset.")
+    num_workers: NonNegativeInt = Field(
+        default=0,
+        description="Subprocesses that call the functions, whole groups each, in a main thread of their own (where "
+        "`signal.alarm` works); 0: a thread of the run.",
+    )
+    on_error: Literal["fail", "drop_group"] = Field(
+        default="fail",
+        description="What a reward that raises, hangs or returns NaN does: stop the run, or drop that group and "
+        "count it. It never becomes 0.",
+    )
+    timeout_s: PositiveFloat = Field(default=60.0, description="Deadline of one call of one reward function.")
+    model_device: str = Field(
+        default="auto", description="Device of reward models, as `cpu` or `cuda:1`; `auto` takes the trainer's."
+    )
+    model_batch_size: PositiveInt = Field(default=16, description="Texts in one forward pass of a reward model.")
+
+
+class SamplingConfig(Section):
+    """How completions are sampled in training."""
+
+    num_generations: Annotated[int, Field(ge=2)] = Field(default=8, description="Completions per prompt (group size).")
+    max_completion_length: PositiveInt = Field(default=256, description="Longest completion in tokens.")
+    temperature: PositiveFloat = Field(default=1.0, description="Sampling temperature.")
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(default=1.0, description="Nucleus sampling; 1 cuts nothing.")
+    top_k: NonNegativeInt = Field(default=0, description="Sample among the k likeliest tokens; 0 cuts nothing.")
+    min_p: Fraction = Field(default=0.0, description="Drop tokens below min_p times the likeliest; 0 cuts nothing.")
+    repetition_penalty: PositiveFloat = Field(default=1.0, description="Penalty for tokens already seen; 1 is none.")
+    stop_token_ids: list[int] = Field(default_factory=list, description="Further tokens that end a completion.")
+    stop: list[str] = Field(default_factory=list, description="Strings that end a completion.")
+    min_tokens: NonNegativeInt = Field(default=0, description="No completion ends before so many tokens.")
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
+        default=0.0, description="Taken off the logits of tokens that the completion has already; 0 is none."
+    )
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
+        default=0.0, description="Taken off the logits of tokens for each time that the completion has them; 0 is none."
+    )
+    guided_regex: str | None = Field(
+        default=None, description="Completions match this regular expression (vLLM's structured outputs)."
+    )
+    generation_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="Further fields of vLLM's SamplingParams, by its names."
+    )

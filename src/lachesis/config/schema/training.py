@@ -1,0 +1,122 @@
+"""The algorithm, the batches and the optimizer."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from lachesis.config.schema.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class AlgorithmConfig(Section):
+    """The loss and the advantages. Names and meanings are TRL's."""
+
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = Field(
+        default="grpo", description="Loss and normalization."
+    )
+    loss: str | None = Field(
+        default=None,
+        description="Import path or `FILE.py:FUNCTION` of a loss of your own, in place of `loss_type`.",
+    )
+    num_iterations: PositiveInt = Field(
+        default=1, description="Optimizer steps on each batch, all against the logprobs from before the first."
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
+        default="token", description="Ratio per token, or one per sequence (its geometric mean, as in GSPO)."
+    )
+    epsilon: NonNegativeFloat = Field(default=0.2, description="Ratios are clipped below at 1 - epsilon.")
+    epsilon_high: NonNegativeFloat | None = Field(
+        default=None, description="Ratios are clipped above at 1 + epsilon_high; epsilon if unset."
+    )
+    delta: PositiveFloat | None = Field(
+        default=None, description="Upper bound of the ratio where it is not clipped; none if unset."
+    )
+    beta: NonNegativeFloat = Field(
+        default=0.0, description="Weight of the KL divergence to the reference; 0 holds no reference."
+    )
+    kl_reference: Literal["base", "ema", "sampler"] = Field(
+        default="base",
+        description="What the KL divergence is to: the model from before training, a moving average of the policy, or "
+        "the policy that sampled.",
+    )
+    ref_mixup_alpha: Fraction = Field(
+        default=0.6, description="With `ema`: the reference becomes alpha times policy plus 1 - alpha times itself."
+    )
+    ref_sync_steps: PositiveInt = Field(default=512, description="With `ema`: so every N steps.")
+    use_bias_correction_kl: bool = Field(default=True, description="Multiply the KL term by the importance ratio.")
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        default="group", description="What advantages are divided by: the group's deviation, the batch's, or nothing."
+    )
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = Field(
+        default="sum_then_normalize", description="Sum several rewards first, or normalize each first (GDPO)."
+    )
+    mask_truncated: bool = Field(
+        default=False, description="Leave completions that hit the length limit out of the loss, not out of baselines."
+    )
+    sampler_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = Field(
+        default="none",
+        description="Weight the loss by the trainer's probability over the sampler's, a token or a sequence at a "
+        "time; outside the bounds it is set to the bound (truncate) or to 0 (mask).",
+    )
+    sampler_correction_max: PositiveFloat | None = Field(default=3.0, description="Upper bound of that weight.")
+    sampler_correction_min: PositiveFloat | None = Field(
+        default=None, description="Lower bound of that weight; none if unset."
+    )
+    off_policy_mask_threshold: float | None = Field(
+        default=None,
+        description="Leave out sequences with a negative advantage whose sampler is further than this from the policy "
+        "(nats a token, OPSM).",
+    )
+    entropy_coef: float = Field(default=0.0, description="Weight of an entropy bonus.")
+    top_entropy_quantile: Fraction = Field(
+        default=1.0, description="Train on this share of the tokens only, those of highest entropy."
+    )
+    sapo_temperature_pos: PositiveFloat = Field(default=1.0, description="With `sapo`: temperature where A > 0.")
+    sapo_temperature_neg: PositiveFloat = Field(default=1.05, description="With `sapo`: temperature where A <= 0.")
+    vespo_k_pos: NonNegativeFloat = Field(default=2.0, description="With `vespo`: exponent k where A >= 0.")
+    vespo_lambda_pos: PositiveFloat = Field(default=3.0, description="With `vespo`: decay lambda where A >= 0.")
+    vespo_k_neg: NonNegativeFloat = Field(default=3.0, description="With `vespo`: exponent k where A < 0.")
+    vespo_lambda_neg: PositiveFloat = Field(default=2.0, description="With `vespo`: decay lambda where A < 0.")
+    skip_zero_advantage: bool = Field(
+        default=True,
+        description="Leave sequences whose advantage is 0 out of the forward pass (their gradient is 0 without "
+        "KL term); normalization still counts them.",
+    )
+
+
+class BatchConfig(Section):
+    """How much goes into one optimizer step, and into one forward pass."""
+
+    prompts_per_step: PositiveInt = Field(default=32, description="Prompts (groups) in one optimizer step.")
+    max_tokens_per_microbatch: PositiveInt = Field(
+        default=8192, description="Most tokens in one forward pass; a longer sequence goes alone."
+    )
+    micro_batch_size: PositiveInt | None = Field(default=None, description="Most sequences in one forward pass.")
+
+
+class OptimizerConfig(Section):
+    """The optimizer, its schedule and the precision of updates."""
+
+    kind: Literal["adamw", "adamw_8bit", "adamw_cpu", "adafactor"] = Field(
+        default="adamw", description="AdamW, AdamW with 8-bit states, AdamW with states on the CPU, or Adafactor."
+    )
+    learning_rate: PositiveFloat | None = Field(
+        default=None, description="Peak rate; 1e-6, or 1e-5 with LoRA, if unset."
+    )
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="AdamW's moment decays.")
+    eps: PositiveFloat = Field(default=1e-8, description="AdamW's denominator offset.")
+    weight_decay: NonNegativeFloat = Field(default=0.0, description="Decoupled weight decay.")
+    max_grad_norm: PositiveFloat | None = Field(
+        default=1.0, description="Gradient norm is clipped to this; unset: never."
+    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Course of the learning rate after warm-up."
+    )
+    warmup_steps: NonNegativeInt = Field(default=0, description="Steps of linear warm-up.")
+    min_lr_ratio: Fraction = Field(default=0.0, description="Where `linear` and `cosine` end, as a share of the peak.")
+    weight_update: Literal["auto", "fp32_master", "stochastic_rounding", "plain"] = Field(
+        default="auto",
+        description="How 16-bit weights take updates smaller than their spacing; `auto` keeps fp32 masters for "
+        "them, and does nothing for float32 weights.",
+    )

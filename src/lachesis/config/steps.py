@@ -1,0 +1,40 @@
+"""The length of a run that is given in epochs."""
+
+from __future__ import annotations
+
+import math
+
+from lachesis.config.schema import LachesisConfig
+from lachesis.errors import ConfigError
+
+
+def steps_of(*, epochs: float, problems: int, prompts_per_step: int, num_iterations: int) -> int:
+    """Optimizer steps that train on each problem ``epochs`` times; at least one, the last epoch rounded up.
+
+    A batch of ``prompts_per_step`` problems is trained on for ``num_iterations`` steps.
+    """
+    batches = max(1, math.ceil(round(epochs * problems / prompts_per_step, 9)))
+    return batches * num_iterations
+
+
+def with_steps(config: LachesisConfig, *, problems: int) -> LachesisConfig:
+    """The same configuration with ``run.steps`` set, once it is known how many problems there are to train on.
+
+    Raises:
+        ConfigError: warm-up would take longer than the run.
+    """
+    if config.run.steps is not None or config.run.epochs is None:
+        return config
+    steps = steps_of(
+        epochs=config.run.epochs,
+        problems=problems,
+        prompts_per_step=config.batch.prompts_per_step,
+        num_iterations=config.algorithm.num_iterations,
+    )
+    if config.optimizer.warmup_steps > steps:
+        raise ConfigError(
+            f"run.epochs {config.run.epochs:g} of {problems} problems are {steps} steps, and optimizer.warmup_steps "
+            f"{config.optimizer.warmup_steps}, so the learning rate would never reach its peak",
+            remedy="lower optimizer.warmup_steps",
+        )
+    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps, "epochs": None})})

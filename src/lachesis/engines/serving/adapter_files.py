@@ -1,0 +1,151 @@
+"""What an adapter directory holds, read without loading a tensor: peft's configuration and safetensors' header."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lachesis.engines.serving.served import Refused
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+_MATRIX = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
+_DTYPES = {"F64", "F32", "F16", "BF16"}
+_MAX_HEADER = 100 << 20
+# What changes more than products of two small matrices: the engines do not compute it, so it must not be dropped.
+_NOT_SERVED = (
+    "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "alora_invocation_tokens",
+)  # fmt: skip
+_PER_MODULE = ("rank_pattern", "alpha_pattern")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """A LoRA adapter on disk.
+
+    ``modules`` maps the dotted name of each adapted module in the base model to its (in, out) features;
+    ``scaling`` is what B A is multiplied by.
+    """
+
+    path: Path
+    r: int
+    alpha: float
+    scaling: float
+    base_model: str
+    modules: Mapping[str, tuple[int, int]]
+
+
+def read_adapter(path: Path, *, max_rank: int) -> AdapterFiles:
+    """Read and check the adapter in ``path``.
+
+    Raises:
+        Refused: (400) a file is missing or damaged; (422) it is no plain LoRA adapter, its rank is above
+            ``max_rank``, or its tensors are not pairs of that rank.
+    """
+    config = _read_config(path / CONFIG_NAME)
+    if config.get("peft_type") != "LORA":
+        raise Refused(f"{path} holds a {config.get('peft_type')} adapter", status=422, remedy="only LoRA is served")
+    if found := [name for name in (*_NOT_SERVED, *_PER_MODULE) if config.get(name)]:
+        raise Refused(f"the adapter in {path} uses {', '.join(found)}", status=422, remedy="train a plain LoRA adapter")
+    if config.get("bias", "none") != "none":
+        raise Refused(f"the adapter in {path} trains biases", status=422, remedy="set bias: none")
+    r, alpha = config.get("r"), config.get("lora_alpha")
+    if type(r) is not int or r < 1 or isinstance(alpha, bool) or not isinstance(alpha, int | float):
+        raise Refused(f"{path / CONFIG_NAME} has r {r!r} and lora_alpha {alpha!r}", remedy="save the adapter with peft")
+    if r > max_rank:
+        raise Refused(
+            f"the adapter in {path} has rank {r}, the server holds up to {max_rank}",
+            status=422,
+            remedy=f"start the server with --max-lora-rank {r}",
+        )
+    return AdapterFiles(
+        path=path,
+        r=r,
+        alpha=float(alpha),
+        scaling=alpha / (math.sqrt(r) if config.get("use_rslora") else r),
+        base_model=str(config.get("base_model_name_or_path") or ""),
+        modules=_modules(_read_header(path / WEIGHTS_NAME), r=r, path=path),
+    )
+
+
+def adapted_module(name: str) -> tuple[str, Literal["A", "B"]]:
+    """The module that a tensor with peft's name belongs to, and which of its two matrices it is.
+
+    ``base_model.model.`` in front and ``.default`` inside, which peft adds in memory, may be there or not.
+
+    Raises:
+        Refused: (422) it is no LoRA matrix.
+    """
+    match = _MATRIX.fullmatch(name)
+    if match is None:
+        raise Refused(f"{name!r} is no A or B of LoRA", status=422, remedy="save a plain LoRA adapter")
+    return match["module"], "A" if match["part"] == "A" else "B"
+
+
+def _modules(header: Mapping[str, Any], *, r: int, path: Path) -> dict[str, tuple[int, int]]:
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        module, part = adapted_module(name)
+        if entry["dtype"] not in _DTYPES:
+            raise Refused(
+                f"the adapter's tensor {name!r} is of dtype {entry['dtype']}", status=422, remedy="save it as a float"
+            )
+        shapes.setdefault(module, {})[part] = tuple(entry["shape"])
+    if not shapes:
+        raise Refused(f"the adapter in {path} has no tensors", status=422, remedy="save it again")
+    modules = {}
+    for module, pair in shapes.items():
+        a, b = (pair.get(part, ()) for part in "AB")
+        if len(a) != 2 or len(b) != 2 or a[0] != r or b[1] != r:
+            raise Refused(
+                f"the adapter's tensors of {module!r} have shapes {list(a) or 'none'} and {list(b) or 'none'}, "
+                f"not [{r}, in] and [out, {r}]",
+                status=422,
+                remedy="save the whole adapter, of the rank in its configuration",
+            )
+        modules[module] = (a[1], b[0])
+    return modules
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise Refused(f"{path} cannot be read: {error.strerror}", remedy="name a directory that peft saved") from error
+    except (ValueError, RecursionError) as error:
+        raise Refused(f"{path} is not JSON: {error}", remedy="save the adapter again") from error
+    if not isinstance(config, dict):
+        raise Refused(f"{path} is no JSON object", remedy="save the adapter again")
+    return config
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file: 8 bytes of its length, little-endian, then JSON; offsets must fit the file."""
+    damaged = Refused(f"{path} is no whole safetensors file", remedy="save the adapter again (pickle is never read)")
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(struct.calcsize("<Q")), "little")
+            if not 2 <= length <= _MAX_HEADER:
+                raise damaged
+            raw = file.read(length)
+            size = file.seek(0, 2) - length - 8
+        header = json.loads(raw)
+        entries = [entry for name, entry in header.items() if name != "__metadata__"]
+        ends = [entry["data_offsets"][1] for entry in entries]
+        if any(type(n) is not int for entry in entries for n in entry["shape"]) or max(ends, default=0) != size:
+            raise damaged
+        if any(not isinstance(entry["dtype"], str) for entry in entries):
+            raise damaged
+    except OSError as error:
+        raise Refused(f"{path} cannot be read: {error.strerror}", remedy="only safetensors are read") from error
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise damaged from error
+    return header

@@ -1,0 +1,172 @@
+"""A server's session: who it is and the token that lets a client on this machine change its weights. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import stat
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from lachesis.errors import EngineError
+from lachesis.files import write_atomic
+
+TOKEN_VARIABLE = "LACHESIS_SESSION_TOKEN"
+DIRECTORY_VARIABLE = "LACHESIS_SESSION_DIR"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One life of a server.
+
+    ``session_id`` is in all its answers about weights; ``token`` is its secret. Adapters and checkpoints load
+    from inside ``adapter_roots`` only, which are absolute.
+    """
+
+    session_id: str
+    token: str
+    url: str
+    port: int
+    pid: int
+    adapter_roots: tuple[Path, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Session({self.session_id!r}, url={self.url!r}, pid={self.pid})"
+
+
+def new_session(*, host: str, port: int, adapter_roots: tuple[Path, ...] = (), token: str | None = None) -> Session:
+    """A session of this process, not yet written. The token is ``token``, the environment's, or a random one."""
+    shown = f"[{host}]" if ":" in host else host
+    return Session(
+        session_id=uuid.uuid4().hex,
+        token=token or os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32),
+        url=f"http://{shown}:{port}",
+        port=port,
+        pid=os.getpid(),
+        adapter_roots=tuple(Path(root).resolve() for root in adapter_roots),
+    )
+
+
+def session_directory() -> Path:
+    """Where the sessions of this user's servers are written."""
+    if directory := os.environ.get(DIRECTORY_VARIABLE):
+        return Path(directory)
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return (Path(runtime) if runtime else Path.home() / ".cache") / "lachesis" / "sessions"
+
+
+def session_path(port: int) -> Path:
+    """The file of the server that listens on ``port``."""
+    return session_directory() / f"{port}.json"
+
+
+def write_session(session: Session) -> Path:
+    """Write the session where clients of the same user find it, readable by that user alone.
+
+    Raises:
+        EngineError: the directory cannot be written.
+    """
+    path = session_path(session.port)
+    document = asdict(session) | {"adapter_roots": [str(root) for root in session.adapter_roots]}
+    # The umask is of the whole process, but servers write their session before they start threads.
+    before = os.umask(0o077)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_atomic(path, json.dumps(document, indent=2) + "\n")
+    except OSError as error:
+        raise EngineError(
+            f"the session file {path} cannot be written: {error.strerror or error}",
+            remedy=f"set {DIRECTORY_VARIABLE} to a directory that can be",
+        ) from error
+    finally:
+        os.umask(before)
+    return path
+
+
+def remove_session(session: Session) -> None:
+    """Remove the session's file, unless another server has taken its place. Idempotent."""
+    path = session_path(session.port)
+    try:
+        written = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return
+    if isinstance(written, dict) and written.get("session_id") == session.session_id:
+        path.unlink(missing_ok=True)
+
+
+def read_session(url: str) -> Session | None:
+    """The session of the server at ``url``, if it runs on this machine under this user; else ``None``.
+
+    Raises:
+        EngineError: there is a file, but it is damaged or could have been written by someone else.
+    """
+    parts = urlsplit(url)
+    if not _is_local(parts.hostname or ""):
+        return None
+    path = session_path(parts.port or (443 if parts.scheme == "https" else 80))
+    try:
+        status = path.stat()
+        text = path.read_text()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise EngineError(f"the session file {path} cannot be read: {error.strerror or error}") from error
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise EngineError(
+            f"the session file {path} is not this user's alone",
+            remedy="remove it and start the server again",
+        )
+    try:
+        document = json.loads(text)
+        session = Session(**document | {"adapter_roots": tuple(map(Path, document["adapter_roots"]))})
+    except (ValueError, TypeError, KeyError) as error:
+        raise EngineError(
+            f"the session file {path} is damaged: {error}", remedy="remove it and start the server again"
+        ) from error
+    return session if _is_alive(session.pid) else None
+
+
+def session_token(url: str) -> str:
+    """The token for the server at ``url``: the environment's, or that of its session file.
+
+    Raises:
+        EngineError: there is neither.
+    """
+    if token := os.environ.get(TOKEN_VARIABLE):
+        return token
+    session = read_session(url)
+    if session is None:
+        raise EngineError(
+            f"no token is known for the server at {url}",
+            remedy=f"set {TOKEN_VARIABLE} for server and client, or run both as one user on one machine "
+            f"(looked in {session_directory()})",
+        )
+    return session.token
+
+
+def _is_local(host: str) -> bool:
+    if host in ("localhost", "0.0.0.0", "::", "::1", socket.gethostname()) or host.startswith("127."):
+        return True
+    try:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, None)}
+        # An address is this machine's exactly if a socket can be bound to it.
+        for address in addresses:
+            with socket.socket(socket.AF_INET6 if ":" in str(address) else socket.AF_INET) as probe:
+                probe.bind((address, 0))
+    except OSError:
+        return False
+    return True
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

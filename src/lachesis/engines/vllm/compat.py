@@ -1,0 +1,91 @@
+"""All that is imported from vLLM, and what differs between its versions 0.26 and 0.32. Imported only where vLLM is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import vllm
+from vllm.inputs import TextPrompt, TokensPrompt
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from lachesis.engines.serving.served import Refused
+
+__all__ = [
+    "EngineDeadError",
+    "LoRAModel",
+    "LoRARequest",
+    "PEFTHelper",
+    "TextPrompt",
+    "TokensPrompt",
+    "caller_errors",
+    "can_reload_under_lora",
+    "engine_kind",
+    "lora_name_mapper",
+    "parse_sampling",
+    "sampling_fields",
+]
+
+# What the server itself decides, or what has no meaning in an answer of ours.
+_NOT_FOR_CALLERS = {
+    "n", "logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "flat_logprobs",
+    "output_kind", "stream_interval", "skip_clone", "output_text_buffer_length", "routed_experts_prompt_start",
+    "trace_decode_token_ids", "watermarking", "logprob_token_ids", "detokenize",
+}  # fmt: skip
+
+
+def engine_kind() -> str:
+    """As in "vllm 0.26.0"."""
+    return f"vllm {vllm.__version__}"
+
+
+def sampling_fields() -> frozenset[str]:
+    """Names of ``SamplingParams`` that a request may set."""
+    names = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    return frozenset(name for name in names - _NOT_FOR_CALLERS if not name.startswith("_"))
+
+
+def parse_sampling(
+    fields: Mapping[str, Any], *, logprobs: int, prompt_logprobs: int | None = None, delta: bool = False
+) -> SamplingParams:
+    """vLLM's parameters for one completion; its own checks of types and ranges apply.
+
+    Raises:
+        Refused: (400) a field has a value that vLLM does not accept.
+    """
+    document = {**fields, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+    try:
+        params = msgspec.convert(document, type=SamplingParams, strict=False)
+    except caller_errors() as error:
+        raise Refused(f"vLLM refuses the sampling parameters: {error}", remedy="correct the field") from error
+    params.output_kind = RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY
+    return params
+
+
+def caller_errors() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request that is the caller's fault: up to 0.26 ValueErrors, later a root of their own."""
+    import vllm.exceptions as exceptions
+
+    root = getattr(exceptions, "VLLMClientError", None)
+    return (ValueError, TypeError) if root is None else (ValueError, TypeError, root)
+
+
+def lora_name_mapper(model: Any) -> Any:
+    """The model's renames from the checkpoint's module names to vLLM's, without the fusing of q, k and v; or None."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return None
+    renames = getattr(mapper, "get_rename_mapper", None) or mapper.get_unstacked_mapper
+    return renames()
+
+
+def can_reload_under_lora() -> bool:
+    """Whether base weights can be loaded again once layers are wrapped for LoRA; 0.26 does not find their names."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    return hasattr(BaseLayerWithLoRA, "load_weights")

@@ -1,0 +1,102 @@
+"""Whether vLLM's engine generates: pausing, sleeping, and what waits meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from lachesis.engines.base import PauseMode
+from lachesis.engines.serving.served import Refused
+
+
+class Gate:
+    """Requests of all routes wait here while the engine is paused or asleep.
+
+    Therefore it can be let run for a moment to read a canary: only what was in flight before goes on in it.
+
+    Args:
+        engine: vLLM's ``EngineClient``.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._open = asyncio.Event()
+        self._open.set()
+        self._switching = asyncio.Lock()
+        self.paused = False
+        self.sleeping = False
+
+    async def wait(self) -> None:
+        """Return once the engine generates."""
+        await self._open.wait()
+
+    def refuse_asleep(self, what: str) -> None:
+        """Raise Refused (409) while the engine is asleep; ``what`` says what is not done then."""
+        if self.sleeping:
+            raise Refused(f"while the engine is asleep {what}", status=409, remedy="wake it up first")
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """The engine runs inside, also if it is paused. Refused (409) while it is asleep."""
+        async with self._switching:
+            self.refuse_asleep("nothing is computed")
+            if self.paused:
+                await self._engine.resume_generation()
+            try:
+                yield
+            finally:
+                if self.paused:
+                    await self._freeze()
+
+    async def pause(self, mode: PauseMode) -> None:
+        """``keep`` freezes what is in flight, ``drain`` waits for its end, ``abort`` ends it. Caches stay."""
+        async with self._switching:
+            self.paused = True
+            self._open.clear()
+            if self.sleeping:
+                return
+            if mode == "keep":
+                await self._freeze()
+            else:
+                await self._engine.pause_generation(mode="wait" if mode == "drain" else "abort", clear_cache=False)
+
+    async def resume(self) -> None:
+        """The reverse of :meth:`pause`."""
+        async with self._switching:
+            self.paused = False
+            if not self.sleeping:
+                await self._engine.resume_generation()
+                self._open.set()
+
+    async def sleep(self, level: int) -> bool:
+        """Give memory back; false where the engine sleeps already."""
+        async with self._switching:
+            if self.sleeping:
+                return False
+            self.sleeping = True
+            self._open.clear()
+            # Requests in flight go on after waking, from a cache that is computed anew; without weights they end.
+            await self._engine.sleep(level=level, mode="keep" if level == 1 else "abort")
+            return True
+
+    async def wake_up(self, restore: Callable[[], Awaitable[object]]) -> None:
+        """Take memory again and ``restore`` what was in it; goes back to being paused if it was."""
+        async with self._switching:
+            if not self.sleeping:
+                return
+            await self._engine.wake_up()
+            await restore()
+            self.sleeping = False
+            if self.paused:
+                await self._freeze()
+            else:
+                self._open.set()
+
+    async def _freeze(self) -> None:
+        """Stop the scheduler; what is in flight stays as it is, its cache included.
+
+        vLLM's ``pause_generation`` does this and then sleeps, for callers that want the last outputs first.
+        """
+        await self._engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)

@@ -1,0 +1,211 @@
+"""From our requests to vLLM's and from its outputs to ours."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from lachesis.engines.serving.served import (
+    GenerateChunk,
+    GeneratedSequence,
+    GenerateRequest,
+    GenerateResult,
+    Refused,
+)
+from lachesis.engines.vllm import compat
+from lachesis.errors import EngineError
+from lachesis.types import FinishReason
+
+T = TypeVar("T")
+
+
+class Generator:
+    """Runs requests on vLLM's engine.
+
+    The ``n`` completions of a request go in one by one, as vLLM itself would split them (completion ``i`` has
+    seed + i): so each of them has times of its own, by which its weight versions are known.
+
+    Args:
+        engine: vLLM's ``EngineClient``.
+        lora_request: what every request carries, where LoRA is on.
+        max_model_len: most tokens of prompt and completion together.
+    """
+
+    def __init__(self, engine: Any, *, lora_request: Any | None, max_model_len: int) -> None:
+        self._engine = engine
+        self._max_model_len = max_model_len
+        self._lora_request = lora_request
+
+    async def generate(self, request: GenerateRequest, *, cache_salt: str) -> GenerateResult:
+        """All completions; raises Refused for what vLLM does not accept, EngineError where it is dead."""
+        started = time.monotonic()
+        outputs = await _all([self._final(request, i, cache_salt=cache_salt) for i in range(request.n)])
+        first = outputs[0]
+        return GenerateResult(
+            prompt=request.prompt,
+            prompt_token_ids=tuple(first.prompt_token_ids),
+            completions=tuple(_sequence(output, request=request, started=started) for output in outputs),
+            prompt_logprobs=None if request.prompt_logprobs is None else _prompt_logprobs(first),
+        )
+
+    async def stream(self, request: GenerateRequest, *, cache_salt: str) -> AsyncIterator[GenerateChunk]:
+        """The same in pieces, those of all completions as they come."""
+        queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+
+        async def pump(index: int) -> None:
+            try:
+                async for output in self._run(request, index, cache_salt=cache_salt, delta=True):
+                    await queue.put((index, output))
+            except Exception as error:
+                await queue.put((index, error))
+
+        tasks = [asyncio.ensure_future(pump(index)) for index in range(request.n)]
+        try:
+            running, prompt_sent = request.n, False
+            while running:
+                index, output = await queue.get()
+                if isinstance(output, Exception):
+                    raise output
+                chunk = _chunk(output, index=index, request=request, with_prompt=not prompt_sent)
+                prompt_sent = True
+                running -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            await _cancel(tasks)
+
+    async def canary(self, token_ids: Sequence[int], *, cache_salt: str) -> tuple[float, ...]:
+        """Logprobs of the tokens after the first, computed anew and not read from the prefix cache."""
+        request = GenerateRequest(
+            prompt_token_ids=tuple(token_ids),
+            sampling={"temperature": 1.0, "max_tokens": 1, "skip_reading_prefix_cache": True},
+            prompt_logprobs=0,
+            request_id=f"canary-{time.monotonic_ns()}",
+        )
+        output = await self._final(request, 0, cache_salt=cache_salt)
+        entries = _prompt_logprobs(output)
+        return tuple(entry[token] for entry, token in zip(entries[1:], token_ids[1:], strict=True) if entry is not None)
+
+    async def _final(self, request: GenerateRequest, index: int, *, cache_salt: str) -> Any:
+        last = None
+        async for output in self._run(request, index, cache_salt=cache_salt):
+            last = output
+        if last is None:
+            raise EngineError("vLLM ended a request without an answer", remedy="look at the server's log")
+        return last
+
+    async def _run(
+        self, request: GenerateRequest, index: int, *, cache_salt: str, delta: bool = False
+    ) -> AsyncIterator[Any]:
+        sampling = dict(request.sampling)
+        if sampling.get("seed") is not None:
+            sampling["seed"] += index
+        params = compat.parse_sampling(
+            sampling, logprobs=request.logprobs or 0, prompt_logprobs=request.prompt_logprobs, delta=delta
+        )
+        if request.prompt is not None:
+            prompt: Any = compat.TextPrompt(prompt=request.prompt, cache_salt=cache_salt)
+        else:
+            self._check_room(len(request.prompt_token_ids or ()), params.max_tokens)
+            prompt = compat.TokensPrompt(prompt_token_ids=list(request.prompt_token_ids or ()), cache_salt=cache_salt)
+        outputs = self._engine.generate(
+            prompt, params, f"{request.request_id}-{index}", lora_request=self._lora_request
+        )
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    self._check_room(len(output.prompt_token_ids), params.max_tokens)
+                    if any(completion.finish_reason == "error" for completion in output.outputs):
+                        raise EngineError("vLLM failed to compute a request", remedy="look at the server's log")
+                    yield output
+        except compat.EngineDeadError as error:
+            raise EngineError(f"vLLM's engine is dead: {error}", remedy="look at its log and restart it") from error
+        except compat.caller_errors() as error:
+            raise Refused(f"vLLM refuses the request: {error}", remedy="correct the request") from error
+
+    def _check_room(self, prompt_tokens: int, max_tokens: int | None) -> None:
+        """vLLM would cut a completion that does not fit, and call it finished."""
+        if prompt_tokens + (max_tokens or 0) > self._max_model_len:
+            raise Refused(
+                f"the prompt has {prompt_tokens} tokens and {max_tokens} more are asked for, but the context holds "
+                f"{self._max_model_len}",
+                remedy="shorten the prompt or lower max_tokens",
+            )
+
+
+def _sequence(output: Any, *, request: GenerateRequest, started: float) -> GeneratedSequence:
+    (completion,) = output.outputs
+    tokens = tuple(completion.token_ids)
+    metrics = output.metrics
+    # vLLM leaves 0 where no token came, and gives no metrics with --disable-log-stats.
+    first = getattr(metrics, "first_token_ts", 0.0) or started
+    last = getattr(metrics, "last_token_ts", 0.0) or time.monotonic()
+    return GeneratedSequence(
+        text=completion.text,
+        token_ids=tokens,
+        finish_reason=_finish_reason(completion.finish_reason) or "abort",
+        token_logprobs=_token_logprobs(completion),
+        top_logprobs=_top_logprobs(completion) if request.logprobs else None,
+        first_token_time=first,
+        last_token_time=last,
+    )
+
+
+def _chunk(output: Any, *, index: int, request: GenerateRequest, with_prompt: bool) -> GenerateChunk:
+    (completion,) = output.outputs
+    return GenerateChunk(
+        index=index,
+        text=completion.text,
+        token_ids=tuple(completion.token_ids),
+        token_logprobs=_token_logprobs(completion),
+        top_logprobs=_top_logprobs(completion) if request.logprobs else None,
+        finish_reason=_finish_reason(completion.finish_reason),
+        prompt_token_ids=tuple(output.prompt_token_ids) if with_prompt else None,
+        time=getattr(output.metrics, "last_token_ts", 0.0) or time.monotonic(),
+    )
+
+
+def _token_logprobs(completion: Any) -> tuple[float, ...]:
+    entries: Sequence[Any] = completion.logprobs or ()
+    return tuple(entry[token].logprob for token, entry in zip(completion.token_ids, entries, strict=True))
+
+
+def _top_logprobs(completion: Any) -> tuple[Mapping[int, float], ...]:
+    entries: Sequence[Any] = completion.logprobs or ()
+    # The sampled token first, then the likeliest.
+    return tuple(
+        {other: entry[other].logprob for other in (token, *entry)}
+        for token, entry in zip(completion.token_ids, entries, strict=True)
+    )
+
+
+def _prompt_logprobs(output: Any) -> tuple[Mapping[int, float] | None, ...]:
+    if output.prompt_logprobs is None:
+        raise EngineError("vLLM gave no logprobs of a prompt", remedy="look at the server's log")
+    return tuple(
+        None if entry is None else {token: value.logprob for token, value in entry.items()}
+        for entry in output.prompt_logprobs
+    )
+
+
+def _finish_reason(reason: str | None) -> FinishReason | None:
+    if reason is None or reason in ("length", "abort"):
+        return reason  # type: ignore[return-value]
+    return "stop"
+
+
+async def _all(work: Sequence[Awaitable[T]]) -> list[T]:
+    """All results; the first error cancels the others, which aborts their requests in vLLM."""
+    tasks = [asyncio.ensure_future(item) for item in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await _cancel(tasks)
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

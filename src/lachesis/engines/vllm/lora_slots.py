@@ -1,0 +1,257 @@
+"""The one adapter of an engine worker: its tensors in vLLM's LoRA slots, replaced in place.
+
+Every request carries one and the same LoRARequest, so that it computes with whatever the slots hold: a swap
+reaches requests in flight. vLLM loads an adapter from the path in the request as soon as its number is not
+registered, and that path may be gone; therefore the number is registered at all times. Without an adapter it
+stands for zeros, which change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lachesis.engines.serving.served import LoraSpec, Refused
+from lachesis.errors import EngineError
+
+# vLLM counts its own adapters up from 1.
+ADAPTER_ID = 1_000_003
+PREFIX = "base_model.model."
+_A, _B = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where an adapted module lives: slot tensors A [adapters, 1, rank, in] and B [adapters, 1, out, rank], each
+    perhaps several that lie side by side in ``out``. ``shards`` is the tensor parallelism that may cut either."""
+
+    a: tuple[Tensor, ...]
+    b: tuple[Tensor, ...]
+    shards: int
+
+    def fits(self, a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+        """Whether tensors A and B of these whole shapes belong here."""
+        in_features, out_features = self.a[0].shape[-1], sum(part.shape[-2] for part in self.b)
+        if self.shards == 1:
+            return a[1] == in_features and b[0] == out_features
+        return a[1] in (in_features, in_features * self.shards) and b[0] % self.shards == 0 and b[0] >= out_features
+
+    def read(self, index: int, *, rank: int) -> tuple[Tensor, Tensor]:
+        """A [rank, in] and B [out, rank] of the adapter in place ``index``."""
+        return self.a[0][index, 0, :rank], torch.cat([part[index, 0, :, :rank] for part in self.b])
+
+
+class LoraSlots:
+    """See the module.
+
+    Args:
+        worker_loras: vLLM's ``WorkerLoRAManager``.
+        model: the served model; its ``lora_manager`` holds the slots.
+        device: of the slots.
+        tensor_parallel_size: of the engine.
+        lora_model: vLLM's ``LoRAModel``, ``peft_helper`` its ``PEFTHelper``, ``name_mapper`` its renames for the
+            model: what tells versions of vLLM apart comes from outside.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_loras: Any,
+        model: Any,
+        device: torch.device,
+        tensor_parallel_size: int,
+        lora_model: Any,
+        peft_helper: Any,
+        name_mapper: Any,
+    ) -> None:
+        self._worker_loras = worker_loras
+        self._model = model
+        self._manager = model.lora_manager
+        self._config = worker_loras.lora_config
+        self._device = device
+        self._shards = tensor_parallel_size
+        self._lora_model = lora_model
+        self._peft_helper = peft_helper
+        self._mapper = name_mapper
+        self._spec: LoraSpec | None = None
+        self._names: tuple[str, ...] = ()
+        # Held, for a CUDA graph may have been captured over their memory.
+        self._released = release_output_heads(model)
+
+    @property
+    def spec(self) -> LoraSpec | None:
+        """The adapter in force; ``None`` for the base weights."""
+        return self._spec
+
+    def clear(self) -> None:
+        """Serve the base weights: zeros in the slots, under the number that requests carry."""
+        rank = self._manager.get_dummy_lora_warmup_rank(1)
+        self._replace(self._manager.create_dummy_lora(ADAPTER_ID, rank, self._worker_loras.embedding_modules))
+        self._spec, self._names = None, ()
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], spec: LoraSpec) -> None:
+        """Raise Refused (422) unless tensors of these names and shapes are a whole adapter of this model.
+
+        ``shapes`` maps peft's names, as in "model.layers.0.mlp.up_proj.lora_A.weight", to shapes.
+        """
+        maximum = self._config.max_lora_rank
+        if spec.r > maximum:
+            raise Refused(
+                f"the adapter has rank {spec.r}, the server holds up to {maximum}",
+                status=422,
+                remedy=f"start the server with --max-lora-rank {spec.r}",
+            )
+        slots = dict(self._slots())
+        for module, (a, b) in _pairs(shapes).items():
+            if len(a) != 2 or len(b) != 2 or a[0] != spec.r or b[1] != spec.r:
+                raise Refused(
+                    f"the adapter's tensors of {module!r} have shapes {list(a)} and {list(b)}, not [{spec.r}, in] and "
+                    f"[out, {spec.r}]",
+                    status=422,
+                    remedy="send A and B of every module, of one rank",
+                )
+            slot = slots.get(self._engine_name(module))
+            if slot is None:
+                raise Refused(
+                    f"the adapter has a module {module!r}, which this model has not or cannot adapt here",
+                    status=422,
+                    remedy="train the adapter on the model that is served, on linear layers but the output head",
+                )
+            if not slot.fits(a, b):
+                raise Refused(
+                    f"the adapter's tensors of {module!r} have shapes {list(a)} and {list(b)}, but the served layer is "
+                    f"of {slot.a[0].shape[-1]} to {sum(part.shape[-2] for part in slot.b)} features",
+                    status=422,
+                    remedy="train the adapter on the model that is served",
+                )
+
+    def load(self, tensors: Mapping[str, Tensor], spec: LoraSpec) -> None:
+        """Put an adapter in force. The tensors, by peft's names, become the engine's: nobody may change them after.
+
+        Raises:
+            Refused: (422) they are no adapter of this model.
+            EngineError: vLLM failed; the adapter from before is in force again.
+        """
+        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        self.check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, spec)
+        helper = self._peft_helper.from_dict(
+            {
+                "r": spec.r,
+                "lora_alpha": spec.alpha,
+                "target_modules": list(spec.target_modules),
+                "use_rslora": spec.rslora,
+            }
+        )
+        adapter = self._lora_model.from_lora_tensors(
+            lora_model_id=ADAPTER_ID,
+            # vLLM looks for the start of peft's names, and strips it.
+            tensors={PREFIX + name: tensor for name, tensor in tensors.items()},
+            peft_helper=helper,
+            device=str(self._device),
+            dtype=self._config.lora_dtype,
+            model_vocab_size=self._worker_loras.vocab_size,
+            weights_mapper=self._mapper,
+        )
+        self._replace(adapter)
+        self._spec, self._names = spec, tuple(tensors)
+
+    def refresh(self) -> None:
+        """Write the slots again from what is registered: their memory was dropped."""
+        self._manager.deactivate_adapter(ADAPTER_ID)
+        self._manager.activate_adapter(ADAPTER_ID)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The adapter as the slots hold it, by peft's names: A, and B times the scaling, in the slots' dtype.
+
+        Raises:
+            Refused: (409) no adapter is in force, or the slots of one process hold a part of it only.
+        """
+        if self._spec is None:
+            raise Refused("no adapter is in force", status=409, remedy="load one first")
+        if self._shards > 1:
+            raise Refused(
+                f"each of {self._shards} tensor-parallel workers holds a part of the adapter, of which no digest of "
+                "the whole can be made",
+                status=409,
+                remedy="prove the transfer by the canary",
+            )
+        index = self._manager.lora_index_to_id.index(ADAPTER_ID)
+        slots = dict(self._slots())
+        held: dict[str, Tensor] = {}
+        for module in _pairs(dict.fromkeys(self._names, ())):
+            a, b = slots[self._engine_name(module)].read(index, rank=self._spec.r)
+            held[module + _A], held[module + _B] = a, b
+        return held
+
+    def _replace(self, adapter: Any) -> None:
+        before = self._manager.get_adapter(ADAPTER_ID)
+        try:
+            self._put(adapter)
+        except Exception as error:
+            if before is not None:
+                self._put(before)
+            reason = f"{type(error).__name__}: {error}"
+            raise EngineError(
+                f"vLLM could not load the adapter: {reason}; the one from before is in force",
+                remedy="look at the server's log",
+            ) from error
+
+    def _put(self, adapter: Any) -> None:
+        self._manager.remove_adapter(ADAPTER_ID)
+        self._manager.add_adapter(adapter)
+        self._manager.activate_adapter(ADAPTER_ID)
+
+    def _engine_name(self, module: str) -> str:
+        if self._mapper is None:
+            return module
+        renamed = self._mapper._map_name(f"{module}{_A}")
+        return module if renamed is None else renamed.removesuffix(_A)
+
+    def _slots(self) -> Iterator[tuple[str, Slot]]:
+        """The place of every module that can be adapted, by vLLM's names before q, k, v and gate, up are fused."""
+        for name, module in self._manager.modules.items():
+            a, b = _stacked(module, "lora_a_stacked"), _stacked(module, "lora_b_stacked")
+            if any(part.ndim != 4 for part in (*a, *b)):
+                continue  # experts and embeddings are laid out in other ways
+            parts = self._manager.packed_modules.get(name)
+            if parts is None and a:
+                yield name, Slot(a, b, self._shards)
+            elif parts is not None and len(parts) == len(a):
+                for i, part in enumerate(parts):
+                    yield part, Slot((a[i],), (b[i],), self._shards)
+
+
+def release_output_heads(model: Any) -> list[Any]:
+    """Take the slots off output heads; returns what was taken off.
+
+    A head with slots costs a product over the vocabulary for every token. What is worse, vLLM finds the adapter
+    there by the number of the sampled token, and logprobs of a prompt, as a canary's, are of others: it fails.
+    """
+    released = []
+    for name, module in list(model.lora_manager.modules.items()):
+        owner, _, last = name.rpartition(".")
+        if last == "lm_head":
+            model.get_submodule(owner).logits_processor = module.base_layer
+            released.append(model.lora_manager.modules.pop(name))
+    return released
+
+
+def _stacked(module: Any, attribute: str) -> tuple[Tensor, ...]:
+    slots = getattr(module, attribute, ())
+    return (slots,) if isinstance(slots, Tensor) else tuple(slots)
+
+
+def _pairs(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Shapes of A and B by module, in the order of A; missing ones are empty. Refused (422) for other tensors."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        plain = name.removeprefix(PREFIX)
+        part = next((part for part in (_A, _B) if plain.endswith(part)), None)
+        if part is None:
+            raise Refused(f"the adapter has a tensor {name!r}", status=422, remedy="send LoRA A and B only")
+        found.setdefault(plain.removesuffix(part), {})[part] = tuple(shape)
+    return {module: (pair.get(_A, ()), pair.get(_B, ())) for module, pair in found.items()}

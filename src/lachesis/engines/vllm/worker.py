@@ -1,0 +1,232 @@
+"""What runs inside vLLM's workers: one remote call, behind it everything that touches weights.
+
+Loaded with ``--worker-extension-cls lachesis.engines.vllm.worker.WorkerExtension``. vLLM runs a call between two
+steps of the engine, so that no step sees half of a change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lachesis.engines.digest import digests
+from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
+from lachesis.engines.serving.served import LoraSpec, Refused
+from lachesis.engines.vllm import parameters
+from lachesis.engines.vllm.calls import answer, parse_receiver_spec, parse_slices
+from lachesis.engines.vllm.checkpoint import check_architecture, check_fits, read_shapes, read_tensors, served_shapes
+from lachesis.engines.vllm.lora_slots import LoraSlots
+from lachesis.engines.vllm.receiver import Receiver
+from lachesis.errors import StaleWeights
+
+# Models that tie it to the embedding have no parameter of that name, and their checkpoints may.
+OUTPUT_HEAD = "lm_head.weight"
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class."""
+
+    def lachesis_call(self, method: str, document: str) -> str:
+        """Call ``method`` of this worker's :class:`WorkerWeights` with the fields of a JSON object.
+
+        The answer is JSON too, errors included: nothing is pickled and no error ends the engine.
+        """
+        weights = self.__dict__.get("_lachesis_weights")
+        if weights is None:
+            weights = self.__dict__["_lachesis_weights"] = WorkerWeights(self)
+        return answer(lambda: getattr(weights, method)(**json.loads(document)))
+
+
+class WorkerWeights:
+    """The weights of one worker. Every public method is a remote call; arguments and results are JSON.
+
+    Args:
+        worker: vLLM's, of any platform.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._runner = worker.model_runner
+        self._config = worker.vllm_config
+        self._device: torch.device = torch.device(worker.device)
+        self._rank: int = worker.rank
+        self._receiver: Receiver | None = None
+        self._slots: LoraSlots | None = None
+
+    def install(self) -> dict[str, Any]:
+        """Register the adapter that every request will name. Called once, before the first request."""
+        if self._config.lora_config is not None:
+            from lachesis.engines.vllm.compat import LoRAModel, PEFTHelper, lora_name_mapper
+
+            model = self._runner.get_model()
+            self._slots = LoraSlots(
+                worker_loras=self._runner.lora_manager,
+                model=model,
+                device=self._device,
+                tensor_parallel_size=self._tensor_parallel_size,
+                lora_model=LoRAModel,
+                peft_helper=PEFTHelper,
+                name_mapper=lora_name_mapper(model),
+            )
+            self._slots.clear()
+        return {"device": str(self._device)}
+
+    def load_adapter(self, path: str, name: str) -> dict[str, Any]:
+        """Put the adapter in a directory in force. Only safetensors are read."""
+        slots = self._need_slots()
+        files = read_adapter(Path(path), max_rank=self._config.lora_config.max_lora_rank)
+        spec = LoraSpec(
+            r=files.r,
+            alpha=files.alpha,
+            target_modules=tuple(sorted({module.rpartition(".")[2] for module in files.modules})),
+            rslora=files.scaling != files.alpha / files.r,
+            name=name,
+        )
+        slots.load(load_file(files.path / WEIGHTS_NAME, device=str(self._device)), spec)
+        return asdict(spec)
+
+    def clear_adapter(self) -> None:
+        """Serve the base weights."""
+        self._need_slots().clear()
+
+    def refresh(self) -> None:
+        """After the memory of the weights was dropped and made anew."""
+        if self._slots is not None:
+            self._slots.refresh()
+
+    def digests(self, slices: Mapping[str, Any] | None, adapter: bool) -> dict[str, int]:
+        """Digests of parameters and of the adapter."""
+        found: dict[str, int] = {}
+        if slices is None or slices:
+            if self._tensor_parallel_size > 1:
+                raise Refused(
+                    f"the weights are cut over {self._tensor_parallel_size} workers: there is no digest of the whole",
+                    status=409,
+                    remedy="prove the transfer by the canary",
+                )
+            found |= parameters.digest_slices(self._runner.get_model(), parse_slices(slices))
+        if adapter:
+            found |= digests(self._need_slots().tensors())
+        return found
+
+    def state_dict_info(self) -> dict[str, Any]:
+        """Shape, dtype and device of every parameter."""
+        return parameters.describe(self._runner.get_model())
+
+    def export(self) -> dict[str, Any]:
+        """How another process maps every parameter."""
+        return parameters.export(
+            self._runner.get_model(), device=self._device, tensor_parallel_size=self._tensor_parallel_size
+        )
+
+    def start_receiver(self, spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Check an announcement against the model, and join the channel in the background."""
+        parsed = parse_receiver_spec(spec)
+        if self._receiver is not None and self._receiver.state in ("connecting", "connected"):
+            raise Refused("a receiver is running already", status=409, remedy="stop it first")
+        if parsed.rank + self._tensor_parallel_size != parsed.world_size:
+            raise Refused(
+                f"the channel has world_size {parsed.world_size} and starts at rank {parsed.rank} here, but this "
+                f"engine has {self._tensor_parallel_size} workers, each of which is a rank of its own",
+                status=422,
+                remedy=f"send world_size {parsed.rank + self._tensor_parallel_size}",
+            )
+        if parsed.backend != "gloo" and self._device.type != "cuda":
+            raise Refused(f"this engine runs on the CPU, without {parsed.backend}", status=422, remedy="send gloo")
+        shapes = {tensor.name: tensor.shape for tensor in parsed.tensors}
+        if parsed.lora is not None:
+            self._need_slots().check(shapes, parsed.lora)
+        else:
+            self._check_reload(shapes, what="the announced update")
+        if self._receiver is not None:
+            self._receiver.close()
+        self._receiver = Receiver(parsed, rank=parsed.rank + self._rank, device=self._device)
+        return self.receiver()
+
+    def receiver(self) -> dict[str, Any]:
+        """Where the receiver stands."""
+        if self._receiver is None:
+            return {"state": "idle", "detail": "", "updates": 0}
+        return {"state": self._receiver.state, "detail": self._receiver.detail, "updates": self._receiver.updates}
+
+    def receive(self, wait_s: float, load: bool) -> dict[str, Any]:
+        """Take one update off the channel, and ``load`` it if all of it is there after ``wait_s`` seconds."""
+        if self._receiver is None:
+            raise Refused("no receiver was started", status=409, remedy="start one with /nccl/start_receiver")
+        tensors = self._receiver.take(wait_s)
+        if tensors is None or not load:
+            return {"arrived": tensors is not None, "loaded": False}
+        lora = self._receiver.spec.lora
+        if self._device.type == "cuda":
+            for tensor in tensors.values():
+                if tensor.is_cuda:  # made on another stream than the engine's
+                    tensor.record_stream(torch.cuda.current_stream())
+        try:
+            if lora is not None:
+                self._need_slots().load(tensors, lora)
+            else:
+                self._load_base(iter(tensors.items()))
+        except Exception as error:
+            self._receiver.settle(error)
+            raise
+        self._receiver.settle()
+        return {"arrived": True, "loaded": True, "lora": None if lora is None else asdict(lora)}
+
+    def stop_receiver(self) -> None:
+        """Leave the channel."""
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+    def reload(self, path: str) -> None:
+        """Load a checkpoint directory; the adapter is dropped."""
+        directory = Path(path)
+        check_architecture(directory, self._config.model_config.hf_config.architectures or ())
+        self._check_reload(read_shapes(directory), what=f"the checkpoint in {directory}")
+        self._load_base(read_tensors(directory))
+
+    def _check_reload(self, offered: Mapping[str, tuple[int, ...]], *, what: str) -> None:
+        from lachesis.engines.vllm.compat import can_reload_under_lora, engine_kind
+
+        if self._slots is not None and not can_reload_under_lora():
+            raise Refused(
+                f"{engine_kind()} cannot load base weights into an engine with LoRA",
+                status=409,
+                remedy="start the server without --enable-lora, or send the adapter only",
+            )
+        wanted = served_shapes(str(self._config.model_config.model))
+        if wanted is not None:
+            held = parameters.named_parameters(self._runner.get_model())
+            check_fits(offered, wanted, tied={OUTPUT_HEAD} - held.keys(), what=what)
+
+    def _load_base(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """New base weights, in place."""
+        try:
+            self._worker.reload_weights(weights_iterator=tensors)
+            if self._device.type == "cpu":
+                parameters.repack_tied(self._runner.get_model())
+        except Exception as error:
+            raise StaleWeights(
+                f"vLLM failed while it loaded weights, which are incomplete now: {type(error).__name__}: {error}",
+                remedy="restart the server",
+            ) from error
+        finally:
+            # vLLM may have dropped every adapter with the old weights.
+            if self._slots is not None:
+                self._slots.clear()
+
+    @property
+    def _tensor_parallel_size(self) -> int:
+        return self._config.parallel_config.tensor_parallel_size
+
+    def _need_slots(self) -> LoraSlots:
+        if self._slots is None:
+            raise Refused("this server was started without LoRA", status=409, remedy="start it with --enable-lora")
+        return self._slots

@@ -1,0 +1,232 @@
+"""Serving: register, keep the queue filled without letting rollouts grow stale, and say goodbye."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from lachesis.deadline import Deadline
+from lachesis.environments.base import Environment
+from lachesis.environments.crew import Crew
+from lachesis.environments.outputs import Outputs
+from lachesis.environments.rollout_api import SETTING, NotRegistered, QueueStatus, Registered, RolloutApi
+from lachesis.environments.sender import Membership, Sender
+from lachesis.environments.tally import Tally
+from lachesis.environments.throttle import room_for_groups
+from lachesis.errors import ConfigError, DataError
+
+_POLL_S = 0.1
+_GOODBYE_S = 5.0
+_REPORT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What an environment did. ``ended`` says in a few words why it ended."""
+
+    ended: str
+    step: int
+    tally: Tally
+
+
+@dataclass(slots=True)
+class _Progress:
+    """The trainer's step as last seen, since when, and what was done at it and before."""
+
+    step: int = 0
+    changed: float = field(default_factory=time.monotonic)
+    said: float = field(default_factory=time.monotonic)
+    now: Tally = field(default_factory=Tally)
+    before: Tally = field(default_factory=Tally)
+
+
+class Runner:
+    """Serves one environment to one rollout API.
+
+    Args:
+        environment: what makes groups.
+        api: where they go.
+        outputs: where metrics and groups are written.
+        say: told, in a sentence, what is waited for and how it goes.
+    """
+
+    def __init__(
+        self, environment: Environment[Any, Any], *, api: RolloutApi, outputs: Outputs, say: Callable[[str], None]
+    ) -> None:
+        self._environment = environment
+        self._config = environment.config
+        self._api = api
+        self._outputs = outputs
+        self._say = say
+        self._name = self._config.wandb_name or environment.name
+        self._membership = Membership(api, name=self._name, config=self._config)
+        self._progress = _Progress()
+        tally = lambda: self._progress.now  # noqa: E731
+        self._sender = Sender(
+            api, membership=self._membership, config=self._config, outputs=outputs, tally=tally, say=say
+        )
+        self._crew = Crew(
+            environment, limit_s=self._config.worker_timeout, deliver=self._sender.put, tally=tally, say=say
+        )
+        self._evaluation: asyncio.Task[None] | None = None
+        self._joined = False
+
+    async def serve(self, *, stop: asyncio.Event) -> Summary:
+        """Serve until the trainer has what it wanted, problems run out, or ``stop`` is set.
+
+        However it ends, groups that are finished are sent, if that takes no longer than a few seconds, and the
+        environment disconnects.
+
+        Raises:
+            ConfigError, DataError, EngineError: it cannot go on; the message says why.
+            DeadlineExceeded: the API, the trainer or an inference server stayed away.
+        """
+        serving, stopped = asyncio.create_task(self._serve()), asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            ended = serving.result() if serving.done() else "it was asked to stop"
+        finally:
+            for task in (serving, stopped):
+                task.cancel()
+            await asyncio.gather(serving, stopped, return_exceptions=True)
+            await self._goodbye()
+        self._report()
+        return Summary(ended=ended, step=self._progress.step, tally=self._progress.before)
+
+    async def _serve(self) -> str:
+        await self._environment.setup()
+        await self._environment.client.wait_until_ready()
+        member = await self._join()
+        return await self._keep_filled(member, self._sender.start())
+
+    async def _keep_filled(self, member: Registered, sending: asyncio.Task[None]) -> str:
+        idle = self._idle()
+        while True:
+            if member is not self._membership.current:
+                # The sender noticed first that the registration was gone.
+                member = await self._join()
+            try:
+                status = await self._api.status(member.env_id)
+            except NotRegistered as error:
+                self._say(f"{error.message}; registering again")
+                member = await self._join(lost=member)
+                continue
+            if self._advance(status):
+                idle = self._idle()
+            if self._has_all(member):
+                return f"the trainer has taken its {self._progress.step} batches"
+            await self._crew.fill(self._room(status, member) - self._sender.pending)
+            if self._crew.exhausted and not self._crew.tasks and not self._sender.pending:
+                return "there are no more problems"
+            if self._crew.tasks:
+                idle = self._idle()
+            self._check_idle(idle, status)
+            await self._next_event(sending)
+
+    def _check_idle(self, idle: Deadline, status: QueueStatus) -> None:
+        """Say that the trainer takes nothing, from time to time, and raise once it has taken nothing for too long."""
+        queued = f"{status.queue_size} groups are queued at step {status.step}"
+        idle.check(queued)
+        if min(idle.elapsed_s(), time.monotonic() - self._progress.said) >= _REPORT_S:
+            self._progress.said = time.monotonic()
+            self._say(f"{idle.name}, for up to {idle.limit_s:g} s ({SETTING}): {queued}")
+
+    async def _next_event(self, sending: asyncio.Task[None]) -> None:
+        """Wait until a group is done, something failed, or it is time to look at the queue again."""
+        watched = {sending, *self._crew.tasks, *([self._evaluation] if self._evaluation else [])}
+        await asyncio.wait(watched, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        self._crew.reap()
+        if sending.done():
+            sending.result()
+        if self._evaluation is not None and self._evaluation.done():
+            self._evaluation.result()
+            self._evaluation = None
+
+    async def _join(self, *, lost: Registered | None = None) -> Registered:
+        first = not self._joined
+        member = await self._membership.join(lost=lost)
+        size, batch = self._config.group_size, member.batch_size
+        if 0 < batch < size:
+            raise ConfigError(
+                f"groups of {size} do not fit into the trainer's batches of {batch} sequences",
+                remedy="lower --env.group_size or raise the trainer's batch size",
+            )
+        if batch > 0 and batch % size:
+            self._say(f"the trainer's batches of {batch} sequences are no multiple of the group size {size}")
+        self._progress.step = self._environment.step = member.step
+        self._progress.changed = time.monotonic()
+        self._say(f"registered at {self._api.url} as {member.name} (step {member.step}, batches of {batch} sequences)")
+        self._joined = True
+        if first and self._config.use_wandb:
+            project, group = await self._api.wandb_info()
+            settings = self._config.model_dump(mode="json")
+            self._outputs.start_wandb(project=project, group=group, name=member.name, settings=settings)
+        return member
+
+    def _advance(self, status: QueueStatus) -> bool:
+        """Take note of the trainer's step; whether it is another one."""
+        progress = self._progress
+        if status.step == progress.step:
+            return False
+        every, before = self._config.steps_per_eval, progress.step
+        self._report(queue_size=status.queue_size)
+        progress.step = self._environment.step = status.step
+        progress.changed = time.monotonic()
+        if every and before // every != status.step // every and self._evaluation is None:
+            self._evaluation = asyncio.create_task(self._evaluate())
+        return True
+
+    def _report(self, *, queue_size: int = 0) -> None:
+        """Write what was done at this step, and say it from time to time."""
+        progress = self._progress
+        values = {**progress.now.values(), **self._environment.metrics(), "queue_size": float(queue_size)}
+        progress.before.add(progress.now)
+        progress.now = Tally()
+        self._outputs.metrics(progress.step, values)
+        if time.monotonic() - progress.said >= _REPORT_S:
+            progress.said = time.monotonic()
+            mean = f", mean score {values['score/mean']:.3f}" if "score/mean" in values else ""
+            self._say(f"step {progress.step}: {progress.before.groups} groups sent{mean}")
+
+    async def _evaluate(self) -> None:
+        result = await self._environment.evaluate()
+        self._outputs.evaluation(self._name, result)
+        self._say(f"step {result.step}: held-out accuracy {result.accuracy:.3f} ({result.problems} problems)")
+
+    def _room(self, status: QueueStatus, member: Registered) -> int:
+        if member.batch_size < 1:
+            raise DataError(
+                f"the rollout API at {self._api.url} knows no batch size", remedy="register the trainer again"
+            )
+        return room_for_groups(
+            status,
+            batch_size=member.batch_size,
+            group_size=self._config.group_size,
+            max_batches_offpolicy=self._config.max_batches_offpolicy,
+            minimum=self._config.min_batch_allocation,
+            most=self._config.max_num_workers,
+        )
+
+    def _has_all(self, member: Registered) -> bool:
+        """Whether the trainer has taken all its batches, and for a while asked for no further one."""
+        total = self._config.total_steps if self._config.total_steps >= 0 else member.num_steps
+        lingered = time.monotonic() - self._progress.changed >= self._config.linger
+        return 0 < total <= self._progress.step and lingered
+
+    def _idle(self) -> Deadline:
+        name = f"environment {self._name}: waiting for the trainer to take a batch from {self._api.url}"
+        return Deadline(name, self._config.wait_timeout, SETTING)
+
+    async def _goodbye(self) -> None:
+        if self._evaluation is not None:
+            self._evaluation.cancel()
+            await asyncio.gather(self._evaluation, return_exceptions=True)
+        await self._crew.stop()
+        await self._sender.finish(limit_s=_GOODBYE_S)
+        if self._sender.pending:
+            self._say(f"{self._sender.pending} finished groups could not be sent")
+        if self._membership.current is not None:
+            await self._api.disconnect(self._membership.current.env_id, limit_s=_GOODBYE_S)

@@ -1,0 +1,59 @@
+"""Tokenizers of environments: loaded by name, and texts for what was sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lachesis.errors import ConfigError
+from lachesis.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or hub id.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # the library raises whatever the file, the hub or the network does
+        raise ConfigError(
+            f"no tokenizer can be loaded from {name!r}: {error}",
+            remedy="name a model's directory or hub id with --env.tokenizer_name",
+        ) from error
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, plain: str) -> list[int]:
+    """Token ids of a conversation that the model is to go on with.
+
+    Args:
+        plain: the text instead, where the tokenizer has no chat template.
+    """
+    if tokenizer.chat_template is None:
+        return list(tokenizer.encode(plain))
+    ids: Any = tokenizer.apply_chat_template(
+        [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=False
+    )
+    return list(ids)
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, token_ids: Iterable[int]) -> str:
+    """The text of tokens, without special ones."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def pieces_of(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """The text that each token adds, special tokens too. A character of several tokens is the last one's."""
+    from tokenizers.decoders import DecodeStream
+
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return [str(tokenizer.decode([token])) for token in token_ids]
+    stream = DecodeStream(skip_special_tokens=False)
+    return [stream.step(backend, token) or "" for token in token_ids]

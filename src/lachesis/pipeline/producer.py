@@ -1,0 +1,170 @@
+"""Generation ahead of training: a thread fills a queue of batches, the trainer takes them in order."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from lachesis.deadline import Deadline
+from lachesis.errors import LachesisError
+from lachesis.metrics.tape import decode_group, encode_group
+from lachesis.pipeline.buffer import Slots
+from lachesis.pipeline.collect import Collector
+from lachesis.pipeline.feed import BatchT, Feed, Finisher
+from lachesis.pipeline.filters import fresh
+from lachesis.types import Group
+
+_JOIN_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """The groups of one batch, and where the collector stood after them."""
+
+    groups: list[Group]
+    state: dict[str, Any]
+
+
+class AsynchronousFeed(Feed[BatchT]):
+    """While the trainer works on one batch, up to ``depth`` others are generated and scored.
+
+    A batch holds a slot from the start of its generation until the step that trained on it is done, so ``1 +
+    depth`` slots bound memory and staleness alike. Groups that are older than ``max_staleness`` when their turn
+    comes are dropped and counted, and the batch is filled up from the next one.
+
+    What is resumed from a checkpoint is the state after the last batch that was taken: batches still in the
+    queue are generated again, with the weights of then.
+
+    Args:
+        collector: gathers groups; only the producing thread uses it once that runs.
+        finisher: makes batches; only the caller's thread uses it.
+        depth: batches generated ahead.
+        max_staleness: in weight versions; ``None`` drops nothing.
+        batch_deadline_s: longest wait for a batch, of the trainer and of the producer for its generation.
+    """
+
+    def __init__(
+        self,
+        *,
+        collector: Collector,
+        finisher: Finisher[BatchT],
+        depth: int,
+        max_staleness: int | None,
+        batch_deadline_s: float,
+    ) -> None:
+        self._collector = collector
+        self._finisher = finisher
+        self._count = collector.count
+        self._max_staleness = max_staleness
+        self._batch_deadline_s = batch_deadline_s
+        self._slots = Slots(1 + depth)
+        self._queue: queue.SimpleQueue[Collected | BaseException] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._stopping = threading.Event()
+        self._state = collector.state_dict()
+        self._left: list[Group] = []
+        self._version = 0
+        self._opened = 0  # slots held by the batch that is trained on: 0 or 1
+        self._dropped = 0
+
+    def next(self) -> BatchT:
+        """The next batch of fresh groups. Errors of the producing thread are raised here."""
+        deadline = Deadline(
+            name="the trainer's wait for a batch that is generated ahead",
+            limit_s=self._batch_deadline_s,
+            setting="deadlines.batch_s",
+        )
+        self._start()
+        groups = self._take_fresh(self._left)
+        while len(groups) < self._count:
+            collected = self._wait(deadline, have=len(groups))
+            if self._opened:
+                # The batch before was too stale to fill this one: holding its slot would starve the producer.
+                self._slots.release()
+            self._opened = 1
+            self._state = collected.state
+            groups += self._take_fresh(collected.groups)
+        groups, self._left = groups[: self._count], groups[self._count :]
+        return self._finisher.finish(groups)
+
+    def _take_fresh(self, groups: list[Group]) -> list[Group]:
+        kept = fresh(groups, version=self._version, max_staleness=self._max_staleness)
+        self._dropped += len(groups) - len(kept)
+        return kept
+
+    def _wait(self, deadline: Deadline, *, have: int) -> Collected:
+        try:
+            item = self._queue.get(timeout=deadline.remaining_s())
+        except queue.Empty:
+            deadline.check(f"{have} of {self._count} groups are there, {self._slots.taken} batches are under way")
+            raise
+        if isinstance(item, BaseException):
+            self._thread = None
+            raise item
+        return item
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._produce, name="lachesis-producer", daemon=True)
+            self._thread.start()
+
+    def _produce(self) -> None:
+        """Until stopped or failed: take a slot, collect a batch, queue it."""
+        while True:
+            self._slots.acquire(deadline=Deadline(name="the producer's wait for the trainer", limit_s=None))
+            if self._stopping.is_set():
+                return
+            try:
+                self._queue.put(self._collect())
+            except BaseException as error:  # raised again where the batch is waited for, which may try anew
+                if self._stopping.is_set():
+                    return
+                self._slots.release()
+                self._queue.put(error)
+                return
+
+    def _collect(self) -> Collected:
+        deadline = Deadline(
+            name="the generation of a batch ahead of training",
+            limit_s=self._batch_deadline_s,
+            setting="deadlines.batch_s",
+        )
+        groups = self._collector.collect(deadline=deadline)
+        return Collected(groups=groups, state=self._collector.state_dict())
+
+    def advance(self, step: int) -> None:
+        self._version = step
+        self._collector.report_version(step)
+        if self._opened:
+            self._slots.release()
+        self._opened = 0
+
+    def counters(self) -> dict[str, float]:
+        dropped, self._dropped = self._dropped, 0
+        mine = {"stale_groups": float(dropped), "batches_ahead": float(self._queue.qsize())}
+        return self._collector.counters() | self._finisher.counters() | mine
+
+    def state_dict(self) -> dict[str, Any]:
+        left = [encode_group(group) for group in self._left]
+        return self._state | self._finisher.state_dict() | {"left": left, "version": self._version}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Before the first batch only. Raises LachesisError once generation has begun."""
+        if self._thread is not None:
+            raise LachesisError("a feed that runs cannot be resumed", remedy="resume before the first batch")
+        self._collector.load_state_dict(state)
+        self._finisher.load_state_dict(state)
+        self._state = self._collector.state_dict()
+        self._left = [decode_group(line) for line in state.get("left", [])]
+        self._version = int(state.get("version", 0))
+
+    def close(self) -> None:
+        """Stop producing; a generation under way is given a few seconds to end, and left behind if it does not."""
+        self._stopping.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._slots.release_all()
+            thread.join(timeout=_JOIN_S)
+        self._collector.close()

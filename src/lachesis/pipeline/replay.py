@@ -1,0 +1,93 @@
+"""Replay: groups with signal are kept and take the place of groups without."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lachesis.errors import CheckpointError
+from lachesis.metrics.tape import decode_group, encode_group
+from lachesis.pipeline.filters import has_signal
+from lachesis.types import Group
+
+
+class ReplayBuffer:
+    """The groups that taught most, up to ``size``.
+
+    A group's score is sum |R - mean R| over its completions, which is sum |A| · std (the score of TRL's and
+    Axolotl's replay buffers) with advantages normalized by the group. A group is drawn in proportion to its
+    score and stays in the buffer; one that enters a full buffer drives out the lowest.
+
+    Args:
+        size: most groups kept.
+        seed: of the draws.
+    """
+
+    def __init__(self, *, size: int, seed: int) -> None:
+        if size < 1:
+            raise ValueError(f"size must be at least 1, got {size}")
+        self._size = size
+        self._kept: list[Group] = []
+        self._random = random.Random(seed)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def mix(self, groups: Sequence[Group]) -> list[Group]:
+        """``groups`` with those without signal replaced, as far as there are others; those with signal are kept.
+
+        Draws come before the new groups enter, so no group replaces its own neighbour, and are without
+        replacement within the batch. A group that comes from here is marked as ``replayed``.
+        """
+        drawn = iter(self._draw(sum(not has_signal(group) for group in groups)))
+        mixed = [group if has_signal(group) else next(drawn, group) for group in groups]
+        for group in groups:
+            if has_signal(group):
+                self._keep(group)
+        return mixed
+
+    def _draw(self, count: int) -> list[Group]:
+        left = list(self._kept)
+        drawn: list[Group] = []
+        while left and len(drawn) < count:
+            index = self._random.choices(range(len(left)), weights=[score(group) for group in left])[0]
+            drawn.append(replace(left.pop(index), replayed=True))
+        return drawn
+
+    def _keep(self, group: Group) -> None:
+        self._kept.append(group)
+        if len(self._kept) > self._size:
+            self._kept.remove(min(self._kept, key=score))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The groups and the generator. JSON-serializable."""
+        version, internal, gauss = self._random.getstate()
+        return {"groups": [encode_group(group) for group in self._kept], "random": [version, list(internal), gauss]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of :meth:`state_dict`; a smaller buffer keeps the best.
+
+        Raises:
+            CheckpointError: it is not a state of a replay buffer.
+        """
+        try:
+            kept = [decode_group(line) for line in state["groups"]]
+            version, internal, gauss = state["random"]
+            self._random.setstate((version, tuple(internal), gauss))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint's replay buffer cannot be read: {type(error).__name__} {error}",
+                remedy="resume from an earlier checkpoint",
+            ) from error
+        self._kept = kept
+        while len(self._kept) > self._size:
+            self._kept.remove(min(self._kept, key=score))
+
+
+def score(group: Group) -> float:
+    """sum |R - mean R| over the completions that have a reward."""
+    known = [reward for reward in group.rewards if reward is not None]
+    mean = sum(known) / max(len(known), 1)
+    return sum(abs(reward - mean) for reward in known)

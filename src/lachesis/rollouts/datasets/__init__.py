@@ -1,0 +1,6 @@
+"""Problems to train on: files, directories and the hub, in several formats, rendered and tokenized once."""
+
+from lachesis.rollouts.datasets.problems import Dataset, load_problems
+from lachesis.rollouts.datasets.stream import PromptStream, split_eval
+
+__all__ = ["Dataset", "PromptStream", "load_problems", "split_eval"]

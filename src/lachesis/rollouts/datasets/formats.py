@@ -1,0 +1,155 @@
+"""What the columns of a row mean: from rows to problems."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+from lachesis.errors import ConfigError, DataError
+from lachesis.rollouts.datasets.rows import Row, describe_type, is_blank
+
+logger = logging.getLogger(__name__)
+
+Format: TypeAlias = Literal["prompt", "instruction_response", "input_output", "problem_solution", "messages"]
+
+# Columns with the question and with its answer.
+PAIRS: Mapping[str, tuple[str, str]] = {
+    "instruction_response": ("instruction", "response"),
+    "input_output": ("input", "output"),
+    "problem_solution": ("problem", "solution"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What one asks the model, not yet rendered.
+
+    ``prompt`` is a text or a list of messages, unchecked; ``column`` is where it came from. ``turn`` is 0, or
+    1 for the follow-up question of the same row.
+    """
+
+    place: str
+    turn: int
+    column: str
+    prompt: Any
+    columns: Mapping[str, Any]
+
+
+def detect_format(columns: Sequence[str], *, prompt_column: str, wanted: str = "auto", dataset: str = "") -> Format:
+    """The format that the names of the columns tell; ``wanted`` itself where that is not ``auto``.
+
+    A column named ``prompt_column`` is the prompt, whatever else there is.
+
+    Raises:
+        ConfigError: ``wanted`` is no format.
+        DataError: the columns fit several formats.
+    """
+    if wanted != "auto":
+        if wanted not in get_args(Format):
+            raise ConfigError(f"data.format is {wanted!r}", remedy=f"one of: auto, {', '.join(get_args(Format))}")
+        return cast(Format, wanted)
+    found = _fitting(columns) if prompt_column == "prompt" and prompt_column not in columns else ["prompt"]
+    if len(found) > 1:
+        raise DataError(
+            f"the columns of the dataset {dataset} ({', '.join(columns)}) can be read in several ways",
+            remedy=f"set data.format to the right one ({', '.join(found)}), or write a transform",
+        )
+    detected = found[0] if found else "prompt"
+    logger.info("%s: format %s, from the columns %s", dataset, detected, ", ".join(columns))
+    return cast(Format, detected)
+
+
+def _fitting(columns: Collection[str]) -> list[str]:
+    fitting = [name for name, pair in PAIRS.items() if all(column in columns for column in pair)]
+    if "messages" in columns:
+        fitting.append("messages")
+    if fitting == ["input_output"] and "instruction" in columns:  # where the input belongs to an instruction
+        fitting.insert(0, "instruction_response")
+    return fitting
+
+
+def to_problems(
+    row: Row, *, data_format: Format, prompt_column: str, conversation: bool, system_prompt: str | None
+) -> list[Problem]:
+    """The problem of a row; two where it has a follow-up question.
+
+    The answer's column is kept under its own name and handed on as ``answer`` too, unless there is one.
+
+    Args:
+        conversation: make messages of a question, not a text; a row with a follow-up is a conversation always.
+        system_prompt: put before prompts that have no system message; it makes conversations of texts.
+
+    Raises:
+        DataError: the question, or the answer that a follow-up needs, is missing or no text.
+    """
+    if data_format == "prompt":
+        problems = [Problem(row.place, 0, prompt_column, row.columns.get(prompt_column), row.columns)]
+    elif data_format == "messages":
+        problems = [_from_messages(row)]
+    else:
+        problems = _from_pair(row, *PAIRS[data_format], conversation=conversation)
+    if system_prompt is None:
+        return problems
+    return [_with_system(problem, system_prompt) for problem in problems]
+
+
+def _from_messages(row: Row) -> Problem:
+    """Messages that end with the assistant's give the problem before it, and the answer to it."""
+    messages = row.columns.get("messages")
+    if isinstance(messages, list) and len(messages) > 1:
+        last = messages[-1]
+        if isinstance(last, Mapping) and last.get("role") == "assistant":
+            columns = _with_answer(row.columns, last.get("content"), "response")
+            return Problem(row.place, 0, "messages", messages[:-1], columns)
+    return Problem(row.place, 0, "messages", messages, row.columns)
+
+
+def _from_pair(row: Row, question: str, answer: str, *, conversation: bool) -> list[Problem]:
+    text = _text(row, question)
+    columns = _with_answer(row.columns, row.columns.get(answer), answer)
+    if is_blank(row.columns.get("follow_up")):
+        return [Problem(row.place, 0, question, [_user(text)] if conversation else text, columns)]
+    first = [_user(text)]
+    second = [*first, {"role": "assistant", "content": _text(row, answer)}, _user(_text(row, "follow_up"))]
+    return [
+        Problem(row.place, 0, question, first, columns),
+        Problem(row.place, 1, "follow_up", second, _follow_up_columns(row.columns, answer)),
+    ]
+
+
+def _follow_up_columns(columns: Mapping[str, Any], answer: str) -> dict[str, Any]:
+    """Columns of the second question: its own answer and tests, if any, in the place of the first one's."""
+    right = columns.get("follow_up_response")
+    replaced = dict(columns) | {answer: right, "answer": right}
+    if "test_cases" in columns:
+        replaced["test_cases"] = columns.get("follow_up_test_cases")
+    return replaced
+
+
+def _with_answer(columns: Mapping[str, Any], answer: Any, name: str) -> dict[str, Any]:
+    named = dict(columns) if not is_blank(columns.get(name)) else dict(columns) | {name: answer}
+    return named if not is_blank(named.get("answer")) else named | {"answer": answer}
+
+
+def _with_system(problem: Problem, system_prompt: str) -> Problem:
+    prompt = [_user(problem.prompt)] if isinstance(problem.prompt, str) and problem.prompt.strip() else problem.prompt
+    if not isinstance(prompt, list) or not prompt:
+        return problem  # what is wrong with it is said where it is rendered
+    first = prompt[0]
+    if not (isinstance(first, Mapping) and first.get("role") == "system"):
+        prompt = [{"role": "system", "content": system_prompt}, *prompt]
+    return Problem(problem.place, problem.turn, problem.column, prompt, problem.columns)
+
+
+def _text(row: Row, column: str) -> str:
+    value = row.columns.get(column)
+    if isinstance(value, str) and value.strip():
+        return value
+    what = "is empty or missing" if is_blank(value) else f"is {describe_type(value)}, not text"
+    raise DataError(f"{row.place}: column {column!r} {what}", remedy="mend that row")
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}

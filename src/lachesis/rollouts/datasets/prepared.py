@@ -1,0 +1,130 @@
+"""Prepared problems kept on disk under a key of all that they were made of.
+
+The file is JSONL: a header with a digest of what follows, then a problem a line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lachesis import __version__
+from lachesis.errors import DataError
+from lachesis.files import write_atomic
+from lachesis.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A problem that is ready, and where it stands in the dataset, for messages."""
+
+    place: str
+    prompt: Prompt
+
+
+def key_of(parts: Mapping[str, Any]) -> str:
+    """A name for the outcome of a preparation: equal for equal parts and the same release, for no others."""
+    text = json.dumps({"release": __version__, **parts}, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Differs between tokenizers that make other tokens of some text, or another text of a conversation."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    identity = [
+        type(tokenizer).__name__,
+        content,
+        tokenizer.chat_template,
+        sorted(tokenizer.special_tokens_map.items()),
+    ]
+    return hashlib.sha256(json.dumps(identity, default=repr).encode()).hexdigest()
+
+
+def load_prepared(directory: Path, key: str) -> list[Prepared] | None:
+    """What was kept under ``key``; ``None`` where nothing was, or where it is damaged (which is logged)."""
+    path = _path(directory, key)
+    try:
+        header, _, body = path.read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", remedy="check data.prepared_path") from error
+    if header != _header(body):
+        logger.warning("%s is damaged; preparing the data anew", path)
+        return None
+    logger.info("prepared data: %s", path)
+    return [_from_record(json.loads(line)) for line in body.splitlines()]
+
+
+def save_prepared(directory: Path, key: str, prepared: Sequence[Prepared]) -> None:
+    """Keep the problems, unless a column holds what JSON cannot give back unchanged (which is logged).
+
+    Raises:
+        DataError: the directory cannot be written.
+    """
+    lines = []
+    for one in prepared:
+        record = _to_record(one)
+        line = _faithful_json(record)
+        if line is None:
+            logger.warning("%s: a column is no plain data, so the prepared data is not kept", one.place)
+            return
+        lines.append(line)
+    body = b"".join(line + b"\n" for line in lines)
+    path = _path(directory, key)
+    try:
+        write_atomic(path, _header(body) + b"\n" + body)
+    except OSError as error:
+        raise DataError(f"cannot write {path}: {error.strerror}", remedy="check data.prepared_path") from error
+
+
+def _path(directory: Path, key: str) -> Path:
+    return directory / f"{key}.jsonl"
+
+
+def _header(body: bytes) -> bytes:
+    return json.dumps({"problems": body.count(b"\n"), "sha256": hashlib.sha256(body).hexdigest()}).encode()
+
+
+def _faithful_json(record: dict[str, Any]) -> bytes | None:
+    """The record as JSON, ``None`` where reading that would give another record."""
+    try:
+        text = json.dumps(record)
+    except (TypeError, ValueError):
+        return None
+    return text.encode() if json.loads(text) == record else None
+
+
+def _to_record(one: Prepared) -> dict[str, Any]:
+    prompt = one.prompt
+    return {
+        "place": one.place,
+        "id": prompt.id,
+        "token_ids": list(prompt.token_ids),
+        "text": prompt.text,
+        "messages": None if prompt.messages is None else [dict(message) for message in prompt.messages],
+        "columns": dict(prompt.columns),
+    }
+
+
+def _from_record(record: dict[str, Any]) -> Prepared:
+    messages = record["messages"]
+    prompt = Prompt(
+        id=record["id"],
+        token_ids=tuple(record["token_ids"]),
+        text=record["text"],
+        messages=None if messages is None else tuple(messages),
+        columns=record["columns"],
+    )
+    return Prepared(record["place"], prompt)

@@ -1,0 +1,278 @@
+"""From datasets to prompts: read, transform, bring into form, render, tokenize."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from lachesis.errors import DataError
+from lachesis.rollouts.datasets.files import read_bytes, read_file
+from lachesis.rollouts.datasets.formats import Format, Problem, detect_format, to_problems
+from lachesis.rollouts.datasets.library import is_hub_name, read_library, select
+from lachesis.rollouts.datasets.prepared import Prepared, key_of, load_prepared, save_prepared, tokenizer_digest
+from lachesis.rollouts.datasets.rendering import Rendered, check_template_kwargs, render, tokenize
+from lachesis.rollouts.datasets.rows import Row, aligned, column_names
+from lachesis.rollouts.datasets.stream import FOLLOW_UP
+from lachesis.rollouts.datasets.transforms import TransformSpec, source_digest, transform_rows
+from lachesis.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+In = TypeVar("In")
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """A dataset and how to read it.
+
+    Args:
+        path: a file, a directory, or a name on the hub.
+        name: configuration of a dataset on the hub that has several.
+        split: ``train``, or a part of one such as ``train[:100]``.
+        format: one of :data:`~lachesis.rollouts.datasets.formats.Format`, or ``auto``.
+        transform: import path of a function that is applied to each row first.
+        prompt_column: the prompt's, in the format ``prompt``.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    format: str = "auto"
+    transform: str | None = None
+    prompt_column: str = "prompt"
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What all datasets of a run have in common."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    system_prompt: str | None = None
+    base_dir: Path = field(default_factory=Path.cwd)
+    transform_config: Mapping[str, Any] = field(default_factory=dict)
+    prepared_path: Path | None = None
+    processes: int = 1
+
+
+def load_problems(
+    path: str | Path | Dataset,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_column: str = "prompt",
+    name: str | None = None,
+    split: str = "train",
+    format: str = "auto",
+    transform: str | None = None,
+    more: Sequence[Dataset] = (),
+    system_prompt: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    max_prompt_length: int | None = None,
+    overlong: Literal["error", "drop"] = "error",
+    prepared_path: str | Path | None = None,
+    processes: int | None = None,
+    base_dir: Path | None = None,
+    transform_config: Mapping[str, Any] | None = None,
+) -> list[Prompt]:
+    """Read, render and tokenize the problems of one or several datasets.
+
+    A string is tokenized as it is, with the special tokens that the tokenizer adds to plain text. A list of
+    messages goes through the chat template, which asks for an answer, or for the continuation of the last
+    message where that is the assistant's. Questions of the other formats are conversations where the tokenizer
+    has a chat template, and texts otherwise. Prompt ids are the index of the row, counted from 0 over all
+    datasets, so they stay the same whatever is dropped; a follow-up question has its row's id and ``+1``. Every
+    prompt has all columns; a row without one has ``None``.
+
+    Args:
+        path: the first dataset; the five arguments after it are as in :class:`Dataset`.
+        more: further datasets.
+        system_prompt: put before prompts without a system message, which makes conversations of texts.
+        max_prompt_length: longest prompt in tokens; ``None`` allows any.
+        overlong: ``error`` stops at a longer prompt, ``drop`` leaves it out (and logs how many).
+        prepared_path: directory that keeps what is prepared here, under a key of all that it is made of.
+        processes: that many processes transform and render; one if unset.
+        base_dir: directory that transforms are looked for in; the current one if unset.
+        transform_config: what a ``prompt_transform(cfg)`` gets, under Axolotl's names.
+
+    Raises:
+        DataError: a dataset is missing, empty or malformed, a prompt is missing, empty, of the wrong type or
+            too long, a transform failed, or nothing remains; the message names file and line.
+        ConfigError: ``chat_template_kwargs`` sets what only this function may set, or a transform is none.
+    """
+    template_kwargs = dict(chat_template_kwargs or {})
+    check_template_kwargs(template_kwargs)
+    first = (
+        path
+        if isinstance(path, Dataset)
+        else Dataset(str(path), name, split, format, transform, prompt_column=prompt_column)
+    )
+    preparation = Preparation(
+        tokenizer=tokenizer,
+        template_kwargs=template_kwargs,
+        system_prompt=system_prompt,
+        base_dir=(base_dir or Path()).resolve(),
+        transform_config=dict(transform_config or {}),
+        prepared_path=None if prepared_path is None else Path(prepared_path),
+        processes=processes or 1,
+    )
+    prepared: list[Prepared] = []
+    for index, dataset in enumerate([first, *more]):
+        prepared += _renumbered(_prepare(dataset, index, preparation), after=prepared)
+    return _with_all_columns(_within_limit(prepared, max_prompt_length, overlong, first.path))
+
+
+def read_rows(dataset: Dataset) -> tuple[list[Row], str]:
+    """The rows of a dataset as they are, and a digest of their content. Raises DataError."""
+    path = Path(dataset.path).expanduser()
+    if path.is_dir() or is_hub_name(dataset.path):
+        rows, digest = read_library(dataset.path, name=dataset.name, split=dataset.split)
+        return aligned(rows), digest
+    rows = select(read_file(path), dataset.split, path)
+    return rows, hashlib.sha256(read_bytes(path)).hexdigest()
+
+
+def _prepare(dataset: Dataset, index: int, preparation: Preparation) -> list[Prepared]:
+    """One dataset, from where it is kept or made anew; ids are indices in this dataset."""
+    rows, digest = read_rows(dataset)
+    named = None
+    if dataset.transform is not None:
+        named = TransformSpec(dataset.transform, preparation.base_dir, preparation.transform_config, index)
+    if preparation.prepared_path is None:
+        return _make(dataset, rows, named, preparation)
+    key = key_of(
+        {
+            "dataset": [getattr(dataset, name) for name in Dataset.__slots__],
+            "content": digest,
+            "tokenizer": tokenizer_digest(preparation.tokenizer),
+            "template": preparation.template_kwargs,
+            "system": preparation.system_prompt,
+            "transform": [source_digest(named), preparation.transform_config, index] if named else None,
+        }
+    )
+    kept = load_prepared(preparation.prepared_path, key)
+    if kept is not None:
+        return kept
+    made = _make(dataset, rows, named, preparation)
+    save_prepared(preparation.prepared_path, key, made)
+    return made
+
+
+def _make(dataset: Dataset, rows: list[Row], named: TransformSpec | None, preparation: Preparation) -> list[Prepared]:
+    tokenizer = preparation.tokenizer
+    if named is not None:
+        rows = aligned(_mapped(partial(transform_rows, named=named, tokenizer=tokenizer), rows, preparation.processes))
+    data_format = detect_format(
+        column_names(rows), prompt_column=dataset.prompt_column, wanted=dataset.format, dataset=dataset.path
+    )
+    work = partial(_render_rows, dataset=dataset, data_format=data_format, preparation=preparation)
+    done = _mapped(work, list(enumerate(rows)), preparation.processes)
+    problems = [problem for _, problem, _ in done]
+    token_ids = tokenize([problem.place for problem in problems], [rendered for _, _, rendered in done], tokenizer)
+    return [
+        Prepared(
+            problem.place,
+            Prompt(
+                id=f"{number}{FOLLOW_UP}{problem.turn}" if problem.turn else str(number),
+                token_ids=ids,
+                text=rendered.text,
+                messages=rendered.messages,
+                columns=problem.columns,
+            ),
+        )
+        for (number, problem, rendered), ids in zip(done, token_ids, strict=True)
+    ]
+
+
+def _render_rows(
+    rows: Sequence[tuple[int, Row]], *, dataset: Dataset, data_format: Format, preparation: Preparation
+) -> list[tuple[int, Problem, Rendered]]:
+    """Numbered rows to their problems, rendered; more than one where a row has a follow-up."""
+    template_kwargs = preparation.template_kwargs
+    conversation = bool(preparation.tokenizer.chat_template or "chat_template" in template_kwargs)
+    return [
+        (number, problem, render(problem, tokenizer=preparation.tokenizer, template_kwargs=template_kwargs))
+        for number, row in rows
+        for problem in to_problems(
+            row,
+            data_format=data_format,
+            prompt_column=dataset.prompt_column,
+            conversation=conversation,
+            system_prompt=preparation.system_prompt,
+        )
+    ]
+
+
+def _mapped(work: Callable[[Sequence[In]], list[Out]], items: Sequence[In], processes: int) -> list[Out]:
+    """``work`` on the items, in order, divided among processes where there are several."""
+    processes = min(processes, len(items))
+    if processes <= 1:
+        return work(items)
+    size = -(-len(items) // processes)
+    parts = [items[start : start + size] for start in range(0, len(items), size)]
+    with ProcessPoolExecutor(len(parts), mp_context=multiprocessing.get_context("spawn")) as pool:
+        try:
+            return [made for part in pool.map(work, parts) for made in part]
+        except BrokenProcessPool as error:
+            raise DataError(
+                "a process that prepared the data ended without a word", remedy="lower data.processes"
+            ) from error
+
+
+def _renumbered(found: Sequence[Prepared], *, after: Sequence[Prepared]) -> list[Prepared]:
+    """The problems of a further dataset, with ids that go on where those before it end."""
+    if not after:
+        return list(found)
+    offset = 1 + int(after[-1].prompt.id.partition(FOLLOW_UP)[0])
+
+    def renamed(prompt_id: str) -> str:
+        number, mark, turn = prompt_id.partition(FOLLOW_UP)
+        return f"{int(number) + offset}{mark}{turn}"
+
+    return [Prepared(one.place, replace(one.prompt, id=renamed(one.prompt.id))) for one in found]
+
+
+def _with_all_columns(prepared: Sequence[Prepared]) -> list[Prompt]:
+    prompts = [one.prompt for one in prepared]
+    names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
+    return [
+        prompt
+        if len(prompt.columns) == len(names)
+        else replace(prompt, columns={name: prompt.columns.get(name) for name in names})
+        for prompt in prompts
+    ]
+
+
+def _within_limit(
+    prepared: list[Prepared], limit: int | None, overlong: Literal["error", "drop"], path: str
+) -> list[Prepared]:
+    if limit is None:
+        return prepared
+    long = [one for one in prepared if len(one.prompt.token_ids) > limit]
+    if not long:
+        return prepared
+    first = f"{long[0].place}: the prompt has {len(long[0].prompt.token_ids)} tokens, {limit} are allowed"
+    if overlong == "error":
+        raise DataError(
+            f"{first} ({len(long)} of {len(prepared)} prompts are longer)",
+            remedy="raise data.max_prompt_length, or lower sampling.max_completion_length if the model's "
+            "context is the limit, or set data.overlong_prompts to drop",
+        )
+    if len(long) == len(prepared):
+        raise DataError(
+            f"{path}: all {len(prepared)} prompts have more than {limit} tokens; none remains",
+            remedy="raise data.max_prompt_length",
+        )
+    logger.warning("%s: dropped %d of %d prompts as too long; %s", path, len(long), len(prepared), first)
+    return [one for one in prepared if len(one.prompt.token_ids) <= limit]

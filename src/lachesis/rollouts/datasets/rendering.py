@@ -1,0 +1,162 @@
+"""From problems to text and tokens: the chat template and the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lachesis.errors import ConfigError, DataError
+from lachesis.rollouts.datasets.formats import Problem
+from lachesis.rollouts.datasets.rows import describe_type
+from lachesis.rollouts.imports import nearest
+from lachesis.types import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Rows tokenized at once: enough for the tokenizer's own threads, few enough for its memory.
+TOKENIZER_BATCH = 4096
+# These say what the template is rendered for; a configuration that set them would train on other prompts.
+_OWN_TEMPLATE_KEYS = frozenset({"conversation", "tokenize", "add_generation_prompt", "continue_final_message"})
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A prompt as text; ``special_tokens``: the tokenizer adds its own, as no template wrote them."""
+
+    text: str
+    messages: tuple[Message, ...] | None
+    special_tokens: bool
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any]) -> None:
+    """Raises ConfigError where variables for the chat template are ours to set."""
+    if taken := sorted(_OWN_TEMPLATE_KEYS & kwargs.keys()):
+        raise ConfigError(f"data.chat_template_kwargs sets {taken[0]!r}", remedy="leave it out; it is ours")
+
+
+def render(problem: Problem, *, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> Rendered:
+    """A text as it is; a conversation through the chat template.
+
+    The template asks for an answer, or for the continuation of the last message where that is the assistant's.
+
+    Raises:
+        DataError: the prompt is missing, empty or of the wrong type, or the template failed on it.
+    """
+    prompt, column = problem.prompt, problem.column
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise DataError(f"{problem.place}: the prompt in column {column!r} is empty", remedy="mend that line")
+        return Rendered(text=prompt, messages=None, special_tokens=True)
+    if isinstance(prompt, list):
+        messages = _check_messages(prompt, problem.place, column)
+        text = _apply_template(messages, problem.place, tokenizer, template_kwargs)
+        return Rendered(text=text, messages=messages, special_tokens=False)
+    if prompt is None:
+        raise _missing_prompt(problem)
+    raise DataError(
+        f"{problem.place}: the prompt in column {column!r} is {describe_type(prompt)}",
+        remedy="a prompt is a string or a list of messages",
+    )
+
+
+def tokenize(
+    places: Sequence[str], rendered: Sequence[Rendered], tokenizer: PreTrainedTokenizerBase
+) -> list[tuple[int, ...]]:
+    """Token ids per prompt, in batches; no prompt is without tokens.
+
+    Raises:
+        DataError: the tokenizer fails on a prompt, or makes nothing of it.
+    """
+    token_ids: list[tuple[int, ...]] = [()] * len(rendered)
+    for special in (True, False):
+        chosen = [index for index, one in enumerate(rendered) if one.special_tokens is special]
+        for start in range(0, len(chosen), TOKENIZER_BATCH):
+            batch = chosen[start : start + TOKENIZER_BATCH]
+            try:
+                encoded = _encode(tokenizer, [rendered[index].text for index in batch], special)
+            except Exception as error:
+                raise _untokenizable(places, rendered, tokenizer, batch, error) from error
+            for index, ids in zip(batch, encoded, strict=True):
+                token_ids[index] = tuple(ids)
+    for place, ids in zip(places, token_ids, strict=True):
+        if not ids:
+            raise DataError(
+                f"{place}: the tokenizer makes no tokens of the prompt",
+                remedy="mend that line, or check that the tokenizer knows these characters",
+            )
+    return token_ids
+
+
+def _missing_prompt(problem: Problem) -> DataError:
+    column = problem.column
+    others = [name for name, value in problem.columns.items() if value is not None and name != column]
+    close = nearest(column, others)
+    hint = f"set data.prompt_column to {close!r}" if close else "set data.prompt_column, or mend that line"
+    return DataError(
+        f"{problem.place}: no prompt in column {column!r}; the columns there are: {', '.join(others) or 'none'}",
+        remedy=hint,
+    )
+
+
+def _check_messages(prompt: list[Any], place: str, column: str) -> tuple[Message, ...]:
+    if not prompt:
+        raise DataError(f"{place}: the prompt in column {column!r} is empty", remedy="mend that line")
+    for number, message in enumerate(prompt, start=1):
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message):
+            raise DataError(
+                f"{place}: message {number} of the prompt in column {column!r} has no role and content",
+                remedy='write messages as {"role": "user", "content": "..."}',
+            )
+    return tuple(prompt)
+
+
+def _apply_template(
+    messages: tuple[Message, ...], place: str, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]
+) -> str:
+    if not tokenizer.chat_template and "chat_template" not in kwargs:
+        raise DataError(
+            f"{place}: the prompt is a conversation and the tokenizer has no chat template",
+            remedy="set model.chat_template, or write prompts as strings",
+        )
+    prefilled = messages[-1]["role"] == "assistant"
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages),  # type: ignore[arg-type]
+            tokenize=False,
+            add_generation_prompt=not prefilled,
+            continue_final_message=prefilled,
+            **kwargs,
+        )
+    except Exception as error:
+        raise DataError(
+            f"{place}: the chat template failed: {type(error).__name__}: {error}",
+            remedy="mend the messages, or see model.chat_template and data.chat_template_kwargs",
+        ) from error
+    return str(text)
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> Iterable[list[int]]:
+    encoding = tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)
+    return encoding["input_ids"]  # type: ignore[return-value]
+
+
+def _untokenizable(
+    places: Sequence[str],
+    rendered: Sequence[Rendered],
+    tokenizer: PreTrainedTokenizerBase,
+    batch: Sequence[int],
+    error: Exception,
+) -> DataError:
+    """Find the row of a batch that the tokenizer choked on; it says nothing about that itself."""
+    place = places[batch[0]] + " and following"
+    for index in batch:
+        try:
+            _encode(tokenizer, [rendered[index].text], rendered[index].special_tokens)
+        except Exception as own:
+            place, error = places[index], own
+            break
+    return DataError(
+        f"{place}: the prompt cannot be tokenized: {type(error).__name__}: {error}", remedy="mend that line"
+    )

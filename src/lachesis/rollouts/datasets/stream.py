@@ -1,0 +1,136 @@
+"""The order in which training meets problems, and the part of them that is held out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from lachesis.errors import CheckpointError, ConfigError, DataError
+from lachesis.types import Prompt
+
+# In the id of a prompt: what follows is the number of the turn within the row.
+FOLLOW_UP = "+"
+
+
+def split_eval(problems: Sequence[Prompt], eval_size: float, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Hold out some problems, drawn at random by ``seed``: (training, held out), both in file order.
+
+    A row's follow-up question goes where the row goes, as its conversation holds the row's answer.
+
+    Args:
+        eval_size: a number of rows, or a share of them below 1, of which there is then at least one.
+
+    Raises:
+        ConfigError: the size is neither a whole number nor a share.
+        DataError: nothing would be left to train on.
+    """
+    rows: dict[str, list[int]] = {}
+    for index, problem in enumerate(problems):
+        rows.setdefault(problem.id.partition(FOLLOW_UP)[0], []).append(index)
+    count = max(1, round(eval_size * len(rows))) if 0 < eval_size < 1 else int(eval_size)
+    if eval_size < 0 or (eval_size >= 1 and count != eval_size):
+        raise ConfigError(f"data.eval_size is {eval_size}", remedy="give a whole number, or a share below 1")
+    if count >= len(rows):
+        raise DataError(
+            f"data.eval_size is {eval_size}, and there are only {len(rows)} problems",
+            remedy="hold out fewer problems, or name a file of their own in data.eval_path",
+        )
+    members = list(rows.values())
+    drawn = np.random.default_rng(seed).permutation(len(rows))[len(rows) - count :].tolist()
+    held_out = {index for row in drawn for index in members[row]}
+    training = [problem for index, problem in enumerate(problems) if index not in held_out]
+    return training, [problems[index] for index in sorted(held_out)]
+
+
+class PromptStream:
+    """An endless stream of prompts, epoch after epoch, whose place can be saved and found again exactly.
+
+    The order of an epoch depends on the seed and the number of the epoch only.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
+        """Raises: DataError: there are no prompts, or two have one id."""
+        self._by_id = {prompt.id: prompt for prompt in prompts}
+        if not prompts or len(self._by_id) != len(prompts):
+            problem = "two prompts have one id" if prompts else "there are no prompts to train on"
+            raise DataError(problem, remedy="check the dataset")
+        self._prompts = tuple(prompts)
+        self._seed = seed
+        self._shuffle = shuffle
+        self._front: deque[Prompt] = deque()
+        self._enter(epoch=0, index=0)
+
+    def __len__(self) -> int:
+        """Prompts in one epoch."""
+        return len(self._prompts)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the last prompt came from, counted from 0."""
+        return self._epoch
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of all columns that prompts have."""
+        return frozenset(name for prompt in self._prompts for name in prompt.columns)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next ``count`` prompts: first those put back, then the epoch's."""
+        taken = [self._front.popleft() for _ in range(min(count, len(self._front)))]
+        while len(taken) < count:
+            if self._index == len(self._prompts):
+                self._enter(epoch=self._epoch + 1, index=0)
+            taken.append(self._prompts[self._order[self._index]])
+            self._index += 1
+        return taken
+
+    def put_back(self, prompts: Sequence[Prompt]) -> None:
+        """Make ``prompts`` the next ones, in their order.
+
+        Raises:
+            DataError: a prompt is not of this stream.
+        """
+        if unknown := [prompt.id for prompt in prompts if prompt.id not in self._by_id]:
+            raise DataError(f"prompt {unknown[0]!r} is not of this dataset")
+        self._front.extendleft(reversed([self._by_id[prompt.id] for prompt in prompts]))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the stream, and a fingerprint of the dataset that it is a place in."""
+        return {
+            "epoch": self._epoch,
+            "index": self._index,
+            "front": [prompt.id for prompt in self._front],
+            "dataset": self._fingerprint,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a saved place.
+
+        Raises:
+            CheckpointError: the place is in another dataset.
+        """
+        if state.get("dataset") != self._fingerprint:
+            raise CheckpointError(
+                "the dataset is not the checkpoint's: its prompts, their order or the chat template differ",
+                remedy="resume with the dataset that the run began with, or begin a new run",
+            )
+        self._enter(epoch=int(state["epoch"]), index=int(state["index"]))
+        self._front = deque(self._by_id[prompt_id] for prompt_id in state["front"])
+
+    def _enter(self, *, epoch: int, index: int) -> None:
+        order = np.arange(len(self._prompts))
+        if self._shuffle:
+            order = np.random.default_rng((self._seed, epoch)).permutation(order)
+        self._epoch, self._index, self._order = epoch, index, order.tolist()
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for prompt in self._prompts:
+            digest.update(f"{prompt.id}\0{prompt.text}\0".encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()[:16]

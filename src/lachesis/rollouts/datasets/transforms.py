@@ -1,0 +1,173 @@
+"""Functions of the user that make rows into other rows, before their format is looked at."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lachesis.errors import ConfigError, DataError
+from lachesis.rollouts.datasets.config_view import ConfigView
+from lachesis.rollouts.datasets.rows import Row, describe_type
+from lachesis.rollouts.imports import describe_exception, load_function
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Beside the columns to remove, options of ``Dataset.map`` that say how it should go about it, not what to do.
+_UNDERSTOOD = frozenset({"remove_columns", "desc", "num_proc", "load_from_cache_file", "keep_in_memory", "batched"})
+
+
+@dataclass(frozen=True, slots=True)
+class TransformSpec:
+    """A transform by its name: what another process needs to load it too.
+
+    Args:
+        spec: ``module.function`` or ``FILE.py:FUNCTION``.
+        config: the run's configuration under Axolotl's names.
+        index: number of the dataset among those of the run.
+    """
+
+    spec: str
+    base_dir: Path
+    config: Mapping[str, Any]
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """``function(row)`` makes the new columns; of the old ones those in ``remove_columns`` go."""
+
+    spec: str
+    function: Callable[..., Any]
+    remove_columns: tuple[str, ...]
+    takes_tokenizer: bool
+
+    def apply(self, row: Row, tokenizer: PreTrainedTokenizerBase) -> Row:
+        """The row with its new columns. Raises DataError that names the row where the function fails."""
+        options = {"tokenizer": tokenizer} if self.takes_tokenizer else {}
+        try:
+            made = self.function(dict(row.columns), **options)
+        except Exception as error:
+            code = getattr(inspect.unwrap(self.function), "__code__", None)
+            raise DataError(
+                f"{row.place}: the transform {self.spec!r} raised "
+                f"{describe_exception(error, code.co_filename if code else None)}",
+                remedy="mend the transform, or that row",
+            ) from error
+        if not isinstance(made, Mapping):
+            raise DataError(
+                f"{row.place}: the transform {self.spec!r} returned {describe_type(made)}, not the row's new columns",
+                remedy='return a dictionary, such as {"prompt": [...], "answer": "..."}',
+            )
+        kept = {name: value for name, value in row.columns.items() if name not in self.remove_columns}
+        return Row(row.place, kept | dict(made))
+
+
+def load_transform(named: TransformSpec) -> Transform:
+    """Load ``prompt_transform(cfg, *args, **kwargs)``, or a plain function of a row.
+
+    The first kind takes the configuration, in an argument called ``cfg`` or ``config`` or among ``*args``, and
+    returns ``(function of a row, {"remove_columns": [...]})``; the second is that function itself. A function
+    of a row may take the ``tokenizer`` as well.
+
+    Raises:
+        ConfigError: it cannot be loaded, or returns something else.
+    """
+    function = load_function(named.spec, named.base_dir)
+    options: Mapping[str, Any] = {}
+    if _takes_config(function):
+        function, options = _made_by(named, function)
+    refused = [name for name, value in options.items() if name not in _UNDERSTOOD or (name == "batched" and value)]
+    if refused:
+        raise ConfigError(
+            f"the transform {named.spec!r} asks for {refused[0]}",
+            remedy="it maps a row at a time, and may ask for remove_columns",
+        )
+    removed = options.get("remove_columns") or ()
+    names = (removed,) if isinstance(removed, str) else tuple(removed)
+    return Transform(named.spec, function, names, takes_tokenizer="tokenizer" in _parameters(function))
+
+
+def transform_rows(rows: Sequence[Row], named: TransformSpec, tokenizer: PreTrainedTokenizerBase) -> list[Row]:
+    """All rows transformed. Raises as :func:`load_transform` and :meth:`Transform.apply`."""
+    transform = load_transform(named)
+    return [transform.apply(row, tokenizer) for row in rows]
+
+
+def source_digest(named: TransformSpec) -> str:
+    """A digest of the code of a transform: its file, and the files beside it that this imports."""
+    function = inspect.unwrap(load_function(named.spec, named.base_dir))
+    module = sys.modules.get(getattr(function, "__module__", ""))
+    start = getattr(module, "__file__", None)
+    digest = hashlib.sha256(named.spec.rpartition(":")[2].encode())
+    for file in sorted(_sources(Path(start), named.base_dir)) if start else []:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources(start: Path, base_dir: Path) -> set[Path]:
+    """A file and all that it imports, and so on, from its own directory, its package or ``base_dir``."""
+    found: set[Path] = set()
+    queue = [start]
+    while queue:
+        file = queue.pop()
+        if file.suffix == ".py" and file not in found:
+            found.add(file)
+            queue += [path for path in _imported(file, [file.parent, base_dir]) if path.is_file()]
+    return found
+
+
+def _imported(file: Path, roots: Sequence[Path]) -> Iterator[Path]:
+    """Where the modules would be that a file imports, if they were beside it."""
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            names, bases = [alias.name for alias in node.names], roots
+        elif isinstance(node, ast.ImportFrom):
+            inside = [".".join(filter(None, (node.module, alias.name))) for alias in node.names]
+            names = [*inside, node.module] if node.module else inside
+            bases = [file.parents[node.level - 1]] if node.level else roots
+        else:
+            continue
+        for base, name in itertools.product(bases, names):
+            stem = base.joinpath(*name.split("."))
+            yield from (stem.with_name(stem.name + ".py"), stem / "__init__.py")
+
+
+def _takes_config(function: Callable[..., Any]) -> bool:
+    parameters = list(_parameters(function).values())
+    return any(one.kind is one.VAR_POSITIONAL for one in parameters) or (
+        bool(parameters) and parameters[0].name in ("cfg", "config", "_cfg")
+    )
+
+
+def _made_by(named: TransformSpec, maker: Callable[..., Any]) -> tuple[Callable[..., Any], Mapping[str, Any]]:
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in _parameters(maker).values())
+    options = {"dataset_idx": named.index} if takes_any or "dataset_idx" in _parameters(maker) else {}
+    try:
+        made = maker(ConfigView(named.config), **options)
+    except Exception as error:
+        raise ConfigError(
+            f"the transform {named.spec!r} raised {describe_exception(error, None)} when given the configuration",
+            remedy="mend it; what the configuration does not have is None there",
+        ) from error
+    function, kwargs = made if isinstance(made, tuple) and len(made) == 2 else (made, {})
+    if not callable(function) or not isinstance(kwargs, Mapping):
+        raise ConfigError(
+            f"the transform {named.spec!r} returned {describe_type(made)} when given the configuration",
+            remedy='return (function of a row, {"remove_columns": [...]})',
+        )
+    return function, kwargs
+
+
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some built-in callables have no signature
+        return {}

@@ -1,0 +1,66 @@
+"""Rows with a task and its solution in code, to instructions that ask for a code block."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from lachesis.rollouts.datasets.formats import PAIRS
+
+RowFunction: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+_REQUEST = "Answer with Python code in one block that begins with ```python and ends with ```."
+_OTHERS = [column for pair in PAIRS.values() for column in pair if pair != ("instruction", "response")]
+
+
+def instruction_response_transform(cfg: object, *args: Any, **kwargs: Any) -> tuple[RowFunction, dict[str, Any]]:
+    """``instruction`` and ``response`` (or input/output, problem/solution), the first asking for a code block.
+
+    A follow-up question is kept and asks for one too.
+    """
+    return _ask_for_code, {"remove_columns": _OTHERS}
+
+
+def instruction_response_with_tests_transform(
+    cfg: object, *args: Any, **kwargs: Any
+) -> tuple[RowFunction, dict[str, Any]]:
+    """The same for rows with ``test_cases``: the first test is shown, as it tells the names to define."""
+    return _ask_with_tests, {"remove_columns": _OTHERS}
+
+
+def read_tests(value: object) -> list[str]:
+    """Tests as a list of statements: from a list, or from a list in JSON, or one string; ``None`` is none.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(value, str):
+        value = json.loads(value) if value.lstrip().startswith("[") else [value] if value.strip() else []
+    tests = [] if value is None else value
+    if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
+        raise ValueError(f"test_cases must be a list of strings, not {value!r}")
+    return tests
+
+
+def _ask_for_code(row: Mapping[str, Any]) -> dict[str, Any]:
+    question, answer = next(
+        (pair for pair in PAIRS.values() if row.get(pair[0]) is not None), PAIRS["instruction_response"]
+    )
+    made = {"instruction": _asking(row[question]), "response": row.get(answer)}
+    if row.get("follow_up"):
+        made["follow_up"] = _asking(row["follow_up"])
+    return made
+
+
+def _ask_with_tests(row: Mapping[str, Any]) -> dict[str, Any]:
+    tests = read_tests(row["test_cases"])
+    if not tests:
+        raise ValueError("test_cases is empty")
+    made = _ask_for_code(row)
+    shown = f"It has to pass tests such as this one:\n{tests[0]}\n\n{_REQUEST}"
+    return made | {"instruction": made["instruction"].replace(_REQUEST, shown), "test_cases": tests}
+
+
+def _asking(question: str) -> str:
+    return f"{question.strip()}\n\n{_REQUEST}"

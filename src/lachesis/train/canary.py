@@ -1,0 +1,82 @@
+"""The trainer's reading of the canary: logprobs of a fixed sequence, through the path that training takes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lachesis.train.batch import MicroBatch, plain_micro_batch
+from lachesis.train.forward import ForwardPlan, target_logprobs
+
+_log = logging.getLogger(__name__)
+
+
+class CanaryReader:
+    """Reads canaries of a model.
+
+    A sequence of a dozen tokens keeps a GPU busy for less time than it takes to launch its thousand kernels. So
+    the second reading of a sequence is captured as a CUDA graph, and later ones replay that: it reads the weights
+    where they are, as they are by then. Weights that have moved since are captured anew.
+
+    Args:
+        transformer: the causal language model, adapter included.
+        plan: how it is run in training.
+    """
+
+    def __init__(self, transformer: PreTrainedModel, *, plan: ForwardPlan) -> None:
+        self._transformer = transformer
+        self._plan = plan
+        self._seen: tuple[int, ...] | None = None
+        self._captured: _Captured | None = None
+        self._capture = True
+
+    @torch.no_grad()
+    def read(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs [T - 1] of ``token_ids`` [T] after the first, at temperature 1, in nats."""
+        tokens = tuple(token_ids)
+        device = next(self._transformer.parameters()).device
+        if device.type != "cuda" or not self._capture:
+            return self._run(plain_micro_batch(tokens).to(device)).tolist()
+        if self._seen != tokens:
+            # The first run of a shape may compile or load kernels, which a graph cannot hold.
+            self._seen, self._captured = tokens, None
+            return self._run(plain_micro_batch(tokens).to(device)).tolist()
+        captured = self._captured
+        if captured is None or captured.places != self._places():
+            captured = self._captured = self._try_capture(plain_micro_batch(tokens).to(device))
+        if captured is None:
+            return self._run(plain_micro_batch(tokens).to(device)).tolist()
+        captured.graph.replay()
+        return captured.logprobs.tolist()
+
+    def _run(self, micro: MicroBatch) -> Tensor:
+        return target_logprobs(self._transformer, micro, plan=self._plan).logprobs.float()
+
+    def _places(self) -> tuple[int, ...]:
+        return tuple(parameter.data_ptr() for parameter in self._transformer.parameters())
+
+    def _try_capture(self, micro: MicroBatch) -> _Captured | None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                logprobs = self._run(micro)
+        except RuntimeError as error:
+            _log.info("the canary is read without a CUDA graph: %s", str(error).splitlines()[0])
+            self._capture = False
+            return None
+        return _Captured(graph, micro, logprobs, self._places())
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A graph with the tensors that it reads and writes; ``places`` are the addresses of the weights."""
+
+    graph: torch.cuda.CUDAGraph
+    micro: MicroBatch
+    logprobs: Tensor
+    places: tuple[int, ...]

@@ -1,0 +1,173 @@
+"""What is vLLM's own: adapters whose files are gone, its prefix cache, tensor parallelism of two workers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from lachesis.engines.channel import Channel
+from lachesis.engines.channel_links import open_door
+from tests.contracts.servers import MAX_LEN, Server, running
+from tests.contracts.test_server_contract import (
+    canary,
+    logprobs_of,
+    receiver_body,
+    refused,
+    save_adapter,
+    soon,
+    specs_of,
+    until,
+)
+from tests.contracts.vllm_server import SIZES, VLLM_SERVER, needs_vllm, start_vllm
+from tests.tiny import tiny_model
+
+pytestmark = needs_vllm
+WORKERS = 2
+LONG_PROMPT = [(7 * i) % 90 + 3 for i in range(64)]
+TOLERANCE = VLLM_SERVER.tolerance
+
+
+def build_model(seed: int) -> PreTrainedModel:
+    """A Llama, whose output head vLLM would adapt too, and which is tied to the embedding."""
+    return tiny_model("llama", seed=seed, tie_word_embeddings=True, **SIZES)
+
+
+@contextmanager
+def start(model: Path, root: Path, session_dir: Path, log: Path) -> Iterator[str]:
+    with start_vllm(
+        model, root, session_dir, log, "--tensor-parallel-size", str(WORKERS),
+        VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_USE_V1="0",
+    ) as url:  # fmt: skip
+        yield url
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp("vllm")
+    with running(replace(VLLM_SERVER, start=start, build_model=build_model), directory) as started:
+        assert len(list((directory / "sessions").iterdir())) == 1
+        yield started
+    assert not list((directory / "sessions").iterdir()), "the session ends with the server"
+
+
+@pytest.fixture(scope="module")
+def base() -> PreTrainedModel:
+    return build_model(0)
+
+
+def worst(server: Server, model: torch.nn.Module) -> float:
+    return max(abs(a - b) for a, b in zip(canary(server), logprobs_of(model), strict=True))
+
+
+@torch.no_grad()
+def greedy(model: torch.nn.Module, prompt: list[int], steps: int) -> list[int]:
+    ids = list(prompt)
+    for _ in range(steps):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def load(server: Server, base: PreTrainedModel, seed: int) -> torch.nn.Module:
+    """Load a new adapter and delete its files."""
+    path = server.root / f"adapter_{seed}"
+    adapted = save_adapter(base, path, seed=seed, target_modules=["q_proj", "o_proj", "up_proj", "down_proj"])
+    server.post("/lora/load", adapter_path=str(path), adapter_name=f"adapter-{seed}")
+    shutil.rmtree(path)
+    return adapted
+
+
+def test_an_adapter_whose_files_are_gone_stays_in_force_for_all(server: Server, base: PreTrainedModel):
+    load(server, base, 1)
+    body = {"prompt_token_ids": LONG_PROMPT, "max_tokens": MAX_LEN - len(LONG_PROMPT), "ignore_eos": True}
+    with ThreadPoolExecutor(8) as pool:
+        flying = [pool.submit(server.http.post, "/generate", json=body | {"seed": seed}) for seed in range(8)]
+        for seed in (2, 3):
+            adapted = load(server, base, seed)
+        answers = [reply.result(60) for reply in flying]
+    assert all(len(answer.json()["token_ids"][0]) == body["max_tokens"] for answer in answers)
+    assert worst(server, adapted) <= TOLERANCE
+    server.post("/lora/unload", adapter_name="adapter-3")
+    assert worst(server, base) <= TOLERANCE
+
+
+def test_requests_that_hold_an_unloaded_adapter_go_on(server: Server, base: PreTrainedModel):
+    load(server, base, 4)
+    body = {"prompt_token_ids": LONG_PROMPT, "max_tokens": MAX_LEN - len(LONG_PROMPT), "ignore_eos": True}
+    with ThreadPoolExecutor(1) as pool:
+        flying = pool.submit(server.http.post, "/generate", json=body)
+        server.post("/lora/unload", adapter_name="adapter-4")
+        assert flying.result(60).json()["finish_reasons"] == ["length"]
+    assert server.http.get("/health").is_success
+
+
+def test_no_route_reads_the_cache_of_old_weights(server: Server, base: PreTrainedModel):
+    """While a request is in flight vLLM cannot empty its prefix cache."""
+    steps = 5
+    ask = {"model": "policy", "temperature": 0, "max_tokens": steps}
+    with ThreadPoolExecutor(1) as pool:
+        for seed in (5, 6):
+            long = {"prompt_token_ids": LONG_PROMPT, "max_tokens": MAX_LEN - len(LONG_PROMPT), "ignore_eos": True}
+            flying = pool.submit(server.http.post, "/generate", json=long)
+            adapted = load(server, base, seed)
+            expected = greedy(adapted, LONG_PROMPT, steps)
+            ours = server.post("/generate", prompt_token_ids=LONG_PROMPT, temperature=0, max_tokens=steps)
+            theirs = server.post("/v1/completions", prompt=LONG_PROMPT, return_token_ids=True, **ask)
+            assert ours["token_ids"][0] == theirs["choices"][0]["token_ids"] == expected
+            assert flying.result(60).is_success
+    message = server.post("/v1/messages", messages=[{"role": "user", "content": "ab"}], **ask)
+    assert message["model"] == "policy"
+    server.post("/lora/unload", adapter_name="adapter-6")
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_every_worker_is_a_rank_of_the_channel(kind: str, server: Server, base: PreTrainedModel):
+    if kind == "lora":
+        model = save_adapter(base, server.root / "sent", seed=7)
+        tensors = {
+            name.removeprefix("base_model.model.").replace(".default", ""): parameter.detach()
+            for name, parameter in model.named_parameters()
+            if "lora_" in name
+        }
+        lora = {"r": 4, "alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "name": "sent"}
+    else:
+        model = build_model(8)
+        tensors, lora = {name: parameter.detach() for name, parameter in model.named_parameters()}, None
+    door = open_door("tcp://127.0.0.1:0")
+    body = receiver_body(tensors, init_method=door.init_method, kind=kind, lora=lora)
+    assert "2 workers" in refused(server.http.post("/nccl/start_receiver", json=body), 422)
+    server.post("/nccl/start_receiver", **(body | {"world_size": 1 + WORKERS}))
+    trainer = Channel.connect(
+        init_method=door.init_method, world_size=1 + WORKERS, rank=0, backend="gloo", device="cpu", deadline=soon(),
+        door=door,
+    )  # fmt: skip
+    until(lambda: server.get("/nccl/status")["status"] == "connected")
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(server.http.post, "/nccl/receive", json={"weight_version": 77})
+        trainer.send(tensors.items(), specs_of(tensors), deadline=soon())
+        assert receiving.result(60).is_success
+    assert worst(server, model) <= TOLERANCE
+    server.post("/nccl/stop_receiver")
+    trainer.close()
+    if kind == "lora":
+        server.post("/lora/unload", adapter_name="sent")
+    else:
+        server.post("/bridge/reload", path=str(server.model))
+    assert worst(server, base) <= TOLERANCE
+
+
+def test_what_needs_the_whole_weights_is_refused_with_the_reason(server: Server):
+    shared = refused(server.http.post("/bridge/export", json={"path": str(server.root / "bridge.json")}), 409)
+    assert "cut over 2" in shared and not (server.root / "bridge.json").exists()
+    assert "cut over 2" in refused(server.http.post("/bridge/digests", json={}), 409)
+
+
+def test_obsolete_variables_are_named(server: Server):
+    assert "VLLM_USE_V1=0 is obsolete" in server.log.read_text()

@@ -1,0 +1,158 @@
+"""API, engine, environment and trainer, each a process: they learn, and outlive each other's deaths."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.atropos_runs import BATCH, GROUP, PROBLEMS, Stage, stage, trained_ids, wait_for, write_model
+from tests.e2e.runs import rewards, state
+
+ORIGINAL = os.environ.get("ATROPOS_PYTHON")
+STEPS = {"shared_vllm": 26, "lora_only": 30, "lora_nccl": 30, "none": 22}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("atropos") / "model")
+
+
+def rise(run_dir: Path) -> float:
+    """From the first steps' mean reward to the last's."""
+    values = rewards(run_dir)
+    return sum(values[-4:]) / 4 - sum(values[:2]) / 2
+
+
+def assert_each_batch_once(job: Stage, *, steps: int) -> None:
+    """Every group of every batch that the API made was trained on, and none twice."""
+    ids = trained_ids(job.run_dir)
+    assert len(ids) == len(set(ids)) == steps * BATCH // GROUP
+    batches = {int(one.partition("-")[0]) for one in ids}
+    assert batches == set(range(steps))
+
+
+@pytest.mark.parametrize("mode", ["shared_vllm", "lora_only", "none"])
+def test_four_processes_learn(model: Path, tmp_path: Path, mode: str):
+    with stage(tmp_path, model=model, mode=mode, steps=STEPS[mode]) as job:
+        job.start_api("--strict")
+        if not job.restarts_engine:
+            job.start_engine()
+        job.start_environment()
+        job.start_trainer(job.write_config())
+        assert job.wait_trainer() == 0, job.log("trainer")
+        assert rise(job.run_dir) >= 0.3, rewards(job.run_dir)
+        assert_each_batch_once(job, steps=STEPS[mode])
+
+
+def test_the_flags_of_the_atropos_trainer_do_the_same(model: Path, tmp_path: Path):
+    with stage(tmp_path, model=model, mode="lora_nccl", steps=STEPS["lora_nccl"]) as job:
+        job.start_api()
+        job.start_engine()
+        job.start_environment()
+        job.start_grpo()
+        assert job.wait_trainer() == 0, job.log("trainer")
+        assert rise(job.run_dir) >= 0.3, rewards(job.run_dir)
+        said = job.log("trainer")
+        assert "[Trainer] ✓ Registered with Atropos API" in said
+        assert "[NCCL] Weights synced in" in said
+        assert "step_times: mean" in said
+
+
+@pytest.mark.skipif(ORIGINAL is None, reason="ATROPOS_PYTHON names no Python with the original atroposlib")
+def test_the_original_run_api_will_do(model: Path, tmp_path: Path):
+    with stage(tmp_path, model=model, mode="lora_only", steps=24) as job:
+        assert ORIGINAL is not None
+        command = [ORIGINAL, str(Path(ORIGINAL).parent / "run-api")]
+        job.start("api", "--host", "127.0.0.1", "--port", str(job.api_port), python=command)
+        job.start_engine()
+        job.start_environment()
+        job.start_trainer(job.write_config())
+        assert job.wait_trainer() == 0, job.log("trainer")
+        assert rise(job.run_dir) >= 0.2, rewards(job.run_dir)
+        ids = trained_ids(job.run_dir)
+        assert len(ids) == len(set(ids)) == 24 * BATCH // GROUP
+
+
+def test_each_may_be_killed_and_no_group_is_lost_or_trained_on_twice(model: Path, tmp_path: Path):
+    steps = 40
+    with stage(tmp_path, model=model, mode="lora_only", steps=steps) as job:
+        config = job.write_config(checkpoint={"every_steps": 5, "save_final": False})
+        job.start_api("--state-dir", tmp_path / "queue")
+        job.start_engine()
+        job.start_environment()
+        job.start_trainer(config)
+
+        job.wait_step(6)
+        job.kill("api")
+        job.start_api("--state-dir", tmp_path / "queue")
+
+        job.wait_step(11)
+        job.kill("env")
+        job.start_environment()
+
+        job.wait_step(18)
+        job.kill("trainer")
+        job.start_trainer(config, "--resume")
+
+        job.wait_step(28)
+        job.kill("engine")
+        assert job.wait_trainer() == 6, job.log("trainer")
+        (said,) = [line for line in job.log("trainer").splitlines() if line.startswith("error: ")]
+        assert f"the inference server at {job.engine_url} does not answer" in said or "cannot generate" in said
+        assert " -> " in said
+
+        job.start_engine()
+        job.start_trainer(config, "--resume")
+        assert job.wait_trainer() == 0, job.log("trainer")
+        assert state(job.run_dir)["status"] == "finished"
+        assert_each_batch_once(job, steps=steps)
+
+
+def start_everything(job: Stage, *words: str) -> None:
+    """`lachesis run`, with the embedded engine's server, and the learned problems."""
+    config = job.write_config(
+        engine={"kind": "embedded_server", "port": job.engine_port, "urls": None},
+        services={
+            "environment": {
+                "name": "arithmetic",
+                "args": ["--env.max_num", str(PROBLEMS), "--env.group_size", str(GROUP), "--env.wait_timeout", "60"],
+            }
+        },
+    )
+    text = config.read_text().replace("  urls: null\n", "")
+    config.write_text(text)
+    job.start("trainer", "run", config, *words)
+
+
+def test_one_command_runs_everything_and_revives_what_dies(model: Path, tmp_path: Path):
+    steps = 40
+    with stage(tmp_path, model=model, mode="lora_only", steps=steps) as job:
+        start_everything(job)
+        for step, words in ((6, "run-api"), (14, "env arithmetic"), (24, "lachesis serve")):
+            job.wait_step(step)
+            job.child("trainer", words).kill()
+        below = psutil.Process(job.processes["trainer"].pid).children(recursive=True)
+        assert job.wait_trainer() == 0, job.log("trainer")
+        wait_for(lambda: not any(process.is_running() for process in below), "the end of all processes")
+        said = job.log("trainer")
+        assert "the rollout API (pid" in said
+        assert "the environment arithmetic (pid" in said
+        assert said.count("was ended by SIGKILL") >= 3
+        assert {"api.log", "engine.log", "env.log", "trainer.log"} <= {p.name for p in (job.run_dir / "logs").iterdir()}
+        assert_each_batch_once(job, steps=steps)
+
+
+def test_one_command_stops_everything_when_it_is_asked_to(model: Path, tmp_path: Path):
+    with stage(tmp_path, model=model, mode="shared_vllm", steps=10_000) as job:
+        start_everything(job)
+        job.wait_step(3)
+        below = psutil.Process(job.processes["trainer"].pid).children(recursive=True)
+        assert len(below) >= 3
+        job.processes["trainer"].send_signal(signal.SIGINT)
+        assert job.wait_trainer(timeout_s=60) == 128 + signal.SIGINT
+        wait_for(lambda: not any(process.is_running() for process in below), "the end of all processes")
+        assert "go on with: lachesis run" in job.log("trainer")

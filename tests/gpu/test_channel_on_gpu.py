@@ -1,0 +1,143 @@
+"""The weight channel over NCCL (two GPUs) and CUDA IPC (one). Not part of `make test`.
+
+PYTHONPATH=src python -m pytest tests/gpu/test_channel_on_gpu.py
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+from torch import Tensor
+
+from lachesis.deadline import Deadline
+from lachesis.engines.channel import Channel
+from lachesis.engines.channel_links import open_door
+from lachesis.engines.digest import digests
+from lachesis.engines.serving.served import ReceivedTensor
+from lachesis.errors import EngineError
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+BACKENDS = [
+    pytest.param("ipc", "cuda:0"),
+    pytest.param("nccl", "cuda:1", marks=pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")),
+    pytest.param("gloo", "cuda:0"),
+]
+BUCKET_BYTES = 8 << 20
+
+
+def within(seconds: float = 60.0) -> Deadline:
+    return Deadline("test: a transfer on the GPU", seconds)
+
+
+def weights(update: int) -> dict[str, Tensor]:
+    """Some 60 MB: many small tensors, and some larger than a bucket."""
+    generator = torch.Generator(device="cuda").manual_seed(update)
+    shapes = {f"lora.{i}": (4096, 16) for i in range(64)} | {f"large.{i}": (3000, 2000 + i) for i in range(4)}
+    return {
+        name: torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def specs() -> tuple[ReceivedTensor, ...]:
+    return tuple(ReceivedTensor(name, tuple(t.shape), "bfloat16") for name, t in weights(0).items())
+
+
+def engine_process(pipe: Connection, backend: str, device: str, behaviour: str) -> None:
+    """Receives updates and answers each with the digests of what arrived."""
+    torch.cuda.set_device(device)
+    channel = Channel.connect(
+        init_method=pipe.recv(), world_size=2, rank=1, backend=backend, device=device, deadline=within()
+    )
+    while True:
+        with channel.receive(specs(), deadline=within()) as tensors:
+            held = {}
+            for number, (name, tensor) in enumerate(tensors):
+                held[name] = tensor.to(device, copy=True)
+                if behaviour == "dies" and number == 65:
+                    os._exit(9)
+        pipe.send(digests(held))
+
+
+def start(backend: str, device: str, behaviour: str) -> tuple[Channel, Connection]:
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    context.Process(target=engine_process, args=(theirs, backend, device, behaviour), daemon=True).start()
+    theirs.close()
+    door = open_door("tcp://127.0.0.1:0")
+    pipe.send(door.init_method)
+    channel = Channel.connect(
+        init_method=door.init_method,
+        world_size=2,
+        rank=0,
+        backend=backend,  # type: ignore[arg-type]
+        device="cuda:0",
+        deadline=within(),
+        door=door,
+    )
+    return channel, pipe
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_every_byte_arrives_update_after_update(backend: str, device: str):
+    channel, pipe = start(backend, device, "works")
+    for update in range(5):
+        tensors = weights(update)
+        started = time.perf_counter()
+        channel.send(tensors.items(), specs(), deadline=within(), bucket_bytes=BUCKET_BYTES if update % 2 else 1 << 28)
+        seconds = time.perf_counter() - started
+        assert pipe.recv() == digests(tensors)
+        assert update == 0 or seconds < 2.0
+    channel.close()
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_weights_that_are_still_being_computed_arrive_computed(backend: str, device: str):
+    """The optimizer's kernels are in flight when the transfer begins."""
+    channel, pipe = start(backend, device, "works")
+    tensors = weights(0)
+    busy = torch.randn(4096, 4096, device="cuda")
+    for _ in range(50):
+        busy = busy @ busy / 64.0
+    expected = {name: tensor * 2 for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor.mul_(2)
+    channel.send(tensors.items(), specs(), deadline=within())
+    for tensor in tensors.values():
+        tensor.zero_()  # what is changed after the transfer is not sent
+    assert pipe.recv() == digests(expected)
+    channel.close()
+
+
+@pytest.mark.parametrize(("backend", "device"), BACKENDS)
+def test_an_engine_that_dies_in_the_middle_is_an_error_and_the_trainer_goes_on(backend: str, device: str):
+    channel, _ = start(backend, device, "dies")
+    deadline = within()
+    with pytest.raises(EngineError):
+        channel.send(weights(1).items(), specs(), deadline=deadline, bucket_bytes=BUCKET_BYTES)
+    assert deadline.elapsed_s() < 30
+    channel.close()
+    channel, pipe = start(backend, device, "works")
+    channel.send(weights(2).items(), specs(), deadline=within())
+    assert pipe.recv() == digests(weights(2))
+    channel.close()
+
+
+def test_two_ranks_on_one_gpu_are_refused_by_nccl_in_words():
+    with pytest.raises(EngineError, match=r"nccl|died") as caught:
+        start("nccl", "cuda:0", "works")
+    assert caught.value.remedy
+
+
+@pytest.fixture(autouse=True)
+def _no_default_group() -> Iterator[None]:
+    """The channel lives beside torch's own default process group, and leaves none behind."""
+    yield
+    assert not torch.distributed.is_initialized()

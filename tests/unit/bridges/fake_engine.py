@@ -1,0 +1,265 @@
+"""Inference servers in memory: they hold tensors, load adapters and checkpoints from disk and receive over a channel.
+
+Their canary is a number for each tensor that they hold, so that a policy's and a server's agree when their tensors do.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lachesis.bridges.extract import full_weights, lora_tensors
+from lachesis.bridges.proof import SyncProof
+from lachesis.config.schema import LoraAdapter
+from lachesis.deadline import Deadline
+from lachesis.engines.channel import Channel
+from lachesis.engines.client import HttpEngine
+from lachesis.engines.control import DigestReading, ServerControl, ServerInfo
+from lachesis.engines.digest import digests
+from lachesis.engines.serving.served import ModelInfo, ReceiverSpec, ReceiverStatus, Refused
+from lachesis.errors import EngineError, LachesisError
+from lachesis.train.model import add_lora
+from lachesis.types import CanaryReading
+from tests.tiny import tiny_model
+
+Corruption = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def read(tensors: Mapping[str, Tensor]) -> tuple[float, ...]:
+    """A number for each tensor, in the order of the names."""
+    return tuple(float(tensors[name].double().sum()) for name in sorted(tensors))
+
+
+class FakePolicy:
+    """A tiny model whose training is noise."""
+
+    def __init__(self, *, lora: bool) -> None:
+        transformer = tiny_model()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.model: Any = add_lora(transformer, LoraAdapter(r=4)) if lora else transformer
+        self.transformer = transformer
+        self._generator = torch.Generator().manual_seed(1)
+        self.step()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=self._generator)
+
+    def travelling(self) -> dict[str, Tensor]:
+        return lora_tensors(self.model)
+
+    def canary(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        return read(self.travelling())
+
+
+class MergedPolicy(FakePolicy):
+    """All of its weights travel, an adapter merged into them."""
+
+    def travelling(self) -> dict[str, Tensor]:
+        return dict(full_weights(self.model))
+
+
+class FakeServer(ServerControl):
+    """One server. ``faults`` maps a method's name to an error it raises, once; ``corrupt`` changes what arrives."""
+
+    def __init__(self, *, number: int = 0, workers: int = 1) -> None:
+        super().__init__(f"http://127.0.0.1:{50000 + number}", token="none")
+        self.session_id = f"session-{number}"
+        self.owner: str | None = None
+        self.version = 0
+        self.tensors: dict[str, Tensor] = {}
+        self.served: Path | None = None
+        self.faults: dict[str, Exception] = {}
+        self.corrupt: Corruption = lambda tensors: tensors
+        self.calls: list[str] = []
+        self.workers = workers
+        self._status = ReceiverStatus()
+        self._channels: list[Channel] = []
+
+    def info(self, *, deadline: Deadline) -> ServerInfo:
+        self._begin("info")
+        model = ModelInfo(
+            model="tiny",
+            served_names=("tiny",),
+            dtype="float32",
+            vocab_size=32,
+            max_model_len=64,
+            tensor_parallel_size=self.workers,
+            device="cpu",
+            lora_enabled=True,
+            max_lora_rank=16,
+        )
+        return ServerInfo(self.url, self.session_id, self.version, False, False, self.owner, "fake", 1, model, None)
+
+    def claim(self, owner: str, *, takeover: bool = False, deadline: Deadline) -> None:
+        self._begin("claim")
+        self.owner = owner
+
+    def canary(self, token_ids: Sequence[int], *, deadline: Deadline) -> CanaryReading:
+        self._begin("canary")
+        return CanaryReading(read(self.tensors), version=self.version, session_id=self.session_id)
+
+    def digests(self, *arguments: Any, deadline: Deadline, **options: Any) -> DigestReading:
+        return DigestReading(digests(self.tensors), version=self.version, session_id=self.session_id)
+
+    def load_adapter(self, path: Path, *, name: str, version: int, deadline: Deadline) -> None:
+        self._begin("load_adapter")
+        tensors = load_file(path / "adapter_model.safetensors")
+        self._hold({n.removeprefix("base_model.model."): t for n, t in tensors.items()}, version, path)
+
+    def reload(self, path: Path, *, version: int, deadline: Deadline) -> None:
+        self._begin("reload")
+        self._hold(load_checkpoint(path), version, path)
+
+    def set_version(self, version: int, *, deadline: Deadline) -> None:
+        self._begin("set_version")
+        self.version = version
+
+    def restarted(self, checkpoint: Path | None = None) -> None:
+        """As after a new start, on a checkpoint if there is one."""
+        self.session_id += "'"
+        self.owner, self.version, self.tensors = None, 0, {}
+        if checkpoint is not None:
+            self._hold(load_checkpoint(checkpoint), 0, checkpoint)
+
+    def start_receiver(self, spec: ReceiverSpec, *, deadline: Deadline) -> None:
+        self._begin("start_receiver")
+        if self._status.state in ("connecting", "connected"):
+            raise Refused("a receiver is there already", status=409)
+        self._status = ReceiverStatus("connecting", spec=spec)
+        threading.Thread(target=self._connect, args=(spec,), daemon=True).start()
+
+    def receiver_status(self, *, deadline: Deadline) -> ReceiverStatus:
+        return self._status
+
+    def receive(self, version: int, *, deadline: Deadline) -> None:
+        self._begin("receive")
+        if self._status.state != "connected":
+            raise Refused(f"the receiver is {self._status.state}", status=409)
+        with ThreadPoolExecutor(self.workers) as workers:
+            received = list(workers.map(lambda channel: self._take(channel, deadline), self._channels))
+        assert len({read(tensors) for tensors in received}) == 1
+        self._hold(received[0], version, None)
+
+    def stop_receiver(self, *, deadline: Deadline) -> None:
+        self._begin("stop_receiver")
+        for channel in self._channels:
+            channel.close()
+        self._channels = []
+        self._status = ReceiverStatus()
+
+    def _connect(self, spec: ReceiverSpec) -> None:
+        try:
+            self._begin("joining")
+            with ThreadPoolExecutor(self.workers) as workers:
+                self._channels = list(workers.map(lambda i: self._join(spec, i), range(self.workers)))
+            self._status = ReceiverStatus("connected", spec=spec)
+        except LachesisError as error:
+            self._status = ReceiverStatus("error", str(error))
+
+    def _join(self, spec: ReceiverSpec, worker: int) -> Channel:
+        return Channel.connect(
+            init_method=spec.init_method,
+            world_size=spec.world_size,
+            rank=spec.rank + worker,
+            backend=spec.backend,
+            device="cpu",
+            deadline=Deadline("a fake receiver connecting", 10.0),
+        )
+
+    def _take(self, channel: Channel, deadline: Deadline) -> dict[str, Tensor]:
+        assert self._status.spec is not None
+        with channel.receive(self._status.spec.tensors, deadline=deadline) as tensors:
+            taken = {name: tensor.clone() for name, tensor in tensors}
+            self._begin("loading")
+        return taken
+
+    def _hold(self, tensors: dict[str, Tensor], version: int, path: Path | None) -> None:
+        self.tensors = self.corrupt(dict(tensors))
+        self.version = version
+        self.served = path
+
+    def _begin(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.faults:
+            raise self.faults.pop(call)
+
+
+class FakeHttpEngine(HttpEngine):
+    """The real client over fake servers."""
+
+    def __init__(self, *servers: FakeServer) -> None:
+        super().__init__([server.url for server in servers])
+        self.controls = servers
+        self.servers = servers
+
+
+class FakeProcess:
+    """The process behind a fake server. ``dies_at_start`` makes the next start fail."""
+
+    def __init__(self, server: FakeServer) -> None:
+        self.server = server
+        self.command: tuple[str, ...] = ("serve", "base")
+        self.pid: int | None = None
+        self.starts = 0
+        self.dies_at_start = False
+        self.log_path = Path("engine.log")
+
+    def launch(self) -> None:
+        if self.pid is not None:
+            raise EngineError("it runs already")
+        self.starts += 1
+        self.pid = 1000 + self.starts
+        checkpoint = Path(self.command[1])
+        self.server.restarted(checkpoint if checkpoint.is_absolute() else None)
+
+    def wait_ready(self, *, deadline: Deadline) -> None:
+        if self.dies_at_start:
+            self.dies_at_start, self.pid = False, None
+            raise EngineError("the server died; the end of its log: out of memory")
+
+    def stop(self) -> None:
+        self.pid = None
+
+
+def load_checkpoint(path: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def build_proof(policy: FakePolicy, engine: HttpEngine) -> SyncProof:
+    """Exact: canary within 1e-6 and digests of every tensor."""
+    return SyncProof(
+        token_ids=(1, 2, 3),
+        trainer=policy.canary,
+        engine=engine.canary,
+        session_id=engine.session_id,
+        dtype="float64",
+        trainer_digests=lambda: digests(policy.travelling()),
+        engine_digests=lambda: engine.digests(deadline=Deadline("digests", 10.0)).digests,
+    )
+
+
+def drop_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(list(tensors.items())[1:])
+
+
+def swap_two(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Exchange two tensors of one shape."""
+    first = next(n for n in tensors if n.endswith(("q_proj.lora_A.weight", "q_proj.weight")))
+    second = first.replace("layers.0", "layers.1")
+    return tensors | {first: tensors[second], second: tensors[first]}
+
+
+def keep_old(server: FakeServer) -> Corruption:
+    """What was there before stays."""
+    return lambda tensors: server.tensors

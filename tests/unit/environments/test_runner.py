@@ -1,0 +1,402 @@
+"""Serving against the real rollout API: registration, staleness, what is lost and what must not be."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from lachesis.environments import rollout_api as api_module
+from lachesis.environments import runner as runner_module
+from lachesis.environments.base import SingleTurn
+from lachesis.environments.client import InferenceClient
+from lachesis.environments.outputs import Outputs
+from lachesis.environments.records import ScoredGroup
+from lachesis.environments.rollout_api import RolloutApi
+from lachesis.environments.runner import Runner, Summary
+from lachesis.environments.settings import EnvironmentConfig, ServerConfig
+from lachesis.errors import ConfigError, DataError, DeadlineExceeded, EngineError, LachesisError
+from lachesis.types import Message
+from tests.tiny import tiny_tokenizer
+from tests.unit.environments.servers import Api, inference, rollout_api
+
+TOKENIZER = tiny_tokenizer()
+
+
+class Numbers(SingleTurn[int, EnvironmentConfig]):
+    """Problem n has the prompt [n % 90 + 3], scores rise with the place in the group."""
+
+    name = "numbers"
+
+    async def setup(self) -> None:
+        self.given = 0
+
+    async def get_next_item(self) -> int | None:
+        self.given += 1
+        return None if self.config.max_num is not None and self.given > self.config.max_num else self.given
+
+    def prompt(self, item: int) -> tuple[Sequence[int], Sequence[Message]]:
+        return [item % 90 + 3], [{"role": "user", "content": str(item)}]
+
+    async def score(self, item: int, trajectories: Sequence[Any]) -> Sequence[float]:
+        return [float(index) for index in range(len(trajectories))]
+
+    def held_out(self) -> Sequence[int]:
+        return [1, 2]
+
+
+class Serving:
+    """An environment that is served in a thread. ``lines`` is what it said."""
+
+    def __init__(self, url: str, api: str, *, kind: type[Any] = Numbers, **config: Any) -> None:
+        self.lines: list[str] = []
+        self.summary: Summary | None = None
+        self.error: LachesisError | None = None
+        self._config = kind.config_class(**{"rollout_server_url": api, "max_token_length": 16, **config})
+        self._kind, self._url = kind, url
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._thread.start()
+        assert self._started.wait(10)
+
+    async def _run(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        client = InferenceClient(ServerConfig(base_url=(self._url,)), say=self.lines.append)
+        environment = self._kind(self._config, client=client, tokenizer=TOKENIZER)
+        api = RolloutApi(self._config.rollout_server_url, wait_s=self._config.wait_timeout, say=self.lines.append)
+        outputs = Outputs(log_dir=self._config.log_dir, groups_path=self._config.data_path_to_save_groups)
+        self._started.set()
+        try:
+            runner = Runner(environment, api=api, outputs=outputs, say=self.lines.append)
+            self.summary = await runner.serve(stop=self._stop)
+        except LachesisError as error:
+            self.error = error
+        finally:
+            outputs.close()
+            await api.close()
+            await client.close()
+
+    def stop(self) -> Summary:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        return self.ended()
+
+    def ended(self) -> Summary:
+        self._thread.join(20)
+        assert not self._thread.is_alive()
+        if self.error is not None:
+            raise self.error
+        assert self.summary is not None
+        return self.summary
+
+    def heard(self, words: str) -> bool:
+        return any(words in line for line in self.lines)
+
+
+def until(condition: Callable[[], Any], what: str = "it did not happen") -> Any:
+    end = time.monotonic() + 10
+    while not (result := condition()):
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
+    return result
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with inference(version=4) as (_, address):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def lasting() -> Iterator[Api]:
+    with rollout_api() as server:
+        yield server
+
+
+@pytest.fixture
+def api(lasting: Api) -> Api:
+    """A fresh start of the same server."""
+    lasting.http.get("/reset_data").raise_for_status()
+    return lasting
+
+
+def test_a_run(url: str, api: Api, tmp_path: Path) -> None:
+    """From registration to the goodbye: what the trainer gets is what was sampled."""
+    api.start(batch_size=8, num_steps=3)
+    serving = Serving(url, api.url, linger=0.0, log_dir=tmp_path, data_path_to_save_groups=tmp_path / "groups.jsonl")
+    batches = [until(api.batch) for _ in range(3)]
+    summary = serving.ended()
+    assert summary.ended == "the trainer has taken its 3 batches" and summary.step == 3
+    assert [len(batch) for batch in batches] == [2, 2, 2]
+    group = batches[0][0]
+    assert group["tokens"] == [[group["tokens"][0][0], 5, 2]] * 4
+    assert group["masks"] == [[-100, 5, 2]] * 4
+    assert group["inference_logprobs"] == [[1.0, -0.5, -0.5]] * 4
+    assert group["scores"] == [0.0, 1.0, 2.0, 3.0]
+    assert group["generation_params"] == {"temperature": 1.0}
+    assert group["overrides"][0] == {"finish_reason": "stop", "weight_version": {"first": 4, "last": 4}}
+    # It said goodbye, so its minimum and weight count no more.
+    assert [environment["state"] for environment in api.get("/dashboard/data")["environments"]] == ["left"]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["values"]["groups"] for line in lines) == summary.tally.groups >= 6
+    assert lines[0]["values"]["score/mean"] == 1.5
+    assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == summary.tally.groups
+
+
+def test_the_queue_is_never_more_batches_ahead_than_allowed(url: str, api: Api) -> None:
+    api.start(batch_size=8)
+    serving = Serving(url, api.url, max_batches_offpolicy=2)
+    until(lambda: api.get("/status")["queue_size"] == 4)
+    time.sleep(0.1)
+    assert api.get("/status")["queue_size"] == 4
+    assert len(api.batch() or ()) == 2
+    until(lambda: api.get("/status")["queue_size"] == 4)
+    summary = serving.stop()
+    assert summary.ended == "it was asked to stop"
+
+
+def test_waiting_for_the_trainer_has_a_line_and_an_end(url: str, api: Api) -> None:
+    serving = Serving(url, api.url, wait_timeout=0.2)
+    with pytest.raises(DeadlineExceeded, match="environment numbers: waiting for a trainer at"):
+        serving.ended()
+    assert serving.heard("waiting for a trainer to register at")
+
+
+def test_a_trainer_that_stays_away_ends_it(url: str, api: Api) -> None:
+    api.start(batch_size=8)
+    with pytest.raises(DeadlineExceeded, match="waiting for the trainer to take a batch"):
+        Serving(url, api.url, wait_timeout=1.0).ended()
+    assert api.get("/status")["queue_size"] == 6
+
+
+def test_waiting_for_the_trainer_is_said_from_time_to_time(url: str, api: Api, monkeypatch) -> None:
+    monkeypatch.setattr(runner_module, "_REPORT_S", 0.1)
+    api.start(batch_size=8)
+    serving = Serving(url, api.url)
+    until(lambda: serving.heard("(--env.wait_timeout): 6 groups are queued at step 0"))
+    serving.stop()
+
+
+def test_stopped_while_it_waits(url: str, api: Api) -> None:
+    serving = Serving(url, api.url)
+    until(lambda: serving.heard("waiting for a trainer"))
+    assert serving.stop().tally.groups == 0
+
+
+def test_no_api(url: str) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"waiting for the rollout API at http://127.0.0.1:9 \(POST /register"):
+        Serving(url, "http://127.0.0.1:9", wait_timeout=0.1).ended()
+
+
+def test_an_api_that_forgot_everything_gets_a_new_registration(url: str) -> None:
+    """Killed and started anew without a state directory, while groups are on their way."""
+    first = Api()
+    first.start(batch_size=8)
+    serving = Serving(url, first.url)
+    until(first.batch)
+    first.stop()
+    until(lambda: serving.heard("waiting for the rollout API"))
+    with rollout_api(port=first.port) as second:
+        until(lambda: serving.heard("registering again"))
+        second.start(batch_size=8)
+        assert {group["env_id"] for group in until(second.batch)} == {0}
+        # What the second one put away for want of a registration was sent to it again.
+        assert not serving.stop().tally.set_aside
+
+
+def test_groups_of_a_registration_that_is_gone_are_sent_again(url: str, api: Api, monkeypatch) -> None:
+    """A post that comes before the status is asked for: the API sets it aside, it enters the queue after all."""
+    api.start(batch_size=8)
+    post, forgotten = RolloutApi.post, []
+
+    async def late(self: RolloutApi, groups: Sequence[Any]) -> Any:
+        if not forgotten:
+            forgotten.append(len(groups))
+            groups = [{**group, "env_id": 77} for group in groups]
+        return await post(self, groups)
+
+    monkeypatch.setattr(RolloutApi, "post", late)
+    serving = Serving(url, api.url, max_num=4)
+    assert serving.ended().tally.groups == 4
+    assert api.get("/status")["queue_size"] == 4 and not serving.summary.tally.set_aside
+
+
+def test_a_full_queue_is_waited_for(url: str) -> None:
+    with rollout_api(max_queued_tokens=120) as api:
+        api.start(batch_size=8)
+        serving = Serving(url, api.url, max_num=8, max_batches_offpolicy=9)
+        until(lambda: serving.heard("429") or api.get("/status")["queued_tokens"] > 60)
+        taken: list[Any] = []
+        until(lambda: taken.extend(api.batch() or ()) or len(taken) == 8)
+        assert serving.ended().tally.groups == 8
+
+
+def test_what_the_api_sets_aside_is_counted(url: str, api: Api) -> None:
+    class Ragged(ScoredGroup):
+        def document(self, *, env_id: int | None = None) -> dict[str, Any]:
+            return ScoredGroup.document(self, env_id=env_id) | {"masks": [[1]] * self.size}
+
+    class Careless(Numbers):
+        async def collect_trajectories(self, item: int) -> ScoredGroup | None:
+            group = await super().collect_trajectories(item)
+            assert group is not None
+            kind = Ragged if item == 2 else ScoredGroup
+            return kind(
+                tokens=group.tokens, masks=group.masks, scores=group.scores,
+                inference_logprobs=group.inference_logprobs,
+            )  # fmt: skip
+
+    api.start(batch_size=8)
+    serving = Serving(url, api.url, kind=Careless, max_num=3)
+    tally = serving.ended().tally
+    assert (tally.groups, tally.set_aside.total()) == (2, 1)
+    assert serving.heard("set a group aside: masks[0] has 1 entry, tokens[0] has 3")
+
+
+def test_groups_that_are_not_sent(url: str, api: Api) -> None:
+    class Flat(Numbers):
+        async def score(self, item: int, trajectories: Sequence[Any]) -> Sequence[float]:
+            return [1.0] * len(trajectories)
+
+    api.start(batch_size=8)
+    serving = Serving(url, api.url, kind=Flat, max_num=2, ensure_scores_are_not_same=True)
+    assert serving.ended().tally.dropped.total() == 2 and serving.heard("all scores are the same")
+    api.start(batch_size=8, max_token_len=3)
+    serving = Serving(url, api.url, max_num=2)
+    assert serving.ended().tally.dropped.total() == 2 and serving.heard("longer than the 3 tokens")
+    assert api.get("/status")["queue_size"] == 0
+
+
+@pytest.mark.parametrize("raised", [ValueError("odd"), DataError("odd")])
+def test_failures_are_counted_and_many_in_a_row_end_it(url: str, api: Api, raised: Exception) -> None:
+    class Failing(Numbers):
+        async def score(self, item: int, trajectories: Sequence[Any]) -> Sequence[float]:
+            if item == 2 or item > 4:
+                raise raised
+            return await super().score(item, trajectories)
+
+    api.start(batch_size=8)
+    serving = Serving(url, api.url, kind=Failing, max_num=4)
+    tally = serving.ended().tally
+    assert (tally.groups, tally.failures) == (3, 1) and serving.heard("odd")
+    with pytest.raises(DataError, match="10 groups in a row failed"):
+        Serving(url, api.url, kind=Failing, max_batches_offpolicy=20).ended()
+
+
+def test_a_group_that_takes_too_long_is_given_up(url: str, api: Api) -> None:
+    class Slow(Numbers):
+        async def score(self, item: int, trajectories: Sequence[Any]) -> Sequence[float]:
+            if item == 1:
+                await asyncio.Event().wait()
+            return await super().score(item, trajectories)
+
+    api.start(batch_size=8)
+    serving = Serving(url, api.url, kind=Slow, max_num=2, worker_timeout=0.6)
+    tally = serving.ended().tally
+    assert (tally.groups, tally.failures) == (1, 1) and serving.heard("took longer than 0.6 s")
+
+
+def test_no_logprobs_end_it(api: Api) -> None:
+    with inference() as (fake, url):
+        fake.document = lambda rows, body: {"token_ids": rows, "finish_reasons": ["stop"] * len(rows)}  # type: ignore
+        api.start(batch_size=8)
+        with pytest.raises(EngineError, match="no usable logprobs"):
+            Serving(url, api.url).ended()
+        del fake.document
+    assert api.get("/status")["queue_size"] == 0
+    assert [environment["state"] for environment in api.get("/dashboard/data")["environments"]] == ["left"]
+
+
+def test_groups_that_fit_into_no_batch(url: str, api: Api) -> None:
+    api.start(batch_size=2)
+    with pytest.raises(ConfigError, match="groups of 4 do not fit"):
+        Serving(url, api.url).ended()
+    api.start(batch_size=6)
+    serving = Serving(url, api.url, max_num=1)
+    serving.ended()
+    assert serving.heard("no multiple of the group size 4")
+
+
+def test_evaluations_while_serving(url: str, api: Api, tmp_path: Path) -> None:
+    api.start(batch_size=8)
+    serving = Serving(url, api.url, steps_per_eval=2, log_dir=tmp_path)
+    for _ in range(2):
+        until(api.batch)
+    until(lambda: serving.heard("held-out accuracy 0.000 (2 problems)"))
+    serving.stop()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    (evaluation,) = [line for line in lines if line["type"] == "evaluation"]
+    assert evaluation["problems"] == 2 and evaluation["step"] >= 2
+
+
+def test_what_is_finished_is_sent_before_it_ends(url: str, api: Api, monkeypatch) -> None:
+    """Posts are held until it is asked to stop: each arrives once."""
+    api.start(batch_size=8)
+    held, post = threading.Event(), RolloutApi.post
+
+    async def slow(self: RolloutApi, groups: Sequence[Any]) -> Any:
+        held.set()
+        await asyncio.sleep(0.1)
+        return await post(self, groups)
+
+    monkeypatch.setattr(RolloutApi, "post", slow)
+    serving = Serving(url, api.url)
+    assert held.wait(10)
+    summary = serving.stop()
+    assert summary.tally.groups == api.get("/status")["queue_size"] > 0
+
+
+class TestTheOriginalsAnswers:
+    """What the original answers, and ours does not."""
+
+    def call(self, reply: Callable[[Any], Any], work: Callable[[RolloutApi], Any]) -> Any:
+        async def run() -> Any:
+            api = RolloutApi("http://api", wait_s=5.0)
+            await api._http.aclose()
+            api._http = httpx.AsyncClient(base_url="http://api", transport=httpx.MockTransport(reply))
+            try:
+                return await work(api)
+            finally:
+                await api.close()
+
+        return asyncio.run(run())
+
+    def test_an_unknown_environment_is_a_500(self) -> None:
+        calls: list[Any] = []
+
+        def reply(request: Any) -> Any:
+            calls.append(request)
+            return httpx.Response(500, text="Internal Server Error")
+
+        with pytest.raises(api_module.NotRegistered):
+            self.call(reply, lambda api: api.status(3))
+        assert len(calls) == 3
+
+    def test_posts_are_compressed_and_repeated_under_one_key(self) -> None:
+        calls: list[Any] = []
+
+        def reply(request: Any) -> Any:
+            calls.append(request)
+            if len(calls) < 3:
+                return httpx.Response(429 if len(calls) == 1 else 500, headers={"Retry-After": "0"})
+            return httpx.Response(200, json={"status": "received", "groups_processed": 1})
+
+        group = {"tokens": [[1] * 2000]}
+        self.call(reply, lambda api: api.post([group]))
+        assert len({call.headers["idempotency-key"] for call in calls}) == 1
+        assert calls[0].headers["content-encoding"] == "gzip"
+        assert json.loads(gzip.decompress(calls[0].content)) == [group]
+
+    def test_a_refusal_names_the_field(self) -> None:
+        def reply(request: Any) -> Any:
+            return httpx.Response(422, json={"detail": [{"loc": ["body", 0, "masks"]}]})
+
+        with pytest.raises(api_module.PostRefused, match="masks"):
+            self.call(reply, lambda api: api.post([{}]))

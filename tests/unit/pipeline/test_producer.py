@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from lachesis.errors import DeadlineExceeded, EngineError, LachesisError
+from lachesis.pipeline.collect import Collector
+from lachesis.pipeline.feed import Finisher
+from lachesis.pipeline.producer import AsynchronousFeed
+from lachesis.pipeline.replay import ReplayBuffer
+from tests.unit.pipeline.sources import ScriptedSource
+
+
+def make_feed(source, *, depth=1, max_staleness=None, seconds=20.0, replay=None) -> AsynchronousFeed[list[str]]:
+    return AsynchronousFeed(
+        collector=Collector(source, count=2),
+        finisher=Finisher(advantages=list, pack=lambda groups: [g.prompt.id for g in groups], replay=replay),
+        depth=depth,
+        max_staleness=max_staleness,
+        batch_deadline_s=seconds,
+    )
+
+
+@pytest.fixture
+def closing():
+    feeds = []
+    yield feeds.append
+    for feed in feeds:
+        feed.close()
+
+
+def wait_for(condition) -> None:
+    limit = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.002)
+
+
+def test_batches_come_in_order_and_the_next_is_made_meanwhile(closing):
+    source = ScriptedSource()
+    feed = make_feed(source)
+    closing(feed)
+    assert feed.next() == ["0", "1"]
+    wait_for(lambda: len(source.taken) == 4)
+    feed.advance(1)
+    assert feed.next() == ["2", "3"]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_slots_bound_how_far_generation_runs_ahead(closing, depth):
+    source = ScriptedSource()
+    feed = make_feed(source, depth=depth)
+    closing(feed)
+    feed.next()
+    wait_for(lambda: len(source.taken) == 2 * (1 + depth))
+    time.sleep(0.05)
+    assert len(source.taken) == 2 * (1 + depth), "nothing more until the batch was trained on"
+    feed.advance(1)
+    wait_for(lambda: len(source.taken) == 2 * (2 + depth))
+
+
+def test_no_sample_is_older_than_the_depth(closing):
+    source = ScriptedSource()
+    ages = []
+    feed = make_feed(source, depth=2)
+    feed._finisher = Finisher(
+        advantages=list, pack=lambda groups: ages.extend(step - g.samples[0].versions.first for g in groups)
+    )
+    closing(feed)
+    for step in range(12):
+        feed.next()
+        feed.advance(step + 1)
+    assert min(ages) >= 0 and max(ages) <= 2
+
+
+def test_stale_groups_are_dropped_counted_and_made_up_for(closing):
+    gate = threading.Semaphore(2)
+    source = ScriptedSource(gate=gate)
+    feed = make_feed(source, depth=2, max_staleness=0)
+    closing(feed)
+    assert feed.next() == ["0", "1"]
+    wait_for(lambda: len(source.taken) == 4)
+    feed.advance(1)
+    gate.release(20)
+    assert feed.next() == ["4", "5"], "2 and 3 were sampled under version 0"
+    assert feed.counters()["stale_groups"] == 2
+
+
+def test_batches_that_are_all_stale_do_not_starve_the_producer(closing):
+    source = ScriptedSource()
+    feed = make_feed(source, depth=1, max_staleness=0)
+    closing(feed)
+    for step in range(6):
+        assert len(feed.next()) == 2
+        wait_for(lambda: feed._queue.qsize() == 1)
+        feed.advance(step + 1)
+    assert feed.counters()["stale_groups"] >= 8
+
+
+def test_an_error_of_the_producer_is_raised_to_the_trainer(closing):
+    source = ScriptedSource()
+    source.error = EngineError("the engine died")
+    feed = make_feed(source)
+    closing(feed)
+    with pytest.raises(EngineError, match="died"):
+        feed.next()
+
+
+def test_a_wait_that_takes_too_long_says_who_waits_and_what_is_there(closing):
+    gate = threading.Semaphore(0)
+    feed = make_feed(ScriptedSource(gate=gate), seconds=0.05)
+    closing(feed)
+    with pytest.raises(DeadlineExceeded, match=r"generated ahead .* 0 of 2 groups are there, 1 batches are under way"):
+        feed.next()
+    gate.release(5)
+
+
+def test_a_checkpoint_goes_on_after_the_last_batch_taken(closing):
+    source = ScriptedSource()
+    first = make_feed(source, depth=3, replay=ReplayBuffer(size=2, seed=0))
+    closing(first)
+    first.next()
+    first.advance(1)
+    wait_for(lambda: len(source.taken) >= 8)
+    state = json.loads(json.dumps(first.state_dict()))
+    other = ScriptedSource()
+    second = make_feed(other, depth=3, replay=ReplayBuffer(size=2, seed=7))
+    closing(second)
+    second.load_state_dict(state)
+    assert second.next() == ["2", "3"]
+    assert other.taken[0] == "2"
+    with pytest.raises(LachesisError, match="resumed"):
+        second.load_state_dict(state)
+
+
+def test_groups_left_over_are_part_of_the_state(closing):
+    source = ScriptedSource()
+    feed = make_feed(source)
+    closing(feed)
+    feed.next()
+    feed._left = [source._next()]
+    state = json.loads(json.dumps(feed.state_dict()))
+    resumed = make_feed(ScriptedSource())
+    closing(resumed)
+    resumed.load_state_dict(state)
+    assert resumed.next() == [feed._left[0].prompt.id, "2"]
+
+
+def test_closing_ends_the_thread_also_while_it_waits(closing):
+    source = ScriptedSource()
+    feed = make_feed(source)
+    feed.next()
+    thread = feed._thread
+    assert thread is not None
+    feed.close()
+    assert not thread.is_alive()
+    feed.close()
+    assert source.closed == 2
+
+
+def test_after_an_error_the_feed_can_be_asked_again(closing):
+    source = ScriptedSource()
+    source.error = EngineError("the engine died")
+    feed = make_feed(source, depth=1)
+    closing(feed)
+    for _ in range(3):
+        with pytest.raises(EngineError):
+            feed.next()
+    source.error = None
+    assert feed.next() == ["0", "1"]
+    feed.advance(1)
+    assert feed.next() == ["2", "3"]

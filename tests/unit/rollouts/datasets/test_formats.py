@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from lachesis.errors import ConfigError, DataError
+from lachesis.rollouts.datasets.formats import Problem, detect_format, to_problems
+from lachesis.rollouts.datasets.rows import Row
+
+
+def made(columns: dict[str, Any], data_format: Any, *, system: str | None = None) -> list[Problem]:
+    return to_problems(
+        Row("file, line 7", columns),
+        data_format=data_format,
+        prompt_column="prompt",
+        conversation=True,
+        system_prompt=system,
+    )
+
+
+class TestDetection:
+    @pytest.mark.parametrize(
+        ("columns", "found"),
+        [
+            (["prompt", "answer"], "prompt"),
+            (["prompt", "instruction", "response"], "prompt"),
+            (["instruction", "response", "test_cases"], "instruction_response"),
+            (["input", "output"], "input_output"),
+            (["problem", "solution", "difficulty"], "problem_solution"),
+            (["messages"], "messages"),
+            (["question", "answer"], "prompt"),
+        ],
+    )
+    def test_the_columns_tell(self, columns, found, caplog):
+        caplog.set_level(logging.INFO)
+        assert detect_format(columns, prompt_column="prompt", dataset="mine.jsonl") == found
+        assert f"mine.jsonl: format {found}" in caplog.text
+
+    def test_a_named_prompt_column_is_the_prompt(self):
+        assert detect_format(["q", "input", "output"], prompt_column="q") == "prompt"
+        assert detect_format(["input", "output"], prompt_column="q") == "prompt"
+
+    @pytest.mark.parametrize(
+        "columns",
+        [
+            ["instruction", "response", "input", "output"],
+            ["instruction", "input", "output"],
+            ["messages", "problem", "solution"],
+        ],
+    )
+    def test_columns_that_fit_several_are_not_guessed_at(self, columns):
+        with pytest.raises(DataError, match="several ways") as caught:
+            detect_format(columns, prompt_column="prompt")
+        assert "data.format" in caught.value.remedy
+
+    def test_a_format_that_is_asked_for_holds(self):
+        wanted = detect_format(["instruction", "input", "output"], prompt_column="prompt", wanted="input_output")
+        assert wanted == "input_output"
+        with pytest.raises(ConfigError, match="alpaca"):
+            detect_format(["prompt"], prompt_column="prompt", wanted="alpaca")
+
+
+class TestPairs:
+    @pytest.mark.parametrize(
+        ("data_format", "question", "answer"),
+        [
+            ("instruction_response", "instruction", "response"),
+            ("input_output", "input", "output"),
+            ("problem_solution", "problem", "solution"),
+        ],
+    )
+    def test_all_columns_are_kept_and_the_answer_has_its_common_name(self, data_format, question, answer):
+        (problem,) = made({question: "why", answer: "so", "tags": ["a"]}, data_format)
+        assert problem.prompt == [{"role": "user", "content": "why"}]
+        assert problem.columns == {question: "why", answer: "so", "tags": ["a"], "answer": "so"}
+
+    def test_a_column_called_answer_is_left_alone(self):
+        (problem,) = made({"problem": "1+2", "solution": "think: 3", "answer": "3"}, "problem_solution")
+        assert problem.columns["answer"] == "3"
+
+    @pytest.mark.parametrize(
+        ("value", "what"), [(None, "empty or missing"), (" ", "empty"), (3, "is a number, not text"), ([], "empty")]
+    )
+    def test_a_question_that_is_none(self, value, what):
+        with pytest.raises(DataError, match=f"line 7: column 'input' .*{what}"):
+            made({"input": value, "output": "x"}, "input_output")
+
+    def test_tests_of_the_first_question_are_not_those_of_the_second(self):
+        row = {"instruction": "a", "response": "b", "follow_up": "c", "follow_up_response": "d", "test_cases": ["t"]}
+        first, second = made(row, "instruction_response")
+        assert (first.turn, first.columns["test_cases"]) == (0, ["t"])
+        assert (second.turn, second.columns["test_cases"]) == (1, None)
+        (_, second) = made(row | {"follow_up_test_cases": ["u"]}, "instruction_response")
+        assert second.columns["test_cases"] == ["u"]
+
+    def test_a_follow_up_needs_the_first_answer(self):
+        with pytest.raises(DataError, match="column 'response' is empty"):
+            made({"instruction": "a", "response": None, "follow_up": "c"}, "instruction_response")
+
+
+class TestMessages:
+    USER, REPLY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+
+    def test_the_last_answer_is_what_is_asked_for(self):
+        (problem,) = made({"messages": [self.USER, self.REPLY, self.USER, self.REPLY]}, "messages")
+        assert problem.prompt == [self.USER, self.REPLY, self.USER]
+        assert (problem.columns["response"], problem.columns["answer"]) == ("a", "a")
+
+    def test_messages_that_end_with_the_user_are_the_prompt(self):
+        (problem,) = made({"messages": [self.USER], "answer": "x"}, "messages", system="s")
+        assert problem.prompt == [{"role": "system", "content": "s"}, self.USER]
+        assert problem.columns["answer"] == "x"
+
+    def test_what_is_none_is_left_to_be_refused(self):
+        assert made({"messages": "q"}, "messages")[0].prompt == "q"
+        assert made({"messages": None}, "messages", system="s")[0].prompt is None
