@@ -314,6 +314,7 @@ def build_evaluation(
             rewarder=rewarder,
             decode=text_decoder(policy.loaded.tokenizer),
             params=replace(sampling_params(config), temperature=config.evaluation.temperature),
+            samples=config.evaluation.samples_per_problem,
             success_reward=config.evaluation.success_reward,
             limit=config.evaluation.max_problems,
             seed=config.run.seed,

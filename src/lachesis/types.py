@@ -161,7 +161,11 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Greedy (or sampled) evaluation on held-out problems. ``accuracy`` is the share of successes."""
+    """Greedy (or sampled) evaluation on held-out problems.
+
+    ``accuracy`` is the share of successes among all ``samples`` of all ``problems`` (avg@k), ``pass_at_k`` the
+    share of problems with at least one success; None with one sample, where both are the same.
+    """
 
     step: int
     accuracy: float
@@ -169,6 +173,8 @@ class EvalResult:
     problems: int
     mean_length: float
     seconds: float
+    samples: int = 1
+    pass_at_k: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,7 @@ METRICS: Mapping[str, Metric] = _table(
         ),
         Metric("logprob_diff_max", "Largest logprob difference", "nats", "The largest such difference."),
         Metric("evaluation/accuracy", "Held-out accuracy", "share", "Share of held-out problems solved."),
+        Metric("evaluation/pass_at_k", "Held-out pass@k", "share", "Share of problems with at least one success."),
         Metric("evaluation/mean_reward", "Held-out reward", "", "Mean reward on the held-out problems."),
         Metric("evaluation/mean_length", "Held-out length", "tokens", "Mean length in evaluation."),
         Metric("evaluation/seconds", "Evaluation", "s", "How long the evaluation took."),
@@ -157,6 +158,7 @@ def evaluation_values(result: EvalResult) -> dict[str, float]:
     return {
         "evaluation/accuracy": result.accuracy,
         "evaluation/mean_reward": result.mean_reward,
+        **({} if result.pass_at_k is None else {"evaluation/pass_at_k": result.pass_at_k}),
         "evaluation/mean_length": result.mean_length,
         "evaluation/seconds": result.seconds,
     }

@@ -14,7 +14,7 @@ from lachesis.types import EvalResult, Group, Prompt, SamplingParams
 
 
 class Evaluator:
-    """Samples one completion of every held-out problem (greedily, by ``params``) and scores it.
+    """Samples completions of every held-out problem (one, greedily, by ``params``) and scores them.
 
     Evaluations of one run use the same seeds each time, so they can be compared where they sample.
     """
@@ -27,12 +27,14 @@ class Evaluator:
         rewarder: Rewarder,
         decode: TextDecoder,
         params: SamplingParams,
+        samples: int = 1,
         success_reward: float = 1.0,
         limit: int | None = None,
         seed: int = 0,
         generation_s: float | None = None,
     ) -> None:
         """Args:
+            samples: completions of each problem.
             success_reward: a completion with at least this total reward is a success.
             limit: use the first ``limit`` problems only.
             generation_s: limit of generating all completions of one evaluation, in seconds.
@@ -51,6 +53,7 @@ class Evaluator:
         self._rewarder = rewarder
         self._decode = decode
         self._params = params
+        self._samples = samples
         self._success_reward = success_reward
         self._seed = seed
         self._generation_s = generation_s
@@ -71,7 +74,7 @@ class Evaluator:
             self._problems,
             engine=self._engine,
             params=self._params,
-            num_generations=1,
+            num_generations=self._samples,
             seeds=[request_seed(self._seed, number) for number in range(len(self._problems))],
             decode=self._decode,
             deadline=Deadline(
@@ -95,10 +98,18 @@ class Evaluator:
             step=step,
             accuracy=sum(reward >= self._success_reward for reward in rewards) / len(samples),
             mean_reward=sum(rewards) / len(rewards),
-            problems=len(samples),
+            problems=len(groups),
             mean_length=sum(len(sample.completion_ids) for sample in samples) / len(samples),
             seconds=seconds,
+            samples=self._samples,
+            pass_at_k=self._pass_at_k(groups) if self._samples > 1 else None,
         )
+
+    def _pass_at_k(self, groups: Sequence[Group]) -> float:
+        solved = [
+            any(reward is not None and reward >= self._success_reward for reward in group.rewards) for group in groups
+        ]
+        return sum(solved) / len(solved)
 
 
 class ScheduledEvaluation:

@@ -188,9 +188,14 @@ def test_all_problems_are_told_at_once(build):
             "data.format messages does nothing: data.transform makes the prompts",
         ),
         ({"data": {"eval_split": "train"}}, "warning", "held_out", "data.eval_split is data.split"),
-        ({"sampling": {"presence_penalty": 1.0}}, "warning", "truncated_sampling", "sampling.presence_penalty 1: "),
+        ({"sampling": {"top_p": 0.9}}, "warning", "truncated_sampling", "sampling.top_p 0.9: "),
         ({"algorithm": {"loss": "a.b", "loss_type": "dapo"}}, "warning", "loss", "algorithm.loss takes its place"),
-        ({"algorithm": {"loss_type": "cispo"}}, "warning", "loss", "every weight is at most epsilon 0.2; 5 is usual"),
+        (
+            {"algorithm": {"loss_type": "cispo", "epsilon_high": 0.5}},
+            "warning",
+            "loss",
+            "every weight is at most 0.5; 5 is usual",
+        ),
         ({"algorithm": {"sapo_temperature_pos": 2.0}}, "note", "loss", "algorithm.sapo_temperature_pos do nothing"),
         ({"algorithm": {"delta": 1.1}}, "warning", "loss", "delta 1.1 is not above 1 + epsilon 1.2"),
         ({"algorithm": {"ref_sync_steps": 8}}, "note", "reference", "ref_sync_steps does nothing"),
@@ -218,10 +223,10 @@ def test_all_problems_are_told_at_once(build):
         ),
         ({"pipeline": {"streaming_min_groups": 2}}, "note", "streaming", "while pipeline.streaming is false"),
         (
-            {"pipeline": {"streaming": True, "streaming_min_groups": 33}},
+            {"pipeline": {"streaming": True}},
             "warning",
             "streaming",
-            "nothing is scored before the batch is whole",
+            "is not built yet: the 32 groups of a batch are scored together",
         ),
         ({"pipeline": {"replay_recompute_logps": False}}, "note", "replay", "while pipeline.replay_size is 0"),
         (
@@ -234,12 +239,6 @@ def test_all_problems_are_told_at_once(build):
         ({"pipeline": {"reroll_max_groups": 2}}, "note", "reroll", "while pipeline.reroll_start_fraction is 1"),
         ({"rewards": {"num_workers": 33}}, "note", "source", "some workers are idle"),
         ({"source": ATROPOS}, "warning", "source", "data and rewards do nothing with source.kind atropos"),
-        (
-            {"engine": VLLM, "bridge": {"kind": "broadcast"}, "adapter": LORA, "model": {"quantization": "int8"}},
-            "warning",
-            "merged",
-            "which rounds small updates away",
-        ),
         ({"engine": {**VLLM, "enforce_eager": True}, "bridge": SHARED}, "note", "engine", "several times slower"),
         (
             {"engine": HTTP, "bridge": {"kind": "reload", "every_steps": 11}},
@@ -276,7 +275,7 @@ def test_what_is_odd_is_said(build, sections, level, rule, expected):
         {"engine": HTTP, "bridge": {"kind": "lora_only"}, "adapter": LORA},
         {"engine": HTTP, "bridge": {"kind": "broadcast"}, "sampling": {"guided_regex": "a+"}},
         ASYNC,
-        {"pipeline": {"streaming": True, "replay_size": 100, "reroll_start_fraction": 0.5}},
+        {"pipeline": {"replay_size": 100, "reroll_start_fraction": 0.5}},
         {"algorithm": {"kl_reference": "ema", "beta": 0.1, "ref_sync_steps": 8}},
         {"run": {"steps": None, "epochs": 2.0}, "checkpoint": {"every_steps": 5}, "evaluation": {"every_steps": 0}},
         {"evaluation": {"samples_per_problem": 4, "temperature": 1.0}},
@@ -324,3 +323,10 @@ def test_learning_rate(build):
     assert learning_rate(build()) == 1e-6
     assert learning_rate(build(adapter=LORA)) == 1e-5
     assert learning_rate(build(adapter=LORA, optimizer={"learning_rate": 3e-4})) == 3e-4
+
+
+def test_quantization_says_that_it_is_not_built_and_what_it_would_do_to_merged_weights(build):
+    findings = check(build(engine=VLLM, bridge={"kind": "broadcast"}, adapter=LORA, model={"quantization": "int8"}))
+    assert [finding.rule for finding in findings] == ["quantization", "merged"]
+    assert "is not built yet" in findings[0].message
+    assert "which rounds small updates away" in findings[1].message

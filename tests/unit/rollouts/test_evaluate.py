@@ -99,3 +99,20 @@ def test_what_cannot_be_evaluated_is_refused_at_once():
 def test_the_deadline_is_named():
     with pytest.raises(DeadlineExceeded, match="evaluation at step 2: generation for 10 problems"):
         evaluator(generation_s=1e-9).run(2)
+
+
+def test_several_samples_give_avg_at_k_and_pass_at_k():
+    """Of 4 samples of 2 problems, one of the first succeeds."""
+    rewards = iter([0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    rewarder = Rewarder([NamedReward("some", lambda completions, **_: [next(rewards) for _ in completions])])
+    problems = [Prompt(id=str(i), token_ids=(i + 1,), text="") for i in range(2)]
+    result = Evaluator(
+        problems,
+        engine=FakeEngine(),
+        rewarder=rewarder,
+        decode=lambda ids: ["" for _ in ids],
+        params=SamplingParams(4),
+        samples=4,
+    ).run(3)
+    assert (result.problems, result.samples) == (2, 4)
+    assert (result.accuracy, result.pass_at_k) == (1 / 8, 1 / 2)

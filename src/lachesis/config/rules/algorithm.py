@@ -40,11 +40,12 @@ def _loss(config: LachesisConfig) -> Iterator[Finding]:
     algorithm = config.algorithm
     if algorithm.loss is not None and changed(config, "algorithm", "loss_type"):
         yield warning("loss", f"algorithm.loss_type {algorithm.loss_type} does nothing: algorithm.loss takes its place")
-    if algorithm.loss_type == "cispo" and algorithm.epsilon_high is None:
+    bound = algorithm.epsilon_high
+    if algorithm.loss_type == "cispo" and bound is not None and bound < 1:
         yield warning(
             "loss",
-            "algorithm.epsilon_high is unset: with loss_type cispo it is the bound of the ratio itself, so every "
-            f"weight is at most epsilon {algorithm.epsilon:g}; 5 is usual",
+            f"algorithm.epsilon_high {bound:g}: with loss_type cispo it is the bound of the ratio itself, so every "
+            f"weight is at most {bound:g}; 5 is usual, and taken if it is unset",
         )
     for kind in ("sapo", "vespo"):
         names = [name for name in type(algorithm).model_fields if name.startswith(f"{kind}_")]
@@ -110,12 +111,19 @@ def _adapter(config: LachesisConfig) -> Iterator[Finding]:
             f"adapter.dropout {config.adapter.dropout:g} is on while training and off while sampling, so "
             "ratios are noisy before the policy has moved; 0 is usual with RL",
         )
-    if config.model.quantization != "none" and config.adapter.kind == "none":
+    if config.model.quantization == "none":
+        return
+    if config.adapter.kind == "none":
         yield problem(
             "adapter",
             f"model.quantization {config.model.quantization} holds weights that cannot be trained, and adapter.kind is "
             "none; set adapter.kind: lora",
         )
+    yield warning(
+        "quantization",
+        f"model.quantization {config.model.quantization} is not built yet: the base weights are held in model.dtype, "
+        "which takes more memory and rounds less",
+    )
 
 
 ALGORITHM_RULES: tuple[Rule, ...] = (_algorithm, _loss, _reference, _sampler_correction, _iterations, _adapter)

@@ -132,7 +132,8 @@ def _truncated_sampling(config: LachesisConfig) -> Iterator[Finding]:
 
 def _engine_sampling(config: LachesisConfig) -> Iterator[Finding]:
     if config.engine.kind in ("embedded", "embedded_server"):
-        for key in changed(config, "sampling", "guided_regex", "generation_kwargs"):
+        vllms = ("guided_regex", "generation_kwargs", "min_tokens", "presence_penalty", "frequency_penalty")
+        for key in changed(config, "sampling", *vllms):
             yield problem("engine_sampling", f"{key} is vLLM's, and engine.kind is {config.engine.kind}; remove it")
     section = find_section("sampling")
     own = {key.name for key in section.keys} if section else set()

@@ -46,11 +46,11 @@ def _streaming(config: LachesisConfig) -> Iterator[Finding]:
     if not pipeline.streaming:
         for key in changed(config, "pipeline", "streaming_min_groups"):
             yield note("streaming", f"{key} does nothing while pipeline.streaming is false")
-    elif pipeline.streaming_min_groups > prompts:
+    else:
         yield warning(
             "streaming",
-            f"pipeline.streaming_min_groups {pipeline.streaming_min_groups} is more than a batch has "
-            f"({prompts} groups), so nothing is scored before the batch is whole",
+            f"pipeline.streaming is not built yet: the {prompts} groups of a batch are scored together, once all of "
+            "them are generated; results are the same",
         )
 
 
