@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lachesis.bridges.base import Bridge
 from lachesis.bridges.in_process import InProcessBridge
 from lachesis.bridges.proof import SyncProof
@@ -22,11 +20,12 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.engines.embedded import EmbeddedEngine
 from lachesis.errors import ConfigError
+from lachesis.options import advantage_function, loss_options, sampling_params, steps
 from lachesis.pipeline.collect import Collector, Reroll, WholeBatches
 from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
-from lachesis.pipeline.scoring import AdvantageFunction, assign_advantages
+from lachesis.pipeline.scoring import assign_advantages
 from lachesis.rollouts.atropos import build_atropos_source, keep_given_advantages
 from lachesis.rollouts.atropos_client import Watch
 from lachesis.rollouts.atropos_convert import Conversion
@@ -39,21 +38,16 @@ from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.imports import load_function
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards import NamedReward, Rewarder, load_rewards
-from lachesis.train.advantage import group_advantages
 from lachesis.train.attach import WeightSource
 from lachesis.train.backends.single import SingleDevice
 from lachesis.train.batch import Batch, pack
 from lachesis.train.custom_loss import load_custom_loss
 from lachesis.train.iterations import RepeatedFeed
-from lachesis.train.loss_options import LossOptions
 from lachesis.train.model import context_length, eos_token_ids, load_model, load_tokenizer
 from lachesis.train.optimizer import build_optimizer
 from lachesis.train.policy import Policy
 from lachesis.train.reference import ReferenceOptions
-from lachesis.types import Group, Prompt, SamplingParams
-
-# CISPO bounds the ratio itself, and PPO's 0.2 in its place would make the weight a constant; 5 is usual.
-CISPO_EPSILON_HIGH = 5.0
+from lachesis.types import Group, Prompt
 
 
 def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
@@ -288,12 +282,6 @@ def build_source(
     )
 
 
-def steps(config: LachesisConfig) -> int:
-    """The number of optimizer steps, which by now is known."""
-    assert config.run.steps is not None, "config.steps.with_steps sets it"
-    return config.run.steps
-
-
 def build_reroll(config: LachesisConfig) -> Reroll | None:
     """Prompts that failed are tried again once the given share of the run is over; never where that is all of it."""
     start = config.pipeline.reroll_start_fraction
@@ -321,79 +309,6 @@ def build_evaluation(
             generation_s=config.deadlines.generation_s,
         )
     return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=steps(config))
-
-
-def loss_options(config: LachesisConfig) -> LossOptions:
-    """The loss's options from the algorithm section.
-
-    Raises:
-        ConfigError: options that cannot be combined.
-    """
-    algorithm = config.algorithm
-    corrects = algorithm.sampler_correction != "none"
-    epsilon_high = algorithm.epsilon_high
-    if algorithm.loss_type == "cispo" and epsilon_high is None:
-        epsilon_high = CISPO_EPSILON_HIGH
-    return LossOptions(
-        loss_type=algorithm.loss_type,
-        importance_sampling_level=algorithm.importance_sampling_level,
-        epsilon=algorithm.epsilon,
-        epsilon_high=epsilon_high,
-        delta=algorithm.delta,
-        beta=algorithm.beta,
-        use_bias_correction_kl=algorithm.use_bias_correction_kl,
-        max_completion_length=config.sampling.max_completion_length,
-        off_policy_mask_threshold=algorithm.off_policy_mask_threshold,
-        top_entropy_quantile=algorithm.top_entropy_quantile,
-        entropy_coef=algorithm.entropy_coef,
-        vllm_importance_sampling_correction=corrects,
-        vllm_importance_sampling_mode=algorithm.sampler_correction if corrects else "sequence_mask",  # type: ignore[arg-type]
-        vllm_importance_sampling_clip_min=algorithm.sampler_correction_min,
-        vllm_importance_sampling_clip_max=algorithm.sampler_correction_max,
-        sapo_temperature_pos=algorithm.sapo_temperature_pos,
-        sapo_temperature_neg=algorithm.sapo_temperature_neg,
-        vespo_k_pos=algorithm.vespo_k_pos,
-        vespo_lambda_pos=algorithm.vespo_lambda_pos,
-        vespo_k_neg=algorithm.vespo_k_neg,
-        vespo_lambda_neg=algorithm.vespo_lambda_neg,
-    )
-
-
-def sampling_params(config: LachesisConfig) -> SamplingParams:
-    """How training samples."""
-    sampling = config.sampling
-    return SamplingParams(
-        max_tokens=sampling.max_completion_length,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        stop_token_ids=tuple(sampling.stop_token_ids),
-        stop=tuple(sampling.stop),
-        min_tokens=sampling.min_tokens,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        guided_regex=sampling.guided_regex,
-        extra=sampling.generation_kwargs,
-    )
-
-
-def advantage_function(config: LachesisConfig) -> AdvantageFunction:
-    """From rewards [N][K] (None: not judged) and group numbers [N] to advantages [N]."""
-    weights = config.rewards.weights
-
-    def compute(rewards: Sequence[Sequence[float | None]], group: Sequence[int]) -> list[float]:
-        known = [[float("nan") if value is None else value for value in row] for row in rewards]
-        return group_advantages(
-            torch.tensor(known, dtype=torch.float64),
-            group=torch.tensor(group),
-            weights=None if weights is None else torch.tensor(weights, dtype=torch.float64),
-            scale_rewards=config.algorithm.scale_rewards,
-            aggregation=config.algorithm.aggregation,
-        ).tolist()
-
-    return compute
 
 
 def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Policy) -> Batch:

@@ -26,8 +26,6 @@ from lachesis.build import (
     build_policy,
     build_rewarder,
     load_data,
-    loss_options,
-    steps,
 )
 from lachesis.build_engine import EngineSide, RunPlace, engine_log
 from lachesis.config.load import LoadedConfig, dump_config
@@ -46,6 +44,7 @@ from lachesis.metrics.tape import TapeSink, TokenTexts, token_texts
 from lachesis.metrics.telemetry import Telemetry
 from lachesis.metrics.tensorboard import TensorBoardSink
 from lachesis.metrics.wandb import WandbSink
+from lachesis.options import loss_options, steps
 from lachesis.recovery import RecoveringEvaluation, RecoveringFeed, Recovery
 from lachesis.rollouts.atropos_watch import EngineWatch
 from lachesis.rollouts.imports import load_function
