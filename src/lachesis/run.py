@@ -45,12 +45,15 @@ from lachesis.metrics.telemetry import Telemetry
 from lachesis.metrics.tensorboard import TensorBoardSink
 from lachesis.metrics.wandb import WandbSink
 from lachesis.options import loss_options, steps
+from lachesis.pipeline.feed import Feed
 from lachesis.recovery import RecoveringEvaluation, RecoveringFeed, Recovery
 from lachesis.rollouts.atropos_watch import EngineWatch
 from lachesis.rollouts.imports import load_function
 from lachesis.rundir import RunDirectory, cannot_write, claim_run
+from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager, save_model
-from lachesis.train.loop import Trainer
+from lachesis.train.loop import Evaluation, Trainer
+from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
 from lachesis.types import EvalResult, StepRecord
 
@@ -114,41 +117,15 @@ def train(
         load_function(config.run.setup)(config.model.path)
     with ExitStack() as closing:
         # Everything that can be wrong with the input shows here, before the run directory is touched.
-        loss_options(config)
-        problems, held_out = load_data(config)
-        config = with_steps(config, problems=len(problems))
-        rewarder = None if config.source.kind == "atropos" else build_rewarder(config)
-        if rewarder is not None:
-            closing.callback(rewarder.close)
-        place = run_place(run)
-        side = build_engine_side(config, place=place)
-        closing.callback(side.close)
-        bridge = side.bridge
-        policy = bridge.prepare(partial(build_policy, config, weights=side.weights))
-        if config.source.kind == "atropos":
-            feed = build_atropos_feed(
-                config,
-                policy=policy,
-                run_dir=place.directory,
-                watch=partial(watch_over, side, EngineWatch(bridge.engine), companions),
-                reachable=companions is None or not companions.starts_api,
-            )
-        else:
-            assert rewarder is not None
-            feed = build_feed(config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder)
-        closing.callback(feed.close)
-        evaluation = build_evaluation(config, held_out=held_out, policy=policy, engine=bridge.engine, rewarder=rewarder)
-        if side.owned is not None:
-            recovery = bridge.recover = Recovery(side, start_s=config.deadlines.engine_start_s)
-            feed = RecoveringFeed(feed, recovery=recovery)
-            evaluation = RecoveringEvaluation(evaluation, recovery=recovery)
+        config, parts = build_parts(config, run=run, closing=closing, companions=companions)
+        policy = parts.policy
         with begin_run(run, config, resume=resume) as log:
-            run.update(owner=place.owner)
-            side.keep_log(run.files["logs"] / "engine.log")
+            run.update(owner=parts.place.owner)
+            parts.side.keep_log(run.files["logs"] / "engine.log")
             checkpoints = RunCheckpoints(
                 CheckpointManager(run.files["checkpoints"], keep_last=config.checkpoint.keep_last),
                 policy=policy,
-                feed=feed,
+                feed=parts.feed,
                 every_steps=config.checkpoint.every_steps,
             )
             start = checkpoints.restore() if resume else 0
@@ -158,14 +135,14 @@ def train(
             closing.callback(hub.close)
             trainer = Trainer(
                 policy=policy,
-                feed=feed,
-                bridge=bridge,
-                evaluation=evaluation,
+                feed=parts.feed,
+                bridge=parts.side.bridge,
+                evaluation=parts.evaluation,
                 checkpoints=checkpoints,
                 telemetry=Telemetry(
                     hub=hub,
                     reduce=policy.backend.reduce,
-                    reward_names=() if rewarder is None else rewarder.names,
+                    reward_names=parts.reward_names,
                     device_memory=_device_memory if policy.device.type == "cuda" else None,
                 ),
                 stop_requested=stop_requested,
@@ -174,6 +151,63 @@ def train(
                 closing.callback(companions.stop)
                 companions.start(run.path)
             return run_to_end(run, config, trainer=trainer, start=start, hub=hub)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a run is made of before its directory is touched."""
+
+    place: RunPlace
+    side: EngineSide
+    policy: Policy
+    feed: Feed[Batch]
+    evaluation: Evaluation
+    reward_names: Sequence[str]
+
+
+def build_parts(
+    config: LachesisConfig, *, run: RunDirectory, closing: ExitStack, companions: Companions | None
+) -> tuple[LachesisConfig, Parts]:
+    """Load the data, start the engine, build the policy on it. ``closing`` gets what has to be closed.
+
+    Returns:
+        The configuration with its number of steps, and the parts.
+
+    Raises:
+        LachesisError: one of its subclasses, for whatever is wrong with the input.
+    """
+    loss_options(config)
+    problems, held_out = load_data(config)
+    config = with_steps(config, problems=len(problems))
+    rewarder = None if config.source.kind == "atropos" else build_rewarder(config)
+    if rewarder is not None:
+        closing.callback(rewarder.close)
+    place = run_place(run)
+    side = build_engine_side(config, place=place)
+    closing.callback(side.close)
+    bridge = side.bridge
+    policy = bridge.prepare(partial(build_policy, config, weights=side.weights))
+    feed: Feed[Batch]
+    if rewarder is None:
+        feed = build_atropos_feed(
+            config,
+            policy=policy,
+            run_dir=place.directory,
+            watch=partial(watch_over, side, EngineWatch(bridge.engine), companions),
+            reachable=companions is None or not companions.starts_api,
+        )
+    else:
+        feed = build_feed(config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder)
+    closing.callback(feed.close)
+    evaluation: Evaluation = build_evaluation(
+        config, held_out=held_out, policy=policy, engine=bridge.engine, rewarder=rewarder
+    )
+    if side.owned is not None:
+        recovery = bridge.recover = Recovery(side, start_s=config.deadlines.engine_start_s)
+        feed = RecoveringFeed(feed, recovery=recovery)
+        evaluation = RecoveringEvaluation(evaluation, recovery=recovery)
+    names = () if rewarder is None else rewarder.names
+    return config, Parts(place, side, policy, feed, evaluation, names)
 
 
 def watch_over(side: EngineSide, engine: EngineWatch, companions: Companions | None) -> None:

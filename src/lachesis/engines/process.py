@@ -148,22 +148,6 @@ class EngineProcess:
         """The same as :meth:`stop`."""
         self.stop()
 
-    def move_log(self, path: Path) -> None:
-        """Append from now on to ``path``, where the log so far moves; on the same file system.
-
-        Raises:
-            EngineError: it cannot be moved.
-        """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if self.log_path.exists():
-                os.replace(self.log_path, path)
-        except OSError as error:
-            raise EngineError(
-                f"the log {self.log_path} cannot be moved to {path}: {error.strerror}", remedy="check the directory"
-            ) from error
-        self.log_path = path
-
     def last_lines(self) -> list[str]:
         """The end of what the server has written since its last start."""
         return logs.last_lines(self.log_path, start=self._life.log_start if self._life else 0)
@@ -228,18 +212,12 @@ class _Life:
                 start_new_session=True,
             )
         self._lines = self._link.makefile("r")
-        first = self._lines.readline().split(maxsplit=1)
-        if first[:1] != ["started"]:
-            self._link.close()
-            self._supervisor.wait()
-            raise EngineError(
-                f"{shlex.join(command)} cannot be run: {' '.join(first[1:]).strip() or 'no reason given'}"
-            )
-        self.pid = int(first[1])
+        self.pid = self._first_pid(command)
         self._server = _process(self.pid)
         threading.Thread(target=self._watch, name=f"lachesis-engine-{self.pid}", daemon=True).start()
 
     def _first_pid(self, command: Sequence[str]) -> int:
+        """What the supervisor says first. Raises EngineError where it could not run the command, or is silent."""
         self._link.settimeout(_SUPERVISOR_S)
         try:
             word, _, value = self._lines.readline().strip().partition(" ")
