@@ -50,7 +50,7 @@ from tests.contracts.bridge_cases import (
     soon,
 )
 from tests.contracts.bridge_faults import FAULTS, Tampering
-from tests.contracts.servers import CHAT_TEMPLATE, SOURCE, TOKEN, Server
+from tests.contracts.servers import CHAT_TEMPLATE, MAX_LEN, SOURCE, TOKEN, Server
 from tests.contracts.vllm_server import ENVIRONMENT, build_model, entry_point, needs_vllm
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
 from tests.unit.train.test_forward import random_groups
@@ -179,12 +179,19 @@ def test_generation_stands_still_during_a_step_exactly_where_storage_is_shared(l
 
 
 class Crowd:
-    """Thirty-two requests at the same time: a short one, whose end shows that they are at work, and long ones."""
+    """Thirty-two requests at the same time: a short one, whose end shows that they are at work, and long ones.
 
-    def __init__(self, engine: Engine) -> None:
+    vLLM is told to go on after the end-of-sequence token: a model that the updates before have made end early would
+    be done with all of them before it is paused. The embedded server takes one call after the other.
+    """
+
+    def __init__(self, live: Live, *, seed: int = 0) -> None:
+        engine = live.engine
+        self.endless = live.case.engine == "vllm"
+        long = SamplingParams(MAX_LEN - len(PROMPT), extra={"ignore_eos": True}) if self.endless else SamplingParams(64)
         self._pool = ThreadPoolExecutor(REQUESTS)
-        self.requests = [GenerationRequest(PROMPT, SamplingParams(1), seed=0)]
-        self.requests += [GenerationRequest(PROMPT, SamplingParams(64), n=2, seed=i) for i in range(1, REQUESTS)]
+        self.requests = [GenerationRequest(PROMPT, SamplingParams(1), seed=seed)]
+        self.requests += [GenerationRequest(PROMPT, long, n=2, seed=seed + i) for i in range(1, REQUESTS)]
         if isinstance(engine, HttpEngine):
             self._futures = [self._pool.submit(self._one, engine, [request]) for request in self.requests]
             self._futures[0].result(timeout=60)
@@ -226,13 +233,25 @@ def wait_until(condition: Callable[[], bool]) -> None:
     raise AssertionError("it did not happen")
 
 
+def caught_in_flight(live: Live) -> tuple[Crowd, list[Future]]:
+    """A crowd and its requests that a pause has caught; a machine that was held up between the two tries again."""
+    for attempt in range(5):
+        crowd = Crowd(live, seed=attempt * REQUESTS)
+        live.engine.pause(mode="keep")
+        if waiting := crowd.settled():
+            return crowd, waiting
+        live.engine.resume()
+        check_whole(crowd)
+    return crowd, []
+
+
 def check_whole(crowd: Crowd) -> list[Completion]:
     """All completions, none lost and none cut."""
     results = crowd.results()
     assert [len(group) for group in results] == [request.n for request in crowd.requests]
     for request, group in zip(crowd.requests, results, strict=True):
         for completion in group:
-            ended = completion.token_ids[-1] == EOS_ID
+            ended = completion.token_ids[-1] == EOS_ID and not request.params.extra
             assert ended or len(completion.token_ids) == request.params.max_tokens
             assert completion.finish_reason == ("stop" if ended else "length")
             assert all(math.isfinite(value) for value in completion.logprobs)
@@ -241,9 +260,7 @@ def check_whole(crowd: Crowd) -> list[Completion]:
 
 def test_a_pause_loses_none_of_32_requests(live: Live):
     live.catch_up()
-    crowd = Crowd(live.engine)
-    live.engine.pause(mode="keep")
-    waiting = crowd.settled()
+    crowd, waiting = caught_in_flight(live)
     assert waiting, "they were in flight, and nothing is finished during a pause"
     assert live.engine.health().paused
     assert live.engine.canary(CANARY).logprobs
@@ -258,13 +275,14 @@ def test_an_update_loses_none_of_32_requests(live: Live):
     if live.case.restarts:
         pytest.skip("a restart ends what is in flight; the loop generates between updates")
     live.catch_up()
-    before = live.version
-    crowd = Crowd(live.engine)
-    assert crowd.unfinished
-    live.update()
-    versions = {completion.versions for completion in check_whole(crowd)}
-    allowed = {(first, last) for first in (before, live.version) for last in (before, live.version) if first <= last}
-    assert versions <= allowed
+    for attempt in range(5):  # a machine that is held up may have them all finished before the update
+        before = live.version
+        crowd = Crowd(live, seed=attempt * REQUESTS)
+        live.update()
+        versions = {completion.versions for completion in check_whole(crowd)}
+        assert versions <= {(before, before), (before, live.version), (live.version, live.version)}
+        if (before, live.version) in versions:
+            break
     assert (before, live.version) in versions, "some were sampled under both"
     check_engine(live)
 
@@ -275,7 +293,7 @@ def test_what_does_not_arrive_is_stale_weights(live: Live, fault: str):
         pytest.skip("it has no transport; the faults of its own are below")
     if fault == "not read" and live.case.kind not in ("lora_only", "reload"):
         pytest.skip("there is nothing to be read")
-    if live.case.restarts and (live.case.engine == "vllm" or fault not in ("swapped", "old")):
+    if live.case.restarts and fault not in ({"old"} if live.case.engine == "vllm" else {"old", "swapped"}):
         pytest.skip("every transfer is a start; what is saved and loaded is as for lora_only and reload")
     if not live.case.restarts:
         live.catch_up()

@@ -1,0 +1,192 @@
+"""vLLM on GPUs: what its CPU build cannot show. Not part of `make test`: run where there is a GPU.
+
+PYTHONPATH=src:. python -m pytest tests/gpu/test_vllm_on_gpu.py
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lachesis.build import build_policy
+from lachesis.build_engine import EngineSide, RunPlace, build_servers
+from lachesis.config.schema import LachesisConfig
+from lachesis.errors import LachesisError
+from lachesis.train.batch import pack
+from lachesis.train.policy import Policy
+from lachesis.types import GenerationRequest, SamplingParams
+from tests.contracts.servers import CHAT_TEMPLATE, Server, free_port, running
+from tests.contracts.test_bridge_contract import environment  # noqa: F401  (a fixture)
+from tests.contracts.test_server_contract import canary, soon
+from tests.contracts.vllm_server import VLLM_SERVER, start_vllm
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.unit.train.test_forward import random_groups
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(400),
+    pytest.mark.usefixtures("environment"),
+]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 64, "initializer_range": 0.1, "max_position_embeddings": 512,
+}  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "qwen3": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": None},
+    "gemma2": {"sliding_window": 128, "query_pre_attn_scalar": 64},
+}
+PROMPT = (15, 16, 17, 18)
+CANARY = list(range(20, 32))
+# In nats: two implementations in bfloat16.
+TOLERANCE = 0.15
+
+
+def write_model(directory: Path, architecture: str, **overrides: Any) -> Path:
+    tiny_model(architecture, **(SIZES | overrides)).bfloat16().save_pretrained(directory)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@contextmanager
+def live(
+    model: Path, directory: Path, *, bridge: dict[str, Any], lora: bool = False, **engine: Any
+) -> Iterator[tuple[EngineSide, Policy]]:
+    """The two sides of a run, after the first sync."""
+    managed = {"kind": "vllm", "port": free_port(), "max_model_len": 256, "enforce_eager": True}
+    config = LachesisConfig.model_validate(
+        {
+            "run": {"name": "run", "dir": str(directory), "steps": 1000},
+            "model": {"path": str(model), "dtype": "bfloat16", "device": "cuda:0"},
+            "adapter": {"kind": "lora", "r": 4} if lora else {"kind": "none"},
+            "engine": engine if engine.get("kind") == "http" else managed | {"gpu_memory_utilization": 0.1} | engine,
+            "bridge": bridge,
+            "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
+            "deadlines": {"sync_s": 60, "engine_start_s": 300, "generation_s": 60},
+        }
+    )
+    place = RunPlace(directory=directory / "run", engine_log=directory / "engine.log", owner="a test")
+    place.directory.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    side = build_servers(config, place=place)
+    try:
+        policy = side.bridge.prepare(partial(build_policy, config, weights=side.weights))
+        side.bridge.sync(0)
+        yield side, policy
+    finally:
+        side.close()
+
+
+def check_updates(side: EngineSide, policy: Policy, *, updates: int = 3) -> None:
+    """Each update is proved, moves the engine, and leaves both sides alike on what is sampled."""
+    for version in range(1, updates + 1):
+        before = side.bridge.engine.canary(CANARY).logprobs
+        policy.accumulate(pack(random_groups(groups=2, samples=4, longest=6, seed=version), max_tokens=256))
+        with side.bridge.update_to(version):
+            policy.step()
+        after = side.bridge.engine.canary(CANARY).logprobs
+        assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.01
+        assert side.bridge.last_report is not None and side.bridge.last_report.version == version
+        request = GenerationRequest(PROMPT, SamplingParams(16), n=8, seed=version)
+        for completion in side.bridge.engine.generate([request], deadline=soon("generation"))[0]:
+            assert completion.versions == (version, version)
+            ours = policy.canary(PROMPT + completion.token_ids)[len(PROMPT) - 1 :]
+            assert completion.logprobs == pytest.approx(ours, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_trainers_parameters_are_vllms_own(architecture: str, tmp_path: Path):
+    model = write_model(tmp_path / "model", architecture, **ARCHITECTURES[architecture])
+    with live(model, tmp_path, bridge={"kind": "shared_vllm"}) as (side, policy):
+        attention = policy.transformer.get_submodule("model.layers.0.self_attn")
+        q, k = (attention.get_parameter(f"{name}_proj.weight") for name in "qk")
+        assert k.data_ptr() == q.data_ptr() + q.nbytes, "rows of one fused tensor"
+        check_updates(side, policy)
+
+
+def used_gb() -> float:
+    """Memory in use on the first GPU, by all processes."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout) / 1024
+
+
+@contextmanager
+def serving(directory: Path, *arguments: str, **variables: str) -> Iterator[Server]:
+    """A server of its own, with CUDA graphs off and a tenth of the memory."""
+
+    @contextmanager
+    def start(model: Path, root: Path, session_dir: Path, log: Path) -> Iterator[str]:
+        flags = ["--gpu-memory-utilization", "0.1", *arguments]
+        with start_vllm(model, root, session_dir, log, *flags, **variables) as url:
+            yield url
+
+    def build(seed: int) -> torch.nn.Module:
+        return tiny_model("qwen2", seed=seed, **SIZES)
+
+    directory.mkdir(parents=True, exist_ok=True)
+    with running(replace(VLLM_SERVER, start=start, build_model=build), directory) as server:
+        yield server
+
+
+def test_sleep_gives_the_memory_back_and_waking_up_the_weights(tmp_path: Path):
+    with serving(tmp_path / "server", "--enable-sleep-mode") as server:
+        before, awake = canary(server), used_gb()
+        server.post("/bridge/sleep", level=1)
+        assert server.get("/bridge/info")["sleeping"]
+        assert used_gb() < awake - 5.0, "the cache of a tenth of the card"
+        refused = server.http.post("/bridge/reload", json={"path": str(server.model), "weight_version": 1})
+        assert refused.status_code == 409
+        server.post("/bridge/wake_up")
+        assert canary(server) == pytest.approx(before, abs=1e-4)
+        server.post("/bridge/sleep", level=2)  # weights are discarded, and loaded anew
+        server.post("/bridge/wake_up")
+        server.post("/bridge/reload", path=str(server.model), weight_version=1)
+        assert canary(server) == pytest.approx(before, abs=1e-4)
+
+
+def test_weights_that_are_exported_at_the_start_are_attached_by_the_documented_search(tmp_path: Path, monkeypatch):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    monkeypatch.setenv("LOGDIR", str(logs))
+    sessions = tmp_path / "server" / "sessions"
+    monkeypatch.setenv("LACHESIS_SESSION_DIR", str(sessions))
+    with serving(
+        tmp_path / "server", "--dtype", "bfloat16", VLLM_ENABLE_SHARED_WEIGHTS="1", LOGDIR=str(logs)
+    ) as server:
+        assert (logs / "vllm_bridge_config.json").is_file()
+        http = {"kind": "http", "urls": [str(server.http.base_url)]}
+        with live(server.model, tmp_path, bridge={"kind": "shared_vllm"}, **http) as (side, policy):
+            check_updates(side, policy)
+
+
+@two_gpus
+@pytest.mark.parametrize("kind", ["lora_only", "lora_nccl", "broadcast", "reload"])
+def test_weights_reach_an_engine_on_two_gpus(kind: str, tmp_path: Path):
+    model = write_model(tmp_path / "model", "qwen2")
+    sides = {"tensor_parallel_size": 2, "devices": "0,1"}
+    with live(model, tmp_path, bridge={"kind": kind}, lora=kind.startswith("lora"), **sides) as (side, policy):
+        check_updates(side, policy)
+
+
+@two_gpus
+def test_single_copy_is_refused_over_two_gpus(tmp_path: Path):
+    model = write_model(tmp_path / "model", "qwen2")
+    sides = {"tensor_parallel_size": 2, "devices": "0,1"}
+    with (
+        pytest.raises(LachesisError, match="tensor") as caught,
+        live(model, tmp_path, bridge={"kind": "shared_vllm"}, **sides),
+    ):
+        raise AssertionError("it was attached")
+    assert caught.value.remedy
