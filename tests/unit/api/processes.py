@@ -1,4 +1,4 @@
-"""Rollout API servers as processes of their own: ours, and the original where a Python that has it is named."""
+"""Rollout API servers as processes of their own, and what is sent to them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 SOURCE = Path(__file__).parents[3] / "src"
+START_S = 120.0
 OURS = """
 import sys
 from pathlib import Path
@@ -36,7 +37,7 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self.process = process
         self.port = port
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, headers={"Accept-Encoding": "gzip"})
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers={"Accept-Encoding": "gzip"})
 
     def get(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
         reply = self.http.request("GET", path, json=body, headers=headers)
@@ -83,17 +84,25 @@ def marks(batch: list[dict[str, Any]]) -> list[int]:
 
 @contextmanager
 def running(command: list[str], *, port: int, cwd: Path) -> Iterator[Server]:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
-    process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """The server that the command starts on that port, until the block ends."""
+    log = cwd / f"server_{port}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=cwd, env={**os.environ, "PYTHONPATH": str(SOURCE)}, stdout=output, stderr=output
+        )
     server = Server(process, port)
     try:
-        _wait(server)
+        _wait(server, log)
         yield server
     finally:
         server.http.close()
         if process.poll() is None:
             process.terminate()
-            process.wait(timeout=20)
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 @contextmanager
@@ -104,27 +113,18 @@ def ours(cwd: Path, **options: Any) -> Iterator[Server]:
         yield server
 
 
-@contextmanager
-def original(cwd: Path, python: str) -> Iterator[Server]:
-    """The original, by a Python that has atroposlib."""
-    port = free_port()
-    command = [python, "-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port", str(port)]
-    with running(command, port=port, cwd=cwd) as server:
-        yield server
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def _wait(server: Server) -> None:
-    until = time.monotonic() + 60
+def _wait(server: Server, log: Path) -> None:
+    until = time.monotonic() + START_S
     while time.monotonic() < until and server.process.poll() is None:
         try:
             server.http.get("/")
             return
         except httpx.TransportError:
             time.sleep(0.02)
-    raise AssertionError("the server did not start")
+    raise AssertionError(f"the server did not start: {log.read_text()}")
