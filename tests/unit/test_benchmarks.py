@@ -1,0 +1,126 @@
+"""What the benchmarks compute from what they measure; measuring itself takes minutes and is not tested here."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lachesis.config.rules import check
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# Where a step of a run spent its time: 0.1 s of waiting in an asynchronous one, whose generation ran beside it.
+STEP = {
+    "step_time": 1.0, "data_fetch_time": 0.1, "train_time": 0.6, "sync_time": 0.2, "transfer_time": 0.05,
+    "proof_time": 0.03, "generation_time": 0.7, "reward_time": 0.02, "staleness": 1.0,
+}  # fmt: skip
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        patch.setitem(sys.modules, name, module)  # where dataclasses look for it
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def overlap_table() -> ModuleType:
+    return load("overlap_table")
+
+
+def alone(module: ModuleType, prompts: int, generation: float, training: float):
+    return module.Alone(prompts=prompts, generation=generation, training=training)
+
+
+class TestOverlap:
+    def test_a_run_is_split_into_parts_that_add_up_to_its_steps(self, overlap_table: ModuleType):
+        found = overlap_table.split([STEP, STEP | {"step_time": 1.2, "staleness": 0.0}])
+        assert found.step == pytest.approx(1.1)
+        assert found.optimizer == pytest.approx(0.12)
+        assert found.staleness == 0.5
+        parts = (found.waiting, found.training, found.optimizer, found.transfer, found.proof, found.rest)
+        assert sum(parts) == pytest.approx(found.step), "generation and rewards stand beside them"
+
+    def test_a_step_is_compared_with_the_longer_of_the_two(self, overlap_table: ModuleType):
+        measured = overlap_table.split([STEP])
+        pair = alone(overlap_table, 8, 0.8, 0.5)
+        assert (pair.longer, pair.balance) == (0.8, pytest.approx(0.625))
+        one = overlap_table.Round(alone=pair, both=pair, synchronous=measured, asynchronous=measured, load=0.5)
+        assert one.ratio == pytest.approx(1.25)
+
+    @pytest.mark.parametrize(
+        ("generation", "training", "expected"),
+        [(1.0, 0.5, 16), (0.5, 1.0, 4)],
+        ids=["generation is longer: more prompts", "training is longer: fewer"],
+    )
+    def test_after_one_measurement_the_batch_is_doubled_or_halved(
+        self, overlap_table: ModuleType, generation: float, training: float, expected: int
+    ):
+        assert overlap_table.next_prompts([alone(overlap_table, 8, generation, training)], most=100) == expected
+
+    def test_after_two_it_is_where_both_lines_meet(self, overlap_table: ModuleType):
+        def measured(prompts: int):
+            return alone(overlap_table, prompts, 0.6 + 0.01 * prompts, 0.04 * prompts)  # they meet at 20
+
+        assert overlap_table.next_prompts([measured(8), measured(16)], most=100) == 20
+        assert overlap_table.next_prompts([measured(8), measured(16)], most=18) == 18
+
+    def test_noise_leads_neither_to_no_prompts_nor_to_a_thousand(self, overlap_table: ModuleType):
+        before, last = alone(overlap_table, 8, 1.0, 0.5), alone(overlap_table, 16, 1.0, 0.51)
+        assert overlap_table.next_prompts([before, last], most=1000) == 64, "four times as many at most"
+        rising = [alone(overlap_table, 2, 0.5, 1.0), alone(overlap_table, 1, 0.5, 1.1)]
+        assert overlap_table.next_prompts(rising, most=1000) == 1
+
+    def test_the_table_has_medians_and_says_where_the_two_are_not_alike(self, overlap_table: ModuleType):
+        pair = alone(overlap_table, 8, 0.8, 0.5)
+        rounds = [
+            overlap_table.Round(
+                alone=pair,
+                both=alone(overlap_table, 8, 0.88, 0.6),
+                synchronous=overlap_table.split([STEP | {"step_time": step + 0.6}]),
+                asynchronous=overlap_table.split([STEP | {"step_time": step}]),
+                load=0.3,
+            )
+            for step in (0.84, 0.8, 2.0)
+        ]
+        text = overlap_table.table(rounds, what="two cores")
+        assert "| a step | 1.440 | **0.840** |" in text
+        assert "its own two | 2.000 | 1.167 |" in text, "0.7 s of generation, 0.6 + 0.12 s of training"
+        assert "| 1.050 (1.000 to 2.500) |" in text
+        assert "the shorter is 0.62 of the longer" in text
+        assert "The machine itself allows 1.100" in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--bridge", "broadcast", "--ahead", "2"],
+        ["--engine", "vllm"],
+        ["--engine", "vllm", "--devices", "1", "--bridge", "broadcast", "--cores", "0", "1"],
+    ],
+    ids=["embedded", "embedded, broadcast", "vllm", "vllm on another GPU"],
+)
+def test_overlap_measures_runs_that_could_be_configured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+):
+    script = load("overlap")
+    monkeypatch.setattr(sys, "argv", ["overlap.py", "--size", "small", "--work", str(tmp_path), *words])
+    options = script.read_options()
+    monkeypatch.setattr(script, "write_model", lambda directory, **options: None)
+    bench = script.Bench(script.configuration(options), side=None, policy=None, rewarder=None, problems=[])
+    alone, ahead = bench.with_prompts(4), bench.with_prompts(4, ahead=options.ahead)
+    assert (alone.batch.prompts_per_step, alone.pipeline.async_prefetch) == (4, False)
+    assert (ahead.pipeline.async_prefetch, ahead.pipeline.prefetch_depth) == (True, options.ahead)
+    for config in (alone, ahead):
+        check(config)
+    assert config.bridge.kind == options.bridge
+    assert config.adapter.kind == ("lora" if "lora" in options.bridge else "none")
+    assert len((tmp_path / "problems.jsonl").read_text().splitlines()) == 512
