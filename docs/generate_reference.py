@@ -84,6 +84,10 @@ run starts on the trainer's GPU.
 **The sampler's correction** is on with vLLM, as there. In Axolotl's asynchronous trainer truncation has a floor of
 1 / cap, which is kept; there its masks have the floor too, which undoes them, and here a mask masks.
 
+**The Atropos trainer's flags** are those of `lachesis grpo`, and of `lachesis run`, which starts the engine, the
+rollout API and an environment too. Defaults are those of its documents; where its code has another, the table says
+so.
+
 **The Atropos trainer's KL term** is to the policy that sampled, whatever its text says. It is here too
 (`algorithm.kl_reference: sampler`); `base` is the model from before training.
 """
