@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from lachesis.deadline import Deadline
-from lachesis.engines.base import Engine, PauseMode
+from lachesis.engines.base import Engine, Finished, PauseMode
 from lachesis.errors import EngineError
 from lachesis.types import CanaryReading, Completion, EngineHealth, GenerationRequest, VersionSpan
 
@@ -41,12 +41,18 @@ class FakeEngine(Engine):
         self._paused = False
         self._closed = False
 
-    def generate(self, requests: Sequence[GenerationRequest], *, deadline: Deadline) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, deadline: Deadline, finished: Finished | None = None
+    ) -> list[list[Completion]]:
         self._check_open()
         if self._paused:
             raise EngineError("the engine is paused")
         self.requests.append(list(requests))
-        completions = [[self._complete(request, i) for i in range(request.n)] for request in requests]
+        completions = []
+        for index, request in enumerate(requests):
+            completions.append([self._complete(request, i) for i in range(request.n)])
+            if finished is not None:
+                finished(index, completions[-1])
         deadline.check()
         return completions
 

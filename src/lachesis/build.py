@@ -16,6 +16,7 @@ from lachesis.bridges.proof import SyncProof
 from lachesis.build_engine import EngineSide, RunPlace, build_servers
 from lachesis.config import schema
 from lachesis.config.rules import learning_rate
+from lachesis.config.rules.rollout_api import evaluates
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.engines.embedded import EmbeddedEngine
@@ -23,12 +24,13 @@ from lachesis.errors import ConfigError
 from lachesis.options import advantage_function, loss_options, sampling_params, steps
 from lachesis.pipeline.collect import Collector, Reroll, WholeBatches
 from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
+from lachesis.pipeline.filters import any_reward_differs, has_signal
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.pipeline.scoring import assign_advantages
 from lachesis.rollouts.atropos import build_atropos_source, keep_given_advantages
-from lachesis.rollouts.atropos_client import Watch
 from lachesis.rollouts.atropos_convert import Conversion
+from lachesis.rollouts.attended import Watch
 from lachesis.rollouts.base import RolloutSource
 from lachesis.rollouts.custom import CustomSource
 from lachesis.rollouts.datasets import Dataset, PromptStream, load_problems, split_eval
@@ -38,6 +40,7 @@ from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.imports import load_function
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards import NamedReward, Rewarder, load_rewards
+from lachesis.rollouts.streaming import StreamingSource
 from lachesis.train.attach import WeightSource
 from lachesis.train.backends.single import SingleDevice
 from lachesis.train.batch import Batch, pack
@@ -51,14 +54,15 @@ from lachesis.types import Group, Prompt
 
 
 def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
-    """Problems to train on, and those held out.
+    """Problems to train on, none where environments have their own, and those held out.
 
     Raises:
         ConfigError: the model's context has no room for a prompt and a completion, or a transform is none.
         DataError: as :func:`load_problems`, or nothing would remain to train on.
     """
-    if config.source.kind == "atropos":
-        return [], []  # the environments have their own
+    trains = config.source.kind == "local"  # environments have problems of their own
+    if not trains and not evaluates(config):
+        return [], []
     room = context_length(config.model) - config.sampling.max_completion_length
     if room < 1:
         raise ConfigError(
@@ -67,7 +71,8 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
             remedy="lower sampling.max_completion_length",
         )
     data = config.data
-    assert data.path is not None, "config.load demands it for this source"
+    path = data.path or data.eval_path
+    assert path is not None, "config.load and config.rules demand one"
     load = partial(
         load_problems,
         tokenizer=load_tokenizer(config.model),
@@ -79,11 +84,16 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
         processes=data.processes,
         transform_config=axolotl_names(config),
     )
-    first = Dataset(data.path, data.name, data.split, data.format, data.transform, data.prompt_column)
-    problems = load(first, more=[Dataset(**one.model_dump()) for one in data.more])
-    if data.eval_path is None and data.eval_split is None:
-        return split_eval(problems, data.eval_size, seed=config.run.seed)
-    return problems, load(replace(first, path=data.eval_path or data.path, split=data.eval_split or "train"))
+    first = Dataset(path, data.name, data.split, data.format, data.transform, data.prompt_column)
+    apart = data.eval_path is not None or data.eval_split is not None
+    problems: list[Prompt] = []
+    if trains or not apart:
+        problems = load(first, more=[Dataset(**one.model_dump()) for one in data.more])
+    if not apart:
+        problems, held_out = split_eval(problems, data.eval_size, seed=config.run.seed)
+    else:
+        held_out = load(replace(first, path=data.eval_path or path, split=data.eval_split or "train"))
+    return problems if trains else [], held_out
 
 
 def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
@@ -221,7 +231,12 @@ def repeated(feed: Feed[Batch], config: LachesisConfig, *, pack: Callable[[Seque
 
 def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
     size = config.pipeline.replay_size
-    return ReplayBuffer(size=size, seed=config.run.seed) if size else None
+    return ReplayBuffer(size=size, seed=config.run.seed, teaches=signal_function(config)) if size else None
+
+
+def signal_function(config: LachesisConfig) -> Callable[[Group], bool]:
+    """Which groups can be learned from, by how their rewards become advantages."""
+    return any_reward_differs if config.algorithm.aggregation == "normalize_then_sum" else has_signal
 
 
 def build_feed(
@@ -236,6 +251,7 @@ def build_feed(
         count=config.batch.prompts_per_step,
         refill_rounds=pipeline.refill_zero_signal,
         reroll=build_reroll(config),
+        teaches=signal_function(config),
     )
     finisher = Finisher(
         advantages=partial(assign_advantages, compute=advantage_function(config)),
@@ -271,6 +287,8 @@ def build_source(
         "seed": config.run.seed,
         "generation_s": config.deadlines.generation_s,
     }
+    if config.source.rollout_func is None and config.pipeline.streaming:
+        return StreamingSource(min_groups=config.pipeline.streaming_min_groups, **common)
     if config.source.rollout_func is None:
         return LocalSource(**common)
     return CustomSource(

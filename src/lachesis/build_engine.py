@@ -87,14 +87,16 @@ def build_servers(config: LachesisConfig, *, place: RunPlace) -> EngineSide:
         DeadlineExceeded: it was not able to serve in time.
         ModelError: a server that runs already serves another model.
     """
-    place.engine_log.unlink(missing_ok=True)
     processes = server_processes(config, place=place)
     engine = HttpEngine(server_urls(config), control_s=config.deadlines.sync_s)
     owned = OwnedEngine(engine=engine, processes=processes, owner=place.owner) if processes else None
     try:
         deadline = Deadline("the start of the engine", config.deadlines.engine_start_s, "deadlines.engine_start_s")
         for process in processes:
-            process.start(deadline=deadline)
+            process.log_path.unlink(missing_ok=True)
+            process.launch()
+        for process in processes:
+            process.wait_ready(deadline=deadline)
         engine.connect(deadline=deadline)
         takeover = config.engine.kind == "http" and config.engine.takeover
         engine.claim(place.owner, takeover=takeover, deadline=deadline)
@@ -131,32 +133,45 @@ def check_model(config: LachesisConfig, engine: HttpEngine, *, deadline: Deadlin
 
 
 def server_urls(config: LachesisConfig) -> list[str]:
-    """The addresses of the engine's servers."""
+    """The addresses of the engine's servers; those of further copies of the model follow on the first one's port."""
     engine = config.engine
     if isinstance(engine, schema.HttpEngineConfig):
         return list(engine.urls)
     assert not isinstance(engine, schema.EmbeddedEngineConfig)
-    return [f"http://{engine.host}:{engine.port}"]
+    copies = engine.data_parallel_size if isinstance(engine, schema.VllmEngineConfig) else 1
+    return [f"http://{engine.host}:{engine.port + number}" for number in range(copies)]
 
 
 def server_processes(config: LachesisConfig, *, place: RunPlace) -> list[EngineProcess]:
     """The servers that the run is to start, not started yet; none where they run already."""
     if isinstance(config.engine, schema.HttpEngineConfig):
         return []
-    devices = config.engine.devices if isinstance(config.engine, schema.VllmEngineConfig) else None
     return [
         EngineProcess(
-            server_command(config, model=config.model.path, place=place),
-            url=server_urls(config)[0],
-            log_path=place.engine_log,
-            env={} if devices is None else {"CUDA_VISIBLE_DEVICES": devices},
+            server_command(config, number=number, model=config.model.path, place=place),
+            url=url,
+            log_path=place.engine_log
+            if number == 0
+            else place.engine_log.with_stem(f"{place.engine_log.stem}-{number}"),
+            env=server_environment(config, number=number),
             on_death=lambda error: logger.error("%s", error),
         )
+        for number, url in enumerate(server_urls(config))
     ]
 
 
-def server_command(config: LachesisConfig, *, model: str | Path, place: RunPlace) -> list[str]:
-    """``lachesis serve`` with the flags of the engine's section, serving ``model``."""
+def server_environment(config: LachesisConfig, *, number: int) -> dict[str, str]:
+    """Which of ``engine.devices`` the server of that number sees: its own ``tensor_parallel_size`` of them."""
+    engine = config.engine
+    if not isinstance(engine, schema.VllmEngineConfig) or engine.devices is None:
+        return {}
+    devices, size = engine.devices.split(","), engine.tensor_parallel_size
+    own = devices if engine.data_parallel_size == 1 else devices[number * size : (number + 1) * size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+
+
+def server_command(config: LachesisConfig, *, number: int, model: str | Path, place: RunPlace) -> list[str]:
+    """``lachesis serve`` with the flags of the engine's section, serving ``model``, for the server of that number."""
     engine = config.engine
     flags: dict[str, object] = {
         "--model": model,
@@ -179,12 +194,11 @@ def server_command(config: LachesisConfig, *, model: str | Path, place: RunPlace
         utilization = engine.gpu_memory_utilization or default_utilization(config)
         flags |= {
             "--host": engine.host,
-            "--port": engine.port,
+            "--port": engine.port + number,
             "--dtype": engine.dtype if engine.dtype != "auto" else trainer_dtype(config),
             "--gpu-memory-utilization": utilization if resolve_device(config.model.device).type == "cuda" else None,
             "--max-model-len": engine.max_model_len,
             "--tensor-parallel-size": engine.tensor_parallel_size if engine.tensor_parallel_size > 1 else None,
-            "--data-parallel-size": engine.data_parallel_size if engine.data_parallel_size > 1 else None,
             "--enforce-eager": engine.enforce_eager,
             "--enable-sleep-mode": engine.enable_sleep_mode,
             "--trust-remote-code": config.model.trust_remote_code,
@@ -273,7 +287,7 @@ def build_external_bridge(
 
 
 def _serve_checkpoint(config: LachesisConfig, place: RunPlace, server: int, checkpoint: Path) -> Sequence[str]:
-    return server_command(config, model=checkpoint, place=place)
+    return server_command(config, number=server, model=checkpoint, place=place)
 
 
 def _engine_weights(config: LachesisConfig, *, engine: HttpEngine, place: RunPlace) -> EngineWeights | None:
@@ -319,6 +333,7 @@ def build_remote_proof(
         session_id=engine.session_id,
         # The coarser of the two sets what can be expected of them.
         dtype=max((ours, info.model.dtype), key=("float64", "float32", "float16", "bfloat16").index),
+        quantization=config.model.quantization,
         trainer_digests=mine,
         engine_digests=theirs,
         concurrent=True,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lachesis.errors import DeadlineExceeded
@@ -31,6 +34,16 @@ class Deadline:
         """Seconds left, never negative; ``None`` where there is no limit."""
         return None if self.limit_s is None else max(0.0, self.limit_s - self.elapsed_s())
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The wait is under way within; meanwhile :func:`waits_now` has it."""
+        place = object()
+        _under_way[place] = Wait(self, threading.get_ident())
+        try:
+            yield
+        finally:
+            del _under_way[place]
+
     def check(self, detail: str = "") -> None:
         """Raise :class:`DeadlineExceeded` once the limit has passed; ``detail`` is added to the message."""
         if self.limit_s is None or self.elapsed_s() <= self.limit_s:
@@ -41,3 +54,20 @@ class Deadline:
             f"{self.name} took longer than {self.limit_s:g} s (waiting for {self.elapsed_s():.1f} s){suffix}",
             remedy=remedy,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """A wait that is under way, and the thread (as ``threading.get_ident()`` gives it) that waits."""
+
+    deadline: Deadline
+    thread: int
+
+
+# Not guarded by a lock: to set, to delete and to copy are each one operation of the dict.
+_under_way: dict[object, Wait] = {}
+
+
+def waits_now() -> tuple[Wait, ...]:
+    """The waits of all threads of this process that are under way, in the order in which they began."""
+    return tuple(_under_way.copy().values())

@@ -28,7 +28,7 @@ OPTIONAL = {
     "tensorboard": "TensorBoard sink",
     "wandb": "Weights & Biases sink",
     "torchao": "8-bit and offloaded optimizers",
-    "bitsandbytes": "8-bit optimizer",
+    "bitsandbytes": "8-bit optimizer, quantized base weights",
 }
 # The proof's reward is the share of one letter among four: 0.25 by chance.
 PROOF_STEPS, PROOF_RISE = 30, 0.3
@@ -71,12 +71,17 @@ def inspect_installation() -> list[Check]:
 
 
 def inspect_config(path: Path) -> list[Check]:
-    """Does a configuration parse, and do its parts fit together."""
+    """Does a configuration parse, do its parts fit together, and is what it needs installed."""
     try:
-        findings = check(load_config(path).config)
+        config = load_config(path).config
+        findings = check(config)
     except LachesisError as error:
         return [Check(str(path), str(error), failed=True)]
-    return [Check(str(path), "valid"), *(Check(finding.rule, finding.message) for finding in findings)]
+    missing = []
+    if config.model.quantization != "none" and _version("bitsandbytes") is None:
+        needed = f"not installed, and model.quantization {config.model.quantization} needs it: pip install bitsandbytes"
+        missing = [Check("bitsandbytes", needed, failed=True)]
+    return [Check(str(path), "valid"), *missing, *(Check(finding.rule, finding.message) for finding in findings)]
 
 
 def prove_learning() -> Check:

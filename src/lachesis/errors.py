@@ -80,6 +80,10 @@ class TrainingError(LachesisError):
     exit_code = 10
 
 
+class StopRequested(LachesisError):
+    """No failure: the run was asked to stop while it waited. The loop saves what there is and ends."""
+
+
 class DependencyError(LachesisError):
     """An optional dependency that the configuration needs is not installed."""
 

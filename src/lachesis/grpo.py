@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,10 +14,9 @@ from urllib.parse import urlsplit
 import httpx
 from rich.console import Console
 
-from lachesis.config.dialects.atropos import TRAINER
-from lachesis.config.dialects.table import Entry
-from lachesis.config.load import LoadedConfig, load_argv
-from lachesis.config.schema import HttpEngineConfig, LachesisConfig
+from lachesis.config.dialects.atropos_help import help_text
+from lachesis.config.load import load_argv
+from lachesis.config.schema import HttpEngineConfig, LachesisConfig, LoraAdapter
 from lachesis.engines.control import server_url
 from lachesis.errors import ConfigError, EngineError
 from lachesis.metrics.base import run_paths
@@ -29,27 +29,6 @@ HELP_FLAGS = ("--help", "-h")
 # What the documents print while training; said by the bridges, the engine's client and the source.
 _LINES = ("[", "Exported ", "Attached ")
 _HEALTH_S = 5.0
-
-_GROUPS: Mapping[str, Sequence[str]] = {
-    "Model": ("model", "dtype", "device"),
-    "Weights to vLLM": (
-        "weight-bridge-mode", "single-copy", "vllm", "gpu-memory-utilization", "max-model-len", "nccl", "trainer-rank",
-        "world-size", "init-method", "num-inference-nodes",
-    ),
-    "Atropos API": ("atropos-url", "batch-size", "gradient-accumulation-steps", "seq-len"),
-    "Training": (
-        "training-steps", "learning-rate", "lr", "warmup-steps", "optimizer", "adafactor", "kl-coef", "clip-eps",
-        "train-layer-indices",
-    ),
-    "LoRA": ("lora",),
-    "Output": ("save-path", "checkpoint-interval", "use-wandb", "wandb", "log-dir", "debug-loading", "benchmark"),
-}  # fmt: skip
-_OWN = """\
-Here
-  --resume                       go on from the last checkpoint in --save-path
-  --overwrite                    replace a run that is there already
-  --set KEY=VALUE                a key of Lachesis's own, as in --set evaluation.every_steps=10
-  --help                         this"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +126,21 @@ def require_server(config: LachesisConfig) -> None:
         try:
             httpx.get(f"{url}/health", timeout=_HEALTH_S, trust_env=False).raise_for_status()
         except httpx.HTTPError as error:
-            lora = " --enable-lora" if config.bridge.kind.startswith("lora") else ""
             port = urlsplit(url).port or 80
             raise EngineError(
                 f"External vLLM server required on port {port}: {url}/health does not answer ({error})",
-                remedy=f"start it with `lachesis serve --model {config.model.path} --port {port}{lora}`",
+                remedy=f"start it with `{_serve_command(config, port=port)}`",
             ) from error
+
+
+def _serve_command(config: LachesisConfig, *, port: int) -> str:
+    """What starts a server that this trainer can use."""
+    words = ["lachesis", "serve", "--model", config.model.path, "--port", str(port)]
+    if config.model.dtype != "auto":
+        words += ["--dtype", config.model.dtype]
+    if isinstance(config.adapter, LoraAdapter) and config.bridge.kind.startswith("lora"):
+        words += ["--enable-lora", "--max-lora-rank", str(config.adapter.r)]
+    return shlex.join(words)
 
 
 @contextmanager
@@ -198,30 +186,3 @@ def benchmark(run_dir: Path, *, mode: str) -> str:
         lines.append(f"  {title}: mean {fmean(values):.3f} {unit}, max {max(values):.3f} {unit}{total}")
         lines.append(f"    [{', '.join(f'{value:.3f}' for value in values)}]")
     return "\n".join(lines)
-
-
-def help_text() -> str:
-    """Every flag of the Atropos trainer with the key that it sets, in groups, and our own."""
-    left = dict(TRAINER.entries)
-    parts = ["Usage: lachesis grpo --model-name MODEL [FLAGS]", ""]
-    parts += ["Trains with the Atropos trainer's flags; dashes and underscores are the same.", ""]
-    for group, prefixes in _GROUPS.items():
-        names = [name for name in left if any(name == p or name.startswith(f"{p}-") for p in prefixes)]
-        parts += _group(group, [left.pop(name) for name in names])
-    parts += _group("Other", list(left.values()))
-    return "\n".join([*parts, _OWN])
-
-
-def _group(title: str, entries: Sequence[Entry]) -> list[str]:
-    if not entries:
-        return []
-    return [title, *(f"  --{entry.name:<28} {_meaning(entry)}" for entry in entries), ""]
-
-
-def _meaning(entry: Entry) -> str:
-    return "; ".join(part for part in (entry.path, entry.note) if part)
-
-
-def loaded_flags(asked: Invocation, *, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """The configuration of a command line in the trainer's flags, ours applied last."""
-    return load_argv(asked.flags, overrides=[*overrides, *asked.overrides])

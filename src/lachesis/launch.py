@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,13 +22,13 @@ import httpx
 from rich.console import Console
 
 from lachesis.build_engine import server_urls
-from lachesis.config.load import LoadedConfig, load_config
+from lachesis.config.dialects import ManagedEngine
+from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.schema import (
     ApiServiceConfig,
     AtroposSource,
     EmbeddedEngineConfig,
     EnvironmentServiceConfig,
-    HttpEngineConfig,
     LachesisConfig,
 )
 from lachesis.deadline import Deadline
@@ -36,20 +36,30 @@ from lachesis.engines.process import EngineProcess, check_port_free
 from lachesis.env_cli import find
 from lachesis.environments.flags import parse_options
 from lachesis.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError
-from lachesis.grpo import Invocation, Say, benchmark, documented_lines, loaded_flags, split_words
+from lachesis.grpo import Invocation, Say, benchmark, documented_lines, split_words
 from lachesis.run import RunSummary, train
 
 logger = logging.getLogger("lachesis")
 
 HELP = """\
 Usage: lachesis run CONFIG [--set KEY=VALUE] [--resume] [--overwrite]
-       lachesis run --model-name MODEL --environment NAME [FLAGS of lachesis grpo]
+       lachesis run --model-name MODEL --environment NAME [FLAGS]
 
-Starts the rollout API, the engine, the environment of the section `services` and the trainer, and stops them.
-With flags the engine is started here too (--engine vllm or embedded), weights are shared with it unless
---weight-bridge-mode says otherwise, and --environment-args "..." has flags of the environment.
-With --atropos-url the API is one that runs already."""
+Starts the rollout API, the engine, an environment and the trainer, each with a log of its own in logs/ of the run
+directory, and stops them all at the end.
 
+With a configuration, source.kind is atropos, engine says what generates, and services what else is started:
+`lachesis explain services` lists its keys.
+
+With flags
+  --environment NAME         arithmetic, gsm8k, calculator, FILE.py:CLASS or module.CLASS; none is started if unset
+  --environment-args "..."   Its flags; `lachesis env NAME --help` lists them.
+  --engine vllm|embedded     What generates; vllm if unset.
+  --atropos-url URL          A rollout API that runs already; if unset one is started on port 8002.
+  --weight-bridge-mode MODE  How new weights reach the engine; shared_vllm if unset.
+  ...                        All other flags of `lachesis grpo --help`."""
+
+_ENGINES: Mapping[str, ManagedEngine] = {"vllm": "vllm", "embedded": "embedded_server"}
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
 _HEALTH_S = 2.0
 _LOOK_S = 0.1
@@ -267,26 +277,15 @@ def load_words(asked: Invocation) -> LoadedConfig:
     names = {flag[2:].partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("--")}
     if not names & {"weight-bridge-mode", "single-copy"}:
         flags += ["--weight-bridge-mode", "shared_vllm"]
-    asked = Invocation(tuple(flags), overrides=asked.overrides, values=asked.values)
-    overrides = _engine_overrides(asked)
-    if "atropos-url" in names:
-        overrides.append("services.api=null")
+    overrides = [] if "atropos-url" not in names else ["services.api=null"]
     if (environment := asked.value("environment")) is not None:
         overrides.append(f"services.environment.name={environment}")
         words = (asked.value("environment-args") or "").split()
         overrides.append(f"services.environment.args={words!r}")
-    return loaded_flags(asked, overrides=overrides)
-
-
-def _engine_overrides(asked: Invocation) -> list[str]:
-    """An engine of the run's own in place of one that runs already, on the same port."""
-    kinds = {"vllm": "vllm", "embedded": "embedded_server"}
     chosen = asked.value("engine") or "vllm"
-    if chosen not in kinds:
-        raise ConfigError(f"--engine is {chosen!r}", remedy=f"choose {' or '.join(kinds)}")
-    engine = loaded_flags(Invocation(asked.flags)).config.engine
-    port = urlsplit(engine.urls[0]).port if isinstance(engine, HttpEngineConfig) else getattr(engine, "port", 9001)
-    return [f"engine={{kind: {kinds[chosen]}, port: {port}}}"]
+    if chosen not in _ENGINES:
+        raise ConfigError(f"--engine is {chosen!r}", remedy=f"choose {' or '.join(_ENGINES)}")
+    return load_argv(flags, overrides=[*overrides, *asked.overrides], engine=_ENGINES[chosen])
 
 
 def check_services(config: LachesisConfig) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
+from lachesis.bridges.proof import QUANTIZED_TOLERANCE
 from lachesis.config.schema import LachesisConfig
+from lachesis.metrics.health_types import Limits
 from lachesis.pipeline.scoring import AdvantageFunction
 from lachesis.train.advantage import group_advantages
 from lachesis.train.loss_options import LossOptions
@@ -14,6 +17,8 @@ from lachesis.types import SamplingParams
 
 # CISPO bounds the ratio itself, and PPO's 0.2 in its place would make the weight a constant; 5 is usual.
 CISPO_EPSILON_HIGH = 5.0
+# Mean logprobs of NF4 and whole weights are about 0.1 nats apart; with int8 the usual limit holds.
+NF4_LOGPROB_DIFF = 0.3
 
 
 def steps(config: LachesisConfig) -> int:
@@ -93,3 +98,12 @@ def advantage_function(config: LachesisConfig) -> AdvantageFunction:
         ).tolist()
 
     return compute
+
+
+def health_limits(config: LachesisConfig) -> Limits:
+    """From where on a run says that trainer and engine disagree: later where only one has quantized base weights."""
+    kind = config.model.quantization
+    if kind == "none" or config.engine.kind == "embedded":
+        return Limits()
+    wider = Limits(canary_error=QUANTIZED_TOLERANCE[kind] / 2)
+    return wider if kind == "int8" else replace(wider, logprob_diff=NF4_LOGPROB_DIFF)

@@ -57,7 +57,8 @@ class Recovery:
         logger.warning("the engine died; starting it again with weight version %d", bridge.version)
         if not bridge.capabilities.owns_engine:  # those start it in their transfer
             deadline = Deadline("the engine's second start", self._start_s, "deadlines.engine_start_s")
-            side.owned.restart(deadline=deadline)
+            with deadline.waiting():
+                side.owned.restart(deadline=deadline)
         bridge.renew()
         bridge.sync(bridge.version)
 

@@ -32,7 +32,7 @@ from lachesis.config.load import LoadedConfig, dump_config
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import with_steps
-from lachesis.errors import CheckpointError, EngineError, LachesisError
+from lachesis.errors import CheckpointError, EngineError, LachesisError, StopRequested
 from lachesis.files import write_atomic
 from lachesis.metrics.base import Sink
 from lachesis.metrics.console import ConsoleSink
@@ -44,12 +44,12 @@ from lachesis.metrics.tape import TapeSink, TokenTexts, token_texts
 from lachesis.metrics.telemetry import Telemetry
 from lachesis.metrics.tensorboard import TensorBoardSink
 from lachesis.metrics.wandb import WandbSink
-from lachesis.options import loss_options, steps
+from lachesis.options import health_limits, loss_options, steps
 from lachesis.pipeline.feed import Feed
 from lachesis.recovery import RecoveringEvaluation, RecoveringFeed, Recovery
 from lachesis.rollouts.atropos_watch import EngineWatch
 from lachesis.rollouts.imports import load_function
-from lachesis.rundir import RunDirectory, cannot_write, claim_run
+from lachesis.rundir import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager, save_model
 from lachesis.train.loop import Evaluation, Trainer
@@ -101,7 +101,8 @@ def train(
         resume: go on from the last checkpoint in the run directory.
         overwrite: replace a run that is there already, once all parts of the new one are built.
         console: where progress is shown; ``None`` shows nothing.
-        stop_requested: asked after each step; True saves a checkpoint and ends the run early.
+        stop_requested: asked after each step, and while environments are waited for; True saves a checkpoint and
+            ends the run early.
         companions: started once the run directory is there, stopped at the end.
 
     Raises:
@@ -109,7 +110,8 @@ def train(
             checkpoint is kept.
     """
     config = loaded.config
-    for finding in [*loaded.findings, *check(config)]:
+    findings = [*loaded.findings, *check(config)]
+    for finding in findings:
         logger.log(logging.INFO if finding.level == "note" else logging.WARNING, "%s", finding.message)
     run = claim_run(Path(config.run.dir) / config.run.name, resume=resume, overwrite=overwrite)
     seed_everything(config.run.seed)
@@ -117,9 +119,13 @@ def train(
         load_function(config.run.setup)(config.model.path)
     with ExitStack() as closing:
         # Everything that can be wrong with the input shows here, before the run directory is touched.
-        config, parts = build_parts(config, run=run, closing=closing, companions=companions)
+        config, parts = build_parts(
+            config, run=run, closing=closing, stop_requested=stop_requested, companions=companions
+        )
         policy = parts.policy
         with begin_run(run, config, resume=resume) as log:
+            for finding in findings:
+                log.print(f"{finding.level}: {finding.message}", markup=False)
             run.update(owner=parts.place.owner)
             parts.side.keep_log(run.files["logs"] / "engine.log")
             checkpoints = RunCheckpoints(
@@ -166,7 +172,12 @@ class Parts:
 
 
 def build_parts(
-    config: LachesisConfig, *, run: RunDirectory, closing: ExitStack, companions: Companions | None
+    config: LachesisConfig,
+    *,
+    run: RunDirectory,
+    closing: ExitStack,
+    stop_requested: Callable[[], bool],
+    companions: Companions | None,
 ) -> tuple[LachesisConfig, Parts]:
     """Load the data, start the engine, build the policy on it. ``closing`` gets what has to be closed.
 
@@ -179,7 +190,8 @@ def build_parts(
     loss_options(config)
     problems, held_out = load_data(config)
     config = with_steps(config, problems=len(problems))
-    rewarder = None if config.source.kind == "atropos" else build_rewarder(config)
+    environments = config.source.kind == "atropos"
+    rewarder = None if environments and not held_out else build_rewarder(config)
     if rewarder is not None:
         closing.callback(rewarder.close)
     place = run_place(run)
@@ -188,12 +200,13 @@ def build_parts(
     bridge = side.bridge
     policy = bridge.prepare(partial(build_policy, config, weights=side.weights))
     feed: Feed[Batch]
-    if rewarder is None:
+    if environments or rewarder is None:
+        stop = partial(raise_if_asked, stop_requested)
         feed = build_atropos_feed(
             config,
             policy=policy,
             run_dir=place.directory,
-            watch=partial(watch_over, side, EngineWatch(bridge.engine), companions),
+            watch=partial(watch_over, side, EngineWatch(bridge.engine, watch=stop), companions, stop),
             reachable=companions is None or not companions.starts_api,
         )
     else:
@@ -206,12 +219,19 @@ def build_parts(
         recovery = bridge.recover = Recovery(side, start_s=config.deadlines.engine_start_s)
         feed = RecoveringFeed(feed, recovery=recovery)
         evaluation = RecoveringEvaluation(evaluation, recovery=recovery)
-    names = () if rewarder is None else rewarder.names
+    names = () if environments or rewarder is None else rewarder.names
     return config, Parts(place, side, policy, feed, evaluation, names)
 
 
-def watch_over(side: EngineSide, engine: EngineWatch, companions: Companions | None) -> None:
-    """Raise EngineError where the engine or a companion has died, so that a batch would be waited for in vain."""
+def raise_if_asked(stop_requested: Callable[[], bool]) -> None:
+    """Raise StopRequested where the run is to end."""
+    if stop_requested():
+        raise StopRequested("the run was asked to stop while it waited for environments")
+
+
+def watch_over(side: EngineSide, engine: EngineWatch, companions: Companions | None, stop: Callable[[], None]) -> None:
+    """Raise where a batch would be waited for in vain: ``stop`` does, or the engine or a companion has died."""
+    stop()
     if side.owned is None:
         engine()
     elif side.owned.died(within_s=0.0):
@@ -234,7 +254,7 @@ def run_to_end(
     run: RunDirectory, config: LachesisConfig, *, trainer: Trainer, start: int, hub: MetricsHub
 ) -> RunSummary:
     """Train to the end (or until asked to stop), save the model, close the sinks."""
-    run.update(status="running", step=start)
+    run.update(status="running", step=start, steps=steps(config))
     started = time.perf_counter()
     step = trainer.train(start=start, steps=steps(config))
     seconds = time.perf_counter() - started
@@ -258,7 +278,8 @@ def begin_run(run: RunDirectory, config: LachesisConfig, *, resume: bool) -> Ite
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
-        yield Console(file=handler.stream, width=1000, highlight=False, soft_wrap=True)
+        with live_file(run.files["live"]):
+            yield Console(file=handler.stream, width=1000, highlight=False, soft_wrap=True)
     except BaseException as error:
         full = isinstance(error, OSError) and error.errno in DISK_FULL
         failure = cannot_write(run.path, error) if full else error
@@ -323,7 +344,7 @@ def build_sinks(
         for console in consoles
         if console is not None
     ]
-    monitor = HealthMonitor()
+    monitor = HealthMonitor(limits=health_limits(config))
     if resume_step is not None:
         # What was reached before counts when a fall from the best accuracy is looked for.
         for result in read_metrics(files["metrics"]).evaluations:

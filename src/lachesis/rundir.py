@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+import socket
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lachesis.deadline import Wait, waits_now
 from lachesis.errors import CheckpointError, ConfigError
 from lachesis.files import write_atomic
 from lachesis.metrics.base import run_paths
+
+logger = logging.getLogger("lachesis")
+
+# How long a wait has to last to be named in live.json, and how often that is written even where nothing has changed,
+# as a sign of life: seconds.
+_WORTH_NAMING_S = 1.0
+_SIGN_OF_LIFE_S = 30.0
 
 
 @dataclass
@@ -41,7 +54,14 @@ class RunDirectory:
             self.files["logs"].mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise cannot_write(self.path, error) from error
-        self.update(status="starting", pid=os.getpid(), started=self.state.get("started", time.time()))
+        now = time.time()
+        self.update(
+            status="starting",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            started=self.state.get("started", now),
+            began=now,
+        )
 
     def update(self, **changes: Any) -> None:
         """Change state.json.
@@ -54,6 +74,67 @@ class RunDirectory:
             write_atomic(self.files["state"], json.dumps(self.state, indent=2) + "\n")
         except OSError as error:
             raise cannot_write(self.path, error) from error
+
+
+@contextmanager
+def live_file(path: Path, *, every_s: float = 1.0) -> Iterator[None]:
+    """Within it a thread looks every ``every_s`` seconds what this process waits for, and writes it to ``live.json``.
+
+    It is written when the waits change, also while the caller is blocked, and removed at the end. A process that is
+    killed leaves it behind: what it waited for last.
+    """
+    ended = threading.Event()
+    loop = threading.get_ident()
+    thread = threading.Thread(target=_keep_live, args=(path, loop, every_s, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=5.0)  # longer only where the disk hangs
+        with suppress(OSError):  # left there they are those of a run that has ended, which nobody reads
+            path.unlink(missing_ok=True)
+            _half_written(path).unlink(missing_ok=True)
+
+
+def _keep_live(path: Path, loop: int, every_s: float, ended: threading.Event) -> None:
+    said: tuple[Wait, ...] | None = None
+    said_at = 0.0
+    while True:
+        waits = tuple(wait for wait in waits_now() if wait.deadline.elapsed_s() >= _WORTH_NAMING_S)
+        if waits != said or time.monotonic() - said_at >= _SIGN_OF_LIFE_S:
+            try:
+                _write_live(path, waits, loop=loop)
+            except OSError as error:
+                logger.warning(
+                    "%s cannot be written, so `lachesis status` does not know what is waited for: %s", path, error
+                )
+                return
+            said, said_at = waits, time.monotonic()
+        if ended.wait(every_s):
+            return
+
+
+def _write_live(path: Path, waits: tuple[Wait, ...], *, loop: int) -> None:
+    now = time.time()
+    lines = [
+        {
+            "name": wait.deadline.name,
+            "since": now - wait.deadline.elapsed_s(),
+            "limit_s": wait.deadline.limit_s,
+            "setting": wait.deadline.setting,
+            "background": wait.thread != loop,
+        }
+        for wait in waits
+    ]
+    # Whole or not at all for readers, but not forced to disk: a power cut takes the process with it.
+    temporary = _half_written(path)
+    temporary.write_text(json.dumps({"pid": os.getpid(), "time": now, "waits": lines}) + "\n")
+    os.replace(temporary, path)
+
+
+def _half_written(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:

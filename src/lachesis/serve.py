@@ -100,7 +100,12 @@ def serve(options: ServeOptions, *, on_ready: OnReady) -> None:
 
 
 def config_options(
-    path: Path, *, overrides: Sequence[str] = (), port: int | None = None, arguments: Sequence[str] = ()
+    path: Path,
+    *,
+    overrides: Sequence[str] = (),
+    served_by: EngineName | None = None,
+    port: int | None = None,
+    arguments: Sequence[str] = (),
 ) -> tuple[ServeOptions, LoadedConfig]:
     """The server that a training configuration names, in any dialect.
 
@@ -110,6 +115,7 @@ def config_options(
     Args:
         path: the configuration.
         overrides: of the form ``a.b=c``.
+        served_by: what generates, instead of what the configuration says.
         port: to listen on, instead of the configuration's; tells which where several servers are named.
         arguments: handed on to ``vllm serve``.
 
@@ -151,6 +157,13 @@ def config_options(
                 f"{path}: engine.kind is embedded, so the trainer generates itself and there is no server to start",
                 remedy="set engine.kind to http, vllm or embedded_server",
             )
+    if served_by is not None and served_by != options.engine:
+        # A share of a GPU and flags of vLLM mean nothing to the embedded engine, and its device nothing to vLLM.
+        device = config.model.device if served_by == "embedded" else None
+        options = replace(
+            options, engine=served_by, device=device, gpu_memory_utilization=None, tensor_parallel_size=None,
+            arguments=tuple(arguments),
+        )  # fmt: skip
     return (options if port is None else replace(options, port=port)), loaded
 
 

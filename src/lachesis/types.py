@@ -11,10 +11,13 @@ Message = Mapping[str, Any]
 
 
 class VersionSpan(NamedTuple):
-    """Weight versions under which the first and the last token of a sequence were sampled."""
+    """Weight versions under which the first and the last token of a sequence were sampled; -1 where not known."""
 
     first: int
     last: int
+
+
+UNKNOWN_VERSIONS = VersionSpan(-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +117,24 @@ class Sample:
 class Group:
     """All completions of one prompt: the unit that rewards, advantages and filters work on.
 
-    ``replayed`` groups were trained on before and come from the replay buffer.
+    A group from the replay buffer, which was trained on before, has in ``replaces`` the one without signal whose
+    place in the batch it takes: what was generated for this step, and not what was chosen for it, says how good the
+    policy is.
     """
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-    replayed: bool = False
+    replaces: Group | None = None
+
+    @property
+    def replayed(self) -> bool:
+        """Whether it comes from the replay buffer."""
+        return self.replaces is not None
+
+    @property
+    def generated(self) -> Group:
+        """The group that was generated for this place in the batch."""
+        return self if self.replaces is None else self.replaces
 
     @property
     def rewards(self) -> tuple[float | None, ...]:

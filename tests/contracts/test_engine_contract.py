@@ -109,6 +109,15 @@ def test_no_requests_give_no_results(engine):
     assert generate(engine) == []
 
 
+def test_each_request_is_told_of_once_with_what_is_returned(engine):
+    told: dict[int, list[list[Completion]]] = {}
+    requests = [GenerationRequest(PROMPT, SamplingParams(limit), n=n, seed=n) for limit, n in ((6, 1), (2, 9), (4, 3))]
+    results = engine.generate(
+        requests, deadline=soon(), finished=lambda index, answer: told.setdefault(index, []).append(answer)
+    )
+    assert told == {index: [answer] for index, answer in enumerate(results)}
+
+
 def test_completions_are_whole(engine):
     engine.set_version(3)
     requests = [GenerationRequest(PROMPT, SamplingParams(limit), n=4, seed=limit) for limit in (1, 6)]

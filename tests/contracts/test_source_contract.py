@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lachesis.rollouts.base import RolloutSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards import NamedReward, Rewarder
+from lachesis.rollouts.streaming import StreamingSource
 from lachesis.types import Group, Prompt, SamplingParams
 from tests.fakes import FakeEngine
 
@@ -38,9 +40,15 @@ class Factory:
     build: Callable[..., RolloutSource]
 
 
-def build_local(*, engine: Engine | None = None, reward: Reward = by_length, seed: int = 0) -> RolloutSource:
+def build_local(
+    *,
+    engine: Engine | None = None,
+    reward: Reward = by_length,
+    seed: int = 0,
+    build: Callable[..., RolloutSource] = LocalSource,
+) -> RolloutSource:
     prompts = [Prompt(id=str(i), token_ids=(i + 3, 9), text=f"p{i}", columns={"answer": i}) for i in range(PROMPTS)]
-    return LocalSource(
+    return build(
         stream=PromptStream(prompts, seed=seed),
         engine=engine or FakeEngine(),
         rewarder=Rewarder([NamedReward("by_length", reward)]),
@@ -51,7 +59,10 @@ def build_local(*, engine: Engine | None = None, reward: Reward = by_length, see
     )
 
 
-SOURCES = [Factory("local", build_local)]
+SOURCES = [
+    Factory("local", build_local),
+    Factory("local, streaming", partial(build_local, build=partial(StreamingSource, min_groups=2))),
+]
 
 
 @pytest.fixture(params=SOURCES, ids=lambda factory: factory.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import yaml
 
 from lachesis.environments.arithmetic import problems
 from lachesis.metrics.tape import read_groups, tape_files
-from tests.e2e.runs import environment
+from tests.e2e.runs import environment, metrics, rewards
 from tests.tiny import EOS_ID, tiny_model, tiny_tokenizer
 
 # So many problems are learned by heart, half-way, before training begins.
@@ -28,8 +29,11 @@ START_REWARD = 0.2
 GROUP, BATCH, RANK = 8, 256, 16
 
 
-def write_model(directory: Path) -> Path:
-    """A model that answers the first PROBLEMS sums right about START_REWARD of the time."""
+def write_model(directory: Path, **sizes: int) -> Path:
+    """A model that answers the first PROBLEMS sums right about START_REWARD of the time.
+
+    ``sizes`` are fields of its configuration.
+    """
     tokenizer = tiny_tokenizer()
     train, _ = problems(seed=0)
     prompts = [tokenizer.encode(item.prompt) for item in train[:PROBLEMS]]
@@ -39,7 +43,7 @@ def write_model(directory: Path) -> Path:
     for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         input_ids[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
         labels[i, len(prompt) : len(prompt) + len(answer)] = torch.tensor(answer)
-    model = tiny_model(hidden_size=64, intermediate_size=128)
+    model = tiny_model(**{"hidden_size": 64, "intermediate_size": 128} | sizes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(1000):
         log_p = model(input_ids=input_ids).logits[:, :-1].log_softmax(-1)
@@ -82,6 +86,10 @@ class Stage:
         return f"http://127.0.0.1:{self.engine_port}"
 
     @property
+    def sessions(self) -> Path:
+        return self.directory / "sessions"
+
+    @property
     def run_dir(self) -> Path:
         return self.directory / "runs" / "job"
 
@@ -116,7 +124,7 @@ class Stage:
     def start(self, name: str, *words: str | Path, python: Sequence[str] = (sys.executable, "-m", "lachesis")) -> None:
         """A process with a log of its own, which goes on where it was started before."""
         log = (self.directory / f"{name}.log").open("a")
-        sessions = {"LACHESIS_SESSION_DIR": str(self.directory / "sessions")}
+        sessions = {"LACHESIS_SESSION_DIR": str(self.sessions)}
         with log:
             self.processes[name] = subprocess.Popen(
                 [*python, *map(str, words)],
@@ -222,6 +230,23 @@ def trained_ids(run_dir: Path) -> list[str]:
     return [group.prompt.id for _, path in steps for group in read_groups(path)]
 
 
+def assert_learned(run_dir: Path, *, steps: int) -> None:
+    """Whole batches, each used once; finite losses; true logprobs; and a mean reward that rose by 0.2."""
+    done = [line.values for line in metrics(run_dir).steps]
+    assert len(done) == steps and all(math.isfinite(step["loss"]) for step in done)
+    # Before the first update the logprobs that came through the environment are the trainer's own, token by token.
+    assert abs(done[0]["mean_ratio"] - 1) < 1e-3 and done[0]["mean_kl"] < 1e-6
+    assert not any(step["groups_without_logprobs"] or step["dropped_groups"] for step in done)
+    assert [step["weight_version"] for step in done] == list(range(1, steps + 1))
+    batches = [
+        tuple((sample.completion_ids, sample.logprobs) for group in read_groups(path) for sample in group.samples)
+        for path in tape_files(run_dir / "rollouts").values()
+    ]
+    assert [len(batch) for batch in batches] == [BATCH] * steps and len(set(batches)) == steps
+    values = rewards(run_dir)
+    assert sum(values[-4:]) / 4 - sum(values[:2]) / 2 >= 0.2, values
+
+
 def answers(url: str) -> bool:
     try:
         return httpx.get(url, timeout=5, trust_env=False).is_success
@@ -229,7 +254,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 60) -> None:
+def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 180) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, f"{what} did not come"

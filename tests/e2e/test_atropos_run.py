@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.atropos_runs import BATCH, GROUP, PROBLEMS, Stage, stage, trained_ids, wait_for, write_model
+from tests.e2e.atropos_runs import (
+    BATCH,
+    GROUP,
+    PROBLEMS,
+    Stage,
+    answers,
+    assert_learned,
+    stage,
+    trained_ids,
+    wait_for,
+    write_model,
+)
 from tests.e2e.runs import rewards, state
+from tests.original import RUN_API, needs_original
 
-ORIGINAL = os.environ.get("ATROPOS_PYTHON")
 STEPS = {"shared_vllm": 26, "lora_only": 30, "lora_nccl": 30, "none": 22}
 
 
@@ -62,19 +72,23 @@ def test_the_flags_of_the_atropos_trainer_do_the_same(model: Path, tmp_path: Pat
         assert "step_times: mean" in said
 
 
-@pytest.mark.skipif(ORIGINAL is None, reason="ATROPOS_PYTHON names no Python with the original atroposlib")
+@needs_original
+@pytest.mark.timeout(900)
 def test_the_original_run_api_will_do(model: Path, tmp_path: Path):
-    with stage(tmp_path, model=model, mode="lora_only", steps=24) as job:
-        assert ORIGINAL is not None
-        command = [ORIGINAL, str(Path(ORIGINAL).parent / "run-api")]
-        job.start("api", "--host", "127.0.0.1", "--port", str(job.api_port), python=command)
+    """Environment and trainer on it, by the plain protocol."""
+    steps = 16
+    with stage(tmp_path, model=model, mode="lora_nccl", steps=steps) as job:
+        job.start("api", "--host", "127.0.0.1", "--port", str(job.api_port), python=RUN_API)
+        wait_for(lambda: answers(f"{job.api_url}/info"), "the API")
         job.start_engine()
-        job.start_environment()
-        job.start_trainer(job.write_config())
-        assert job.wait_trainer() == 0, job.log("trainer")
-        assert rise(job.run_dir) >= 0.2, rewards(job.run_dir)
-        ids = trained_ids(job.run_dir)
-        assert len(ids) == len(set(ids)) == 24 * BATCH // GROUP
+        # In this order, because the trainer takes longest to start and an environment does not wait for ever.
+        job.start_grpo()
+        job.start_environment("--env.linger", "1")
+        assert job.wait_trainer(timeout_s=600) == 0, job.log("trainer")
+        assert "plain protocol" in job.log("trainer")
+        assert_learned(job.run_dir, steps=steps)
+        assert job.processes["env"].wait(300) == 0, job.log("env")
+        assert "the trainer has taken its" in job.log("env")
 
 
 def test_each_may_be_killed_and_no_group_is_lost_or_trained_on_twice(model: Path, tmp_path: Path):

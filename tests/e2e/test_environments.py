@@ -20,6 +20,7 @@ from tests.e2e.runs import environment
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.api.processes import Server, ours
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "environments"
 CODE = """
 import sys
 from lachesis import env_cli
@@ -198,6 +199,31 @@ def test_an_environment_of_ones_own(url: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (group,) = [json.loads(line) for line in (tmp_path / "data" / "mine.jsonl").read_text().splitlines()]
     assert group["scores"] == [float(len(tokens)) for tokens in group["tokens"]]
+
+
+def test_the_examples(url: str, tmp_path: Path) -> None:
+    """One answer a problem, and several turns whose hints are not trained on."""
+    flags = [f"--openai.base_url={url}", "--env.total_steps=2"]
+    done = run(tmp_path, f"{EXAMPLES / 'largest.py'}:Largest", "process", *flags, "--env.digits", "2")
+    assert done.returncode == 0, done.stderr
+    for line in (tmp_path / "data" / "largest.jsonl").read_text().splitlines():
+        group = json.loads(line)
+        (asked, answered), *_ = group["messages"]
+        assert len(asked["content"]) == 4 and answered["role"] == "assistant" and len(group["scores"]) == 8
+        assert all(score in (0.0, 0.5, 1.0) for score in group["scores"])
+
+    done = run(tmp_path, f"{EXAMPLES / 'guess.py'}:Guess", "process", *flags, "--env.max_turns", "3")
+    assert done.returncode == 0, done.stderr
+    for line in (tmp_path / "data" / "guess.jsonl").read_text().splitlines():
+        group = json.loads(line)
+        for messages, masks, logprobs in zip(
+            group["messages"], group["masks"], group["inference_logprobs"], strict=True
+        ):
+            given = [message["role"] != "assistant" for message in messages]
+            # A character is a token; what was given trains nothing and has no logprob.
+            lengths = [len(message["content"]) or 1 for message in messages]
+            expected = [own for own, length in zip(given, lengths, strict=True) for _ in range(length)]
+            assert [mask == -100 for mask in masks] == [logprob == 1.0 for logprob in logprobs] == expected
 
 
 def test_calculator_on_a_real_server(url: str, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def assert_equal_runs(found: Path, expected: Path) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_stopped_run_goes_on_exactly(tmp_path: Path, variant: str):
     if variant == "adamw_8bit":
-        pytest.importorskip("torchao")
+        pytest.importorskip("bitsandbytes")
     straight = run_here(write(tmp_path / "straight", variant))
     config = write(tmp_path / "stopped", variant)
     stopped = run_here(config, stop_after=6)
@@ -184,6 +184,65 @@ def test_kill_9_while_generating_loses_nothing_before_the_last_checkpoint(tmp_pa
     assert checkpoints(run_dir) == ["step_000004"]
     assert [line.step for line in metrics(run_dir).steps] == [1, 2, 3, 4, 5, 6]
     assert_equal_runs(run_here(config, resume=True).run_dir, straight)
+
+
+# One in nine completions is right, and nobody learns which: groups without signal and failures do not end.
+SELDOM = """
+import zlib
+if columns["trainer_state"].global_step >= 4 and os.environ.get("SEND_SIGNAL"):
+    send(signal.SIGKILL)
+return [float(zlib.crc32(bytes(ids)) % 9 == 0) for ids in columns["completion_ids"]]
+"""
+TOGETHER: dict[str, dict[str, dict[str, Any]]] = {
+    "replay, refill, reroll, iterations": {
+        "algorithm": {"num_iterations": 2},
+        # The checkpoint is in the middle of the batch after which prompts are tried again for the first time.
+        "pipeline": {"replay_size": 4, "refill_zero_signal": 1, "reroll_start_fraction": 0.5, "reroll_max_groups": 2},
+    },
+    "replay, refill, reroll, streaming, ema, sampler correction, scale by batch": {
+        "adapter": {"kind": "lora", "r": 4},
+        "algorithm": {
+            "beta": 0.1,
+            "kl_reference": "ema",
+            "ref_sync_steps": 2,
+            "sampler_correction": "token_truncate",
+            "scale_rewards": "batch",
+        },
+        "pipeline": {
+            "replay_size": 4,
+            "refill_zero_signal": 1,
+            "reroll_start_fraction": 0.25,
+            "reroll_max_groups": 2,
+            "streaming": True,
+        },
+    },
+}
+COUNTED = ("replayed_groups", "refilled_groups", "rerolled_groups")
+
+
+@pytest.mark.parametrize("features", TOGETHER)
+def test_what_works_together_goes_on_exactly_after_kill_9(tmp_path: Path, features: str):
+    """With streaming, as it would have without: the same batches, bit by bit."""
+    pipeline = TOGETHER[features]["pipeline"]
+
+    def written(name: str, pipeline: dict[str, Any]) -> Path:
+        (tmp_path / name).mkdir()
+        sections: dict[str, dict[str, Any]] = {
+            "run": {"steps": 8},
+            "sampling": {"num_generations": 4},
+            "rewards": {"functions": [write_reward(tmp_path / name, SELDOM)]},
+            "checkpoint": SECTIONS["checkpoint"] | {"every_steps": 3},  # with two iterations: between them
+        }
+        return write(tmp_path / name, **TOGETHER[features] | sections | {"pipeline": pipeline})
+
+    straight = run_here(written("straight", pipeline | {"streaming": False})).run_dir
+    config = written("killed", pipeline)
+    assert command("train", config, code=SENDING).code == -9
+    assert checkpoints(config.parent / "runs" / "proof") == ["step_000003"]
+    assert_equal_runs(run_here(config, resume=True).run_dir, straight)
+    soon_after = metrics(straight).steps[3:5]
+    for name in COUNTED:
+        assert sum(line.values[name] for line in soon_after) > 0, f"no {name}: nothing that was held mattered"
 
 
 MOMENTS = {

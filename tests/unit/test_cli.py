@@ -169,6 +169,13 @@ class TestErrors:
         assert answer.code == code
         assert answer.error == "error: it went wrong in [here] -> mend it"
 
+    def test_a_full_device_is_no_fault_of_ours(self, lachesis_command: Command, monkeypatch: pytest.MonkeyPatch):
+        full = type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory. Tried to allocate 2 GiB")
+        answer = failing(lachesis_command, monkeypatch, full)
+        assert answer.code == errors.TrainingError.exit_code
+        assert answer.error.startswith("error: the device's memory is full: CUDA out of memory.")
+        assert "-> lower batch.max_tokens_per_microbatch" in answer.error
+
     def test_a_fault_of_ours_asks_for_a_report(self, lachesis_command: Command, monkeypatch: pytest.MonkeyPatch):
         answer = failing(lachesis_command, monkeypatch, ZeroDivisionError("division by zero"))
         assert answer.code == 70

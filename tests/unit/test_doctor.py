@@ -96,6 +96,17 @@ class TestConfiguration:
         assert {one.subject for one in rest} == {finding.rule for finding in check(load_config(proof).config)}
         assert not any(one.failed for one in rest)
 
+    def test_a_package_that_it_needs_and_that_is_missing_is_a_failure(
+        self, proof: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        quantized = proof.read_text().replace("model:\n", "adapter: {kind: lora}\nmodel:\n  quantization: nf4\n")
+        proof.write_text(quantized)
+        assert not any(one.failed for one in inspect_config(proof))
+        without_package(monkeypatch, "bitsandbytes")
+        (failed,) = (one for one in inspect_config(proof) if one.failed)
+        assert failed.subject == "bitsandbytes"
+        assert "model.quantization nf4 needs it: pip install bitsandbytes" in failed.message
+
     def test_what_does_not_parse_is_a_failure(self, proof: Path):
         proof.write_text(proof.read_text() + "\nalgoritm: {}\n")
         (found,) = inspect_config(proof)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lachesis.config.dialects.atropos import TRAINER
+from lachesis.config.dialects.atropos_names import TRAINER
 from lachesis.config.load import load_argv
 from lachesis.errors import ConfigError, EngineError
 from lachesis.grpo import benchmark, documented_lines, grpo, help_text, require_server, split_words
@@ -34,10 +34,24 @@ def test_a_word_of_ours_without_its_value_is_refused():
 
 def test_help_has_every_flag_once():
     lines = help_text().splitlines()
-    flags = [line.split()[0] for line in lines if line.startswith("  --")]
+    flags = [
+        word.rstrip(",")
+        for line in lines
+        if line.startswith("  --")
+        for word in line.split("   ")[0].split()
+        if word.startswith("--")
+    ]
     assert set(flags) >= {f"--{name}" for name in TRAINER.entries}
     assert len(flags) == len(set(flags))
     assert {"Model", "Training", "LoRA", "Output"} <= set(lines)
+    assert max(map(len, lines)) <= 120
+
+
+def test_help_says_what_a_flag_means_and_which_key_it_sets():
+    text = " ".join(help_text().split())
+    assert "--learning-rate, --lr RATE Peak rate; if unset 1e-6, or 1e-5 with LoRA. [optimizer.learning_rate]" in text
+    assert "--training-steps STEPS Number of optimizer steps. [run.steps, default 10]" in text
+    assert "--world-size SIZE The launcher sets them: torchrun's RANK and WORLD_SIZE." in text
 
 
 def test_help_trains_nothing():
@@ -47,10 +61,19 @@ def test_help_trains_nothing():
 
 
 def test_a_server_that_does_not_run_is_named_with_the_command_that_starts_it():
-    config = load_argv(["--model-name", "m", "--weight-bridge-mode", "lora_only", "--vllm-port", "9"]).config
+    flags = ["--weight-bridge-mode", "lora_only", "--vllm-port", "9", "--lora-r", "32", "--dtype", "bfloat16"]
+    config = load_argv(["--model-name", "m", *flags]).config
     with pytest.raises(EngineError, match="External vLLM server required on port 9: ") as raised:
         require_server(config)
-    assert "lachesis serve --model m --port 9 --enable-lora" in raised.value.remedy
+    command = "lachesis serve --model m --port 9 --dtype bfloat16 --enable-lora --max-lora-rank 32"
+    assert raised.value.remedy == f"start it with `{command}`"
+
+
+def test_a_server_for_all_weights_needs_no_adapters():
+    config = load_argv(["--model-name", "m", "--single-copy", "--vllm-port", "9"]).config
+    with pytest.raises(EngineError) as raised:
+        require_server(config)
+    assert raised.value.remedy == "start it with `lachesis serve --model m --port 9`"
 
 
 def test_a_server_of_the_run_s_own_need_not_run_yet():

@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "lachesis"
 # From the top down; a room may import from rooms below it and from itself.
 ROOMS = [
     ("cli", "doctor", "__main__"),
-    ("env_cli", "launch", "grpo", "run", "serve", "recovery", "build", "build_engine", "options", "rundir"),
+    ("env_cli", "launch", "grpo", "run", "serve", "recovery", "build", "build_engine", "options", "rundir", "status"),
     ("config",),
     ("train",),
     ("bridges",),

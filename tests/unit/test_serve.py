@@ -157,6 +157,17 @@ class TestConfigurations:
         assert (options.gpu_memory_utilization, options.max_model_len, options.tensor_parallel_size) == (0.8, 256, 2)
         assert (options.enable_lora, options.max_lora_rank, options.url) == (True, 8, "http://127.0.0.1:8100")
 
+    def test_another_engine_than_the_files(self, configured: Callable[..., ServeOptions]):
+        options = configured(AXOLOTL, served_by="embedded", overrides=["vllm.enable_prefix_caching=true"])
+        assert (options.engine, options.device, options.port, options.max_model_len) == ("embedded", "auto", 8100, 512)
+        assert (options.enable_lora, options.max_lora_rank) == (True, 8)
+        assert (options.gpu_memory_utilization, options.tensor_parallel_size, options.arguments) == (None, None, ())
+        # What was asked for on the command line is not dropped, but refused where it is served.
+        assert configured(AXOLOTL, served_by="embedded", arguments=["--x"]).arguments == ("--x",)
+        embedded = f"{CANONICAL}engine: {{kind: embedded_server, port: 9009}}\nbridge: {{kind: reload}}\n"
+        options = configured(embedded, served_by="vllm")
+        assert (options.engine, options.device, options.port) == ("vllm", None, 9009)
+
 
 class TestStarting:
     @pytest.fixture
@@ -261,8 +272,10 @@ class TestCommands:
         path.write_text(f"{CANONICAL}engine: {{kind: vllm}}\nbridge: {{kind: reload}}\n")
         overrides = ["--set", "model.dtype=float16", "--set", f"run.dir={tmp_path / 'runs'}"]
         assert command("vllm-serve", str(path), *overrides, "--port", "9003", "--seed", "1")[0] == 0
-        (options,) = asked
+        assert command("vllm-serve", str(path), *overrides, "--engine", "embedded")[0] == 0
+        options, embedded = asked
         assert (options.port, options.dtype, options.arguments[-2:]) == (9003, "float16", ("--seed", "1"))
+        assert (options.engine, embedded.engine) == ("vllm", "embedded")
 
     @pytest.mark.parametrize(
         ("arguments", "code", "said"),

@@ -125,11 +125,12 @@ class Bridge(ABC, Generic[PolicyT]):
             limit_s=self._sync_s,
             setting="deadlines.sync_s",
         )
-        self._transfer(version, deadline=deadline)
-        # The canary goes through the engine's scheduler, which has to run for it.
-        resuming.close()
-        transferred = time.perf_counter()
-        error = self.proof.confirm(version=version) if self.proof is not None else None
+        with deadline.waiting():
+            self._transfer(version, deadline=deadline)
+            # The canary goes through the engine's scheduler, which has to run for it.
+            resuming.close()
+            transferred = time.perf_counter()
+            error = self.proof.confirm(version=version) if self.proof is not None else None
         deadline.check()
         self.last_report = SyncReport(
             version=version,

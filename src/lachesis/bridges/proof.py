@@ -10,6 +10,9 @@ from lachesis.types import CanaryReading
 
 # Largest absolute difference of a canary logprob between two code paths over the same weights, by dtype.
 TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
+# Of a trainer whose base weights are quantized and an engine whose are not: int8 moves a weight by about 0.6% of the
+# weights' deviation, NF4 by 9%. The transfer itself is then proved by the adapter's digests.
+QUANTIZED_TOLERANCE = {"none": 0.0, "int8": 0.5, "nf4": 4.0}
 
 Digests = Callable[[], Mapping[str, int]]
 
@@ -26,6 +29,7 @@ class SyncProof:
         engine: reads it under the engine's.
         session_id: the engine session this run works with.
         dtype: of the weights; sets the tolerance.
+        quantization: of the trainer's base weights where the engine has them unquantized; widens the tolerance.
         trainer_digests: digest by name of each tensor that was to be transferred, as the engine should hold it.
         engine_digests: the same of what the engine holds; both or neither.
         concurrent: read engine and trainer at the same time, for an engine with a model of its own.
@@ -39,6 +43,7 @@ class SyncProof:
         engine: Callable[[Sequence[int]], CanaryReading],
         session_id: str,
         dtype: str,
+        quantization: str = "none",
         trainer_digests: Digests | None = None,
         engine_digests: Digests | None = None,
         concurrent: bool = False,
@@ -47,7 +52,7 @@ class SyncProof:
         self._trainer = trainer
         self._engine = engine
         self._session_id = session_id
-        self._tolerance = TOLERANCE[dtype]
+        self._tolerance = max(TOLERANCE[dtype], QUANTIZED_TOLERANCE[quantization])
         self._trainer_digests = trainer_digests
         self._engine_digests = engine_digests
         self._concurrent = concurrent

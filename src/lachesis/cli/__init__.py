@@ -10,7 +10,7 @@ import typer
 
 from lachesis.cli import environments, inspection, serving, training
 from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, app, console, error_console, fail
-from lachesis.errors import LachesisError
+from lachesis.errors import LachesisError, TrainingError
 
 __all__ = [
     "app",
@@ -48,6 +48,9 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_SIGNALLED + signal.SIGPIPE)
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not loaded here
+            remedy = "lower batch.max_tokens_per_microbatch, then see `lachesis plan CONFIG` for what else takes memory"
+            fail(f"the device's memory is full: {error} -> {remedy}", error, code=TrainingError.exit_code)
         fail(
             f"{type(error).__name__}: {error} -> this is a fault of Lachesis or of a library; run again with "
             "`lachesis --traceback ...` and report it",

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -72,7 +72,7 @@ class ConsoleHandler(logging.Handler):
         target.print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")
 
 
-def fail(message: str, error: BaseException, *, code: int) -> None:
+def fail(message: str, error: BaseException, *, code: int) -> NoReturn:
     if Settings.traceback:
         error_console.print_exception()
     first, *rest = message.splitlines() or [""]

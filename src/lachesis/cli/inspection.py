@@ -27,6 +27,24 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) ->
     console.print(f"report: {shown(write_report(run_dir))}")
 
 
+@app.command()
+def status(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
+) -> None:
+    """Say how a run stands and what it waits for. Exit code 1 where it has ended unfinished, or was suspended."""
+    from lachesis.status import read_status, status_json, status_lines
+
+    found = read_status(run_dir)
+    if as_json:
+        console.print(status_json(found))
+    else:
+        for title, text in status_lines(found):
+            console.print(Text.assemble((f"{title:<11}", "bold"), text))
+    if not found.goes_on and found.state != "finished":
+        raise typer.Exit(1)
+
+
 @app.command("explain", context_settings={"ignore_unknown_options": True})
 def explain_command(
     key: Annotated[str, typer.Argument(help="A key of ours, or of Axolotl's, TRL's or Atropos'.")],

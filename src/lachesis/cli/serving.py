@@ -100,6 +100,9 @@ def vllm_serve(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="YAML file of a run, in our keys, Axolotl's or TRL's.")],
     overrides: Overrides = None,
+    engine: Annotated[
+        Literal["vllm", "embedded"] | None, typer.Option(help="What generates, instead of what the file says.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on, instead of the file's.")] = None,
 ) -> None:
     """Serve the model of a run, as its configuration says: its sections model, engine and vllm.
@@ -108,6 +111,8 @@ def vllm_serve(
     """
     from lachesis import serve as serving
 
-    options, loaded = serving.config_options(config, overrides=overrides or [], port=port, arguments=context.args)
+    options, loaded = serving.config_options(
+        config, overrides=overrides or [], served_by=engine, port=port, arguments=context.args
+    )
     log_findings(loaded.findings)
     serving.serve(options, on_ready=console.print)

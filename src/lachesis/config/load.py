@@ -11,7 +11,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lachesis.config.dialects import DialectName, recognize, translate, translate_argv
+from lachesis.config.dialects import (
+    DialectName,
+    ManagedEngine,
+    environment_findings,
+    recognize,
+    translate,
+    translate_argv,
+)
 from lachesis.config.dialects.axolotl_names import AXOLOTL
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document, apply_overrides, read_document, to_yaml
@@ -69,17 +76,23 @@ def load_config(path: str | Path, *, overrides: Sequence[str] = (), processes: i
     return LoadedConfig(config, base_dir, dialect=dialect, findings=tuple(translation.findings))
 
 
-def load_argv(argv: Sequence[str], *, overrides: Sequence[str] = ()) -> LoadedConfig:
+def load_argv(
+    argv: Sequence[str], *, overrides: Sequence[str] = (), engine: ManagedEngine | None = None
+) -> LoadedConfig:
     """The Atropos trainer's flags as a configuration; paths in them are relative to the current directory.
+
+    Args:
+        engine: what the run starts, as :func:`lachesis.config.dialects.translate_argv`.
 
     Raises:
         ConfigError: a flag is unknown, or its value wrong; the message lists every problem.
     """
-    translation = translate_argv(argv)
+    translation = translate_argv(argv, engine=engine)
     apply_overrides(translation.document, overrides)
     cwd = Path.cwd()
     config = resolve_all(validate(translation.document), base_dir=cwd, cwd=cwd, like_theirs=True)
-    return LoadedConfig(config, cwd, dialect="atropos", findings=tuple(translation.findings))
+    findings = (*translation.findings, *environment_findings(os.environ))
+    return LoadedConfig(config, cwd, dialect="atropos", findings=findings)
 
 
 def dump_config(config: LachesisConfig) -> str:

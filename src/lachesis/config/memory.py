@@ -13,7 +13,8 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.config.shape import DTYPE_BYTES, ModelShape
 
 Place = Literal["trainer", "engine"]
-_QUANTIZED_BYTES = {"int8": 1.0, "nf4": 0.56}  # nf4: half a byte, and a scale for each 64 weights
+# Of NF4: weights that share a scale, scales that share one in float32, and bytes of tables that each matrix has.
+_NF4_BLOCK, _NF4_SCALES, _NF4_TABLES = 64, 256, 1092
 # As in lachesis.train.head: one chunk of logits in float32, and its gradient.
 _CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
 
@@ -38,22 +39,21 @@ class Lengths:
 
 
 def trainable_parameters(config: LachesisConfig, shape: ModelShape) -> int:
-    """All of them, or the adapter's."""
+    """All of them, those of some layers, or the adapter's."""
     if config.adapter.kind == "none":
-        return shape.parameters
-    return shape.lora_parameters(rank=config.adapter.r, targets=config.adapter.targets)
+        chosen = config.model.train_layers
+        return shape.parameters if chosen is None else len(set(chosen)) * shape.layer_parameters
+    whole = shape.lora_parameters(rank=config.adapter.r, targets=config.adapter.targets)
+    return whole if config.adapter.layers is None else whole * len(set(config.adapter.layers)) // shape.layers
 
 
 def memory_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, device: str) -> list[Part]:
     """What the trainer and the engine hold, and when. ``device`` is ``cuda`` or ``cpu``."""
     width = weight_bytes(config, shape, device=device)
     trained = trainable_parameters(config, shape)
-    # peft keeps the adapters of 16-bit models in float32.
-    trained_width = 4 if config.adapter.kind == "lora" else width
-    quantized = _QUANTIZED_BYTES.get(config.model.quantization)
     parts = [
-        Part("weights", "trainer", "always", round(shape.parameters * (quantized or width))),
-        Part("gradients", "trainer", "training", trained * trained_width),
+        Part("weights", "trainer", "always", held_weights_bytes(config, shape, width=width)),
+        Part("gradients", "trainer", "training", trained * width),
         Part("activations", "trainer", "training", _activations(config, shape, tokens=lengths.microbatch, width=width)),
         Part(
             "logits chunk",
@@ -62,13 +62,37 @@ def memory_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths,
             2 * 4 * min(_CHUNK_ELEMENTS[device], lengths.microbatch * shape.vocab),
         ),
     ]
+    if config.model.quantization != "none":
+        largest = max((rows * columns for rows, columns in shape.quantizable), default=0)
+        parts.append(Part("dequantized matrix", "trainer", "training", largest * width))
     if config.adapter.kind == "lora":
-        parts.append(Part("adapter", "trainer", "always", trained * 4))
-    if states := _optimizer_bytes(config, shape, trained=trained, width=trained_width, device=device):
+        parts.append(Part("adapter", "trainer", "always", trained * width))
+    if states := _optimizer_bytes(config, shape, trained=trained, width=width, device=device):
         parts.append(Part("optimizer states", "trainer", "always", states))
     if reference := _reference_bytes(config, shape, width=width):
         parts.append(Part("reference", "trainer", "always", reference))
     return parts + _engine_parts(config, shape, lengths=lengths, width=width)
+
+
+def held_weights_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
+    """The model's weights in the trainer, ``width`` bytes each but for the linear layers that are quantized.
+
+    Those take a byte a weight and a float32 scale for each row (int8), or half a byte, a byte for the scale of each
+    64 weights and a float32 for each 256 of those (NF4 with double quantization, QLoRA, arXiv 2305.14314).
+    """
+    kind = config.model.quantization
+    if kind == "none":
+        return shape.parameters * width
+    quantized = 0
+    for inputs, outputs in shape.quantizable:
+        count = inputs * outputs
+        scales = -(-count // _NF4_BLOCK)
+        if kind == "int8":
+            quantized += count + 4 * outputs
+        else:
+            quantized += -(-count // 2) + scales + 4 * -(-scales // _NF4_SCALES) + _NF4_TABLES
+    left = shape.parameters - shape.layers * sum(inputs * outputs for inputs, outputs in shape.quantizable)
+    return shape.layers * quantized + left * width
 
 
 def weight_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
@@ -81,7 +105,7 @@ def weight_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> i
 
 def checkpoint_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
     """One resumable checkpoint: what is trained, and the optimizer's states."""
-    width = 4 if config.adapter.kind == "lora" else weight_bytes(config, shape, device=device)
+    width = weight_bytes(config, shape, device=device)
     trained = trainable_parameters(config, shape)
     states = _optimizer_bytes(config, shape, trained=trained, width=width, device=None)
     return trained * width + states
@@ -89,9 +113,8 @@ def checkpoint_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) 
 
 def export_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
     """What final/ holds, and each export of a bridge that goes over the disk: the model, or the adapter."""
-    if config.adapter.kind == "lora":
-        return trainable_parameters(config, shape) * 4
-    return shape.parameters * weight_bytes(config, shape, device=device)
+    saved = shape.parameters if config.adapter.kind == "none" else trainable_parameters(config, shape)
+    return saved * weight_bytes(config, shape, device=device)
 
 
 def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, *, trained: int, width: int, device: str | None) -> int:
@@ -118,15 +141,20 @@ def _reference_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -
     if algorithm.beta == 0 or algorithm.kl_reference == "sampler":
         return 0
     if config.adapter.kind == "lora":
-        return trainable_parameters(config, shape) * 4 if algorithm.kl_reference == "ema" else 0
+        return trainable_parameters(config, shape) * width if algorithm.kl_reference == "ema" else 0
     return shape.parameters * width
 
 
 def _activations(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int) -> int:
     """What the backward pass needs of one micro-batch."""
     layer = shape.activation_elements_per_token
-    kept = shape.layers * shape.hidden + layer if config.model.gradient_checkpointing else shape.layers * layer
-    return tokens * width * (kept + 2 * shape.hidden)
+    recomputed = config.model.gradient_checkpointing
+    kept = shape.layers * shape.hidden + layer if recomputed else shape.layers * layer
+    widened = 0
+    if config.model.residual_dtype == "float32":
+        # The stream before attention and before the feed-forward part; what is recomputed keeps the former.
+        widened = (1 if recomputed else 2) * shape.layers * shape.hidden * max(0, 4 - width)
+    return tokens * (width * (kept + 2 * shape.hidden) + widened)
 
 
 def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int) -> list[Part]:

@@ -51,16 +51,26 @@ class ModelShape:
         }
 
     @property
-    def parameters(self) -> int:
-        """Of the whole model: embeddings, layers with gated feed-forward parts, norms, head."""
+    def quantizable(self) -> list[tuple[int, int]]:
+        """Of those, inputs and outputs of the ones that can be quantized: not a mixture's experts, which are fused."""
+        fused = ("gate_proj", "up_proj", "down_proj") if self.experts > 1 else ()
+        return [sides for name, sides in self.linears.items() if name not in fused]
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one decoder layer with a gated feed-forward part."""
         matrices = {name: rows * columns for name, (rows, columns) in self.linears.items()}
         feed_forward = sum(matrices[name] for name in ("gate_proj", "up_proj", "down_proj"))
         attention = sum(matrices[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
         bias = (self.heads + 2 * self.kv_heads) * self.head_dim if self.attention_bias else 0
         router = self.hidden * self.experts if self.experts > 1 else 0
-        layer = attention + bias + feed_forward * self.experts + router + 2 * self.hidden
+        return attention + bias + feed_forward * self.experts + router + 2 * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model: embeddings, layers, norms, head."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * layer + embeddings + self.hidden
+        return self.layers * self.layer_parameters + embeddings + self.hidden
 
     @property
     def kv_elements_per_token(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from lachesis.deadline import Deadline
@@ -11,13 +11,21 @@ from lachesis.types import CanaryReading, Completion, EngineHealth, GenerationRe
 
 PauseMode = Literal["keep", "drain", "abort"]
 
+# Is told of a request whose completions are all there, by its place in the call. In whatever thread generates, so it
+# has to be quick; what it raises ends the call.
+Finished = Callable[[int, list[Completion]], None]
+
 
 class Engine(ABC):
     """Generates completions. One engine may be a process of its own, many servers, or part of the trainer."""
 
     @abstractmethod
-    def generate(self, requests: Sequence[GenerationRequest], *, deadline: Deadline) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, deadline: Deadline, finished: Finished | None = None
+    ) -> list[list[Completion]]:
         """Complete every request: ``result[i]`` holds the ``requests[i].n`` completions, in order.
+
+        ``finished`` is told of every request once, as soon as it is complete, while others may still be generated.
 
         Raises:
             EngineError: the engine cannot serve (closed, paused, a prompt longer than its context).

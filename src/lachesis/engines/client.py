@@ -10,7 +10,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from lachesis.deadline import Deadline
-from lachesis.engines.base import Engine, PauseMode
+from lachesis.engines.base import Engine, Finished, PauseMode
 from lachesis.engines.control import DigestReading, ServerControl, ServerInfo
 from lachesis.engines.generation_calls import GenerationCalls
 from lachesis.errors import ConfigError, EngineError, LachesisError, StaleWeights
@@ -113,13 +113,15 @@ class HttpEngine(Engine):
         """Claim every server for ``owner``, see :meth:`ServerControl.claim`."""
         self.on_all(lambda server: server.claim(owner, takeover=takeover, deadline=deadline))
 
-    def generate(self, requests: Sequence[GenerationRequest], *, deadline: Deadline) -> list[list[Completion]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, deadline: Deadline, finished: Finished | None = None
+    ) -> list[list[Completion]]:
         """See :meth:`Engine.generate`. One failed request fails the call, and the others are cancelled."""
         self._check_open()
         if not requests:
             return []
         _ = self.session_ids
-        completions = self._loop.run(self._calls.generate(requests, deadline=deadline))
+        completions = self._loop.run(self._calls.generate(requests, deadline=deadline, finished=finished))
         deadline.check(f"all {len(requests)} requests have finished, too late")
         return completions
 

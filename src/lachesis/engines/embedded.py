@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lachesis.deadline import Deadline
-from lachesis.engines.base import Engine, PauseMode
+from lachesis.engines.base import Engine, Finished, PauseMode
 from lachesis.engines.decoder import Decoder, ModelTraits, generation_mode
 from lachesis.engines.embedded_checks import check_request, check_tokens
 from lachesis.engines.embedded_gate import TokenGate
@@ -100,6 +100,7 @@ class EmbeddedEngine(Engine):
         requests: Sequence[GenerationRequest],
         *,
         deadline: Deadline,
+        finished: Finished | None = None,
         listener: Listener | None = None,
         top_logprobs: int = 0,
     ) -> list[list[Completion]]:
@@ -108,6 +109,7 @@ class EmbeddedEngine(Engine):
         Args:
             requests: what to complete.
             deadline: checked at every decoding step.
+            finished: told of each request that is complete, between two tokens of the others.
             listener: follows the call token by token.
             top_logprobs: how many of the likeliest tokens the listener is told of at each step.
 
@@ -120,13 +122,15 @@ class EmbeddedEngine(Engine):
             for i, request in enumerate(requests):
                 self.check(request, where=f"request {i}")
             results: list[list[Completion]] = [[] for _ in requests]
-            call = _Call(model, deadline, mode, listener, top_logprobs, total=sum(r.n for r in requests))
+            total = sum(request.n for request in requests)
+            call = _Call(model, deadline, mode, listener, top_logprobs, finished, total=total)
             mode.enter_context(generation_mode(model))
             for shares in plan_batches(requests, max_rows=self._max_batch_size, equal_lengths=not self._traits.pads):
                 rows = self._run(call, shares)
                 call.done += len(rows.all)
                 for share, completions in zip(shares, rows.completions(), strict=True):
                     results[share.index].extend(completions)
+                    call.finish(share, results[share.index])
             return results
 
     def check(self, request: GenerationRequest, *, where: str = "the request") -> None:
@@ -237,7 +241,10 @@ class EmbeddedEngine(Engine):
             growing = rows.record(live, step=step, tokens=tokens, logprobs=logprobs, version=self._version)
             if call.listener is not None:
                 growing &= call.tell(rows, live, tokens, logprobs, distributions=distributions, node=node)
-            live, node, tokens = live[growing], node[growing], tokens[growing]
+            ended, live, node, tokens = live[~growing], live[growing], node[growing], tokens[growing]
+            if call.finished is not None and ended.size:
+                for share, completions in rows.complete(ended, live):
+                    call.finish(share, completions)
             if live.size == 0 or self._gate.aborting:
                 break
             call.deadline.check(f"{call.done + len(rows.all) - live.size} of {call.total} sequences finished")
@@ -289,8 +296,16 @@ class _Call:
     mode: ExitStack
     listener: Listener | None
     top_logprobs: int
+    finished: Finished | None
     total: int
     done: int = 0
+    told: set[int] = field(default_factory=set)
+
+    def finish(self, share: Share, completions: list[Completion]) -> None:
+        """Tell of the share's request, once, if these are all of its completions."""
+        if self.finished is not None and share.index not in self.told and len(completions) == share.request.n:
+            self.told.add(share.index)
+            self.finished(share.index, completions)
 
     def tell(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from lachesis.deadline import Deadline
+from lachesis.engines.base import Finished
 from lachesis.engines.control import CONNECT_RETRIES, KEEP_ALIVE_S, ServerControl, tls
 from lachesis.engines.replies import malformed, read_reply
 from lachesis.errors import EngineError
@@ -45,12 +46,14 @@ class GenerationCalls:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._callers: set[asyncio.Task[Any]] = set()
 
-    async def generate(self, requests: Sequence[GenerationRequest], *, deadline: Deadline) -> list[list[Completion]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest], *, deadline: Deadline, finished: Finished | None = None
+    ) -> list[list[Completion]]:
         """See :meth:`Engine.generate`; all requests of all calls share the slots, first come first served."""
         deadline.check("nothing was sent")
         caller = asyncio.current_task()
         assert caller is not None
-        tasks = [asyncio.create_task(self._complete(request)) for request in requests]
+        tasks = [asyncio.create_task(self._complete(i, request, finished)) for i, request in enumerate(requests)]
         self._callers.add(caller)
         self._tasks.update(tasks)
         try:
@@ -81,7 +84,7 @@ class GenerationCalls:
         for route in self._routes:
             await route.close()
 
-    async def _complete(self, request: GenerationRequest) -> list[Completion]:
+    async def _complete(self, index: int, request: GenerationRequest, finished: Finished | None) -> list[Completion]:
         async with self._slots:
             route = min(self._routes, key=lambda one: one.in_flight)
             route.in_flight += request.n
@@ -96,6 +99,8 @@ class GenerationCalls:
             raise malformed(route.server.url, ROUTE, error) from error
         self._check_session(route.server, session_id)
         route.server.saw(f"generating at weight version {completions[-1].versions.last}, session {session_id}")
+        if finished is not None:
+            finished(index, completions)
         return completions
 
     def _progress(self, done: set[asyncio.Task[Any]], tasks: Sequence[asyncio.Task[Any]]) -> str:

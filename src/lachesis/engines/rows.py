@@ -115,11 +115,21 @@ class Rows:
         """Why each row of ``live`` [L] has ended; ``None`` where it goes on."""
         return [_REASONS[reason] if reason else None for reason in self._reason[live].tolist()]
 
+    def complete(self, ended: np.ndarray, live: np.ndarray) -> Iterator[tuple[Share, list[Completion]]]:
+        """The shares that became complete when rows ``ended`` [E], for none of their rows is in ``live`` [L]."""
+        numbers = np.setdiff1d(self.share[ended], self.share[live])
+        shares = [self._shares[number] for number in numbers.tolist()]
+        return zip(shares, self._completions(shares, np.flatnonzero(np.isin(self.share, numbers))), strict=True)
+
     def completions(self) -> Iterator[list[Completion]]:
         """The completions of each share, in order. Rows that still grow have the finish reason ``abort``."""
+        return self._completions(self._shares, self.all)
+
+    def _completions(self, shares: Sequence[Share], picked: np.ndarray) -> Iterator[list[Completion]]:
+        """Those of ``shares``, whose rows are ``picked``."""
         columns = (self._tokens, self._logprobs, self._length, self._reason, self._last_version)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        for share in self._shares:
+        rows = zip(*(column[picked].tolist() for column in columns), strict=True)
+        for share in shares:
             yield [
                 Completion(
                     token_ids=tuple(tokens[:length]),

@@ -32,6 +32,7 @@ def run_paths(run_dir: Path) -> dict[str, Path]:
         "rollouts": run_dir / "rollouts",
         "report": run_dir / "report.html",
         "state": run_dir / "state.json",
+        "live": run_dir / "live.json",
         "checkpoints": run_dir / "checkpoints",
         "final": run_dir / "final",
         "logs": run_dir / "logs",

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum
-from lachesis.types import Group
+from lachesis.types import UNKNOWN_VERSIONS, Group
 
 
 def group_metrics(groups: Sequence[Group], *, reward_names: Sequence[str], version: int) -> dict[str, MetricValue]:
     """Metric values of one batch; ``version`` is that of the weights it was trained on.
 
-    ``reward_std`` is the mean over groups of the deviation (n - 1) within the group.
+    They are of what was generated for it, also where a replayed group took its place: groups that are chosen for
+    their rewards would have the curve rise without any learning. ``reward_std`` is the mean over groups of the
+    deviation (n - 1) within the group.
     """
+    groups = [group.generated for group in groups]
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     deviations = [deviation for group in groups if (deviation := _deviation(group)) is not None]
     lengths = [len(sample.completion_ids) for sample in samples]
+    ages = [version - sample.versions.first for sample in samples if sample.versions != UNKNOWN_VERSIONS]
     metrics: dict[str, MetricValue] = {
         "reward": Mean(sum(rewards), len(rewards)),
         "reward_std": Mean(sum(deviations), len(deviations)),
@@ -25,7 +30,7 @@ def group_metrics(groups: Sequence[Group], *, reward_names: Sequence[str], versi
         "completion_length/mean": Mean(sum(lengths), len(lengths)),
         "completion_length/max": Max(max(lengths, default=0)),
         "truncated_fraction": Mean(sum(s.finish_reason == "length" for s in samples), len(samples)),
-        "staleness": Max(max((version - s.versions.first for s in samples), default=0)),
+        "staleness": Max(max(ages, default=-math.inf)),
         "groups": Sum(len(groups)),
     }
     for i, name in enumerate(reward_names):

@@ -54,7 +54,7 @@ def samples_stale(seen: Observation) -> Alarm | None:
 
 
 def logprobs_differ(seen: Observation) -> Alarm | None:
-    """The engine's logprobs of its samples differ from the trainer's."""
+    """The engine's logprobs of samples from the weights of now differ from the trainer's; stale ones are not judged."""
     mean = seen.values.get("logprob_diff_mean")
     limit = seen.limits.logprob_diff
     if mean is None or mean <= limit:
@@ -64,9 +64,9 @@ def logprobs_differ(seen: Observation) -> Alarm | None:
     return Alarm(
         "problem" if mean > 4.0 * limit else "warning",
         f"trainer and engine disagree by {format_number(mean)} nats a token{detail} (limit: "
-        f"{format_number(limit)}): both must use the same weights, the same sampling.temperature and a "
-        "close model.dtype; an engine must return the logprobs of the distribution it sampled from (vLLM: "
-        "logprobs_mode=processed_logprobs)",
+        f"{format_number(limit)}) on samples of one weight version: both must use the same weights, the same "
+        "sampling.temperature and a close model.dtype; an engine must return the logprobs of the distribution it "
+        "sampled from (vLLM: logprobs_mode=processed_logprobs)",
         mean,
     )
 
@@ -107,7 +107,8 @@ def time_unbalanced(seen: Observation) -> Alarm | None:
         return None
     generation, training = median(times["generation_time"]), median(times["train_time"])
     if len(times["reward_time"]) == len(times["step_time"]) == 10:
-        rewards, step = median(times["reward_time"]), median(times["step_time"])
+        hidden = median(seen.recent("hidden_reward_time", 10) or [0.0])
+        rewards, step = median(times["reward_time"]) - hidden, median(times["step_time"])
         if rewards > 0.5 * step > 0:
             return Alarm("note", f"reward functions take {format_share(rewards / step)} of a step: make them faster")
     if generation > 5.0 * training > 0:

@@ -89,6 +89,10 @@ METRICS: Mapping[str, Metric] = _table(
         Metric("data_fetch_time", "Waiting for data", "s", "The trainer waiting for its batch."),
         Metric("generation_time", "Generation", "s", "Sampling completions."),
         Metric("reward_time", "Rewards", "s", "Running the reward functions."),
+        Metric(
+            "hidden_reward_time", "Rewards hidden", "s", "Of that, while other groups were still being generated "
+            "(pipeline.streaming).",
+        ),
         Metric("train_time", "Training", "s", "Forward and backward passes."),
         Metric("sync_time", "Weight sync", "s", "Optimizer step, and bringing the weights to the engine."),
         Metric("eval_time", "Evaluation", "s", "Evaluating on the held-out problems."),
@@ -112,14 +116,16 @@ METRICS: Mapping[str, Metric] = _table(
         Metric("reward_errors", "Reward errors", "", "Reward calls that failed.", (0.0, 0.0)),
         Metric("weight_version", "Weight version", "", "How many updates the engine has received."),
         Metric(
-            "staleness", "Staleness", "versions", "Updates the samples are behind the policy.", (0.0, 4.0)
+            "staleness", "Staleness", "versions", "Updates the oldest sample is behind the policy, of those whose "
+            "version is known.", (0.0, 4.0),
         ),
         Metric("transfer_time", "Transfer", "s", "From the end of the optimizer step to the engine serving it."),
         Metric("proof_time", "Proof of sync", "s", "Comparing canary and digests of trainer and engine."),
         Metric("canary_error", "Canary error", "nats", "Engine against trainer on the fixed canary prompt."),
         Metric(
-            "logprob_diff_mean", "Logprob difference", "nats", "Mean absolute difference between the "
-            "trainer's and the engine's logprobs of the sampled tokens.", (0.0, 0.05),
+            "logprob_diff_mean", "Logprob difference", "nats", "Mean absolute difference between the trainer's and "
+            "the engine's logprobs of tokens that the weights of now have sampled; stale ones do not count.",
+            (0.0, 0.05),
         ),
         Metric("logprob_diff_max", "Largest logprob difference", "nats", "The largest such difference."),
         Metric("evaluation/accuracy", "Held-out accuracy", "share", "Share of held-out problems solved."),

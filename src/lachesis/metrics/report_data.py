@@ -22,12 +22,10 @@ MAX_POINTS = 2000
 MAX_BARS = 400
 LEVELS = ("problem", "warning", "note")
 
-TIMING = (
-    ("generation_time", "Generation"),
-    ("reward_time", "Rewards"),
-    ("train_time", "Training"),
-    ("sync_time", "Optimizer and sync"),
-)
+TRAINING = (("train_time", "Training"), ("sync_time", "Optimizer and sync"))
+SAMPLING = (("generation_time", "Generation"), ("reward_time", "Rewards"))
+# In the place of sampling where that goes on elsewhere: beside training, or in environments.
+WAITING = (("data_fetch_time", "Waiting for a batch"),)
 
 # What a line is called beside others in one chart.
 LABELS = {
@@ -287,16 +285,17 @@ def downsample(values: Sequence[float], *, limit: int) -> list[int]:
 def timing(steps: Sequence[StepLine]) -> dict[str, Any] | None:
     """Seconds a step by part, averaged over stretches of steps; None where steps were not timed.
 
-    Parts that overlap (generation beside training) may add up to more than the step; the rest is then 0.
+    The parts add up to the step: of sampling that goes on beside training, what the trainer waited for.
     """
     timed = [line for line in steps if "step_time" in line.values]
-    parts = [(name, title) for name, title in TIMING if any(name in line.values for line in timed)]
+    named = (*(WAITING if _sampled_elsewhere(timed) else SAMPLING), *TRAINING)
+    parts = [(name, title) for name, title in named if any(name in line.values for line in timed)]
     if not timed or not parts:
         return None
     stretches = min(len(timed), MAX_BARS)
     edges = [index * len(timed) // stretches for index in range(stretches + 1)]
     rows = [timed[a:b] for a, b in pairwise(edges)]
-    columns = [(name, title, [_mean(row, name) for row in rows]) for name, title in parts]
+    columns = [(name, title, [_seconds(row, name) for row in rows]) for name, title in parts]
     whole = [_mean(row, "step_time") for row in rows]
     rest = [max(0.0, total - sum(column[index] for *_, column in columns)) for index, total in enumerate(whole)]
     columns.append(("other", "Other", rest))
@@ -308,6 +307,18 @@ def timing(steps: Sequence[StepLine]) -> dict[str, Any] | None:
         ],
         "mean": _rounded(_mean(timed, "step_time")),
     }
+
+
+def _sampled_elsewhere(timed: Sequence[StepLine]) -> bool:
+    """Whether sampling was no part of what the trainer waited for, or more than that."""
+    sampling = sum(_seconds(timed, name) for name, _ in SAMPLING)
+    waited = any("data_fetch_time" in line.values for line in timed)
+    return waited and not 0 < sampling <= _mean(timed, "data_fetch_time")
+
+
+def _seconds(lines: Sequence[StepLine], name: str) -> float:
+    """Mean seconds of a part; of rewards, those in which nothing was generated."""
+    return _mean(lines, name) - (_mean(lines, "hidden_reward_time") if name == "reward_time" else 0.0)
 
 
 def _mean(lines: Sequence[StepLine], name: str) -> float:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.metrics.tape import read_lines, tape_files
+from lachesis.types import UNKNOWN_VERSIONS
 
 MAX_STEPS = 60
 MAX_SAMPLES = 8
@@ -68,7 +69,7 @@ def _sample(sample: Mapping[str, Any], *, limit: int) -> dict[str, Any]:
         "advantage": sample["advantage"],
         "finish": sample["finish_reason"],
         "tokens": count,
-        "version": sample["versions"][0],
+        "version": "unknown" if sample["versions"][0] == UNKNOWN_VERSIONS.first else sample["versions"][0],
     }
     pieces = sample.get("pieces")
     if pieces is None:

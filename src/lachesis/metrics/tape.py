@@ -145,7 +145,9 @@ def encode_group(group: Group, *, texts: TokenTexts | None = None) -> dict[str, 
     }
     if prompt.messages is not None:
         line["prompt"]["messages"] = json_safe(prompt.messages)
-    return line | ({"replayed": True} if group.replayed else {})
+    if group.replaces is not None:
+        line["replaces"] = encode_group(group.replaces)
+    return line
 
 
 def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None) -> dict[str, Any]:
@@ -181,7 +183,8 @@ def decode_group(line: Mapping[str, Any]) -> Group:
         columns=fields["columns"],
     )
     samples = tuple(_decode_sample(sample, prompt) for sample in line["samples"])
-    return Group(prompt=prompt, samples=samples, replayed=bool(line.get("replayed", False)))
+    replaces = decode_group(line["replaces"]) if "replaces" in line else None
+    return Group(prompt=prompt, samples=samples, replaces=replaces)
 
 
 def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:

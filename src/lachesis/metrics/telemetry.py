@@ -10,7 +10,7 @@ from lachesis.metrics.values import Mean, MetricValue, Sum, merge_metrics
 from lachesis.types import EvalResult, Group, StepRecord
 
 # Counters that are seconds: a mean over ranks says more than their sum.
-_SECONDS = ("generation_time", "reward_time")
+_SECONDS = ("generation_time", "reward_time", "hidden_reward_time")
 
 
 class Telemetry:

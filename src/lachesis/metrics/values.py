@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -37,7 +38,7 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest value seen."""
+    """The largest value seen; minus infinity where none was."""
 
     total: float
 
@@ -45,7 +46,8 @@ class Max:
         return Max(max(self.total, other.total))
 
     def value(self) -> float | None:
-        return self.total
+        """None where nothing was seen."""
+        return None if self.total == -math.inf else self.total
 
 
 MetricValue: TypeAlias = Mean | Sum | Max

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 from lachesis.deadline import Deadline
@@ -22,15 +23,23 @@ class Collector:
         refill_rounds: how often groups without signal are put aside and others sampled in their place; what is
             still missing after that is filled up with those put aside.
         reroll: prompts that failed entirely, to be tried again; ``None`` tries none again.
+        teaches: which groups have signal.
     """
 
     def __init__(
-        self, source: RolloutSource, *, count: int, refill_rounds: int = 0, reroll: Reroll | None = None
+        self,
+        source: RolloutSource,
+        *,
+        count: int,
+        refill_rounds: int = 0,
+        reroll: Reroll | None = None,
+        teaches: Callable[[Group], bool] = has_signal,
     ) -> None:
         self._source = source
         self.count = count
         self._refill_rounds = refill_rounds
         self._reroll = reroll
+        self._teaches = teaches
         self._counts: Counter[str] = Counter()
 
     def collect(self, *, deadline: Deadline) -> list[Group]:
@@ -48,8 +57,8 @@ class Collector:
             if self._refill_rounds == 0:
                 groups = taken
                 break
-            groups += [group for group in taken if has_signal(group)]
-            aside += [group for group in taken if not has_signal(group)]
+            groups += [group for group in taken if self._teaches(group)]
+            aside += [group for group in taken if not self._teaches(group)]
             if len(groups) == self.count:
                 break
             self._counts["refilled_groups"] += (self.count - len(groups)) if left else 0

@@ -28,7 +28,10 @@ class Feed(ABC, Generic[BatchT]):
 
     @abstractmethod
     def advance(self, step: int) -> None:
-        """The batch was trained on and the weights are now those of ``step``: free its slot."""
+        """The batch was trained on and the weights are now those of ``step``: free its slot.
+
+        A batch that a checkpoint was resumed with holds none.
+        """
 
     @abstractmethod
     def counters(self) -> dict[str, float]:
@@ -111,16 +114,18 @@ class SynchronousFeed(Feed[BatchT]):
             limit_s=self._batch_deadline_s,
             setting="deadlines.batch_s",
         )
-        self._slots.acquire(deadline=deadline)
-        try:
-            return self._finisher.finish(self._collector.collect(deadline=deadline))
-        except BaseException:
-            self._slots.release()
-            raise
+        with deadline.waiting():
+            self._slots.acquire(deadline=deadline)
+            try:
+                return self._finisher.finish(self._collector.collect(deadline=deadline))
+            except BaseException:
+                self._slots.release()
+                raise
 
     def advance(self, step: int) -> None:
         self._collector.report_version(step)
-        self._slots.release()
+        if self._slots.taken:
+            self._slots.release()
 
     def counters(self) -> dict[str, float]:
         return self._collector.counters() | self._finisher.counters()

@@ -21,9 +21,10 @@ _JOIN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """The groups of one batch, and where the collector stood after them."""
+    """The groups of one batch, what collecting them counted, and where the collector stood after them."""
 
     groups: list[Group]
+    counts: dict[str, float]
     state: dict[str, Any]
 
 
@@ -33,6 +34,8 @@ class AsynchronousFeed(Feed[BatchT]):
     A batch holds a slot from the start of its generation until the step that trained on it is done, so ``1 +
     depth`` slots bound memory and staleness alike. Groups that are older than ``max_staleness`` when their turn
     comes are dropped and counted, and the batch is filled up from the next one.
+
+    Counts and seconds are those of the batches that a step took, not of what was generated meanwhile.
 
     What is resumed from a checkpoint is the state after the last batch that was taken: batches still in the
     queue are generated again, with the weights of then.
@@ -64,6 +67,7 @@ class AsynchronousFeed(Feed[BatchT]):
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
         self._state = collector.state_dict()
+        self._counts: dict[str, float] = {}
         self._left: list[Group] = []
         self._version = 0
         self._opened = 0  # slots held by the batch that is trained on: 0 or 1
@@ -85,6 +89,7 @@ class AsynchronousFeed(Feed[BatchT]):
                 self._slots.release()
             self._opened = 1
             self._state = collected.state
+            self._add(collected.counts)
             groups += self._take_fresh(collected.groups)
         groups, self._left = groups[: self._count], groups[self._count :]
         return self._finisher.finish(groups)
@@ -94,9 +99,15 @@ class AsynchronousFeed(Feed[BatchT]):
         self._dropped += len(groups) - len(kept)
         return kept
 
+    def _add(self, counts: dict[str, float]) -> None:
+        """Add what a batch counted; of what reward functions logged, which are means, the last one's stand."""
+        added = {name: n + self._counts.get(name, 0.0) for name, n in counts.items() if not _is_mean(name)}
+        self._counts |= counts | added
+
     def _wait(self, deadline: Deadline, *, have: int) -> Collected:
         try:
-            item = self._queue.get(timeout=deadline.remaining_s())
+            with deadline.waiting():
+                item = self._queue.get(timeout=deadline.remaining_s())
         except queue.Empty:
             deadline.check(f"{have} of {self._count} groups are there, {self._slots.taken} batches are under way")
             raise
@@ -131,8 +142,9 @@ class AsynchronousFeed(Feed[BatchT]):
             limit_s=self._batch_deadline_s,
             setting="deadlines.batch_s",
         )
-        groups = self._collector.collect(deadline=deadline)
-        return Collected(groups=groups, state=self._collector.state_dict())
+        with deadline.waiting():
+            groups = self._collector.collect(deadline=deadline)
+        return Collected(groups=groups, counts=self._collector.counters(), state=self._collector.state_dict())
 
     def advance(self, step: int) -> None:
         self._version = step
@@ -143,8 +155,10 @@ class AsynchronousFeed(Feed[BatchT]):
 
     def counters(self) -> dict[str, float]:
         dropped, self._dropped = self._dropped, 0
+        counts = self._counts
+        self._counts = {name: 0.0 for name in counts if not _is_mean(name)}
         mine = {"stale_groups": float(dropped), "batches_ahead": float(self._queue.qsize())}
-        return self._collector.counters() | self._finisher.counters() | mine
+        return counts | self._finisher.counters() | mine
 
     def state_dict(self) -> dict[str, Any]:
         left = [encode_group(group) for group in self._left]
@@ -156,9 +170,11 @@ class AsynchronousFeed(Feed[BatchT]):
             raise LachesisError("a feed that runs cannot be resumed", remedy="resume before the first batch")
         self._collector.load_state_dict(state)
         self._finisher.load_state_dict(state)
-        self._state = self._collector.state_dict()
         self._left = [decode_group(line) for line in state.get("left", [])]
-        self._version = int(state.get("version", 0))
+        if "version" in state:  # the collector's state is of when the batch was generated
+            self._version = int(state["version"])
+            self._collector.report_version(self._version)
+        self._state = self._collector.state_dict()
 
     def close(self) -> None:
         """Stop producing; a generation under way is given a few seconds to end, and left behind if it does not."""
@@ -168,3 +184,7 @@ class AsynchronousFeed(Feed[BatchT]):
             self._slots.release_all()
             thread.join(timeout=_JOIN_S)
         self._collector.close()
+
+
+def _is_mean(counter: str) -> bool:
+    return counter.startswith("reward_metrics/")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from lachesis.errors import CheckpointError
 from lachesis.metrics.tape import decode_group, encode_group
-from lachesis.pipeline.filters import has_signal
+from lachesis.pipeline.filters import given_advantages, has_signal
 from lachesis.types import Group
 
 
@@ -23,12 +23,14 @@ class ReplayBuffer:
     Args:
         size: most groups kept.
         seed: of the draws.
+        teaches: which groups have signal.
     """
 
-    def __init__(self, *, size: int, seed: int) -> None:
+    def __init__(self, *, size: int, seed: int, teaches: Callable[[Group], bool] = has_signal) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         self._size = size
+        self._teaches = teaches
         self._kept: list[Group] = []
         self._random = random.Random(seed)
 
@@ -39,12 +41,12 @@ class ReplayBuffer:
         """``groups`` with those without signal replaced, as far as there are others; those with signal are kept.
 
         Draws come before the new groups enter, so no group replaces its own neighbour, and are without
-        replacement within the batch. A group that comes from here is marked as ``replayed``.
+        replacement within the batch. A group that comes from here says which one it ``replaces``.
         """
-        drawn = iter(self._draw(sum(not has_signal(group) for group in groups)))
-        mixed = [group if has_signal(group) else next(drawn, group) for group in groups]
+        drawn = iter(self._draw(sum(not self._teaches(group) for group in groups)))
+        mixed = [group if self._teaches(group) else _instead(group, next(drawn, None)) for group in groups]
         for group in groups:
-            if has_signal(group):
+            if self._teaches(group):
                 self._keep(group)
         return mixed
 
@@ -53,7 +55,7 @@ class ReplayBuffer:
         drawn: list[Group] = []
         while left and len(drawn) < count:
             index = self._random.choices(range(len(left)), weights=[score(group) for group in left])[0]
-            drawn.append(replace(left.pop(index), replayed=True))
+            drawn.append(left.pop(index))
         return drawn
 
     def _keep(self, group: Group) -> None:
@@ -87,7 +89,21 @@ class ReplayBuffer:
 
 
 def score(group: Group) -> float:
-    """sum |R - mean R| over the completions that have a reward."""
-    known = [reward for reward in group.rewards if reward is not None]
+    """sum |R - mean R| over the completions that have a reward.
+
+    Where the totals are equal, and yet there is signal, the largest of each reward function's, or sum |A| of the
+    advantages that an environment gave.
+    """
+    columns = zip(*(sample.rewards for sample in group.samples), strict=True)
+    given = sum(abs(value) for value in given_advantages(group))
+    return _spread(group.rewards) or max(map(_spread, columns), default=0.0) or given
+
+
+def _spread(rewards: Iterable[float | None]) -> float:
+    known = [reward for reward in rewards if reward is not None]
     mean = sum(known) / max(len(known), 1)
     return sum(abs(reward - mean) for reward in known)
+
+
+def _instead(group: Group, kept: Group | None) -> Group:
+    return group if kept is None else replace(kept, replaces=group)

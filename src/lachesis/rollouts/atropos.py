@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lachesis.config.schema import AtroposSource as AtroposSection
 from lachesis.config.schema import LachesisConfig
 from lachesis.deadline import Deadline
-from lachesis.errors import DataError, DeadlineExceeded
+from lachesis.errors import DataError, DeadlineExceeded, StopRequested
 from lachesis.rollouts.atropos_client import (
     Delivery,
     NotRegistered,
@@ -22,9 +22,9 @@ from lachesis.rollouts.atropos_client import (
     Registration,
     Replaced,
     RolloutApiClient,
-    Watch,
 )
 from lachesis.rollouts.atropos_convert import Conversion, Unusable, convert_group
+from lachesis.rollouts.attended import Watch
 from lachesis.rollouts.base import RolloutSource
 from lachesis.rollouts.generation import nested_deadline
 from lachesis.types import Group
@@ -49,7 +49,7 @@ class AtroposSource(RolloutSource):
     once what it taught is safe, which is in a checkpoint where the run writes any, and otherwise after the
     optimizer step. Until then the API hands it out again to a trainer that registers anew; one that a checkpoint
     has already is recognized by its content, acknowledged and passed over. With the plain protocol a batch is the
-    trainer's once it is fetched.
+    trainer's once it is fetched, and one that is on its way when the run is stopped is lost.
 
     Groups that cannot be trained on are set aside with their reason and counted; none gets a reward of 0 for it.
 
@@ -99,7 +99,8 @@ class AtroposSource(RolloutSource):
 
         Raises:
             DeadlineExceeded: the environments did not fill a batch in time, or the API does not answer.
-            EngineError: another trainer has registered, or ``watch`` raised it.
+            EngineError: another trainer has registered.
+            LachesisError: what ``watch`` raised, such as StopRequested. All is as before the call.
             DataError: ten batches in a row had no group that could be trained on; or there are no logprobs.
         """
         name = f"the trainer's wait for a batch of {self._asked.batch_size} sequences from {self._client.url}"
@@ -109,7 +110,8 @@ class AtroposSource(RolloutSource):
         self._acknowledge_safe(deadline)
         reasons: list[str] = []
         while len(reasons) < _MOST_UNUSABLE_BATCHES:
-            delivery = self._wait_for_batch(deadline)
+            with deadline.waiting():
+                delivery = self._wait_for_batch(deadline)
             if self._is_known(delivery):
                 self._acknowledge_safe(deadline)
                 continue
@@ -187,9 +189,7 @@ class AtroposSource(RolloutSource):
         self._received += 1
         for index, data in enumerate(delivery.groups):
             try:
-                group = convert_group(
-                    data, group_id=f"{number}-{index}", version=self._step, conversion=self._conversion
-                )
+                group = convert_group(data, group_id=f"{number}-{index}", conversion=self._conversion)
             except Unusable as error:
                 reasons.append(error.message)
                 self._say_once(f"a group of environment {data.get('env_id')} was set aside: {error.message}")
@@ -248,7 +248,7 @@ class AtroposSource(RolloutSource):
         deadline = Deadline(f"the acknowledgement of batches to {self._client.url}", _ACKNOWLEDGE_S)
         try:
             self._acknowledge_safe(deadline)
-        except DeadlineExceeded as error:  # done anew before the next batch is asked for
+        except (DeadlineExceeded, StopRequested) as error:  # done anew before the next batch is asked for
             logger.warning("%s", error.message)
 
     def counters(self) -> dict[str, float]:

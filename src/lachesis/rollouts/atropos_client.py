@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -13,15 +14,13 @@ import httpx
 from lachesis.deadline import Deadline
 from lachesis.engines.control import tls
 from lachesis.errors import ConfigError, DataError, EngineError
+from lachesis.rollouts.attended import Watch, attended
 
 logger = logging.getLogger("lachesis")
 
-Watch = Callable[[], None]
-"""Called while something is waited for; raises where waiting on has become useless."""
-
 TRAINER_HEADER, HOLDS_HEADER = "X-Lachesis-Trainer", "X-Lachesis-Holds"
 _CONNECT_S = 5.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 # The original forms all possible batches in one request, which takes it a minute with a long queue, and loses the
 # batch of a client that does not wait.
 _PATIENCE_S = 600.0
@@ -75,7 +74,8 @@ class RolloutApiClient:
 
     Args:
         url: its address.
-        watch: called before each attempt.
+        watch: called while an answer is awaited and after each failure, several times a second; what it raises ends
+            the call.
     """
 
     def __init__(self, url: str, *, watch: Watch = lambda: None) -> None:
@@ -155,8 +155,8 @@ class RolloutApiClient:
     def situation(self) -> str:
         """What the API says of itself, for a line while the trainer waits; it may be away."""
         try:
-            status = self._http.get(f"{self.url}/status", timeout=_CONNECT_S).json()
-            metrics = self._http.get(f"{self.url}/metrics", timeout=_CONNECT_S)
+            status = self._send("GET", "/status", timeout=_CONNECT_S).json()
+            metrics = self._send("GET", "/metrics", timeout=_CONNECT_S)
         except (httpx.TransportError, ValueError) as error:
             return f"the API does not answer ({error or type(error).__name__})"
         queued = int(status.get("queue_size", 0))
@@ -182,11 +182,8 @@ class RolloutApiClient:
         """The JSON answer; asked again while the API is away or overloaded."""
         pause, failures = _FIRST_PAUSE_S, 0
         while True:
-            self._watch()
             try:
-                response = self._http.request(
-                    method, self.url + path, json=body, headers=headers, timeout=self._timeout(deadline)
-                )
+                response = self._send(method, path, json=body, headers=headers, timeout=self._timeout(deadline))
             except httpx.TransportError as error:
                 reason = f"Atropos API not reachable at {self.url}{path} ({error or type(error).__name__})"
             else:
@@ -201,8 +198,12 @@ class RolloutApiClient:
             if failures == 2:
                 logger.warning("%s; trying again", reason)
             deadline.check(reason)
+            self._watch()
             self._wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return attended(partial(self._http.request, method, self.url + path, **options), watch=self._watch)
 
     def _refuse(self, response: httpx.Response, reason: str) -> None:
         """Raise for an answer that will be the same next time."""

@@ -17,7 +17,7 @@ from typing import Any
 from lachesis.api.checks import UNTRAINED, why_unusable
 from lachesis.errors import DataError
 from lachesis.rollouts.generation import TextDecoder
-from lachesis.types import FinishReason, Group, Prompt, Sample, VersionSpan
+from lachesis.types import UNKNOWN_VERSIONS, FinishReason, Group, Prompt, Sample, VersionSpan
 
 _LISTS = (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides",
@@ -63,7 +63,7 @@ class _Sequence:
         return max(1, first)
 
 
-def convert_group(data: Mapping[str, Any], *, group_id: str, version: int, conversion: Conversion) -> Group:
+def convert_group(data: Mapping[str, Any], *, group_id: str, conversion: Conversion) -> Group:
     """One group of the protocol as a group with rewards.
 
     Untrained positions before the first that trains are the prompt, those after it are masked in the completion.
@@ -73,7 +73,6 @@ def convert_group(data: Mapping[str, Any], *, group_id: str, version: int, conve
 
     Args:
         group_id: becomes the prompt's id, unless the environment gives one as ``group_overrides.group_id``.
-        version: of the weights, where the environment does not say which ones sampled.
 
     Raises:
         Unusable: with the reason.
@@ -86,7 +85,7 @@ def convert_group(data: Mapping[str, Any], *, group_id: str, version: int, conve
             raise Unusable(reason)
         sequences = [_sequence(tokens, mask) for tokens, mask in zip(lists.tokens, lists.masks, strict=True)]
         _check(sequences, conversion)
-        fields = [_sample_fields(i, one, data, version, conversion) for i, one in enumerate(sequences)]
+        fields = [_sample_fields(i, one, data, conversion) for i, one in enumerate(sequences)]
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise Unusable(f"it is malformed ({type(error).__name__}: {error})") from error
     samples = [Sample(**values) for values in fields]
@@ -157,9 +156,7 @@ def _check_ids(ids: Sequence[int], where: str, whose: str, conversion: Conversio
             )
 
 
-def _sample_fields(
-    index: int, one: _Sequence, data: Mapping[str, Any], version: int, conversion: Conversion
-) -> dict[str, Any]:
+def _sample_fields(index: int, one: _Sequence, data: Mapping[str, Any], conversion: Conversion) -> dict[str, Any]:
     """Those of a :class:`Sample`, its text aside."""
     start, score = one.start, float(data["scores"][index])
     overrides = (data.get("overrides") or [{}] * (index + 1))[index] or {}
@@ -172,7 +169,7 @@ def _sample_fields(
         "completion_ids": one.tokens[start:],
         "logprobs": logprobs,
         "finish_reason": _finish_reason(overrides, one, conversion),
-        "versions": _versions(overrides, version),
+        "versions": _versions(overrides),
         "mask": tuple(map(int, one.trains[start:])),
         "temperature": _temperature(overrides, data),
         "rewards": (score,),
@@ -249,8 +246,9 @@ def _finish_reason(overrides: Mapping[str, Any], one: _Sequence, conversion: Con
     return "stop" if trained and trained[-1] in conversion.eos_token_ids else "length"
 
 
-def _versions(overrides: Mapping[str, Any], version: int) -> VersionSpan:
+def _versions(overrides: Mapping[str, Any]) -> VersionSpan:
+    """Environments may run batches ahead: where they do not name the weights that sampled, nobody can know them."""
     given = overrides.get("weight_version")
     if isinstance(given, Mapping):
         return VersionSpan(int(given["first"]), int(given["last"]))
-    return VersionSpan(version, version)
+    return UNKNOWN_VERSIONS

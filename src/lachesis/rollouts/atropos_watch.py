@@ -6,6 +6,7 @@ import time
 
 from lachesis.engines.base import Engine
 from lachesis.errors import EngineError
+from lachesis.rollouts.attended import Watch, attended
 
 _EVERY_S = 5.0
 
@@ -15,11 +16,13 @@ class EngineWatch:
 
     Args:
         engine: that the trainer's weights go to.
+        watch: called while the engine is looked at, which may take a while where it hangs.
         every_s: seconds between two looks.
     """
 
-    def __init__(self, engine: Engine, *, every_s: float = _EVERY_S) -> None:
+    def __init__(self, engine: Engine, *, watch: Watch = lambda: None, every_s: float = _EVERY_S) -> None:
         self._engine = engine
+        self._watch = watch
         self._every_s = every_s
         self._looked = time.monotonic()
 
@@ -27,7 +30,7 @@ class EngineWatch:
         """Raise EngineError where it is gone, or another one is in its place."""
         if time.monotonic() - self._looked < self._every_s:
             return
-        health = self._engine.health()
+        health = attended(self._engine.health, watch=self._watch)
         self._looked = time.monotonic()
         if not health.ready and not health.paused:
             raise EngineError(

@@ -1,4 +1,4 @@
-"""From prompts to unscored groups: one call of the engine, checked, and decoded in one go."""
+"""From prompts to unscored groups: one call of the engine, its answers checked and decoded."""
 
 from __future__ import annotations
 
@@ -52,17 +52,41 @@ def generate_groups(
 ) -> list[Group]:
     """``num_generations`` samples for each prompt, with text and without rewards; a seed for each prompt.
 
-    A sample's temperature is the one that its logprobs belong to: that of ``params``, and 1 when greedy.
-
     Raises:
         EngineError: the engine's own, or its answer is not what was asked for.
         DeadlineExceeded: generation took too long.
     """
-    requests = [
+    requests = generation_requests(prompts, params=params, num_generations=num_generations, seeds=seeds)
+    with deadline.waiting():
+        answers = engine.generate(requests, deadline=deadline)
+    return read_groups(prompts, answers, params=params, num_generations=num_generations, decode=decode)
+
+
+def generation_requests(
+    prompts: Sequence[Prompt], *, params: SamplingParams, num_generations: int, seeds: Sequence[int]
+) -> list[GenerationRequest]:
+    """What to ask an engine for: ``num_generations`` completions of each prompt, each with its seed."""
+    return [
         GenerationRequest(prompt_ids=prompt.token_ids, params=params, n=num_generations, seed=seed)
         for prompt, seed in zip(prompts, seeds, strict=True)
     ]
-    answers = engine.generate(requests, deadline=deadline)
+
+
+def read_groups(
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[Completion]],
+    *,
+    params: SamplingParams,
+    num_generations: int,
+    decode: TextDecoder,
+) -> list[Group]:
+    """The groups that an engine's answers to these prompts are, decoded in one go.
+
+    A sample's temperature is the one that its logprobs belong to: that of ``params``, and 1 when greedy.
+
+    Raises:
+        EngineError: they are not what was asked for.
+    """
     _check_answers(answers, prompts, num_generations)
     completions = [completion for answer in answers for completion in answer]
     texts = iter(decode([list(completion.token_ids) for completion in completions]))

@@ -87,7 +87,8 @@ def _load_file(spec: str, file: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look the module up while it runs
     with _import_errors(spec, file=str(file)), _first_on_path(file.parent):
         try:
-            plan.loader.exec_module(module)
+            # Not the loader's: its bytecode cache takes a file changed within the second for the one before.
+            exec(compile(content, str(file), "exec", dont_inherit=True), module.__dict__)
         except BaseException:
             del sys.modules[name]
             raise

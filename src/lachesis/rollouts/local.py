@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lachesis.deadline import Deadline
@@ -14,11 +15,21 @@ from lachesis.rollouts.base import RolloutSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.generation import TextDecoder, generate_groups, nested_deadline, request_seed
 from lachesis.rollouts.reward_attempts import Item
-from lachesis.rollouts.rewards import Rewarder
+from lachesis.rollouts.rewards import Rewarder, Scored
 from lachesis.types import Group, Prompt, SamplingParams
 
 # A batch without a single usable group may be bad luck; this many in a row are a broken reward function.
 _MOST_EMPTY_BATCHES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Scored groups in the order of their prompts, and what they took; ``tokens`` are those of dropped groups too."""
+
+    scored: Scored
+    tokens: int
+    generation_s: float
+    reward_s: float
 
 
 class LocalSource(RolloutSource):
@@ -93,22 +104,33 @@ class LocalSource(RolloutSource):
         seeds = [request_seed(self._seed, self._requests + i) for i in range(len(prompts))]
         self._requests += len(prompts)
         name = f"generation of {len(prompts)} prompts x {self._num_generations} completions"
-        started = time.monotonic()
-        items = self._sample(
-            prompts, seeds, nested_deadline(name, deadline, self._generation_s, "deadlines.generation_s")
-        )
-        generated = time.monotonic()
-        groups = [item.group for item in items]
-        scored = self._rewarder.score(groups, extras=[item.extras for item in items])
-        tokens = sum(len(sample.completion_ids) for group in groups for sample in group.samples)
-        self._count("generation_time", generated - started)
-        self._count("reward_time", time.monotonic() - generated)
-        self._count("tokens_generated", tokens)
+        generation = nested_deadline(name, deadline, self._generation_s, "deadlines.generation_s")
+        rollouts = self._roll_out(prompts, seeds, generation=generation, deadline=deadline)
+        scored = rollouts.scored
+        self._count("generation_time", rollouts.generation_s)
+        self._count("reward_time", rollouts.reward_s)
+        self._count("tokens_generated", rollouts.tokens)
         self._count("dropped_groups", scored.dropped)
         self._count("reward_errors", len(scored.errors))
         for metric, value in scored.metrics.items():
             self._logged.setdefault(metric, []).append(value)
         return scored.groups, scored.errors
+
+    def _roll_out(
+        self, prompts: list[Prompt], seeds: list[int], *, generation: Deadline, deadline: Deadline
+    ) -> Rollouts:
+        """Generate, then score. ``generation`` is for the first of these, within ``deadline``."""
+        started = time.monotonic()
+        items = self._sample(prompts, seeds, generation)
+        generated = time.monotonic()
+        groups = [item.group for item in items]
+        scored = self._rewarder.score(groups, extras=[item.extras for item in items])
+        return Rollouts(
+            scored=scored,
+            tokens=tokens_in(groups),
+            generation_s=generated - started,
+            reward_s=time.monotonic() - generated,
+        )
 
     def _sample(self, prompts: list[Prompt], seeds: list[int], deadline: Deadline) -> list[Item]:
         """Unscored groups, one per prompt, each with a seed of its own."""
@@ -155,3 +177,8 @@ class LocalSource(RolloutSource):
         self._stream.load_state_dict(state["stream"])
         self._requests = int(state["requests"])
         self.report_version(int(state["step"]))
+
+
+def tokens_in(groups: Sequence[Group]) -> int:
+    """Tokens of all completions."""
+    return sum(len(sample.completion_ids) for group in groups for sample in group.samples)

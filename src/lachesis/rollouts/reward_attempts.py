@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from lachesis.deadline import Deadline
 from lachesis.errors import RewardError
 from lachesis.rollouts.imports import nearest
 from lachesis.rollouts.reward_calls import BadValue, shorten
@@ -140,7 +141,8 @@ class _Attempt:
 
     def _run(self, shards: Sequence[Sequence[Item]]) -> list[Answer]:
         calls = [_call(shard, self._runner.signature, self._state) for shard in shards]
-        return self._runner.run(calls, timeout_s=self._timeout_s)
+        with Deadline(f"the reward function {self._name}", self._timeout_s, "rewards.timeout_s").waiting():
+            return self._runner.run(calls, timeout_s=self._timeout_s)
 
     def _take(self, items: Sequence[Item], answer: Answer) -> list[Judged | None]:
         """The values of each item, unless one of them is no reward."""

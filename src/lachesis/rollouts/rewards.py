@@ -64,6 +64,7 @@ class NamedReward:
 class Scored:
     """The groups with their rewards, and what became of the others.
 
+    ``kept`` has, for each group that is left, its place among those that were given.
     ``errors`` has one per dropped group, and one for each call that failed though every group in it could be
     scored alone. ``extras`` has, for each group that is left, what functions logged per sample; ``metrics`` the
     mean of each metric that they logged.
@@ -72,6 +73,7 @@ class Scored:
     groups: list[Group]
     dropped: int
     errors: list[RewardError]
+    kept: list[int] = field(default_factory=list)
     extras: list[Extras] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -205,6 +207,7 @@ class Rewarder:
         fail_fast = (on_error or self._on_error) == "fail"
         kept = [Item(group, given) for group, given in zip(groups, extras or [{}] * len(groups), strict=True)]
         self.check_columns({name for item in kept for name in (*item.group.prompt.columns, *item.extras)})
+        places = list(range(len(groups)))
         tables: list[list[Judged]] = [[] for _ in kept]  # [group][function]
         errors: list[RewardError] = []
         metrics: dict[str, list[float]] = {}
@@ -218,6 +221,7 @@ class Rewarder:
             good = [(index, judged) for index, judged in enumerate(scores.judged) if judged is not None]
             tables = [[*tables[index], judged] for index, judged in good]
             kept = [kept[index] for index, _ in good]
+            places = [places[index] for index, _ in good]
         dropped = len(groups) - len(kept)
         if errors:
             logger.warning("dropped %d of %d groups; first error: %s", dropped, len(groups), errors[0])
@@ -225,6 +229,7 @@ class Rewarder:
             groups=[self._with_rewards(item.group, table) for item, table in zip(kept, tables, strict=True)],
             dropped=dropped,
             errors=errors,
+            kept=places,
             extras=[{name: v for judged in table for name, v in judged.extras.items()} for table in tables],
             metrics={name: sum(numbers) / len(numbers) for name, numbers in metrics.items()},
         )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lachesis.errors import TrainingError
-from lachesis.types import Group, Sample
+from lachesis.types import UNKNOWN_VERSIONS, Group, Sample
 
 OldLogprobs = Literal["sampler", "trainer"]
 """Whose logprobs the importance ratio compares with: what the samples came with, or the trainer's at first use."""
@@ -41,6 +41,7 @@ class MicroBatch:
         inverse_temperature: float32 [M].
         expand: int64 [N], prediction of each loss token; ``None`` where it is 0..N-1.
         row: int64 [N], row (0..S-1) of each loss token.
+        versions: int64 [S], weight version that sampled a row; -1 where it is not known, or several did.
         sampling_logprobs: float32 [N], the sampler's logprobs, NaN where unknown.
         old_logprobs: float [N], log π_old of the importance ratio; NaN leaves it to the policy, which takes its
             own at the batch's first use (:mod:`lachesis.train.iterations` says when which is right).
@@ -59,6 +60,7 @@ class MicroBatch:
     inverse_temperature: Tensor
     expand: Tensor | None
     row: Tensor
+    versions: Tensor
     sampling_logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
@@ -257,6 +259,7 @@ class _Stream:
         self.inverse_temperature: list[float] = []
         self.expand: list[int] = []
         self.row: list[int] = []
+        self.versions: list[int] = []
         self.sampling_logprobs: list[float] = []
         self.old_logprobs: list[float] = []
         self.advantages: list[float] = []
@@ -287,6 +290,8 @@ class _Stream:
         for sample, old_logprobs in rows:
             self.expand.extend(range(offset, offset + len(counted)))
             self.row.extend([len(self.advantages)] * len(counted))
+            span = sample.versions
+            self.versions.append(span.first if span.first == span.last else UNKNOWN_VERSIONS.first)
             sampled = [sample.logprobs[i] for i in counted]
             self.sampling_logprobs.extend(sampled)
             self.old_logprobs.extend(sampled if old_logprobs == "sampler" else [math.nan] * len(counted))
@@ -336,6 +341,7 @@ def plain_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
         inverse_temperature=torch.ones(inputs),
         expand=None,
         row=torch.zeros(inputs, dtype=torch.int64),
+        versions=torch.tensor([UNKNOWN_VERSIONS.first]),
         sampling_logprobs=torch.full((inputs,), math.nan),
         old_logprobs=torch.full((inputs,), math.nan),
         advantages=torch.zeros(1),
@@ -370,6 +376,7 @@ def _tensors(stream: _Stream) -> MicroBatch:
         inverse_temperature=torch.tensor(stream.inverse_temperature, dtype=torch.float32),
         expand=long(stream.expand) if duplicated else None,
         row=long(stream.row),
+        versions=long(stream.versions),
         sampling_logprobs=torch.tensor(stream.sampling_logprobs, dtype=torch.float32),
         old_logprobs=torch.tensor(stream.old_logprobs, dtype=torch.float32),
         advantages=torch.tensor(stream.token_advantages if stream.by_token else stream.advantages, dtype=torch.float32),

@@ -87,8 +87,7 @@ class RepeatedFeed(Feed[Batch]):
     """Yields each batch of a feed ``num_iterations`` times. The loop and the feed know nothing of it.
 
     The feed hears of the version after the last use, which frees the batch's slot. A checkpoint in between holds
-    the batch: resumed, the run goes on with its next use, and the feed, which holds no slot for it, is not
-    told of its end.
+    the batch: resumed, the run goes on with its next use.
 
     Args:
         feed: where batches come from.
@@ -104,11 +103,10 @@ class RepeatedFeed(Feed[Batch]):
         self._pack = pack
         self._batch: Batch | None = None
         self._uses = 0
-        self._holds_slot = False
 
     def next(self) -> Batch:
         if self._batch is None:
-            self._batch, self._uses, self._holds_slot = self._feed.next(), 0, True
+            self._batch, self._uses = self._feed.next(), 0
         batch = replace(self._batch, iteration=self._uses, num_iterations=self._num_iterations)
         self._uses += 1
         return batch
@@ -116,8 +114,7 @@ class RepeatedFeed(Feed[Batch]):
     def advance(self, step: int) -> None:
         if self._uses == self._num_iterations:
             self._batch = None
-            if self._holds_slot:
-                self._feed.advance(step)
+            self._feed.advance(step)
 
     def counters(self) -> dict[str, float]:
         return self._feed.counters()
@@ -137,7 +134,6 @@ class RepeatedFeed(Feed[Batch]):
         self._feed.load_state_dict(state["feed"])
         self._uses = int(state["uses"])
         self._batch = self._pack([decode_group(group) for group in groups]) if groups else None
-        self._holds_slot = False
 
     def close(self) -> None:
         self._feed.close()

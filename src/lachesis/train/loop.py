@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lachesis.bridges.base import Bridge
+from lachesis.errors import StopRequested
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch
@@ -65,8 +66,12 @@ class Trainer:
             self.telemetry.evaluation(self.evaluation.maybe_run(start))
         clock = Clock()
         for step in range(start + 1, steps + 1):
-            with clock.measure("data_fetch_time"):
-                batch = self.feed.next()  # back-pressure and deadlines live behind this
+            try:
+                with clock.measure("data_fetch_time"):
+                    batch = self.feed.next()  # back-pressure and deadlines live behind this
+            except StopRequested:
+                self.checkpoints.maybe_save(step - 1, stopping=True)
+                return step - 1
             with clock.measure("train_time"):
                 metrics = self.policy.accumulate(batch)
             with clock.measure("sync_time"), self.bridge.update_to(step, due=self.evaluation.due(step)):

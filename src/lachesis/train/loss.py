@@ -187,7 +187,7 @@ def kl_to_reference(terms: Terms, options: LossOptions) -> Tensor:
     The tokens come from π_old; times r (``use_bias_correction_kl``) it estimates the divergence under π.
     """
     difference = terms.reference - terms.logprobs
-    kl = difference.exp() - difference - 1
+    kl = difference.expm1() - difference  # exp(d) - 1 would leave rounding errors larger than a small divergence
     return kl * terms.ratio if options.use_bias_correction_kl else kl
 
 

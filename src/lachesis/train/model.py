@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from lachesis.config.schema import AdapterConfig, LoraAdapter, ModelConfig
 from lachesis.errors import ModelError
 from lachesis.train.attach import WeightSource, attached_transformer
+from lachesis.train.layers import lora_targets, train_only
+from lachesis.train.quantized import held_bytes, quantization_config, quantized_layers, settle
+from lachesis.train.residual import keep_residual_in_float32
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +40,9 @@ def load_model(config: ModelConfig, adapter: AdapterConfig, *, weights: WeightSo
     """Load, check and adapt. With ``weights`` nothing is loaded: the model's parameters are those tensors.
 
     Raises:
-        ModelError: no such model, no causal LM, no pad token, or adapter targets that match nothing.
+        ModelError: no such model, no causal LM, no pad token, adapter targets that match nothing, or a residual
+            stream that cannot be widened.
+        DependencyError: the base is to be quantized, and bitsandbytes is not installed.
     """
     tokenizer = load_tokenizer(config)
     if weights is None:
@@ -49,8 +57,12 @@ def load_model(config: ModelConfig, adapter: AdapterConfig, *, weights: WeightSo
             f"has embeddings for {rows} tokens only",
             remedy="set model.pad_token to a token that the model knows, for example its end token",
         )
+    if config.residual_dtype == "float32":
+        keep_residual_in_float32(transformer)
     if config.gradient_checkpointing:
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.train_layers is not None:
+        train_only(transformer, config.train_layers)
     if not isinstance(adapter, LoraAdapter):
         return LoadedModel(model=transformer, transformer=transformer, tokenizer=tokenizer)
     model = add_lora(transformer, adapter)
@@ -110,14 +122,24 @@ def _load_transformer(config: ModelConfig, *, device: torch.device) -> PreTraine
     dtype: Any = config.dtype
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"
+    options: dict[str, Any] = {}
+    if config.quantization != "none":
+        # Each weight is quantized where it will be, as it is read: the whole model never is there in 16 bits.
+        options = {"quantization_config": quantization_config(config.quantization), "device_map": {"": device}}
     with _load_errors(config.path):
         model = AutoModelForCausalLM.from_pretrained(
             config.path,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=config.trust_remote_code,
+            **options,
         )
     _switch_off_dropout(model)
-    return model.to(device)
+    if config.quantization == "none":
+        return model.to(device)
+    settle(model)
+    layers, size = len(quantized_layers(model)), held_bytes(model) / 2**30
+    logger.info("%d linear layers are held in %s; the base weights take %.2f GiB", layers, config.quantization, size)
+    return model
 
 
 def _switch_off_dropout(model: PreTrainedModel) -> None:
@@ -137,7 +159,7 @@ def add_lora(transformer: PreTrainedModel, adapter: LoraAdapter) -> PeftModel:
         r=adapter.r,
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]
         lora_dropout=adapter.dropout,
-        target_modules=adapter.targets,
+        **lora_targets(transformer, adapter),
         task_type="CAUSAL_LM",
     )
     try:
@@ -152,6 +174,9 @@ def add_lora(transformer: PreTrainedModel, adapter: LoraAdapter) -> PeftModel:
             f"adapter.targets {adapter.targets!r} match nothing in {type(transformer).__name__}",
             remedy=f"name some of its linear layers ({', '.join(linear)}), or all-linear",
         ) from error
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # beside integers peft makes adapters in float32
+            parameter.data = parameter.data.to(transformer.dtype)
     if transformer.is_gradient_checkpointing:
         transformer.enable_input_require_grads()
     return model

@@ -198,8 +198,9 @@ def build_optimizer(
       weights and gradients only, and the CPU 16 bytes a parameter, gradients included. (torchao's
       CPUOffloadOptimizer takes gradients during backward, before they can be clipped.) Where the parameters
       are on the CPU already, this is ``adamw``.
-    - ``adafactor``: transformers' Adafactor with this schedule's rate (no relative steps, no scaling by
-      parameter, no first moment; ``betas`` and ``eps`` do not apply). Rows and columns of state only.
+    - ``adafactor``: transformers' Adafactor with this schedule's rate (no relative steps, scaling by
+      parameter as ``scale_parameter`` says, no first moment; ``betas`` and ``eps`` do not apply). Rows and
+      columns of state only.
 
     ``config.weight_update`` says how 16-bit weights take small updates: see
     :mod:`lachesis.train.weight_update`. Weight decay is not applied to tensors of fewer than two dimensions
@@ -304,7 +305,8 @@ def _optimizer_factory(
     if config.kind == "adafactor":
         from transformers.optimization import Adafactor
 
-        return lambda groups: Adafactor(groups, lr=learning_rate, scale_parameter=False, relative_step=False)
+        scale = config.scale_parameter
+        return lambda groups: Adafactor(groups, lr=learning_rate, scale_parameter=scale, relative_step=False)
     adam: dict[str, Any] = {"lr": learning_rate, "betas": config.betas, "eps": config.eps}
     if config.kind == "adamw_8bit":
         eight_bit = _eight_bit_adamw(device)

@@ -212,9 +212,19 @@ class Policy:
             token_loss=self.custom_loss,
             **counts._asdict(),
         )
-        # Later uses of a batch differ from the sampler because of what was learned from it.
-        aligned = _alignment(current, micro.sampling_logprobs) if batch.iteration == 0 else {}
-        return PolicyLoss(output.loss, {**output.metrics, **aligned})
+        return PolicyLoss(output.loss, {**output.metrics, **self._alignment(current, micro)})
+
+    def _alignment(self, current: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
+        """How far trainer and sampler are apart: (sum, count) [2], and the largest (-inf of no token).
+
+        Only tokens that the weights of now have sampled count: others differ because of what was learned since.
+        """
+        fresh = (micro.versions == self.optimizer.steps_taken)[micro.row]
+        difference = torch.where(fresh, (current - micro.sampling_logprobs).abs(), torch.nan)
+        known = ~difference.isnan()
+        pair = torch.stack([difference.nansum(), known.sum().to(difference.dtype)])
+        largest = torch.nn.functional.pad(difference.nan_to_num(-torch.inf, posinf=torch.inf), (0, 1), value=-torch.inf)
+        return {"logprob_diff_mean": pair, "logprob_diff_max": largest.max()}
 
     @property
     def _uses_sampler(self) -> bool:
@@ -224,15 +234,6 @@ class Policy:
 
     def _scores(self, micro: MicroBatch) -> TokenLogprobs:
         return loss_token_logprobs(self.transformer, micro, plan=self.plan)
-
-
-def _alignment(current: Tensor, sampled: Tensor) -> dict[str, Tensor]:
-    """How far trainer and sampler are apart: (sum, count) [2], and the largest."""
-    difference = (current - sampled).abs()
-    known = ~difference.isnan()
-    pair = torch.stack([difference.nansum(), known.sum().to(difference.dtype)])
-    largest = torch.nn.functional.pad(difference.nan_to_num(0.0), (0, 1)).max()  # of no tokens too
-    return {"logprob_diff_mean": pair, "logprob_diff_max": largest}
 
 
 def _fetch(parts: Sequence[dict[str, Tensor]]) -> dict[str, MetricValue]:

@@ -270,3 +270,11 @@ def test_numbers_go_on_after_a_restore():
     again.restore(mirror.snapshot(), NOW)
     _, change = again.post([group(8)], NOW)
     assert change.added[0].number == 2 and again.next_batch_for(trainer, {0, 1}, NOW)[0].id == 2
+
+
+def test_an_environment_of_number_minus_1_is_nobody():
+    """Not the last one that registered, whose size of groups would hold this one back."""
+    state = new_state()
+    add_env(state, group_size=4)
+    assert post(state, group(3, env_id=-1)) == [{"status": "received"}]
+    assert state.status() == {"current_step": 0, "queue_size": 1}

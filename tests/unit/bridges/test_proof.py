@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from lachesis.bridges.proof import TOLERANCE, SyncProof, largest_difference
+from lachesis.bridges.proof import QUANTIZED_TOLERANCE, TOLERANCE, SyncProof, largest_difference
 from lachesis.errors import EngineError, StaleWeights
 from lachesis.types import CanaryReading
 
@@ -15,7 +15,7 @@ TOKENS = (5, 12, 19)
 class Pair:
     """A trainer and an engine whose canary logprobs are set by hand."""
 
-    def __init__(self, *, dtype: str = "float32") -> None:
+    def __init__(self, *, dtype: str = "float32", quantization: str = "none") -> None:
         self.trainer: Sequence[float] = (-1.0, -2.0)
         self.engine: Sequence[float] = (-1.0, -2.0)
         self.version = 1
@@ -27,6 +27,7 @@ class Pair:
             engine=self._read_engine,
             session_id="mine",
             dtype=dtype,
+            quantization=quantization,
         )
 
     def _read_trainer(self, token_ids: Sequence[int]) -> Sequence[float]:
@@ -198,3 +199,14 @@ def test_an_engine_that_fails_while_the_trainer_reads_is_not_lost():
     )
     with pytest.raises(EngineError, match="gone"):
         proof.confirm(version=1)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantized_trainer_may_differ_more_and_not_by_anything(kind):
+    pair = Pair(quantization=kind)
+    allowed = QUANTIZED_TOLERANCE[kind]
+    pair.engine = (-1.0 - 0.9 * allowed, -2.0)
+    assert pair.proof.confirm(version=1) == pytest.approx(0.9 * allowed)
+    pair.engine = (-1.0 - 1.1 * allowed, -2.0)
+    with pytest.raises(StaleWeights, match=f"allowed {allowed:g}"):
+        pair.proof.confirm(version=1)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lachesis.config.memory import checkpoint_bytes, export_bytes, weight_bytes
+from lachesis.config.memory import checkpoint_bytes, export_bytes, trainable_parameters, weight_bytes
 from lachesis.config.plan import plan, plan_lines
 from lachesis.config.shape import read_shape
 from lachesis.errors import ConfigError
@@ -62,6 +62,17 @@ def test_parameters_of_lora(model):
     assert shape is not None
     assert shape.lora_parameters(rank=16, targets="all-linear") == 41_943_040
     assert shape.lora_parameters(rank=16, targets=["q_proj", "v_proj"]) == 6_815_744
+
+
+def test_parameters_of_some_layers(model, build):
+    """Without embeddings, head and last norm a layer of Llama-3.1-8B has a 32nd of the rest: 218,112,000."""
+    path = model(LLAMA)
+    shape = read_shape(path)
+    assert shape is not None
+    two = build(model={"path": path, "train_layers": [0, 31]})
+    assert trainable_parameters(two, shape) == 2 * 218_112_000
+    four = build(adapter={**LORA, "layers": [1, 2, 3, 4]})
+    assert trainable_parameters(four, shape) == 41_943_040 // 8
 
 
 def test_a_model_in_the_cache_of_the_hub(tmp_path, monkeypatch):
@@ -157,14 +168,51 @@ def test_activations_of_a_measured_step(build, model):
 
 
 def test_lora_trains_and_saves_the_adapter_alone(build, model):
-    config = build(model={"path": model(LLAMA), "quantization": "int8"}, adapter=LORA, algorithm={"beta": 0.1})
+    config = build(model={"path": model(LLAMA)}, adapter=LORA, algorithm={"beta": 0.1})
     planned = plan(config, device="cuda")
     parts = {part.name: part.bytes for part in planned.memory if part.place == "trainer"}
-    assert parts["weights"] == 8_030_261_248
-    assert parts["adapter"] == parts["gradients"] == 4 * 41_943_040
+    assert parts["weights"] == 2 * 8_030_261_248
+    assert parts["adapter"] == parts["gradients"] == 2 * 41_943_040
+    assert parts["optimizer states"] == 12 * 41_943_040
     assert "reference" not in parts  # the base model is there already
-    assert planned.export == 4 * 41_943_040
-    assert planned.checkpoint == 12 * 41_943_040
+    assert planned.export == 2 * 41_943_040
+    assert planned.checkpoint == 14 * 41_943_040
+
+
+@pytest.mark.parametrize(
+    ("kind", "matrices"),
+    [
+        ("int8", 6_979_321_856 + 4 * 43_008 * 32),  # a float32 for each row: 43,008 in a layer
+        ("nf4", 6_979_321_856 // 2 + 6_979_321_856 // 64 + 4 * 6_979_321_856 // 16_384 + 1092 * 7 * 32),
+    ],
+)
+def test_quantized_weights_are_counted_with_their_scales(build, model, kind, matrices):
+    """Of Llama-3.1-8B: embeddings, head and norms, 1,050,939,392 weights, stay in 16 bits."""
+    planned = plan(build(model={"path": model(LLAMA), "quantization": kind}, adapter=LORA), device="cuda")
+    parts = {part.name: part.bytes for part in planned.memory if part.place == "trainer"}
+    assert parts["weights"] == matrices + 2 * 1_050_939_392
+    assert parts["dequantized matrix"] == 2 * 4096 * 14336
+
+
+def test_experts_are_not_quantized(build, model):
+    shape = read_shape(model(MIXTRAL))
+    assert shape is not None and sum(rows * columns for rows, columns in shape.quantizable) == 41_943_040
+    planned = plan(build(model={"path": model(MIXTRAL), "quantization": "nf4"}, adapter=LORA), device="cuda")
+    (weights,) = (part.bytes for part in planned.memory if part.place == "trainer" and part.name == "weights")
+    assert weights > 0.95 * 2 * shape.parameters
+
+
+def test_a_residual_stream_in_float32_takes_more(build, model):
+    def activations(**options) -> int:
+        planned = plan(build(model={"path": model(QWEN), **options}), device="cuda")
+        (found,) = (part.bytes for part in planned.memory if part.name == "activations")
+        return found
+
+    tokens, layers, hidden = 8192, 28, 1536
+    assert activations(residual_dtype="float32") - activations() == 4 * tokens * layers * hidden
+    wide = activations(residual_dtype="float32", gradient_checkpointing=True)
+    assert wide - activations(gradient_checkpointing=True) == 2 * tokens * layers * hidden
+    assert activations(residual_dtype="float32", dtype="float32") == activations(dtype="float32")
 
 
 @pytest.mark.parametrize(
@@ -242,3 +290,17 @@ def test_widths(build, model):
     assert (weight_bytes(config, shape, device="cuda"), weight_bytes(config, shape, device="cpu")) == (2, 4)
     assert export_bytes(config, shape, device="cuda") == 2 * shape.parameters
     assert checkpoint_bytes(config, shape, device="cpu") == 12 * shape.parameters
+
+
+@pytest.mark.parametrize("kind", ["lora_only", "lora_nccl"])
+@pytest.mark.parametrize(("share_base", "copies"), [(False, 2), (True, 1)])
+def test_adapters_take_two_copies_of_the_base_or_one_that_is_shared(build, model, kind, share_base, copies):
+    planned = plan(
+        build(
+            model={"path": model(QWEN)}, adapter={"kind": "lora"}, engine={"kind": "vllm"},
+            bridge={"kind": kind, "share_base": share_base},
+        ),
+        device="cuda",
+    )  # fmt: skip
+    base = 2 * 1_543_714_304
+    assert sum(base <= part.bytes < 1.1 * base for part in planned.memory if part.name == "weights") == copies

@@ -71,7 +71,32 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             "sampler_correction_min 3 is not below sampler_correction_max 3",
         ),
         ({"model": {"quantization": "nf4"}}, "model.quantization nf4 holds weights that cannot be trained"),
+        *(
+            (
+                {
+                    "model": {"quantization": "nf4"},
+                    "adapter": {"kind": "lora"},
+                    "engine": VLLM,
+                    "bridge": {"kind": kind},
+                },
+                f"bridge.kind {kind} sends all weights with the adapter merged into them",
+            )
+            for kind in ("broadcast", "none", "reload")
+        ),
+        (
+            {
+                "model": {"quantization": "int8"},
+                "adapter": {"kind": "lora"},
+                "engine": VLLM,
+                "bridge": {"kind": "lora_only", "share_base": True},
+            },
+            "bridge.share_base: the engine's weights are not quantized, and model.quantization is int8",
+        ),
         ({"pipeline": {"async_prefetch": True, "max_staleness": 0}}, "max_staleness 0 drops them all"),
+        (
+            {**ASYNC, "bridge": {"kind": "broadcast", "every_steps": 6}},
+            "every_steps 6: before a transfer all samples are up to 5 versions old, and max_staleness 4 drops them all",
+        ),
         (
             {"pipeline": {"reroll_start_fraction": 0.5, "reroll_max_groups": 33}},
             "reroll_max_groups 33 is more than batch.prompts_per_step 32",
@@ -89,6 +114,13 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"engine": HTTP, "bridge": {"kind": "lora_restart"}, "adapter": {"kind": "lora"}}, "set engine.kind: vllm or"),
         ({"engine": {**VLLM, "tensor_parallel_size": 2}, "bridge": SHARED}, "holds slices that no layer"),
         ({"engine": {**VLLM, "data_parallel_size": 2}, "bridge": SHARED}, "data_parallel_size 2 makes several"),
+        (
+            {
+                "engine": {**VLLM, "data_parallel_size": 2, "tensor_parallel_size": 2, "devices": "1,2,3"},
+                "bridge": {"kind": "broadcast"},
+            },
+            "engine.devices 1,2,3 is not 4; name 4 of them",
+        ),
         ({"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": SHARED}, "a sleeping engine gives up the tensors"),
         ({"engine": VLLM, "bridge": SHARED, "adapter": {"kind": "lora"}}, "use lora_only with share_base"),
         (
@@ -208,12 +240,12 @@ def test_all_problems_are_told_at_once(build):
         ({"algorithm": {"sampler_correction_min": 0.1}}, "note", "sampler_correction", "does nothing with sampler"),
         ({"algorithm": {"num_iterations": 4}}, "note", "iterations", "trained on 2 times; 8 or 12 steps are"),
         ({"pipeline": {"prefetch_depth": 2}}, "note", "prefetch", "while pipeline.async_prefetch is false"),
-        ({**ASYNC, "algorithm": {}}, "warning", "prefetch", "token_truncate weights them right"),
+        ({**ASYNC, "algorithm": {}}, "warning", "prefetch", "token_truncate weights age apart"),
         (
             {**ASYNC, "pipeline": {"async_prefetch": True, "prefetch_depth": 5}},
             "warning",
             "prefetch",
-            "prefetch_depth 5 is more than max_staleness 4",
+            "make samples up to 5 versions old, and those older than max_staleness 4",
         ),
         (
             {**ASYNC, "engine": {"kind": "embedded"}, "bridge": {"kind": "in_process"}},
@@ -223,10 +255,16 @@ def test_all_problems_are_told_at_once(build):
         ),
         ({"pipeline": {"streaming_min_groups": 2}}, "note", "streaming", "while pipeline.streaming is false"),
         (
-            {"pipeline": {"streaming": True}},
+            {"pipeline": {"streaming": True, "streaming_min_groups": 32}},
             "warning",
             "streaming",
-            "is not built yet: the 32 groups of a batch are scored together",
+            "streaming_min_groups 32 is not below batch.prompts_per_step 32, so no group is scored before",
+        ),
+        (
+            {"pipeline": {"streaming": True}, "source": {"kind": "local", "rollout_func": "agents.solve"}},
+            "warning",
+            "streaming",
+            "does nothing with source.rollout_func",
         ),
         ({"pipeline": {"replay_recompute_logps": False}}, "note", "replay", "while pipeline.replay_size is 0"),
         (
@@ -238,7 +276,12 @@ def test_all_problems_are_told_at_once(build):
         ({"pipeline": {"replay_size": 8, "refill_zero_signal": 1}}, "note", "replay", "new ones first, then replayed"),
         ({"pipeline": {"reroll_max_groups": 2}}, "note", "reroll", "while pipeline.reroll_start_fraction is 1"),
         ({"rewards": {"num_workers": 33}}, "note", "source", "some workers are idle"),
-        ({"source": ATROPOS}, "warning", "source", "data and rewards do nothing with source.kind atropos"),
+        (
+            {"source": ATROPOS, "engine": {"kind": "embedded_server"}, "bridge": SHARED},
+            "warning",
+            "source",
+            "data and rewards do nothing with source.kind atropos",
+        ),
         ({"engine": {**VLLM, "enforce_eager": True}, "bridge": SHARED}, "note", "engine", "several times slower"),
         (
             {"engine": HTTP, "bridge": {"kind": "reload", "every_steps": 11}},
@@ -255,9 +298,19 @@ def test_what_is_odd_is_said(build, sections, level, rule, expected):
     assert expected in finding.message
 
 
+def test_streaming_is_for_what_is_generated_here(build):
+    found = check(
+        build(source=ATROPOS, engine={"kind": "embedded_server"}, bridge=SHARED, pipeline={"streaming": True})
+    )
+    assert [one.message for one in found if one.rule == "streaming"] == [
+        "pipeline.streaming does nothing with source.kind atropos: the environments score their groups"
+    ]
+
+
 @pytest.mark.parametrize(
     "sections",
     [
+        {"pipeline": {"streaming": True, "streaming_min_groups": 31}},
         {"adapter": LORA, "optimizer": {"learning_rate": 2e-4}},
         {"optimizer": {"learning_rate": 2e-4}, "algorithm": {"beta": 0.04}},
         {"optimizer": {"weight_update": "plain"}, "model": {"dtype": "float32"}},
@@ -276,6 +329,7 @@ def test_what_is_odd_is_said(build, sections, level, rule, expected):
         {"engine": HTTP, "bridge": {"kind": "broadcast"}, "sampling": {"guided_regex": "a+"}},
         ASYNC,
         {"pipeline": {"replay_size": 100, "reroll_start_fraction": 0.5}},
+        {**ASYNC, "bridge": {"kind": "broadcast", "every_steps": 4}},
         {"algorithm": {"kl_reference": "ema", "beta": 0.1, "ref_sync_steps": 8}},
         {"run": {"steps": None, "epochs": 2.0}, "checkpoint": {"every_steps": 5}, "evaluation": {"every_steps": 0}},
         {"evaluation": {"samples_per_problem": 4, "temperature": 1.0}},
@@ -325,8 +379,20 @@ def test_learning_rate(build):
     assert learning_rate(build(adapter=LORA, optimizer={"learning_rate": 3e-4})) == 3e-4
 
 
-def test_quantization_says_that_it_is_not_built_and_what_it_would_do_to_merged_weights(build):
-    findings = check(build(engine=VLLM, bridge={"kind": "broadcast"}, adapter=LORA, model={"quantization": "int8"}))
-    assert [finding.rule for finding in findings] == ["quantization", "merged"]
-    assert "is not built yet" in findings[0].message
-    assert "which rounds small updates away" in findings[1].message
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantized_base_weights_beside_an_engine_that_has_whole_ones(build, kind):
+    sections = {"adapter": LORA, "model": {"quantization": kind}}
+    assert check(build(**sections)) == []
+    (finding,) = check(build(**sections, engine=VLLM, bridge={"kind": "lora_only"}))
+    assert (finding.rule, finding.level) == ("quantization", "warning")
+    assert "holds the base weights as they were" in finding.message
+    assert finding.message.endswith("set algorithm.sampler_correction: token_truncate")
+    corrected = {"sampler_correction": "token_truncate"}
+    (finding,) = check(build(**sections, engine=VLLM, bridge={"kind": "lora_nccl"}, algorithm=corrected))
+    assert finding.message.endswith("a larger difference")
+
+
+def test_a_residual_stream_that_is_in_float32_anyway(build):
+    assert check(build(model={"dtype": "bfloat16", "residual_dtype": "float32"})) == []
+    (finding,) = check(build(model={"dtype": "float32", "residual_dtype": "float32"}))
+    assert (finding.rule, finding.level) == ("model", "note")

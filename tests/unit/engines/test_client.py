@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from lachesis.deadline import Deadline
 from lachesis.engines.client import HttpEngine
 from lachesis.engines.generation_calls import request_body
 from lachesis.engines.serving.served import Refused
-from lachesis.errors import ConfigError, DeadlineExceeded, EngineError, StaleWeights
+from lachesis.errors import ConfigError, DeadlineExceeded, EngineError, RewardError, StaleWeights
 from lachesis.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from tests.unit.engines.fake_server import FakeServer, refusal
 
@@ -202,6 +203,39 @@ class TestManyAtOnce:
         for server in pair:
             server.release()
         assert len(call.result(20)) == 7
+
+    def test_each_request_is_told_of_as_soon_as_it_is_complete(self, fake: FakeServer, engine: HttpEngine):
+        told: list[tuple[int, list[Completion]]] = []
+        second = threading.Event()
+
+        async def after_the_second(body: dict[str, Any]) -> Any:
+            assert await asyncio.to_thread(second.wait, 20), "the second was not told of while the first was under way"
+            return await fake.generate(body)
+
+        def finished(index: int, completions: list[Completion]) -> None:
+            told.append((index, completions))
+            if index == 1:
+                second.set()
+
+        fake.state.replies["/generate"] = lambda body: (
+            after_the_second(body) if body["seed"] == 0 else fake.generate(body)
+        )
+        results = engine.generate(asking(2, n=3), deadline=soon(), finished=finished)
+        assert told == [(1, results[1]), (0, results[0])]
+
+    def test_who_is_told_may_end_the_call(self, fake: FakeServer, engine: HttpEngine):
+        async def never(body: dict[str, Any]) -> Any:
+            await asyncio.Event().wait()
+
+        def finished(index: int, completions: list[Completion]) -> None:
+            raise RewardError("what was generated cannot be used")
+
+        fake.state.replies["/generate"] = lambda body: never(body) if body["seed"] else fake.generate(body)
+        with pytest.raises(RewardError, match="cannot be used"):
+            engine.generate(asking(3), deadline=soon(), finished=finished)
+        fake.gone(2)
+        del fake.state.replies["/generate"]
+        assert len(engine.generate(asking(1), deadline=soon())) == 1
 
     def test_closing_ends_what_is_in_flight(self, fake: FakeServer, engine: HttpEngine, threads: ThreadPoolExecutor):
         fake.hold()

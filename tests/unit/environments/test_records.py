@@ -7,8 +7,10 @@ import math
 import pytest
 
 from lachesis.environments.records import Sampled, ScoredGroup, Trajectory, scored_group
+from lachesis.environments.tokenizer import chat_prompt
 from lachesis.errors import DataError
 from lachesis.types import VersionSpan
+from tests.tiny import tiny_tokenizer
 
 
 def trajectory() -> Trajectory:
@@ -74,3 +76,12 @@ def test_faults(changes, fault):
     with pytest.raises(DataError) as caught:
         ScoredGroup(**SOUND | changes)
     assert fault in caught.value.message
+
+
+def test_a_conversation_becomes_plain_token_ids():
+    """Newer transformers give a mapping of ids and attention mask, whose length is the number of its keys."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    ids = chat_prompt(tokenizer, [{"role": "user", "content": "abc"}, {"role": "user", "content": "de"}], plain="")
+    assert ids == tokenizer.encode("abcde")
+    assert all(type(token) is int for token in ids)

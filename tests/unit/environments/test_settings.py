@@ -106,3 +106,9 @@ def test_every_flag_is_described():
     rows = describe(Gsm8kConfig)
     assert ("--env.data", "openai/gsm8k") in {(flag, default) for flag, default, _ in rows}
     assert all(meaning for _, _, meaning in rows)
+
+
+@pytest.mark.parametrize("text", ["openai: [{base_url: 'http://a:1'}]", "openai: {base_url: 'http://a:1'}"])
+def test_a_single_server_in_a_file_is_the_one_that_is_asked(tmp_path, text):
+    """The original asks ports of its own choice unless there are two."""
+    assert parsed("--config", write(tmp_path, text)).openai.base_url == ("http://a:1",)

@@ -8,7 +8,7 @@ import pytest
 
 from lachesis.metrics.groups import group_metrics
 from lachesis.metrics.values import Max, Mean, reduce_metrics
-from lachesis.types import Group, VersionSpan
+from lachesis.types import UNKNOWN_VERSIONS, Group, VersionSpan
 
 MakeGroup = Callable[..., Group]
 
@@ -56,6 +56,29 @@ def test_staleness_counts_from_the_first_token_of_the_oldest_sample(make_group: 
     mixed = replace(group, samples=(replace(old, versions=VersionSpan(1, 4)), replace(new, versions=VersionSpan(4, 4))))
     assert measure([mixed], version=4)["staleness"] == 3
     assert measure([replace(group, samples=(replace(new, versions=VersionSpan(4, 4)),))], version=4)["staleness"] == 0
+
+
+def test_samples_of_an_unknown_version_are_neither_fresh_nor_stale(make_group: MakeGroup):
+    group = make_group((0.0, 1.0))
+    unknown = tuple(replace(sample, versions=UNKNOWN_VERSIONS) for sample in group.samples)
+    assert "staleness" not in measure([replace(group, samples=unknown)], version=4)
+    mixed = replace(group, samples=(unknown[0], group.samples[1]))
+    assert measure([mixed], version=4)["staleness"] == 1
+
+
+def test_a_replayed_group_does_not_make_generation_look_late(make_group: MakeGroup):
+    group = make_group((0.0, 1.0))
+    old = replace(group, samples=tuple(replace(sample, versions=VersionSpan(0, 0)) for sample in group.samples))
+    without_signal = make_group((0.0, 0.0))
+    assert measure([group, replace(old, replaces=without_signal)], version=4)["staleness"] == 1
+
+
+def test_a_replayed_group_does_not_make_the_policy_look_better(make_group: MakeGroup):
+    """What is drawn for its rewards says nothing of the policy: all values are of what was generated."""
+    good, without_signal = make_group((0.0, 2.0)), make_group((0.0, 0.0))
+    generated = measure([good, without_signal])
+    assert generated["reward"] == 0.5 and generated["zero_std_fraction"] == 0.5
+    assert measure([good, replace(good, replaces=without_signal)]) == generated
 
 
 def test_every_reward_function_has_its_own_mean_and_deviation(make_group: MakeGroup):

@@ -100,6 +100,10 @@ def test_some_things_take_a_while_to_see(rule: str, level: str, words: str, valu
     assert words in alarm.message
 
 
+def test_rewards_that_run_beside_generation_take_no_time_of_a_step() -> None:
+    assert "time_unbalanced" not in alarms(see(history=29, reward_time=1.8, hidden_reward_time=0.7))
+
+
 def test_low_reward_that_rises_is_left_alone() -> None:
     history = tuple({"reward": 0.002 * step} for step in range(49))
     seen = Observation(50, {"reward": 0.1}, history=history)
@@ -185,6 +189,11 @@ def test_one_answer_to_everything(make_group: MakeGroup) -> None:
     groups = [make_group(prompt=p, completions=[(5, 5), (5, 5)], texts=["7", "7"]) for p in "ab"]
     assert "every completion of 2 prompts is the same text ('7')" in say("one_text_for_all", see(groups=groups)).message
     assert "one_text_for_all" not in alarms(see(groups=groups[:1]))
+
+
+def test_without_a_fresh_sample_trainer_and_engine_are_not_compared() -> None:
+    stale = {name: value for name, value in HEALTHY.items() if not name.startswith("logprob_diff")}
+    assert alarms(Observation(30, stale | {"staleness": 2.0}, history=({"logprob_diff_mean": 0.9},) * 5)) == {}
 
 
 def test_limits_can_be_set() -> None:

@@ -6,6 +6,7 @@ import math
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lachesis.metrics.report import ReportSink, write_report
 from lachesis.metrics.report_data import descriptors, downsample, result_sentence, timing
 from lachesis.metrics.report_rollouts import MAX_STEPS, MAX_TOKENS
 from lachesis.metrics.tape import TapeSink
-from lachesis.types import EvalResult, Finding, Group, StepRecord
+from lachesis.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, StepRecord
 
 MakeGroup = Callable[..., Group]
 
@@ -140,9 +141,36 @@ def test_timing_parts_add_up_to_the_step() -> None:
     assert split is not None and len(split["x"]) == 400 and split["x"][-1] == 1000
     assert [part["name"] for part in split["parts"]][-1] == "other"
     assert sum(part["y"][0] for part in split["parts"]) == pytest.approx(1.0)
-    overlapped = timing([StepLine(1, 0.0, {**values, "generation_time": 0.9})])
-    assert overlapped is not None and overlapped["parts"][-1]["y"] == [0.0]
     assert timing([StepLine(1, 0.0, {"reward": 1.0})]) is None
+
+
+@pytest.mark.parametrize(
+    ("sampling", "waited", "expected"),
+    [
+        (
+            {"generation_time": 0.3, "reward_time": 0.1},
+            0.45,
+            {"generation_time": 0.3, "reward_time": 0.1, "other": 0.15},
+        ),
+        ({"generation_time": 0.9, "reward_time": 0.1}, 0.45, {"data_fetch_time": 0.45, "other": 0.1}),
+        ({}, 0.45, {"data_fetch_time": 0.45, "other": 0.1}),
+        (
+            {"generation_time": 0.3, "reward_time": 0.3, "hidden_reward_time": 0.2},
+            0.45,
+            {"generation_time": 0.3, "reward_time": 0.1, "other": 0.15},
+        ),
+    ],
+    ids=["in the step", "beside training", "by environments", "rewards beside generation"],
+)
+def test_of_sampling_that_overlaps_training_the_wait_is_shown(
+    sampling: dict[str, float], waited: float, expected: dict[str, float]
+) -> None:
+    values = {"step_time": 1.0, "data_fetch_time": waited, "train_time": 0.4, "sync_time": 0.05, **sampling}
+    split = timing([StepLine(1, 0.0, values)])
+    assert split is not None
+    shown = {part["name"]: part["y"][0] for part in split["parts"]}
+    assert shown == pytest.approx({"train_time": 0.4, "sync_time": 0.05, **expected})
+    assert sum(shown.values()) == pytest.approx(1.0)
 
 
 def test_downsampling_keeps_spikes_ends_and_order() -> None:
@@ -189,6 +217,14 @@ def test_a_tape_without_token_texts_shows_plain_texts(tmp_path: Path, make_group
     TapeSink(run / "rollouts").write(StepRecord(step=1, values={}, groups=[make_group()]))
     (group,) = data_of(write_report(run))["rollouts"][0]["groups"]
     assert {sample["text"] for sample in group["samples"]} == {"280", "281"}
+
+
+def test_weights_that_nobody_knows_have_no_number(tmp_path: Path, make_group: MakeGroup) -> None:
+    group = make_group((0.0, 1.0))
+    unknown = replace(group.samples[0], versions=UNKNOWN_VERSIONS)
+    run = write_run(tmp_path / "run", steps=1, groups=[replace(group, samples=(unknown, group.samples[1]))])
+    (shown,) = data_of(write_report(run))["rollouts"][0]["groups"]
+    assert {sample["reward"]: sample["version"] for sample in shown["samples"]} == {0.0: "unknown", 1.0: 3}
 
 
 def test_what_is_no_run_is_an_error(tmp_path: Path) -> None:

@@ -39,7 +39,8 @@ def test_groups_come_back_equal(tmp_path: Path, make_group: MakeGroup) -> None:
     )
     messages = ({"role": "user", "content": "37+45="},)
     chat = Group(prompt=replace(plain.prompt, messages=messages), samples=(odd, *rest))
-    assert read_groups(write(tmp_path, [plain, chat])) == [plain, chat]
+    replayed = replace(plain, replaces=chat)
+    assert read_groups(write(tmp_path, [plain, chat, replayed])) == [plain, chat, replayed]
 
 
 def test_unknown_logprobs_are_null_on_disk_and_nan_in_memory(tmp_path: Path, make_group: MakeGroup) -> None:

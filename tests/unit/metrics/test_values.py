@@ -22,6 +22,12 @@ def test_sums_and_maxima():
     assert Max(-2.0).merge(Max(-5.0)).value() == -2.0
 
 
+def test_a_maximum_of_nothing_is_missing():
+    nothing = Max(-math.inf)
+    assert nothing.value() is None
+    assert nothing.merge(Max(-3.0)).value() == -3.0
+
+
 def test_the_order_of_merging_does_not_matter():
     parts = [{"a": Mean(1.0, 2), "b": Sum(1.0)}, {"b": Sum(4.0), "c": Max(1.0)}, {"a": Mean(5.0, 1), "c": Max(7.0)}]
     merged = reduce_metrics(merge_metrics(parts))
@@ -46,3 +52,4 @@ def test_reduction_leaves_out_what_was_not_counted():
 
 def test_nan_stays_nan():
     assert math.isnan(reduce_metrics({"loss": Mean(math.nan)})["loss"])
+    assert math.isnan(reduce_metrics({"loss": Max(math.nan)})["loss"])

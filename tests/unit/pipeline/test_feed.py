@@ -9,8 +9,10 @@ from lachesis.deadline import Deadline
 from lachesis.errors import DeadlineExceeded, RewardError
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import Finisher, SynchronousFeed
+from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.rollouts.base import RolloutSource
 from lachesis.types import Group, Prompt
+from tests.unit.pipeline.sources import ScriptedSource
 
 
 class CountingSource(RolloutSource):
@@ -123,6 +125,17 @@ def test_it_goes_on_where_it_was():
     assert resumed.next() == straight.next() == "7,6,5,4"
 
 
+def test_a_version_is_heard_of_though_no_batch_is_open():
+    """As after a restart in the middle of a batch's iterations."""
+    source = CountingSource()
+    feed = make_feed(source)
+    feed.advance(3)
+    assert feed.next() == "3,2,1,0"
+    feed.advance(4)
+    assert feed.next() == "7,6,5,4"
+    assert source.versions == [3, 4]
+
+
 def test_closing_closes_the_source():
     source = CountingSource()
     make_feed(source).close()
@@ -138,3 +151,31 @@ def test_after_an_error_the_feed_can_be_asked_again():
             feed.next()
     source.error = None
     assert feed.next() == "3,2,1,0"
+
+
+class OneByOne(ScriptedSource):
+    """Hands over one group a call, as they are finished."""
+
+    def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
+        return super().next_groups(1, deadline=deadline)
+
+
+def test_advantages_and_replay_see_the_whole_batch_however_its_groups_come():
+    """By the chunk, batch statistics would be those of a chunk, and there would be no group to replace."""
+    seen: list[list[str]] = []
+
+    def advantages(groups: Sequence[Group]) -> list[Group]:
+        seen.append([group.prompt.id for group in groups])
+        return list(groups)
+
+    source = OneByOne(lambda name, _: (0.0, float(int(name) % 2 == 0)))
+    feed = SynchronousFeed(
+        collector=Collector(source, count=2),
+        finisher=Finisher(advantages=advantages, pack=len, replay=ReplayBuffer(size=4, seed=0)),
+        batch_deadline_s=30.0,
+    )
+    for step in (1, 2):
+        assert feed.next() == 2
+        feed.advance(step)
+    assert seen == [["0", "1"], ["2", "0"]], "3 has no signal, and what 0 taught is used again"
+    assert feed.counters()["replayed_groups"] == 1

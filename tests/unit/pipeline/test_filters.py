@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from lachesis.pipeline.filters import failed_entirely, fresh, has_signal
+from lachesis.pipeline.filters import any_reward_differs, failed_entirely, fresh, has_signal
+from lachesis.types import Group
 from tests.unit.pipeline.sources import group
 
 
@@ -29,3 +32,23 @@ def test_staleness_counts_from_the_oldest_token():
     assert [g.prompt.id for g in fresh(groups, version=4, max_staleness=2)] == ["2", "3"]
     assert fresh(groups, version=4, max_staleness=None) == groups
     assert fresh(groups, version=4, max_staleness=0) == []
+
+
+def test_advantages_that_were_given_are_signal():
+    equal = group("a", (1, 1))
+    first, second = equal.samples
+    assert has_signal(replace(equal, samples=(replace(first, advantage=0.5), second)))
+    assert has_signal(replace(equal, samples=(replace(first, token_advantages=(0.0, -1.0)), second)))
+    assert not has_signal(replace(equal, samples=(replace(first, advantage=0.0), second)))
+
+
+def test_equal_totals_of_different_rewards_are_signal_where_each_is_normalized_alone():
+    """GDPO: z-scores of each function are added up with its weight, so 2·0 + 1·2 and 2·1 + 1·0 are not alike."""
+    first, second = group("a", (2, 2)).samples
+    mixed = Group(
+        prompt=group("a", (2, 2)).prompt,
+        samples=(replace(first, rewards=(0.0, 2.0)), replace(second, rewards=(1.0, 0.0))),
+    )
+    assert not has_signal(mixed)
+    assert any_reward_differs(mixed)
+    assert not any_reward_differs(group("a", (2, 2)))

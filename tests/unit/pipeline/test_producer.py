@@ -100,6 +100,46 @@ def test_batches_that_are_all_stale_do_not_starve_the_producer(closing):
     assert feed.counters()["stale_groups"] >= 8
 
 
+class CountingSource(ScriptedSource):
+    """Counts groups, and says the number of the call as if a reward function had logged it."""
+
+    calls = 0
+
+    def next_groups(self, count, *, deadline):
+        self.calls += 1
+        return super().next_groups(count, deadline=deadline)
+
+    def counters(self):
+        counted, self.taken = float(len(self.taken)), []
+        return {"sampled": counted, "reward_metrics/call": float(self.calls)}
+
+
+def test_what_a_step_counts_is_of_its_own_batch_whatever_was_generated_meanwhile(closing):
+    feed = make_feed(CountingSource(), depth=2)
+    closing(feed)
+    for step in range(1, 4):
+        assert feed.next() == [str(2 * step - 2), str(2 * step - 1)]
+        wait_for(lambda: feed._queue.qsize() == 2)
+        counters = feed.counters()
+        assert (counters["sampled"], counters["reward_metrics/call"]) == (2.0, step)
+        assert feed.counters()["sampled"] == 0.0, "a second use of the batch samples nothing"
+        feed.advance(step)
+
+
+def test_a_step_made_of_several_batches_counts_them_all(closing):
+    source = CountingSource()
+    feed = make_feed(source, depth=1, max_staleness=0)
+    closing(feed)
+    feed.next()
+    feed.counters()
+    wait_for(lambda: feed._queue.qsize() == 1)
+    feed.advance(1)
+    assert feed.next() == ["4", "5"]
+    counters = feed.counters()
+    assert (counters["sampled"], counters["stale_groups"]) == (4.0, 2.0)
+    assert counters["reward_metrics/call"] == 3.0, "a mean, of which the last stands"
+
+
 def test_an_error_of_the_producer_is_raised_to_the_trainer(closing):
     source = ScriptedSource()
     source.error = EngineError("the engine died")
@@ -130,6 +170,7 @@ def test_a_checkpoint_goes_on_after_the_last_batch_taken(closing):
     second = make_feed(other, depth=3, replay=ReplayBuffer(size=2, seed=7))
     closing(second)
     second.load_state_dict(state)
+    assert other.version == 1, "what it generates from now on is of the policy of now"
     assert second.next() == ["2", "3"]
     assert other.taken[0] == "2"
     with pytest.raises(LachesisError, match="resumed"):
@@ -173,3 +214,29 @@ def test_after_an_error_the_feed_can_be_asked_again(closing):
     assert feed.next() == ["0", "1"]
     feed.advance(1)
     assert feed.next() == ["2", "3"]
+
+
+class LaggingSource(ScriptedSource):
+    """An engine that gets new weights every third step only."""
+
+    def report_version(self, version: int) -> None:
+        super().report_version(version // 3 * 3)
+
+
+@pytest.mark.parametrize("max_staleness", [None, 2])
+def test_age_counts_the_steps_without_a_transfer_too(closing, max_staleness):
+    """Depth alone is no bound where weights travel every N steps: up to N - 1 more are between them."""
+    ages = []
+    feed = make_feed(LaggingSource(), depth=1, max_staleness=max_staleness)
+    feed._finisher = Finisher(
+        advantages=list, pack=lambda groups: ages.extend(step - g.samples[0].versions.first for g in groups)
+    )
+    closing(feed)
+    dropped = 0.0
+    for step in range(9):
+        feed.next()
+        dropped += feed.counters()["stale_groups"]
+        wait_for(lambda: feed._queue.qsize() == 1)
+        feed.advance(step + 1)
+    assert max(ages) == (3 if max_staleness is None else max_staleness)
+    assert (dropped > 0) == (max_staleness is not None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ from starlette.routing import Route
 from lachesis.api.server import ServerOptions, build_app
 from lachesis.config.schema import LachesisConfig
 from lachesis.deadline import Deadline
-from lachesis.errors import ConfigError, DataError, DeadlineExceeded, EngineError
+from lachesis.errors import ConfigError, DataError, DeadlineExceeded, EngineError, StopRequested
 from lachesis.rollouts.atropos import AtroposSource, build_atropos_source, keep_given_advantages
-from lachesis.rollouts.atropos_client import Registration, RolloutApiClient
+from lachesis.rollouts.atropos_client import Registered, Registration, RolloutApiClient
 from lachesis.rollouts.atropos_convert import Conversion
 from lachesis.types import Group
 from tests.unit.environments.servers import Thread
@@ -290,6 +291,76 @@ def test_what_is_watched_ends_the_wait_for_an_api_that_is_away(make: Make):
 
     with pytest.raises(EngineError, match="died for good"):
         take(make("http://127.0.0.1:9", watch=gone_at_last))
+
+
+class Stop:
+    """A watch that asks to stop, once it is told to."""
+
+    def __init__(self, *, after: int = 0) -> None:
+        self.asked = False
+        self._after = after
+
+    def __call__(self) -> None:
+        self._after -= 1
+        if self.asked or self._after == 0:
+            self.asked = True
+            raise StopRequested("the run was asked to stop")
+
+
+def test_a_stop_ends_the_wait_and_changes_nothing(api: Api, make: Make):
+    stop = Stop(after=5)
+    source = make(api.url, watch=stop, with_checkpoints=True)
+    with pytest.raises(StopRequested):
+        take(source)
+    assert source.state_dict() == {"step": 0, "trained": {}}
+    stop.asked = False
+    api.post(3, 4)
+    assert take(source) == ["3", "4"]
+
+
+def test_a_stop_in_the_wait_leaves_what_was_trained_on_to_the_checkpoint(api: Api, make: Make):
+    stop = Stop()
+    first = make(api.url, watch=stop, with_checkpoints=True)
+    api.post(3, 4)
+    take(first)
+    first.report_version(1)
+    stop.asked = True
+    with pytest.raises(StopRequested):
+        take(first)
+    saved = first.state_dict()
+    assert list(saved["trained"]) == ["0"]
+    first.close()
+    resumed = make(api.url, with_checkpoints=True)
+    resumed.load_state_dict(saved)
+    api.post(5, 6)
+    assert take(resumed) == ["5", "6"]
+    assert resumed.counters()["batches_known"] == 1
+
+
+def test_a_batch_is_acknowledged_also_where_a_stop_has_been_asked_for(api: Api, make: Make):
+    stop = Stop()
+    source = make(api.url, watch=stop)
+    api.post(3, 4)
+    take(source)
+    stop.asked = True
+    source.report_version(1)
+    assert api.metric("outstanding_batches") == 0
+
+
+def test_an_api_that_takes_requests_and_does_not_answer_can_be_left(make: Make):
+    """Nothing of it may be waited for: neither the registration, nor a batch, nor an acknowledgement."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        stop = Stop(after=3)
+        source = make(url, watch=stop)
+        with pytest.raises(StopRequested):
+            take(source)
+        source._trainer = Registered(uuid=1, acknowledges=True)
+        with pytest.raises(StopRequested):
+            source._wait_for_batch(deadline())
+        source._safe = {0}
+        source.report_version(1)
+        assert source._safe == {0}
 
 
 def test_an_api_that_is_away_too_long_is_named(make: Make):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from lachesis.errors import EngineError
+from lachesis.errors import EngineError, StopRequested
 from lachesis.rollouts.atropos_watch import EngineWatch
 from lachesis.types import EngineHealth
 from tests.fakes import FakeEngine
@@ -43,3 +45,19 @@ def test_it_is_not_looked_at_all_the_time():
     for _ in range(10):
         watch()
     assert engine.looks == 0
+
+
+def test_a_look_at_an_engine_that_hangs_can_be_given_up():
+    hanging = threading.Event()
+
+    class Hanging(Engine):
+        def health(self) -> EngineHealth:
+            hanging.wait(60)
+            return super().health()
+
+    def stop() -> None:
+        raise StopRequested("enough")
+
+    with pytest.raises(StopRequested):
+        EngineWatch(Hanging(), watch=stop, every_s=0.0)()
+    hanging.set()

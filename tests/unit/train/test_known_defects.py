@@ -8,11 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from lachesis.metrics.values import reduce_metrics
+from lachesis.pipeline.feed import Finisher
+from lachesis.pipeline.scoring import assign_advantages
 from lachesis.train.advantage import group_advantages
 from lachesis.train.batch import Batch, pack
 from lachesis.train.loss_options import LossOptions
@@ -255,7 +258,7 @@ class TestReplay:
     def test_nothing_about_a_replayed_group_is_stale(self):
         """axolotl recomputes π_old alone: its correction stays that of the first time."""
         policy = make_policy(options=LossOptions(vllm_importance_sampling_mode="token_truncate"))
-        groups = [replace(g, replayed=True) for g in drifted_groups(policy.transformer, groups=1, noise=0.1)]
+        groups = [replace(g, replaces=g) for g in drifted_groups(policy.transformer, groups=1, noise=0.1)]
         packing = {"old_logprobs": "trainer", "replayed_old_logprobs": "trainer"}
         first = reduce_metrics(policy.accumulate(pack(groups, max_tokens=100, **packing)))
         moved(policy)
@@ -278,3 +281,50 @@ class TestCispo:
         assert float(clipped.abs().max()) == 0.0
         on_policy, _ = one_step([group_of([(8, 9)], advantages=[5.0])], loss_type="cispo", epsilon_high=5.0)
         torch.testing.assert_close(capped, on_policy, rtol=1e-3, atol=1e-5)
+
+
+class TestWiring:
+    @pytest.mark.parametrize(
+        ("packing", "options"),
+        [
+            ({}, {"off_policy_mask_threshold": 0.1, "vllm_importance_sampling_correction": False}),
+            ({}, {"top_entropy_quantile": 0.5, "vllm_importance_sampling_correction": False}),
+            (TRAINER, {"vllm_importance_sampling_mode": "token_mask"}),
+            (TRAINER, {"vllm_importance_sampling_mode": "sequence_mask"}),
+        ],
+        ids=["off-policy", "entropy", "token", "sequence"],
+    )
+    def test_the_kl_term_is_added_after_every_mask_and_weight(self, packing: dict, options: dict):
+        """What beta adds to the gradient is the same whatever the rest of the loss is multiplied by."""
+        group = group_of([(8, 9, 10), (11, 12, 13)], advantages=[-1.0, 1.0], log_ratios=[-0.5, 3.0])
+        batch = pack([group], max_tokens=100, **packing)
+        plain = {"vllm_importance_sampling_correction": False}
+
+        def gradient(beta: float, **changes) -> torch.Tensor:
+            # Without a clip, which would take the gradient of these tokens away by itself.
+            options = LossOptions(beta=beta, epsilon=1e3, **changes)
+            return learn(moved(make_policy(options=options)), batch)[0]
+
+        without_kl, unmasked = gradient(0.0, **options), gradient(0.0, **plain)
+        assert not torch.allclose(without_kl, unmasked), "the mask did nothing"
+        kl = gradient(0.5, **plain) - unmasked
+        assert kl.abs().max() > 1e-3
+        difference = gradient(0.5, **options) - without_kl
+        torch.testing.assert_close(difference, kl, rtol=0, atol=1e-4 * float(kl.abs().max()))
+
+    def test_a_truncated_answer_is_masked_only_after_its_reward_has_counted(self):
+        """The other order would leave the right answer alone in its group, with nothing to be better than."""
+        group = group_of([(8, 9), (10, 11)], advantages=[0.0, 0.0], finish=["stop", "length"])
+        rewarded = tuple(replace(s, rewards=(r,), reward=r) for s, r in zip(group.samples, (1.0, 0.0), strict=True))
+
+        def compute(rewards, number) -> list[float]:
+            found = group_advantages(torch.tensor(rewards, dtype=torch.float64), group=torch.tensor(number))
+            return found.tolist()
+
+        finisher = Finisher(
+            advantages=partial(assign_advantages, compute=compute),
+            pack=partial(pack, max_tokens=100, mask_truncated=True),
+        )
+        (micro,) = finisher.finish([replace(group, samples=rewarded)]).micro_batches
+        assert micro.targets.tolist() == [8, 9]
+        assert micro.advantages.tolist() == pytest.approx([0.5 / (math.sqrt(0.5) + 1e-4)])

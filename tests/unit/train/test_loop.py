@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lachesis.bridges.base import SyncReport
-from lachesis.errors import StaleWeights, TrainingError
+from lachesis.errors import StaleWeights, StopRequested, TrainingError
 from lachesis.metrics.values import Mean, Sum
 from lachesis.train.batch import Batch
 from lachesis.train.loop import Clock, Trainer
@@ -23,6 +23,7 @@ class Parts:
 
     evaluate_at: tuple[int, ...] = ()
     stop_after: int | None = None
+    stop_waiting_after: int | None = None
     fail_in: str = ""
     report: SyncReport | None = None
     calls: list[str] = field(default_factory=list)
@@ -52,6 +53,8 @@ class Parts:
 
     def next(self) -> Batch:
         self._call("next")
+        if self.step_now == self.stop_waiting_after:
+            raise StopRequested("while it waited")
         group = Group(prompt=Prompt(id=f"of step {self.step_now + 1}", token_ids=(1,), text=""), samples=())
         return Batch(groups=(group,), micro_batches=(), num_sequences=1, num_tokens=1)
 
@@ -176,6 +179,14 @@ def test_a_stop_request_ends_the_run_after_the_step_with_a_checkpoint():
     assert parts.trainer().train(start=0, steps=9) == 2
     assert parts.calls[-2:] == ["emit 2", "save? 2 stopping"]
     assert parts.calls.count("next") == 2
+
+
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_stop_request_while_a_batch_is_waited_for_ends_the_run_with_what_is_done(done: int):
+    parts = Parts(stop_waiting_after=done)
+    assert parts.trainer().train(start=0, steps=9) == done
+    assert parts.calls[-2:] == ["next", f"save? {done} stopping"]
+    assert [told["step"] for told in parts.emitted] == list(range(1, done + 1))
 
 
 def test_a_stop_request_during_the_last_step_lets_the_run_finish():

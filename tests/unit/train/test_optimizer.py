@@ -345,12 +345,13 @@ def test_missing_library_is_named_with_its_command(monkeypatch: pytest.MonkeyPat
         optimizer_over(*make_parameters(torch.float32), kind="adamw_8bit")
 
 
-def test_adafactor_is_transformers() -> None:
+@pytest.mark.parametrize("scale", [False, True])
+def test_adafactor_is_transformers(scale: bool) -> None:
     from transformers.optimization import Adafactor
 
     ours, theirs = make_parameters(torch.float32), make_parameters(torch.float32)
-    reference = Adafactor(theirs, lr=1e-2, scale_parameter=False, relative_step=False)
-    optimizer = optimizer_over(*ours, kind="adafactor", max_grad_norm=None)
+    reference = Adafactor(theirs, lr=1e-2, scale_parameter=scale, relative_step=False)
+    optimizer = optimizer_over(*ours, kind="adafactor", scale_parameter=scale, max_grad_norm=None)
     for step in range(3):
         set_gradients(ours, seed=step)
         set_gradients(theirs, seed=step)

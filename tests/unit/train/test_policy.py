@@ -20,8 +20,9 @@ from lachesis.train.model import LoadedModel, add_lora
 from lachesis.train.optimizer import build_optimizer
 from lachesis.train.policy import Policy
 from lachesis.train.reference import ReferenceOptions
-from lachesis.types import Group
+from lachesis.types import UNKNOWN_VERSIONS, Group, VersionSpan
 from tests.tiny import tiny_model, tiny_tokenizer
+from tests.unit.train.drifted import drifted_groups, used
 from tests.unit.train.test_forward import random_groups
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
@@ -128,6 +129,61 @@ def test_kl_pulls_towards_the_base_model():
             divergences.append(metrics["kl_reference"])
         assert divergences[0] > 1e-4
         assert divergences[-1] < 0.9 * divergences[0], (lora, divergences)
+
+
+def sampled_at(groups: list[Group], *spans: VersionSpan) -> list[Group]:
+    """The groups, each sampled under one of the spans."""
+    pairs = zip(groups, spans, strict=True)
+    return [replace(g, samples=tuple(replace(s, versions=span) for s in g.samples)) for g, span in pairs]
+
+
+def shifted(groups: list[Group], by: float) -> list[Group]:
+    """The groups with all their logprobs off by a constant."""
+    return [
+        replace(g, samples=tuple(replace(s, logprobs=tuple(p + by for p in s.logprobs)) for s in g.samples))
+        for g in groups
+    ]
+
+
+class TestAlignment:
+    """Trainer and engine are compared on what the weights of now have sampled, and on nothing else."""
+
+    def differences(self, groups: list[Group], *, steps: int = 0, **packing: int) -> tuple[float | None, float | None]:
+        policy = make_policy(options=LossOptions())
+        for _ in range(steps):
+            policy.step()
+        batch = pack(groups, max_tokens=packing.get("max_tokens", 1 << 20))
+        metrics = reduce_metrics(policy.accumulate(batch))
+        return metrics.get("logprob_diff_mean"), metrics.get("logprob_diff_max")
+
+    @pytest.fixture
+    def exact(self) -> list[Group]:
+        """Three groups with the trainer's own logprobs."""
+        return drifted_groups(tiny_model().double(), groups=3, noise=0.0)
+
+    def test_stale_tokens_do_not_count(self, exact: list[Group]):
+        mixed = [*exact[:1], *shifted(exact[1:], 0.5)]
+        stale = sampled_at(mixed, VersionSpan(2, 2), VersionSpan(1, 1), VersionSpan(0, 0))
+        for budget in (1 << 20, 12):  # in one micro-batch, and in many of which some have no fresh token
+            mean, largest = self.differences(stale, steps=2, max_tokens=budget)
+            assert mean == pytest.approx(0.0, abs=1e-5)
+            assert largest == pytest.approx(0.0, abs=1e-5)
+
+    def test_fresh_tokens_do(self, exact: list[Group]):
+        mixed = [*exact[:1], *shifted(exact[1:], 0.5)]
+        fresh = sampled_at(mixed, VersionSpan(1, 1), VersionSpan(2, 2), VersionSpan(2, 2))
+        assert self.differences(fresh, steps=2) == (pytest.approx(0.5, abs=1e-5), pytest.approx(0.5, abs=1e-5))
+
+    @pytest.mark.parametrize("span", [VersionSpan(1, 1), VersionSpan(1, 2), UNKNOWN_VERSIONS])
+    def test_where_nothing_is_fresh_there_is_nothing_to_say(self, exact: list[Group], span: VersionSpan):
+        """Neither of old samples, nor of those that were in flight at an update, nor of unknown ones."""
+        assert self.differences(sampled_at(shifted(exact, 0.5), span, span, span), steps=2) == (None, None)
+
+    def test_a_second_use_of_a_batch_is_not_compared(self, exact: list[Group]):
+        policy, batch = make_policy(options=LossOptions()), pack(shifted(exact, 0.5), max_tokens=1 << 20)
+        for iteration, said in ((0, True), (1, False)):
+            metrics = reduce_metrics(policy.accumulate(used(batch, iteration, of=2)) | policy.step())
+            assert ("logprob_diff_mean" in metrics) is said
 
 
 def test_canary_is_what_a_plain_pass_computes():

@@ -7,8 +7,10 @@ from typing import Any, Literal
 
 from lachesis.config.dialects import axolotl, trl
 from lachesis.config.dialects.accelerate import ACCELERATE
-from lachesis.config.dialects.atropos import SERVER, TRAINER, translate_argv
+from lachesis.config.dialects.atropos import ManagedEngine, translate_argv
+from lachesis.config.dialects.atropos_names import SERVER, TRAINER
 from lachesis.config.dialects.axolotl_names import AXOLOTL
+from lachesis.config.dialects.environment import ENVIRONMENT, environment_findings
 from lachesis.config.dialects.table import Dialect, Entry, Translation
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document
@@ -20,7 +22,9 @@ __all__ = [
     "Dialect",
     "DialectName",
     "Entry",
+    "ManagedEngine",
     "Translation",
+    "environment_findings",
     "recognize",
     "translate",
     "translate_argv",
@@ -28,7 +32,7 @@ __all__ = [
 
 DialectName = Literal["canonical", "axolotl", "trl"]
 
-DIALECTS: tuple[Dialect, ...] = (AXOLOTL, TRL, TRAINER, SERVER, ACCELERATE)
+DIALECTS: tuple[Dialect, ...] = (AXOLOTL, TRL, TRAINER, SERVER, ACCELERATE, ENVIRONMENT)
 
 
 def recognize(data: Mapping[str, Any]) -> DialectName:

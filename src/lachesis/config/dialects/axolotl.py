@@ -22,6 +22,7 @@ from lachesis.config.dialects.grpo import (
 from lachesis.config.dialects.serving import Serving, put_serving
 from lachesis.config.dialects.table import Translation
 from lachesis.config.document import Document, describe
+from lachesis.config.schema import PipelineConfig
 from lachesis.errors import ConfigError
 
 _ROW_KEYS = ("path", "name", "split")
@@ -82,6 +83,7 @@ def _put_model(translation: Translation) -> None:
             ("lora_alpha", "adapter.alpha"),
             ("lora_dropout", "adapter.dropout"),
             ("lora_target_modules", "adapter.targets"),
+            ("peft_layers_to_transform", "adapter.layers"),
         ):
             if translation.has(name):
                 translation.put(path, translation.value(name), name)
@@ -184,12 +186,26 @@ def _put_algorithm(translation: Translation) -> None:
     # Only its asynchronous trainer has defaults of its own; the other one is TRL's.
     mode = "token_truncate" if produced else "sequence_mask"
     put_sampler_correction(translation, "trl.", mode=mode, floor=bool(produced))
+    _put_staleness(translation)
     put_generation_kwargs(translation, "trl.generation_kwargs")
     length = "max_completion_length"
     if translation.has(length) and not translation.has(f"trl.{length}"):
         translation.put(f"sampling.{length}", translation.value(length), length)
     elif translation.has(length):
         translation.warning(length, f"nothing to do: trl.{length} says it already")
+
+
+def _put_staleness(translation: Translation) -> None:
+    """Their samples may be of any age: ours as old as interval, depth and iterations make them."""
+    names = ("trl.vllm_sync_interval", "trl.prefetch_depth", "trl.num_iterations")
+    interval, depth, iterations = (translation.value(name, 1) for name in names)
+    if not translation.value("trl.async_prefetch") or not all(
+        isinstance(n, int) for n in (interval, depth, iterations)
+    ):
+        return
+    oldest = depth * iterations + interval - 1
+    if oldest > PipelineConfig().max_staleness:
+        translation.put("pipeline.max_staleness", oldest, "trl.vllm_sync_interval")
 
 
 def _put_engine(translation: Translation) -> None:

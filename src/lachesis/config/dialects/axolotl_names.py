@@ -38,10 +38,11 @@ def _model() -> Iterator[Entry]:
     yield together("lora_dropout", "adapter.dropout")
     yield together("lora_target_linear", "adapter.targets", "true is all-linear")
     yield together("lora_target_modules", "adapter.targets")
+    yield together("peft_layers_to_transform", "adapter.layers")
     yield from refused(
         "Lachesis trains plain LoRA, from the start and on linear layers only; remove it",
         *("lora_model_dir", "lora_modules_to_save", "lora_target_parameters", "peft_use_dora", "peft_use_rslora"),
-        *("peft_layers_to_transform", "loftq_config", "unfrozen_parameters"),
+        *("loftq_config", "unfrozen_parameters"),
     )
     yield together("load_in_8bit", "model.quantization", "true is int8")
     yield together("load_in_4bit", "model.quantization", "true is nf4")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
@@ -86,6 +87,38 @@ def compile_mode(value: Any) -> Any:
 def checkpointing(value: Any) -> Any:
     """Offloading variants recompute as well."""
     return True if isinstance(value, str) and value.startswith("offload") else value
+
+
+def module_names(value: Any) -> Any:
+    """Module names in one text, apart by commas or spaces, as a list; ``all-linear`` as it is."""
+    if not isinstance(value, str) or value == "all-linear":
+        return value
+    return value.replace(",", " ").split()
+
+
+def layer_numbers(value: Any) -> list[int]:
+    """``20-31``, ``0-3,28-31``, one number or a list of numbers, in order and each once.
+
+    Raises:
+        ConfigError: it is none of these, a number is below 0, or a range runs backwards.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return [value]
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
+    found: set[int] = set()
+    for part in parts:
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(part))
+        if match is None or int(match[2] or match[1]) < int(match[1]):
+            raise ConfigError(f"expected layers counted from 0, as 20-31 or 0-3,28-31, got {describe(value)}")
+        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if not found:
+        raise ConfigError(f"expected layers counted from 0, as 20-31 or 0-3,28-31, got {describe(value)}")
+    return sorted(found)
+
+
+def devices(value: Any) -> Any:
+    """The number of a GPU, or several, as CUDA_VISIBLE_DEVICES has them."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else value
 
 
 def engine_address(host: Any, port: Any) -> str:

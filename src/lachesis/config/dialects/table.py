@@ -186,6 +186,18 @@ class Translation:
         data[place[-1]] = value
         self.document.origins[place] = self.origin(name)
 
+    def put_entry(self, name: str, default: Any = UNSET) -> None:
+        """Set the key of an entry that is translated together with others, as the entry converts it.
+
+        Args:
+            default: set where their file does not say.
+        """
+        entry, value = self.dialect.entries[name], self.value(name)
+        if value is not None:
+            self._convert(entry, value)
+        elif default is not UNSET:
+            self.put(entry.path, default, name)
+
     def origin(self, name: str) -> str:
         """``line 7: trl.beta``, or that it is their default."""
         written = self._theirs.at(_place(name)).strip(" ()") if self.has(name) else ""
@@ -212,8 +224,9 @@ class Translation:
         self.problem(name, f"no key of {self.dialect.name}'s that Lachesis knows{hint}")
 
     def _find(self, level: Literal["note", "warning"], name: str, message: str) -> None:
-        self._used.update(name.split(", "))
-        text = f"{self.dialect.prefix}{name}: {message}"
+        names = name.split(", ")
+        self._used.update(names)
+        text = f"{', '.join(self.dialect.prefix + one for one in names)}: {message}"
         self.findings.append(Finding(level=level, rule="dialect", message=text))
 
     def _say(self, entry: Entry) -> None:

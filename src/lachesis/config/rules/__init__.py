@@ -16,6 +16,7 @@ from lachesis.config.rules.inputs import INPUT_RULES
 from lachesis.config.rules.optimizer import OPTIMIZER_RULES, learning_rate
 from lachesis.config.rules.pipeline import PIPELINE_RULES
 from lachesis.config.rules.process import PROCESS_RULES
+from lachesis.config.rules.rollout_api import ROLLOUT_API_RULES
 from lachesis.config.rules.serving import SERVING_RULES, check_bridge
 from lachesis.config.schema import LachesisConfig
 from lachesis.types import Finding
@@ -27,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     *OPTIMIZER_RULES,
     *ALGORITHM_RULES,
     *PIPELINE_RULES,
+    *ROLLOUT_API_RULES,
     *SERVING_RULES,
     *PROCESS_RULES,
 )

@@ -111,19 +111,28 @@ def _adapter(config: LachesisConfig) -> Iterator[Finding]:
             f"adapter.dropout {config.adapter.dropout:g} is on while training and off while sampling, so "
             "ratios are noisy before the policy has moved; 0 is usual with RL",
         )
-    if config.model.quantization == "none":
+
+
+def _model(config: LachesisConfig) -> Iterator[Finding]:
+    model = config.model
+    if model.residual_dtype == "float32" and model.dtype == "float32":
+        yield note("model", "model.residual_dtype float32 does nothing with model.dtype float32: it is float32 anyway")
+    if model.quantization == "none":
         return
     if config.adapter.kind == "none":
         yield problem(
-            "adapter",
-            f"model.quantization {config.model.quantization} holds weights that cannot be trained, and adapter.kind is "
-            "none; set adapter.kind: lora",
+            "quantization",
+            f"model.quantization {model.quantization} holds weights that cannot be trained, and adapter.kind is none; "
+            "set adapter.kind: lora, or remove model.quantization",
         )
-    yield warning(
-        "quantization",
-        f"model.quantization {config.model.quantization} is not built yet: the base weights are held in model.dtype, "
-        "which takes more memory and rounds less",
-    )
+    if config.engine.kind != "embedded":
+        corrected = config.algorithm.sampler_correction != "none"
+        yield warning(
+            "quantization",
+            f"model.quantization {model.quantization}: engine.kind {config.engine.kind} holds the base weights as they "
+            "were, so samples come from a policy that is not quite the trained one, and the proof of sync allows its "
+            "canary a larger difference" + ("" if corrected else "; set algorithm.sampler_correction: token_truncate"),
+        )
 
 
-ALGORITHM_RULES: tuple[Rule, ...] = (_algorithm, _loss, _reference, _sampler_correction, _iterations, _adapter)
+ALGORITHM_RULES: tuple[Rule, ...] = (_algorithm, _loss, _reference, _sampler_correction, _iterations, _adapter, _model)

@@ -41,6 +41,24 @@ def _function_specs(config: LachesisConfig) -> Iterator[Finding]:
             )
 
 
+def _layers(config: LachesisConfig) -> Iterator[Finding]:
+    adapter = config.adapter
+    if adapter.kind == "lora" and config.model.train_layers is not None:
+        yield problem(
+            "layers",
+            "model.train_layers is for full fine-tuning, and adapter.kind is lora, which trains the adapter alone; set "
+            "adapter.layers instead",
+        )
+    if adapter.kind != "lora" or adapter.layers is None:
+        return
+    if isinstance(adapter.targets, str) and adapter.targets != "all-linear":
+        yield problem(
+            "layers",
+            f"adapter.layers goes with a list of modules, and adapter.targets is the expression {adapter.targets!r}; "
+            f"write [{adapter.targets}], or all-linear",
+        )
+
+
 def _chat_template(config: LachesisConfig) -> Iterator[Finding]:
     template = config.model.chat_template
     if template is not None and "{" not in template and not Path(template).is_file():
@@ -109,6 +127,8 @@ def _held_out(config: LachesisConfig) -> Iterator[Finding]:
 
 def _truncated_sampling(config: LachesisConfig) -> Iterator[Finding]:
     sampling = config.sampling
+    if config.source.kind == "atropos":  # training samples are the environments'
+        return
     cutting = [
         f"sampling.{name} {value:g}"
         for name, value, off in (
@@ -161,6 +181,7 @@ def _group_size(config: LachesisConfig) -> Iterator[Finding]:
 INPUT_RULES: tuple[Rule, ...] = (
     _run_name,
     _function_specs,
+    _layers,
     _chat_template,
     _data,
     _reward_weights,

@@ -52,6 +52,8 @@ def _optimizer_fields(config: LachesisConfig) -> Iterator[Finding]:
         ]
         if ignored:
             yield warning("optimizer", f"{' and '.join(ignored)} do nothing with optimizer.kind adafactor")
+    elif optimizer.scale_parameter:
+        yield warning("optimizer", f"optimizer.scale_parameter does nothing with optimizer.kind {optimizer.kind}")
     if optimizer.kind == "adamw_cpu" and config.model.device == "cpu":
         yield note("optimizer", "optimizer.kind adamw_cpu is adamw where the model is on the CPU")
 

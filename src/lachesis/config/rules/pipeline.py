@@ -15,18 +15,10 @@ def _prefetch(config: LachesisConfig) -> Iterator[Finding]:
         for key in changed(config, "pipeline", "prefetch_depth", "max_staleness"):
             yield note("prefetch", f"{key} does nothing while pipeline.async_prefetch is false")
         return
-    if pipeline.max_staleness == 0:
-        yield problem(
-            "prefetch",
-            "pipeline.async_prefetch trains on samples of weights at least one version old, and max_staleness 0 drops "
-            "them all; raise it, or generate synchronously",
-        )
-    elif pipeline.max_staleness is not None and pipeline.prefetch_depth > pipeline.max_staleness:
-        yield warning(
-            "prefetch",
-            f"pipeline.prefetch_depth {pipeline.prefetch_depth} is more than max_staleness {pipeline.max_staleness}: "
-            "what is generated furthest ahead is too old when its turn comes, and dropped",
-        )
+    if config.source.kind == "atropos":
+        return  # rules.rollout_api says that it does nothing
+    if pipeline.max_staleness is not None:
+        yield from _staleness(config, limit=pipeline.max_staleness)
     if config.engine.kind == "embedded":
         yield warning(
             "prefetch",
@@ -36,8 +28,36 @@ def _prefetch(config: LachesisConfig) -> Iterator[Finding]:
     if config.algorithm.sampler_correction == "none":
         yield warning(
             "prefetch",
-            "pipeline.async_prefetch with algorithm.sampler_correction none: samples come from older weights than the "
-            "loss assumes; token_truncate weights them right",
+            "pipeline.async_prefetch with algorithm.sampler_correction none: the ratio is to the older weights that "
+            "sampled, so the clip, and most of all GSPO's narrow one, also cuts what has only aged; token_truncate "
+            "weights age apart from the step",
+        )
+
+
+def _staleness(config: LachesisConfig, *, limit: int) -> Iterator[Finding]:
+    """Whether samples that are made ahead can be young enough when their turn comes."""
+    every, iterations = getattr(config.bridge, "every_steps", 1), config.algorithm.num_iterations
+    depth = config.pipeline.prefetch_depth
+    oldest = depth * iterations + every - 1
+    if limit == 0:
+        yield problem(
+            "prefetch",
+            "pipeline.async_prefetch trains on samples of weights at least one version old, and max_staleness 0 drops "
+            "them all; raise it, or generate synchronously",
+        )
+    elif every - 1 > limit:
+        yield problem(
+            "prefetch",
+            f"bridge.every_steps {every}: before a transfer all samples are up to {every - 1} versions old, and "
+            f"max_staleness {limit} drops them all, so the trainer waits for ever; set max_staleness to {oldest}, or "
+            "transfer more often",
+        )
+    elif oldest > limit:
+        yield warning(
+            "prefetch",
+            f"pipeline.prefetch_depth {depth}, algorithm.num_iterations {iterations} and a transfer every {every} "
+            f"step(s) make samples up to {oldest} versions old, and those older than max_staleness {limit} are "
+            "dropped; raise it, or generate less far ahead",
         )
 
 
@@ -46,11 +66,20 @@ def _streaming(config: LachesisConfig) -> Iterator[Finding]:
     if not pipeline.streaming:
         for key in changed(config, "pipeline", "streaming_min_groups"):
             yield note("streaming", f"{key} does nothing while pipeline.streaming is false")
-    else:
+    elif config.source.kind == "atropos":
+        yield warning(
+            "streaming", "pipeline.streaming does nothing with source.kind atropos: the environments score their groups"
+        )
+    elif config.source.rollout_func is not None:
         yield warning(
             "streaming",
-            f"pipeline.streaming is not built yet: the {prompts} groups of a batch are scored together, once all of "
-            "them are generated; results are the same",
+            "pipeline.streaming does nothing with source.rollout_func, which gives all groups of a batch at once",
+        )
+    elif pipeline.streaming_min_groups >= prompts:
+        yield warning(
+            "streaming",
+            f"pipeline.streaming_min_groups {pipeline.streaming_min_groups} is not below batch.prompts_per_step "
+            f"{prompts}, so no group is scored before all of them are generated; lower it",
         )
 
 

@@ -11,8 +11,9 @@ from lachesis.types import Finding
 
 def _microbatch(config: LachesisConfig) -> Iterator[Finding]:
     budget = config.batch.max_tokens_per_microbatch
-    prompt = config.data.max_prompt_length or 0
-    longest = prompt + config.sampling.max_completion_length
+    longest = (config.data.max_prompt_length or 0) + config.sampling.max_completion_length
+    if config.source.kind == "atropos":
+        longest = config.source.max_sequence_length
     if budget < longest:
         yield note(
             "microbatch",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lachesis.config.capabilities import BridgeCapabilities
 from lachesis.config.rules.base import Rule, note, problem, warning
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 from lachesis.types import Finding
 
 _STARTED_BY_THE_RUN = ("vllm", "embedded_server")
@@ -63,6 +63,12 @@ def _shared(config: LachesisConfig) -> Iterator[Finding]:
             f"{key} has one copy of the weights, and engine.data_parallel_size {engine.data_parallel_size} makes "
             "several; set it to 1",
         )
+    if engine.kind == "vllm" and engine.devices is not None:
+        yield note(
+            "shared",
+            f"{key} works on one GPU: engine.devices {engine.devices} has to name the trainer's, and "
+            "engine.gpu_memory_utilization to leave it room",
+        )
     if engine.kind == "vllm" and engine.enable_sleep_mode:
         yield problem(
             "shared", f"{key}: a sleeping engine gives up the tensors that are trained; remove enable_sleep_mode"
@@ -83,10 +89,11 @@ def _shared(config: LachesisConfig) -> Iterator[Finding]:
 
 def _merged(config: LachesisConfig) -> Iterator[Finding]:
     if config.model.quantization != "none" and config.bridge.kind in ("broadcast", "none", "reload"):
-        yield warning(
+        yield problem(
             "merged",
-            f"bridge.kind {config.bridge.kind} merges the adapter into weights of model.quantization "
-            f"{config.model.quantization}, which rounds small updates away; lora_only sends the adapter itself",
+            f"bridge.kind {config.bridge.kind} sends all weights with the adapter merged into them, and with "
+            f"model.quantization {config.model.quantization} the base's are not there; set bridge.kind: lora_only or "
+            "lora_nccl, which send the adapter itself",
         )
 
 
@@ -96,14 +103,8 @@ def _engine(config: LachesisConfig) -> Iterator[Finding]:
         yield note(
             "engine", "engine.enforce_eager: generation is several times slower; CUDA graphs see new weights too"
         )
-    if (engine.kind == "vllm" or engine.kind == "embedded_server") and engine.max_model_len is not None:
-        longest = (config.data.max_prompt_length or 1) + config.sampling.max_completion_length
-        if engine.max_model_len < longest:
-            yield problem(
-                "engine",
-                f"engine.max_model_len {engine.max_model_len} is less than a longest prompt and completion ({longest} "
-                "tokens); raise it, or lower data.max_prompt_length or sampling.max_completion_length",
-            )
+    if engine.kind == "vllm" and engine.data_parallel_size > 1:
+        yield from _copies(engine)
     every = getattr(config.bridge, "every_steps", 1)
     if config.run.steps is not None and every > config.run.steps:
         yield warning(
@@ -113,4 +114,40 @@ def _engine(config: LachesisConfig) -> Iterator[Finding]:
         )
 
 
-SERVING_RULES: tuple[Rule, ...] = (_shared, _merged, _engine)
+def _copies(engine: VllmEngineConfig) -> Iterator[Finding]:
+    """Whether each copy of the model has GPUs of its own."""
+    needed = engine.data_parallel_size * engine.tensor_parallel_size
+    words = (
+        f"engine.data_parallel_size {engine.data_parallel_size} starts that many servers with "
+        f"{engine.tensor_parallel_size} GPU(s) each"
+    )
+    if engine.devices is None:
+        yield warning("engine", f"{words}, all on the trainer's own: name {needed} in engine.devices")
+    elif len(engine.devices.split(",")) != needed:
+        yield problem("engine", f"{words}, and engine.devices {engine.devices} is not {needed}; name {needed} of them")
+
+
+def _context(config: LachesisConfig) -> Iterator[Finding]:
+    """Whether the engine takes sequences as long as they may become."""
+    engine, source = config.engine, config.source
+    if (engine.kind != "vllm" and engine.kind != "embedded_server") or engine.max_model_len is None:
+        return
+    if source.kind == "atropos":
+        if engine.max_model_len < source.max_sequence_length:
+            yield warning(
+                "engine",
+                f"engine.max_model_len {engine.max_model_len} is less than source.max_sequence_length "
+                f"{source.max_sequence_length}, which environments are told: it will refuse longer requests; set both "
+                "alike",
+            )
+        return
+    longest = (config.data.max_prompt_length or 1) + config.sampling.max_completion_length
+    if engine.max_model_len < longest:
+        yield problem(
+            "engine",
+            f"engine.max_model_len {engine.max_model_len} is less than a longest prompt and completion ({longest} "
+            "tokens); raise it, or lower data.max_prompt_length or sampling.max_completion_length",
+        )
+
+
+SERVING_RULES: tuple[Rule, ...] = (_shared, _merged, _engine, _context)

@@ -47,7 +47,9 @@ class VllmEngineConfig(Section):
         default="auto", description="Dtype of the engine's weights; `auto` takes the trainer's."
     )
     tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs that hold one copy of the model together.")
-    data_parallel_size: PositiveInt = Field(default=1, description="Copies of the model that share the requests.")
+    data_parallel_size: PositiveInt = Field(
+        default=1, description="Copies of the model that share the requests: servers on the ports from `port` on."
+    )
     enforce_eager: bool = Field(
         default=False, description="Run without CUDA graphs: much slower, and needed by none of the bridges."
     )

@@ -39,6 +39,17 @@ class ModelConfig(Section):
     quantization: Literal["none", "int8", "nf4"] = Field(
         default="none", description="Hold the frozen base weights under LoRA in 8 or 4 bits (bitsandbytes)."
     )
+    residual_dtype: Literal["auto", "float32"] = Field(
+        default="auto",
+        description="Dtype in which a decoder adds up what its layers give; `auto` is the weights'. `float32` beside "
+        "16-bit weights brings logprobs nearer to exact ones.",
+    )
+    train_layers: list[NonNegativeInt] | None = Field(
+        default=None,
+        min_length=1,
+        description="Full fine-tuning of these decoder layers only, counted from 0; embeddings, head and all other "
+        "layers stay as they are. All weights if unset.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="Where the trainer's model lives.")
     trust_remote_code: bool = Field(
         default=False, description="Run code that comes with the model. Off unless you ask."
@@ -77,6 +88,9 @@ class LoraAdapter(Section):
     dropout: Fraction = Field(default=0.0, description="Dropout on the adapter's input while training.")
     targets: str | list[str] = Field(
         default="all-linear", description="Module names to adapt, or `all-linear` for every linear layer but the head."
+    )
+    layers: list[NonNegativeInt] | None = Field(
+        default=None, min_length=1, description="Adapt these decoder layers only, counted from 0; all if unset."
     )
 
 

@@ -16,9 +16,11 @@ class PipelineConfig(Section):
         default=4, description="Drop and count samples from weights more versions old than this; unset: never."
     )
     streaming: bool = Field(
-        default=False, description="Score groups as they are finished, in place of the whole batch at once."
+        default=False, description="Score groups as they are finished, while others are still being generated."
     )
-    streaming_min_groups: PositiveInt = Field(default=1, description="Fewest groups that are scored together.")
+    streaming_min_groups: PositiveInt = Field(
+        default=1, description="Fewest groups that are scored together; the last may be fewer."
+    )
     refill_zero_signal: NonNegativeInt = Field(
         default=0,
         description="Replace groups whose rewards are all equal by new ones, in at most N further rounds a batch "

@@ -86,7 +86,7 @@ class LocalSource(Section):
 
 
 class AtroposSource(Section):
-    """Scored groups that environments push to a rollout API; `data` and `rewards` are theirs."""
+    """Scored groups that environments push to a rollout API; `data` and `rewards` are for held-out problems only."""
 
     kind: Literal["atropos"] = "atropos"
     url: str = Field(default="http://127.0.0.1:8002", description="Address of the rollout API.")

@@ -104,6 +104,9 @@ class OptimizerConfig(Section):
     learning_rate: PositiveFloat | None = Field(
         default=None, description="Peak rate; 1e-6, or 1e-5 with LoRA, if unset."
     )
+    scale_parameter: bool = Field(
+        default=False, description="With Adafactor: multiply each tensor's step by the root mean square of its weights."
+    )
     betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.999), description="AdamW's moment decays.")
     eps: PositiveFloat = Field(default=1e-8, description="AdamW's denominator offset.")
     weight_decay: NonNegativeFloat = Field(default=0.0, description="Decoupled weight decay.")

@@ -287,7 +287,7 @@ function listen(svg, box, steps) {
   });
 }
 
-const partColours = { generation_time: "generation", reward_time: "reward", train_time: "train", sync_time: "sync", other: "other" };
+const partColours = { data_fetch_time: "generation", generation_time: "generation", reward_time: "reward", train_time: "train", sync_time: "sync", other: "other" };
 const partColour = (part) => `var(--t-${partColours[part.name]})`;
 
 function buildTiming(timing) {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lachesis.config.dialects import Dialect, translate
-from lachesis.config.dialects.atropos import TRAINER, translate_argv
+from lachesis.config.dialects.atropos import translate_argv
+from lachesis.config.dialects.atropos_names import TRAINER
 from lachesis.config.dialects.axolotl_names import AXOLOTL
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document

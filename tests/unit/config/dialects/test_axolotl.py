@@ -55,6 +55,7 @@ def test_whose_file_it_is(data, dialect):
     [
         ("adapter: qlora", "model.quantization", "nf4"),
         ("adapter: lora\nlora_target_modules: [q_proj]", "adapter.targets", ["q_proj"]),
+        ("adapter: lora\npeft_layers_to_transform: [0, 2]", "adapter.layers", [0, 2]),
         ("fp16: true", "model.dtype", "float16"),
         ("bf16: auto", "model.dtype", "auto"),
         ("bf16: false", "model.dtype", "auto"),
@@ -108,6 +109,10 @@ def test_keys_at_the_top(text, path, value):
         ("rollout_func: env.rollout", "source.rollout_func", "env.rollout"),
         ("reward_num_workers: 1", "rewards.num_workers", 0),
         ("reward_num_workers: 3", "rewards.num_workers", 3),
+        ("async_prefetch: true\nvllm_sync_interval: 2", "pipeline.max_staleness", 4),
+        ("async_prefetch: true\nvllm_sync_interval: 8\nprefetch_depth: 2", "pipeline.max_staleness", 9),
+        ("async_prefetch: true\nprefetch_depth: 3\nnum_iterations: 2", "pipeline.max_staleness", 6),
+        ("vllm_sync_interval: 8", "pipeline.max_staleness", 4),
         ("mask_truncated_completions: true", "algorithm.mask_truncated", True),
         ("num_iterations: 2", "algorithm.num_iterations", 2),
         ("use_bias_correction_kl: true", "algorithm.use_bias_correction_kl", True),

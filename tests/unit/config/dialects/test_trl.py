@@ -60,7 +60,14 @@ def test_a_server_elsewhere(text, url):
 def test_an_adapter_needs_the_switch():
     assert translated("lora_r: 8").adapter.kind == "none"
     adapter = translated("use_peft: true\nlora_r: 8").adapter
-    assert adapter.model_dump() == {"kind": "lora", "r": 8, "alpha": 32, "dropout": 0.05, "targets": "all-linear"}
+    assert adapter.model_dump() == {
+        "kind": "lora",
+        "r": 8,
+        "alpha": 32,
+        "dropout": 0.05,
+        "targets": "all-linear",
+        "layers": None,
+    }
 
 
 @pytest.mark.parametrize(

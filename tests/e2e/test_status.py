@@ -1,0 +1,57 @@
+"""`lachesis status` of a run that hangs, that a signal has stopped, and that is gone."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from lachesis.status import read_status
+from tests.e2e.atropos_runs import wait_for
+from tests.e2e.runs import COMMAND, Main, environment, write_reward, write_run
+
+
+def test_a_run_that_hangs_says_in_what_and_one_that_is_gone_in_what_it_was(tmp_path: Path, main: Main):
+    reward = write_reward(tmp_path, "if call == 2:\n    time.sleep(1000)\nreturn shares")
+    config = write_run(tmp_path, rewards={"functions": [reward], "timeout_s": 1000.0}, deadlines={"batch_s": 900.0})
+    run_dir = tmp_path / "runs" / "proof"
+    log = tmp_path / "trainer.log"
+    with log.open("w") as output:
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, "train", str(config)], env=environment(), stdout=output, stderr=output
+        )
+    try:
+
+        def waits() -> bool:
+            assert trainer.poll() is None, log.read_text()
+            return (run_dir / "state.json").exists() and len(read_status(run_dir).waits or ()) == 2
+
+        wait_for(waits, "the wait")
+        answer = main("status", run_dir)
+        assert answer.code == 0
+        assert answer.out.startswith("state      running, step 1 of ")
+        assert f"process    pid {trainer.pid} on " in answer.out
+        assert "last step  reward 0." in answer.out
+        assert "waits in   the trainer's wait for a batch of 16 groups: for " in answer.out
+        assert ", deadline 15m 00s (deadlines.batch_s)" in answer.out
+        assert "           the reward function share_of_a: for " in answer.out
+        assert ", deadline 16m 40s (rewards.timeout_s)" in answer.out
+
+        trainer.send_signal(signal.SIGSTOP)
+        wait_for(lambda: psutil.Process(trainer.pid).status() == psutil.STATUS_STOPPED, "the stop")
+        answer = main("status", run_dir)
+        assert answer.code == 1
+        assert f"suspended, step 1 of {read_status(run_dir).steps}" in answer.out
+    finally:
+        trainer.kill()
+        trainer.wait()
+    answer = main("status", run_dir)
+    assert answer.code == 1
+    assert f"the process (pid {trainer.pid}) has ended without saying why: see logs/trainer.log" in answer.out
+    assert (
+        "waited in  the trainer's wait for a batch of 16 groups\n           the reward function share_of_a\n"
+        in answer.out
+    )

@@ -1,0 +1,211 @@
+"""Rewards beside generation: the same groups, sooner."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lachesis.deadline import Deadline
+from lachesis.engines.base import Finished
+from lachesis.errors import DeadlineExceeded, EngineError, RewardError
+from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.local import LocalSource
+from lachesis.rollouts.rewards import NamedReward, Rewarder
+from lachesis.rollouts.streaming import StreamingSource
+from lachesis.types import Completion, GenerationRequest, Group
+from tests.fakes import FakeEngine
+from tests.unit.rollouts.test_local import FOREVER, PARAMS, decode, length, prompts
+
+LONG_S = 20.0
+
+
+class ShuffledEngine(FakeEngine):
+    """Finishes the requests of a call in the order ``order``; calls ``before`` with the place of each first."""
+
+    def __init__(self, order: Sequence[int], *, before: Callable[[int], None] = lambda place: None) -> None:
+        super().__init__()
+        self.order = order
+        self.before = before
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, deadline: Deadline, finished: Finished | None = None
+    ) -> list[list[Completion]]:
+        answers = super().generate(requests, deadline=FOREVER)
+        for place in self.order:
+            self.before(place)
+            if finished is not None:
+                finished(place, answers[place])
+        return answers
+
+
+def source(
+    engine: FakeEngine, *, min_groups: int | None = 1, reward: Callable[..., Any] = length, on_error: Any = "drop_group"
+) -> LocalSource:
+    build = LocalSource if min_groups is None else partial(StreamingSource, min_groups=min_groups)
+    return build(
+        stream=PromptStream(prompts(7), seed=0, shuffle=False),
+        engine=engine,
+        rewarder=Rewarder([NamedReward("f", reward)], on_error=on_error),
+        decode=decode,
+        params=PARAMS,
+        num_generations=3,
+        seed=0,
+    )
+
+
+def ids(groups: list[Group]) -> list[int]:
+    return [int(group.prompt.id) for group in groups]
+
+
+@pytest.mark.parametrize("min_groups", [1, 2, 5, 9])
+def test_the_groups_are_those_without_streaming_whatever_is_finished_first(min_groups: int):
+    streaming, plain = (
+        source(ShuffledEngine([3, 0, 4, 2, 1]), min_groups=min_groups),
+        source(FakeEngine(), min_groups=None),
+    )
+    for _ in range(3):
+        assert streaming.next_groups(5, deadline=FOREVER) == plain.next_groups(5, deadline=FOREVER)
+        assert streaming.state_dict() == plain.state_dict()
+    timed = ("generation_time", "reward_time", "hidden_reward_time")
+    counts, expected = ({k: v for k, v in one.counters().items() if k not in timed} for one in (streaming, plain))
+    assert counts == expected
+
+
+def test_the_first_groups_are_scored_before_the_last_is_generated():
+    scored = threading.Event()
+    seen: list[list[int]] = []
+
+    def reward(completions: list[Any], answer: list[int]) -> list[float]:
+        seen.append(sorted(set(answer)))
+        if len(seen) == 1:
+            scored.set()
+        return [1.0] * len(completions)
+
+    def before(place: int) -> None:
+        if place == 3:  # the last one is generated only once rewards of the others are there
+            assert scored.wait(LONG_S), "no reward function was called while the last group was being generated"
+
+    local = source(ShuffledEngine([0, 1, 2, 3], before=before), reward=reward, min_groups=2)
+    assert ids(local.next_groups(4, deadline=FOREVER)) == [0, 1, 2, 3]
+    assert 2 <= len(seen[0]) <= 3 and 3 not in seen[0]
+    assert sorted(answer for call in seen for answer in call) == [0, 1, 2, 3]
+    counts = local.counters()
+    assert 0 < counts["hidden_reward_time"] <= counts["reward_time"]
+
+
+def test_what_is_scored_after_the_last_group_is_generated_is_not_hidden():
+    local = source(ShuffledEngine([0, 1]), min_groups=3)
+    local.next_groups(2, deadline=FOREVER)
+    counts = local.counters()
+    assert (counts["hidden_reward_time"], counts["reward_time"] > 0) == (0.0, True)
+
+
+def test_no_time_is_said_to_be_hidden_without_streaming():
+    assert "hidden_reward_time" not in source(FakeEngine(), min_groups=None).counters()
+
+
+class TestFailures:
+    def test_dropped_groups_are_missing_as_they_are_without_streaming(self):
+        def reward(completions, answer):
+            return [math.nan if a in (1, 4) else float(a) for a in answer]
+
+        streaming, plain = (
+            source(ShuffledEngine([4, 2, 3, 1, 0]), reward=reward),
+            source(FakeEngine(), reward=reward, min_groups=None),
+        )
+        groups = streaming.next_groups(5, deadline=FOREVER)
+        assert ids(groups) == [0, 2, 3]
+        assert groups == plain.next_groups(5, deadline=FOREVER)
+        counts = streaming.counters()
+        assert (counts["dropped_groups"], counts["reward_errors"]) == (2, 2)
+
+    def test_where_all_are_dropped_the_next_prompts_are_taken(self):
+        local = source(FakeEngine(), reward=lambda completions, answer: [math.nan if a < 4 else 1.0 for a in answer])
+        assert ids(local.next_groups(2, deadline=FOREVER)) == [4, 5]
+
+    def test_a_failing_reward_calls_off_the_generation_and_changes_nothing(self):
+        fail, called, generated = [True], threading.Event(), []
+
+        def reward(completions: list[Any]) -> list[float]:
+            called.set()
+            return [math.nan if fail[0] else 1.0] * len(completions)
+
+        def before(place: int) -> None:
+            if place:
+                assert called.wait(LONG_S)
+                for thread in threading.enumerate():
+                    if thread.name == "lachesis-scoring" and fail[0]:
+                        thread.join(LONG_S)
+            generated.append(place)
+
+        engine = ShuffledEngine([0, 1, 2], before=before)
+        local, plain = (
+            source(engine, reward=reward, on_error="fail"),
+            source(FakeEngine(), reward=reward, min_groups=None),
+        )
+        with pytest.raises(RewardError, match="returned nan"):
+            local.next_groups(3, deadline=FOREVER)
+        assert generated == [0, 1], "the third was called off"
+        fail[0] = False
+        assert local.next_groups(3, deadline=FOREVER) == plain.next_groups(3, deadline=FOREVER)
+
+    def test_a_failing_engine_changes_nothing_either(self):
+        def before(place: int) -> None:
+            if place == 2 and engine.order == [0, 1, 2]:
+                raise EngineError("the engine died")
+
+        engine = ShuffledEngine([0, 1, 2], before=before)
+        local, plain = source(engine), source(FakeEngine(), min_groups=None)
+        with pytest.raises(EngineError, match="died"):
+            local.next_groups(3, deadline=FOREVER)
+        engine.order = [2, 1, 0]
+        assert local.next_groups(3, deadline=FOREVER) == plain.next_groups(3, deadline=FOREVER)
+
+    def test_rewards_are_waited_for_until_the_deadline_of_the_batch(self):
+        released = threading.Event()
+
+        def reward(completions: list[Any]) -> list[float]:
+            released.wait(LONG_S)
+            return [1.0] * len(completions)
+
+        local = source(ShuffledEngine([0, 1]), reward=reward)
+        with pytest.raises(DeadlineExceeded, match=r"the feed took longer than 0.05 s.*0 of 2 are done"):
+            local.next_groups(2, deadline=Deadline("the feed", 0.05))
+        released.set()
+
+    @pytest.mark.parametrize("order", [[0], [0, 1, 1]])
+    def test_an_engine_that_hands_back_other_requests_than_it_got(self, order: list[int]):
+        with pytest.raises(EngineError, match=f"handed back {len(order)} groups as they were finished, of 2 requests"):
+            source(ShuffledEngine(order)).next_groups(2, deadline=FOREVER)
+
+    def test_an_answer_that_is_not_what_was_asked_for(self):
+        class Cut(ShuffledEngine):
+            def generate(self, requests: Any, *, deadline: Any, finished: Any = None) -> Any:
+                return super().generate(
+                    requests, deadline=deadline, finished=lambda place, answer: finished(place, answer[:-1])
+                )
+
+        with pytest.raises(EngineError, match=r"gave 2 completions of prompt '.', asked for 3"):
+            source(Cut([0, 1])).next_groups(2, deadline=FOREVER)
+
+
+def test_metrics_of_reward_functions_are_means_over_groups():
+    first = threading.Event()
+
+    def reward(completions: list[Any], answer: list[int], log_metric: Callable[[str, float], None]) -> list[float]:
+        log_metric("answer", sum(answer) / len(answer))
+        first.set()
+        return [1.0] * len(completions)
+
+    def before(place: int) -> None:
+        if place:
+            assert first.wait(LONG_S)
+
+    local = source(ShuffledEngine([0, 1, 2, 3], before=before), reward=reward)
+    local.next_groups(4, deadline=FOREVER)
+    assert local.counters()["reward_metrics/answer"] == pytest.approx(1.5), "however they were split into calls"

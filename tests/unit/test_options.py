@@ -1,0 +1,29 @@
+"""Settings of parts that follow from several sections."""
+
+from __future__ import annotations
+
+import pytest
+
+from lachesis.bridges.proof import QUANTIZED_TOLERANCE
+from lachesis.config.schema import LachesisConfig
+from lachesis.metrics.health_types import Limits
+from lachesis.options import health_limits
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_trainer_that_alone_is_quantized_may_differ_more_before_a_run_says_so(kind: str):
+    def limits(engine: str, quantization: str) -> Limits:
+        sections = {
+            "run": {"steps": 1},
+            "model": {"path": "a", "quantization": quantization},
+            "adapter": {"kind": "lora"},
+            "data": {"path": "a"},
+            "rewards": {"functions": ["a.b"]},
+            "engine": {"kind": engine},
+        }
+        return health_limits(LachesisConfig.model_validate(sections))
+
+    assert limits("embedded", kind) == limits("vllm", "none") == Limits()
+    wider = limits("vllm", kind)
+    assert Limits().canary_error < wider.canary_error < QUANTIZED_TOLERANCE[kind]
+    assert (wider.logprob_diff > Limits().logprob_diff) == (kind == "nf4")
