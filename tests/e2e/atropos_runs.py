@@ -110,7 +110,7 @@ class Stage:
             "adapter": {"kind": "lora", "r": RANK, "alpha": 2 * RANK} if lora else {"kind": "none"},
             "source": {"kind": "atropos", "url": self.api_url, "batch_size": BATCH, "wait_s": 60},
             "engine": engine,
-            "bridge": {"kind": self.mode} | ({"every_steps": 8} if self.restarts_engine else {}),
+            "bridge": {"kind": self.mode} | ({"every_steps": 6} if self.restarts_engine else {}),
             "optimizer": {"learning_rate": 5e-3 if lora else 2e-3},
             "checkpoint": {"save_final": False},
             "logging": {"report_every_steps": 1000},
