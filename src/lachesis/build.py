@@ -231,7 +231,7 @@ def repeated(feed: Feed[Batch], config: LachesisConfig, *, pack: Callable[[Seque
 
 def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
     size = config.pipeline.replay_size
-    return ReplayBuffer(size=size, seed=config.run.seed, teaches=signal_function(config)) if size else None
+    return ReplayBuffer(size=size, seed=config.run.seed, signal=signal_function(config)) if size else None
 
 
 def signal_function(config: LachesisConfig) -> Callable[[Group], bool]:
@@ -251,7 +251,7 @@ def build_feed(
         count=config.batch.prompts_per_step,
         refill_rounds=pipeline.refill_zero_signal,
         reroll=build_reroll(config),
-        teaches=signal_function(config),
+        signal=signal_function(config),
     )
     finisher = Finisher(
         advantages=partial(assign_advantages, compute=advantage_function(config)),

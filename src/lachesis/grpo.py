@@ -15,13 +15,13 @@ import httpx
 from rich.console import Console
 
 from lachesis.config.dialects.atropos_help import help_text
-from lachesis.config.load import load_argv
+from lachesis.config.load import LoadedConfig, load_argv
 from lachesis.config.schema import HttpEngineConfig, LachesisConfig, LoraAdapter
 from lachesis.engines.control import server_url
 from lachesis.errors import ConfigError, EngineError
 from lachesis.metrics.base import run_paths
 from lachesis.metrics.jsonl import read_metrics
-from lachesis.run import RunSummary, train
+from lachesis.run import Companions, RunSummary, train
 
 Say = Callable[[str], None]
 
@@ -109,9 +109,31 @@ def grpo(
         return None
     loaded = load_argv(asked.flags, overrides=asked.overrides)
     require_server(loaded.config)
+    return train_as_asked(loaded, asked, say=say, console=console, stop_requested=stop_requested)
+
+
+def train_as_asked(
+    loaded: LoadedConfig,
+    asked: Invocation,
+    *,
+    say: Say,
+    console: Console | None,
+    stop_requested: Callable[[], bool],
+    companions: Companions | None = None,
+) -> RunSummary:
+    """Train, say the documented lines meanwhile, and the benchmark's at the end if they are asked for.
+
+    Raises:
+        LachesisError: as :func:`lachesis.run.train`, whose arguments these are.
+    """
     with documented_lines(say):
         summary = train(
-            loaded, resume=asked.resume, overwrite=asked.overwrite, console=console, stop_requested=stop_requested
+            loaded,
+            resume=asked.resume,
+            overwrite=asked.overwrite,
+            console=console,
+            stop_requested=stop_requested,
+            companions=companions,
         )
     if asked.benchmark:
         say(benchmark(summary.run_dir, mode=loaded.config.bridge.kind))

@@ -36,8 +36,8 @@ from lachesis.engines.process import EngineProcess, check_port_free
 from lachesis.env_cli import find
 from lachesis.environments.flags import parse_options
 from lachesis.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError
-from lachesis.grpo import Invocation, Say, benchmark, documented_lines, split_words
-from lachesis.run import RunSummary, train
+from lachesis.grpo import Invocation, Say, split_words, train_as_asked
+from lachesis.run import RunSummary
 
 logger = logging.getLogger("lachesis")
 
@@ -252,15 +252,9 @@ def run_all(
         say(HELP)
         return None
     loaded = load_words(asked)
-    services = Services(loaded.config)
-    with documented_lines(say):
-        summary = train(
-            loaded, resume=asked.resume, overwrite=asked.overwrite, console=console, stop_requested=stop_requested,
-            companions=services,
-        )  # fmt: skip
-    if asked.benchmark:
-        say(benchmark(summary.run_dir, mode=loaded.config.bridge.kind))
-    return summary
+    return train_as_asked(
+        loaded, asked, say=say, console=console, stop_requested=stop_requested, companions=Services(loaded.config)
+    )
 
 
 def load_words(asked: Invocation) -> LoadedConfig:

@@ -122,7 +122,6 @@ def train(
         config, parts = build_parts(
             config, run=run, closing=closing, stop_requested=stop_requested, companions=companions
         )
-        policy = parts.policy
         with begin_run(run, config, resume=resume) as log:
             for finding in findings:
                 log.print(f"{finding.level}: {finding.message}", markup=False)
@@ -130,29 +129,16 @@ def train(
             parts.side.keep_log(run.files["logs"] / "engine.log")
             checkpoints = RunCheckpoints(
                 CheckpointManager(run.files["checkpoints"], keep_last=config.checkpoint.keep_last),
-                policy=policy,
+                policy=parts.policy,
                 feed=parts.feed,
                 every_steps=config.checkpoint.every_steps,
             )
             start = checkpoints.restore() if resume else 0
             write_atomic(run.files["config"], dump_config(config))
-            texts = token_texts(policy.loaded.tokenizer)
+            texts = token_texts(parts.policy.loaded.tokenizer)
             hub = build_sinks(config, run=run, start=start, consoles=[console, log], texts=texts)
             closing.callback(hub.close)
-            trainer = Trainer(
-                policy=policy,
-                feed=parts.feed,
-                bridge=parts.side.bridge,
-                evaluation=parts.evaluation,
-                checkpoints=checkpoints,
-                telemetry=Telemetry(
-                    hub=hub,
-                    reduce=policy.backend.reduce,
-                    reward_names=parts.reward_names,
-                    device_memory=_device_memory if policy.device.type == "cuda" else None,
-                ),
-                stop_requested=stop_requested,
-            )
+            trainer = build_trainer(parts, checkpoints=checkpoints, hub=hub, stop_requested=stop_requested)
             if companions is not None:
                 closing.callback(companions.stop)
                 companions.start(run.path)
@@ -169,6 +155,28 @@ class Parts:
     feed: Feed[Batch]
     evaluation: Evaluation
     reward_names: Sequence[str]
+
+
+def build_trainer(
+    parts: Parts, *, checkpoints: RunCheckpoints, hub: MetricsHub, stop_requested: Callable[[], bool]
+) -> Trainer:
+    """The loop over the parts of a run."""
+    policy = parts.policy
+    telemetry = Telemetry(
+        hub=hub,
+        reduce=policy.backend.reduce,
+        reward_names=parts.reward_names,
+        device_memory=_device_memory if policy.device.type == "cuda" else None,
+    )
+    return Trainer(
+        policy=policy,
+        feed=parts.feed,
+        bridge=parts.side.bridge,
+        evaluation=parts.evaluation,
+        checkpoints=checkpoints,
+        telemetry=telemetry,
+        stop_requested=stop_requested,
+    )
 
 
 def build_parts(

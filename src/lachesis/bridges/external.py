@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from lachesis.bridges.base import Bridge, PolicyT
+from lachesis.bridges.owned import OwnedEngine
 from lachesis.bridges.proof import SyncProof
 from lachesis.config.capabilities import bridge_capabilities
 from lachesis.engines.client import HttpEngine
@@ -63,3 +65,28 @@ class ExternalBridge(Bridge[PolicyT]):
         """The proof is of one session of the engine: a restarted engine needs a new one."""
         if self._proof_builder is not None:
             self.proof = self._proof_builder(self.policy, self._engine)
+
+
+class RestartingBridge(ExternalBridge[PolicyT]):
+    """What bridges have in common whose transfer is a start of the engine: each start has a proof of its own.
+
+    Args:
+        owned: the engine and its processes, which this bridge starts, restarts and stops.
+        **options: of the bridge that it is mixed into, without ``engine``.
+    """
+
+    def __init__(self, *, owned: OwnedEngine, **options: Any) -> None:
+        super().__init__(engine=owned.engine, **options)
+        self._owned = owned
+
+    def prepare(self, policy_builder: Callable[[], PolicyT]) -> PolicyT:
+        # The proof is of a session, and before the first start there is none.
+        self._policy = policy_builder()
+        return self._policy
+
+    def renew(self) -> None:
+        """Nothing: the next start renews the proof."""
+
+    def close(self) -> None:
+        super().close()
+        self._owned.stop()

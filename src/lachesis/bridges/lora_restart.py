@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from lachesis.bridges.base import PolicyT
+from lachesis.bridges.external import RestartingBridge
 from lachesis.bridges.lora_swap import LoraSwapBridge
-from lachesis.bridges.owned import OwnedEngine
 from lachesis.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 
 
-class LoraRestartBridge(LoraSwapBridge[PolicyT]):
+class LoraRestartBridge(RestartingBridge[PolicyT], LoraSwapBridge[PolicyT]):
     """``lora_restart``: saved as by ``lora_only``, then loaded by an engine that has just been started.
 
     Args:
-        owned: the engine and its processes, which this bridge starts, restarts and stops.
-        **options: as :class:`LoraSwapBridge`, without ``engine``. ``sync_s`` has to cover the engine's start.
+        owned, **options: as :class:`RestartingBridge` and :class:`LoraSwapBridge`. ``sync_s`` has to cover the
+            engine's start.
     """
 
     kind = "lora_restart"
-
-    def __init__(self, *, owned: OwnedEngine, **options: Any) -> None:
-        super().__init__(engine=owned.engine, **options)
-        self._owned = owned
-
-    def prepare(self, policy_builder: Callable[[], PolicyT]) -> PolicyT:
-        # The proof is of a session, and before the first start there is none.
-        self._policy = policy_builder()
-        return self._policy
-
-    def renew(self) -> None:
-        """Nothing: each start has its own proof."""
-
-    def close(self) -> None:
-        super().close()
-        self._owned.stop()
 
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
         started = time.perf_counter()

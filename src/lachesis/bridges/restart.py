@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lachesis.bridges.adapters import VersionedDirectories, write_safetensors
 from lachesis.bridges.base import PolicyT
-from lachesis.bridges.external import ExternalBridge, ProofBuilder
-from lachesis.bridges.owned import Command, OwnedEngine
+from lachesis.bridges.external import ExternalBridge, ProofBuilder, RestartingBridge
+from lachesis.bridges.owned import Command
 from lachesis.deadline import Deadline
 from lachesis.engines.client import HttpEngine
 
@@ -80,35 +80,22 @@ class ReloadBridge(ExternalBridge[PolicyT]):
         self._engine.on_all(lambda server: server.reload(path, version=version, deadline=deadline))
 
 
-class RestartBridge(ReloadBridge[PolicyT]):
+class RestartBridge(RestartingBridge[PolicyT], ReloadBridge[PolicyT]):
     """``none``: the engine is restarted on each checkpoint.
 
     Args:
-        owned: the engine and its processes, which this bridge starts, restarts and stops.
         command: makes the command that serves a checkpoint.
         stop_first: stop the engine before the checkpoint is written, for its memory.
-        **options: as :class:`ReloadBridge`, without ``engine``. ``sync_s`` has to cover the engine's start.
+        owned, **options: as :class:`RestartingBridge` and :class:`ReloadBridge`. ``sync_s`` has to cover the
+            engine's start.
     """
 
     kind = "none"
 
-    def __init__(self, *, owned: OwnedEngine, command: Command, stop_first: bool = False, **options: Any) -> None:
-        super().__init__(engine=owned.engine, **options)
-        self._owned = owned
+    def __init__(self, *, command: Command, stop_first: bool = False, **options: Any) -> None:
+        super().__init__(**options)
         self._command = command
         self._stop_first = stop_first
-
-    def prepare(self, policy_builder: Callable[[], PolicyT]) -> PolicyT:
-        # The proof is of a session, and before the first start there is none.
-        self._policy = policy_builder()
-        return self._policy
-
-    def renew(self) -> None:
-        """Nothing: each start has its own proof."""
-
-    def close(self) -> None:
-        super().close()
-        self._owned.stop()
 
     def _save(self, version: int) -> Path:
         if self._stop_first:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lachesis.engines.serving.session import process_exists
 from lachesis.engines.shared_tensors import CudaStorage, SharedTensor
 from lachesis.errors import EngineError
 
@@ -192,17 +193,6 @@ def check_session(bridge: BridgeFile, *, session_id: str) -> None:
         f"{bridge.pid}, which {writer}), and session {session_id} answers",
         remedy="remove the file, or have the running engine export its weights anew",
     )
-
-
-def process_exists(pid: int) -> bool:
-    """Whether a process of that number runs on this machine."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def write_channel_file(directory: Path, channel: ChannelFile) -> Path:

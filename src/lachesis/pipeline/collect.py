@@ -23,7 +23,7 @@ class Collector:
         refill_rounds: how often groups without signal are put aside and others sampled in their place; what is
             still missing after that is filled up with those put aside.
         reroll: prompts that failed entirely, to be tried again; ``None`` tries none again.
-        teaches: which groups have signal.
+        signal: which groups have signal.
     """
 
     def __init__(
@@ -33,13 +33,13 @@ class Collector:
         count: int,
         refill_rounds: int = 0,
         reroll: Reroll | None = None,
-        teaches: Callable[[Group], bool] = has_signal,
+        signal: Callable[[Group], bool] = has_signal,
     ) -> None:
         self._source = source
         self.count = count
         self._refill_rounds = refill_rounds
         self._reroll = reroll
-        self._teaches = teaches
+        self._signal = signal
         self._counts: Counter[str] = Counter()
 
     def collect(self, *, deadline: Deadline) -> list[Group]:
@@ -57,8 +57,8 @@ class Collector:
             if self._refill_rounds == 0:
                 groups = taken
                 break
-            groups += [group for group in taken if self._teaches(group)]
-            aside += [group for group in taken if not self._teaches(group)]
+            groups += [group for group in taken if self._signal(group)]
+            aside += [group for group in taken if not self._signal(group)]
             if len(groups) == self.count:
                 break
             self._counts["refilled_groups"] += (self.count - len(groups)) if left else 0

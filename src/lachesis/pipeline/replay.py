@@ -23,14 +23,14 @@ class ReplayBuffer:
     Args:
         size: most groups kept.
         seed: of the draws.
-        teaches: which groups have signal.
+        signal: which groups have signal.
     """
 
-    def __init__(self, *, size: int, seed: int, teaches: Callable[[Group], bool] = has_signal) -> None:
+    def __init__(self, *, size: int, seed: int, signal: Callable[[Group], bool] = has_signal) -> None:
         if size < 1:
             raise ValueError(f"size must be at least 1, got {size}")
         self._size = size
-        self._teaches = teaches
+        self._signal = signal
         self._kept: list[Group] = []
         self._random = random.Random(seed)
 
@@ -43,10 +43,10 @@ class ReplayBuffer:
         Draws come before the new groups enter, so no group replaces its own neighbour, and are without
         replacement within the batch. A group that comes from here says which one it ``replaces``.
         """
-        drawn = iter(self._draw(sum(not self._teaches(group) for group in groups)))
-        mixed = [group if self._teaches(group) else _instead(group, next(drawn, None)) for group in groups]
+        drawn = iter(self._draw(sum(not self._signal(group) for group in groups)))
+        mixed = [group if self._signal(group) else _instead(group, next(drawn, None)) for group in groups]
         for group in groups:
-            if self._teaches(group):
+            if self._signal(group):
                 self._keep(group)
         return mixed
 

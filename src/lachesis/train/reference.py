@@ -100,11 +100,8 @@ class Average:
                 tensor.lerp_(policy[name].detach().to(tensor.dtype), self.alpha)
 
 
-class SamplerReference:
-    """What the samples came with: nothing is computed and nothing held (Atropos means this by reference)."""
-
-    def logprobs(self, micro: MicroBatch) -> Tensor:
-        return micro.sampling_logprobs
+class _Stateless:
+    """A reference that no step moves, and of which nothing is to be kept."""
 
     def after_step(self, step: int) -> None:
         return None
@@ -116,7 +113,14 @@ class SamplerReference:
         _load_exactly({}, state)
 
 
-class AdapterOff:
+class SamplerReference(_Stateless):
+    """What the samples came with: nothing is computed and nothing held (Atropos means this by reference)."""
+
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        return micro.sampling_logprobs
+
+
+class AdapterOff(_Stateless):
     """The base model under an adapter, which is switched off for the pass."""
 
     def __init__(self, adapted: PeftModel, *, loaded: LoadedModel, plan: ForwardPlan) -> None:
@@ -128,15 +132,6 @@ class AdapterOff:
     def logprobs(self, micro: MicroBatch) -> Tensor:
         with self._adapted.disable_adapter():
             return loss_token_logprobs(self._transformer, micro, plan=self._plan).logprobs
-
-    def after_step(self, step: int) -> None:
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _load_exactly({}, state)
 
 
 class Copy:

@@ -15,13 +15,13 @@ from lachesis.engines.bridge_file import (
     check_session,
     default_directory,
     find_bridge_file,
-    process_exists,
     read_bridge_file,
     read_channel_file,
     search_places,
     write_bridge_file,
     write_channel_file,
 )
+from lachesis.engines.serving.session import process_exists
 from lachesis.engines.shared_tensors import FileStorage, SharedTensor
 from lachesis.errors import EngineError
 from tests.unit.engines.sharing import SESSION, bridge_file

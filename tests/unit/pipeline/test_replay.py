@@ -98,6 +98,6 @@ def test_groups_whose_signal_is_not_in_their_totals_are_kept_and_drawn():
     both = zip(pair.samples, ((0.0, 2.0), (1.0, 0.0)), strict=True)
     mixed = replace(pair, samples=tuple(replace(sample, rewards=rewards) for sample, rewards in both))
     assert (score(given), score(mixed)) == (3.0, 2.0)
-    buffer = ReplayBuffer(size=2, seed=0, teaches=any_reward_differs)
+    buffer = ReplayBuffer(size=2, seed=0, signal=any_reward_differs)
     assert names(buffer.mix([given, mixed])) == ["given", "pair"]
     assert set(names(buffer.mix([group("x", (0, 0)), group("y", (0, 0))]))) == {"given", "pair"}

@@ -127,7 +127,7 @@ def read_session(url: str) -> Session | None:
         raise EngineError(
             f"the session file {path} is damaged: {error}", remedy="remove it and start the server again"
         ) from error
-    return session if _is_alive(session.pid) else None
+    return session if process_exists(session.pid) else None
 
 
 def session_token(url: str) -> str:
@@ -162,7 +162,8 @@ def _is_local(host: str) -> bool:
     return True
 
 
-def _is_alive(pid: int) -> bool:
+def process_exists(pid: int) -> bool:
+    """Whether a process of that number runs on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
