@@ -54,6 +54,7 @@ NO_LORA = {"kind": "none"}
 # name: bridge section, adapter section, extra flags of the server
 BRIDGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "shared_vllm": ({"kind": "shared_vllm"}, NO_LORA),
+    "shared_vllm, residual float32": ({"kind": "shared_vllm"}, NO_LORA),
     "lora_only": ({"kind": "lora_only"}, LORA),
     "lora_only, share_base": ({"kind": "lora_only", "share_base": True}, LORA),
     "lora_nccl": ({"kind": "lora_nccl"}, LORA),
@@ -62,6 +63,8 @@ BRIDGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "none (restart)": ({"kind": "none", "every_steps": 1}, NO_LORA),
     "lora_restart": ({"kind": "lora_restart", "every_steps": 1}, LORA),
 }
+# name: what the trainer's model has beyond the defaults
+MODEL_OPTIONS = {"shared_vllm, residual float32": {"residual_dtype": "float32"}}
 CPU_FLAGS = ["--enforce-eager", "--no-enable-chunked-prefill"]
 STOCK = {"stock vLLM": False, "stock vLLM, its own LoRA": True}
 SLOW = {"reload": 3, "none (restart)": 1, "lora_restart": 1, "broadcast": 10}
@@ -107,12 +110,11 @@ def make_model(directory: Path, *, tiny: bool) -> None:
     tiny_tokenizer().save_pretrained(directory)
 
 
-def configuration(
-    model: Path, bridge: dict[str, Any], adapter: dict[str, Any], *, devices: str | None
-) -> LachesisConfig:
+def configuration(name: str, model: Path, *, devices: str | None) -> LachesisConfig:
+    bridge, adapter = BRIDGES[name]
     tree = {
         "run": {"steps": 1, "name": "bridges", "dir": str(model.parent / "runs")},
-        "model": {"path": str(model), "compile": "off", "dtype": "bfloat16"},
+        "model": {"path": str(model), "compile": "off", "dtype": "bfloat16", **MODEL_OPTIONS.get(name, {})},
         "adapter": adapter,
         "data": {"path": __file__},
         "rewards": {"functions": ["a.b"]},
@@ -214,9 +216,7 @@ def memory_gb() -> float | None:
 
 
 def measure_bridge(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    bridge, adapter = BRIDGES[name]
-    devices = "1" if arguments.two_gpus else None
-    config = configuration(arguments.model_dir, bridge, adapter, devices=devices)
+    config = configuration(name, arguments.model_dir, devices="1" if arguments.two_gpus else None)
     place = RunPlace(
         directory=Path(config.run.dir) / "bridges", engine_log=arguments.logs / f"{slug(name)}.log", owner="benchmark"
     )
