@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SOURCE = Path(__file__).parents[2] / "src"
+
 TOKEN = "the-token-of-the-tests"
 MAX_LEN = 128
 MAX_RANK = 8
@@ -102,12 +103,17 @@ def running(factory: ServerFactory, directory: Path) -> Iterator[Server]:
             yield Server(http, stranger, root, root / "model", outside, log)
 
 
+def python_path(*before: Path) -> str:
+    """For a process of its own: this package from its sources, then ``before``, then where this process looks."""
+    return os.pathsep.join([str(SOURCE), *map(str, before), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @contextmanager
 def process(command: list[str], *, url: str, log: Path, start_s: float, **environment: str) -> Iterator[str]:
     """The command as a process until the block ends; yields once ``/health`` answers."""
     with log.open("wb") as output:
         started = subprocess.Popen(
-            command, env={**os.environ, "PYTHONPATH": str(SOURCE), **environment}, stdout=output, stderr=output
+            command, env={**os.environ, "PYTHONPATH": python_path(), **environment}, stdout=output, stderr=output
         )
         try:
             _wait(started, url=url, log=log, start_s=start_s)
@@ -129,7 +135,7 @@ def _wait(started: subprocess.Popen[bytes], *, url: str, log: Path, start_s: flo
                 return
         except httpx.TransportError:
             time.sleep(0.05)
-    raise AssertionError(f"the server did not start:\n{log.read_text()[-3000:]}")
+    raise AssertionError(f"the server did not start:\n{log.read_text()[-20_000:]}")
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -50,7 +49,7 @@ from tests.contracts.bridge_cases import (
     soon,
 )
 from tests.contracts.bridge_faults import FAULTS, Tampering
-from tests.contracts.servers import CHAT_TEMPLATE, MAX_LEN, SOURCE, TOKEN, Server
+from tests.contracts.servers import CHAT_TEMPLATE, MAX_LEN, TOKEN, Server, python_path
 from tests.contracts.vllm_server import ENVIRONMENT, build_model, entry_point, needs_vllm
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
 from tests.unit.train.test_forward import random_groups
@@ -82,8 +81,7 @@ def environment(session_environment: pytest.MonkeyPatch, tmp_path_factory: pytes
     for name, value in ENVIRONMENT.items():
         session_environment.setenv(name, value)
     installed = entry_point(tmp_path_factory.mktemp("plugin"))
-    path = [str(SOURCE), str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]
-    session_environment.setenv("PYTHONPATH", os.pathsep.join(path))
+    session_environment.setenv("PYTHONPATH", python_path(installed))
     return session_environment
 
 

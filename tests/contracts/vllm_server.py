@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 import lachesis
-from tests.contracts.servers import MAX_LEN, MAX_RANK, SOURCE, TOKEN, ServerFactory, free_port, process
+from tests.contracts.servers import MAX_LEN, MAX_RANK, TOKEN, ServerFactory, free_port, process, python_path
 from tests.tiny import tiny_model
 
 # vLLM's attention on the CPU knows no heads smaller than 32.
@@ -61,7 +60,7 @@ def start_vllm(
         **ENVIRONMENT,
         "LACHESIS_SESSION_DIR": str(session_dir),
         "LACHESIS_SESSION_TOKEN": TOKEN,
-        "PYTHONPATH": os.pathsep.join([str(SOURCE), str(entry_point(log.parent))]),
+        "PYTHONPATH": python_path(entry_point(log.parent)),
         **variables,
     }
     with process(command, url=f"http://127.0.0.1:{port}", log=log, start_s=START_S, **environment) as url:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lachesis.train.batch import MicroBatch, plain_micro_batch
 from lachesis.train.forward import ForwardPlan, target_logprobs
+from lachesis.train.quantized import looks_at_inputs
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +22,8 @@ class CanaryReader:
 
     A sequence of a dozen tokens keeps a GPU busy for less time than it takes to launch its thousand kernels. So
     the second reading of a sequence is captured as a CUDA graph, and later ones replay that: it reads the weights
-    where they are, as they are by then. Weights that have moved since are captured anew.
+    where they are, as they are by then. Weights that have moved since are captured anew. A network that waits for
+    the GPU on its way, as layers in int8 do, cannot be captured and is run each time.
 
     Args:
         transformer: the causal language model, adapter included.
@@ -33,7 +35,7 @@ class CanaryReader:
         self._plan = plan
         self._seen: tuple[int, ...] | None = None
         self._captured: _Captured | None = None
-        self._capture = True
+        self._capture = not looks_at_inputs(transformer)
 
     @torch.no_grad()
     def read(self, token_ids: Sequence[int]) -> list[float]:
@@ -68,8 +70,19 @@ class CanaryReader:
         except RuntimeError as error:
             _log.info("the canary is read without a CUDA graph: %s", str(error).splitlines()[0])
             self._capture = False
+            _end_capture()
             return None
         return _Captured(graph, micro, logprobs, self._places())
+
+
+def _end_capture() -> None:
+    """After a capture that failed, random numbers go on.
+
+    torch (2.11, 2.13) leaves its generator in the state of capturing when a capture is broken off, and every random
+    number on the GPU is an error from then on. A capture that succeeds ends that state.
+    """
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device="cuda")
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,11 @@ def quantized_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, Linear4bit | Linear8bitLt)]
 
 
+def looks_at_inputs(model: nn.Module) -> bool:
+    """Whether a pass waits for the GPU: layers in int8 look for outliers among their inputs."""
+    return any(not hasattr(layer.weight, "quant_state") for layer in quantized_layers(model))
+
+
 def held_bytes(model: nn.Module) -> int:
     """What all parameters take, with the scales and tables of those that are quantized. Tied ones count once."""
     held = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
