@@ -27,7 +27,7 @@ REQUIRED = ("torch", "transformers", "peft", "datasets", "safetensors", "pydanti
 OPTIONAL = {
     "tensorboard": "TensorBoard sink",
     "wandb": "Weights & Biases sink",
-    "torchao": "8-bit and offloaded optimizers",
+    "torchao": "8-bit optimizers, float8 products",
     "bitsandbytes": "8-bit optimizer, quantized base weights",
 }
 # The proof's reward is the share of one letter among four: 0.25 by chance.
@@ -81,6 +81,9 @@ def inspect_config(path: Path) -> list[Check]:
     if config.model.quantization != "none" and _version("bitsandbytes") is None:
         needed = f"not installed, and model.quantization {config.model.quantization} needs it: pip install bitsandbytes"
         missing = [Check("bitsandbytes", needed, failed=True)]
+    if config.model.matmul_dtype != "auto" and _version("torchao") is None:
+        needed = f"not installed, and model.matmul_dtype {config.model.matmul_dtype} needs it: pip install torchao"
+        missing.append(Check("torchao", needed, failed=True))
     return [Check(str(path), "valid"), *missing, *(Check(finding.rule, finding.message) for finding in findings)]
 
 

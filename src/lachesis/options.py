@@ -17,8 +17,9 @@ from lachesis.types import SamplingParams
 
 # CISPO bounds the ratio itself, and PPO's 0.2 in its place would make the weight a constant; 5 is usual.
 CISPO_EPSILON_HIGH = 5.0
-# Mean logprobs of NF4 and whole weights are about 0.1 nats apart; with int8 the usual limit holds.
-NF4_LOGPROB_DIFF = 0.3
+# Logprobs are about 0.1 nats apart, in the mean, where one side has NF4 weights or multiplies in float8; with int8
+# weights the usual limit holds.
+ROUNDED_LOGPROB_DIFF = 0.3
 
 
 def steps(config: LachesisConfig) -> int:
@@ -101,9 +102,11 @@ def advantage_function(config: LachesisConfig) -> AdvantageFunction:
 
 
 def health_limits(config: LachesisConfig) -> Limits:
-    """From where on a run says that trainer and engine disagree: later where only one has quantized base weights."""
+    """From where on a run says that trainer and engine disagree: later where only one rounds weights or products."""
+    if config.model.matmul_dtype != "auto":
+        return Limits(logprob_diff=ROUNDED_LOGPROB_DIFF)
     kind = config.model.quantization
     if kind == "none" or config.engine.kind == "embedded":
         return Limits()
     wider = Limits(canary_error=QUANTIZED_TOLERANCE[kind] / 2)
-    return wider if kind == "int8" else replace(wider, logprob_diff=NF4_LOGPROB_DIFF)
+    return wider if kind == "int8" else replace(wider, logprob_diff=ROUNDED_LOGPROB_DIFF)

@@ -107,6 +107,14 @@ class TestConfiguration:
         assert failed.subject == "bitsandbytes"
         assert "model.quantization nf4 needs it: pip install bitsandbytes" in failed.message
 
+    def test_so_is_torchao_where_products_are_to_be_in_float8(self, proof: Path, monkeypatch: pytest.MonkeyPatch):
+        proof.write_text(proof.read_text().replace("model:\n", "model:\n  matmul_dtype: float8\n"))
+        assert not any(one.failed for one in inspect_config(proof))
+        without_package(monkeypatch, "torchao")
+        (failed,) = (one for one in inspect_config(proof) if one.failed)
+        assert failed.subject == "torchao"
+        assert "model.matmul_dtype float8 needs it: pip install torchao" in failed.message
+
     def test_what_does_not_parse_is_a_failure(self, proof: Path):
         proof.write_text(proof.read_text() + "\nalgoritm: {}\n")
         (found,) = inspect_config(proof)

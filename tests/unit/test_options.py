@@ -27,3 +27,17 @@ def test_a_trainer_that_alone_is_quantized_may_differ_more_before_a_run_says_so(
     wider = limits("vllm", kind)
     assert Limits().canary_error < wider.canary_error < QUANTIZED_TOLERANCE[kind]
     assert (wider.logprob_diff > Limits().logprob_diff) == (kind == "nf4")
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_float8_products_are_off_in_the_canary_and_on_in_the_logprobs_of_the_loss(engine: str):
+    sections = {
+        "run": {"steps": 1},
+        "model": {"path": "a", "matmul_dtype": "float8"},
+        "data": {"path": "a"},
+        "rewards": {"functions": ["a.b"]},
+        "engine": {"kind": engine},
+    }
+    limits = health_limits(LachesisConfig.model_validate(sections))
+    assert limits.canary_error == Limits().canary_error
+    assert limits.logprob_diff > Limits().logprob_diff

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from lachesis.config.schema import AdapterConfig, LoraAdapter, ModelConfig
 from lachesis.errors import ModelError
 from lachesis.train.attach import WeightSource, attached_transformer
+from lachesis.train.float8 import Float8Switch, compute_in_float8
 from lachesis.train.layers import lora_targets, train_only
 from lachesis.train.quantized import held_bytes, quantization_config, quantized_layers, settle
 from lachesis.train.residual import keep_residual_in_float32
@@ -29,20 +30,23 @@ class LoadedModel:
     """A model ready to be wrapped by a policy.
 
     ``model`` is what is saved (a PeftModel with LoRA), ``transformer`` the causal LM inside it.
+    ``float8`` has its linear layers compute in float8, where ``model.matmul_dtype`` says so; else it does nothing.
     """
 
     model: PreTrainedModel | PeftModel
     transformer: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    float8: Float8Switch = field(default_factory=Float8Switch)
 
 
 def load_model(config: ModelConfig, adapter: AdapterConfig, *, weights: WeightSource | None = None) -> LoadedModel:
     """Load, check and adapt. With ``weights`` nothing is loaded: the model's parameters are those tensors.
 
     Raises:
-        ModelError: no such model, no causal LM, no pad token, adapter targets that match nothing, or a residual
-            stream that cannot be widened.
-        DependencyError: the base is to be quantized, and bitsandbytes is not installed.
+        ModelError: no such model, no causal LM, no pad token, adapter targets that match nothing, a residual
+            stream that cannot be widened, or no float8 products.
+        DependencyError: the base is to be quantized, and bitsandbytes is not installed, or layers are to compute in
+            float8, and torchao is not.
     """
     tokenizer = load_tokenizer(config)
     if weights is None:
@@ -57,16 +61,16 @@ def load_model(config: ModelConfig, adapter: AdapterConfig, *, weights: WeightSo
             f"has embeddings for {rows} tokens only",
             remedy="set model.pad_token to a token that the model knows, for example its end token",
         )
+    # Before anything is hung on layers: these are other modules afterwards.
+    float8 = Float8Switch() if config.matmul_dtype == "auto" else compute_in_float8(transformer, config.matmul_dtype)
     if config.residual_dtype == "float32":
         keep_residual_in_float32(transformer)
     if config.gradient_checkpointing:
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
     if config.train_layers is not None:
         train_only(transformer, config.train_layers)
-    if not isinstance(adapter, LoraAdapter):
-        return LoadedModel(model=transformer, transformer=transformer, tokenizer=tokenizer)
-    model = add_lora(transformer, adapter)
-    return LoadedModel(model=model, transformer=transformer, tokenizer=tokenizer)
+    model = add_lora(transformer, adapter) if isinstance(adapter, LoraAdapter) else transformer
+    return LoadedModel(model=model, transformer=transformer, tokenizer=tokenizer, float8=float8)
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

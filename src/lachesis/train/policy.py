@@ -78,7 +78,7 @@ class Policy:
         self.options = options
         self.custom_loss = custom_loss
         self.backend = backend
-        # Dropout (an adapter's) is for accumulate() only: probes, canary and engine see the network as it is.
+        # Dropout (an adapter's) and float8 are for the loss only: probes, canary and engine see the network as it is.
         self.model.eval()
         self.plan: ForwardPlan = plan_forward(self.transformer, packing=packing)  # type: ignore[arg-type]
         needs_reference = options.beta > 0 or (custom_loss is not None and custom_loss.needs_reference)
@@ -108,14 +108,15 @@ class Policy:
         """
         micro_batches = self._passes(batch)
         self._old.begin(batch, num_passes=len(micro_batches))
-        counts = self._count(batch, micro_batches)
-        self.model.train()
         parts = []
-        for index, micro in enumerate(micro_batches):
-            output = self._loss(batch, index, micro.to(self.device), counts)
-            output.loss.backward()
-            parts.append({"loss": output.loss.detach(), **output.metrics})
-        self.model.eval()
+        with self.loaded.float8.on():
+            counts = self._count(batch, micro_batches)
+            self.model.train()
+            for index, micro in enumerate(micro_batches):
+                output = self._loss(batch, index, micro.to(self.device), counts)
+                output.loss.backward()
+                parts.append({"loss": output.loss.detach(), **output.metrics})
+            self.model.eval()
         # One transfer for all micro-batches: reading a number off a GPU waits for all work before it.
         metrics = _fetch(parts)
         metrics["tokens_trained"] = Sum(float(batch.num_tokens))
@@ -147,7 +148,8 @@ class Policy:
 
         Log s stays as it is, and so does a π_old that is s. All ranks call it together.
         """
-        scored = [(micro, self._scores(micro.to(self.device)).logprobs.cpu()) for micro in self._passes(batch)]
+        with self.loaded.float8.on():
+            scored = [(micro, self._scores(micro.to(self.device)).logprobs.cpu()) for micro in self._passes(batch)]
         fixed = [
             replace(micro, old_logprobs=torch.where(micro.old_logprobs.isnan(), now, micro.old_logprobs.to(now.dtype)))
             for micro, now in scored

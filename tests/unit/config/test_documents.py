@@ -116,7 +116,7 @@ def test_every_fragment_fits_the_quick_start(load, fragment):
         ("replay", "pipeline", {"replay_size": 100, "replay_recompute_logps": True}),
         ("reroll", "pipeline", {"reroll_start_fraction": 0.5, "reroll_max_groups": 1}),
         ("correction", "algorithm", {"off_policy_mask_threshold": 0.5, "importance_sampling_level": "token"}),
-        ("fp8", "model", {"compile": "on", "dtype": "bfloat16"}),
+        ("fp8", "model", {"compile": "on", "dtype": "bfloat16", "matmul_dtype": "float8"}),
         ("custom_dataset", "data", {"eval_size": 0.1, "processes": 1, "name": None}),
         ("load_in_8bit", "model", {"quantization": "int8"}),
         ("load_in_4bit", "model", {"quantization": "nf4"}),
@@ -139,9 +139,7 @@ def test_a_length_at_the_top_level_counts_where_the_section_has_none(load):
     assert load("quickstart", path, trl={"max_completion_length": None}).config.sampling.max_completion_length == 128
 
 
-@pytest.mark.parametrize(
-    ("fragment", "keys"), [("fp8", ["fp8"]), ("fsdp", ["fsdp", "fsdp_config."]), ("deepspeed", ["deepspeed"])]
-)
+@pytest.mark.parametrize(("fragment", "keys"), [("fsdp", ["fsdp", "fsdp_config."]), ("deepspeed", ["deepspeed"])])
 def test_what_this_build_cannot_do_is_a_warning(load, fragment, keys):
     warnings = [
         finding.message

@@ -71,6 +71,10 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             "sampler_correction_min 3 is not below sampler_correction_max 3",
         ),
         ({"model": {"quantization": "nf4"}}, "model.quantization nf4 holds weights that cannot be trained"),
+        (
+            {"model": {"quantization": "nf4", "matmul_dtype": "float8"}, "adapter": {"kind": "lora"}},
+            "model.matmul_dtype float8: with model.quantization nf4 the linear layers have products of their own",
+        ),
         *(
             (
                 {
@@ -390,6 +394,19 @@ def test_quantized_base_weights_beside_an_engine_that_has_whole_ones(build, kind
     corrected = {"sampler_correction": "token_truncate"}
     (finding,) = check(build(**sections, engine=VLLM, bridge={"kind": "lora_nccl"}, algorithm=corrected))
     assert finding.message.endswith("a larger difference")
+
+
+def test_float8_products(build):
+    corrected = {"algorithm": {"sampler_correction": "token_truncate"}}
+    assert check(build(model={"matmul_dtype": "float8"}, **corrected)) == []
+    (finding,) = check(build(model={"matmul_dtype": "float8_rowwise"}))
+    assert (finding.rule, finding.level) == ("float8", "warning")
+    assert finding.message.endswith("set algorithm.sampler_correction: token_truncate")
+    assert finding.message.startswith("model.matmul_dtype float8_rowwise is for training alone")
+    options = {"matmul_dtype": "float8", "device": "cpu", "compile": "off"}
+    emulated, uncompiled = check(build(model=options, **corrected))
+    assert emulated.level == "warning" and "is emulated with model.device cpu" in emulated.message
+    assert uncompiled.level == "note" and "gains little with model.compile off" in uncompiled.message
 
 
 def test_a_residual_stream_that_is_in_float32_anyway(build):

@@ -9,7 +9,7 @@ from typing import Any
 
 from lachesis.config.dialects.axolotl_names import AXOLOTL
 from lachesis.config.dialects.batches import check_generation_batch, put_batch
-from lachesis.config.dialects.convert import engine_address, run_directory
+from lachesis.config.dialects.convert import engine_address, one_of, run_directory
 from lachesis.config.dialects.grpo import (
     put_betas,
     put_every,
@@ -26,6 +26,7 @@ from lachesis.config.schema import PipelineConfig
 from lachesis.errors import ConfigError
 
 _ROW_KEYS = ("path", "name", "split")
+_FLOAT8_RECIPES = {"tensorwise": "float8", "rowwise": "float8_rowwise"}
 _MANAGED = {
     "vllm.gpu_memory_utilization": "gpu_memory_utilization",
     "vllm.tensor_parallel_size": "tensor_parallel_size",
@@ -97,6 +98,7 @@ def _put_model(translation: Translation) -> None:
     for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"), ("float16", "float16")):
         if translation.value(name) is True:
             translation.put("model.dtype", dtype, name)
+    _put_float8(translation)
     template = translation.value("chat_template")
     if template == "jinja" and translation.has("chat_template_jinja"):
         translation.put("model.chat_template", translation.value("chat_template_jinja"), "chat_template_jinja")
@@ -106,6 +108,24 @@ def _put_model(translation: Translation) -> None:
             f"{describe(template)} is a template that Axolotl brings along; write tokenizer_default, or jinja with the "
             "template's text or file in chat_template_jinja",
         )
+
+
+def _put_float8(translation: Translation) -> None:
+    backend = translation.value("fp8_config.backend", "ao")
+    if str(backend).lower() not in ("ao", "torchao"):
+        translation.problem("fp8_config.backend", f"{describe(backend)} has no counterpart; Lachesis has ao (torchao)")
+    asked = translation.value("fp8", False)
+    if not isinstance(asked, bool):
+        translation.problem("fp8", f"expected true or false, got {describe(asked)}")
+    if asked is not True:
+        return
+    name = "fp8_config.recipe_name" if translation.has("fp8_config.recipe_name") else "fp8"
+    try:
+        scaling = one_of(_FLOAT8_RECIPES)(translation.value("fp8_config.recipe_name", "tensorwise"))
+    except ConfigError as error:
+        translation.problem(name, error.message)
+    else:
+        translation.put("model.matmul_dtype", scaling, name)
 
 
 def _put_datasets(translation: Translation) -> None:

@@ -49,10 +49,7 @@ def _model() -> Iterator[Entry]:
     for name in ("bf16", "bfloat16", "fp16", "float16"):
         yield together(name, "model.dtype", "weights of that dtype, with fp32 masters (optimizer.weight_update)")
     yield from nothing("matrix products are as precise as torch's default", "tf32")
-    yield from cannot(
-        "there is no FP8 here: weights stay in model.dtype, which takes twice the memory and has no NaN from padding",
-        *("fp8", "fp8_config", "fp8_enable_fsdp_float8_all_gather"),
-    )
+    yield from _float8()
     yield Entry("torch_compile", "model.compile", convert=compile_mode)
     yield Entry("gradient_checkpointing", "model.gradient_checkpointing", convert=checkpointing)
     yield from nothing(
@@ -63,6 +60,30 @@ def _model() -> Iterator[Entry]:
         "Lachesis chooses: variable-length kernels over packed batches on GPU, SDPA elsewhere",
         *("attn_implementation", "flash_attention", "sdp_attention", "xformers_attention", "flex_attention"),
         *("eager_attention", "sample_packing", "batch_flattening", "pad_to_sequence_len", "group_by_length"),
+    )
+
+
+def _float8() -> Iterator[Entry]:
+    yield together("fp8", "model.matmul_dtype", "true is float8: products are in FP8, weights stay in model.dtype")
+    yield together("fp8_config", "model.matmul_dtype", "by the keys below")
+    yield together("fp8_config.recipe_name", "model.matmul_dtype", "tensorwise is float8, rowwise float8_rowwise")
+    yield together("fp8_config.backend", "model.matmul_dtype", "ao only: torchao is what Lachesis has")
+    yield from nothing("tokens are always padded to what FP8 products need", "fp8_config.pad_inner_dim")
+    yield from cannot(
+        "this build trains on one device, unsharded, so no weights are gathered",
+        *("fp8_enable_fsdp_float8_all_gather", "fp8_config.enable_fsdp_float8_all_gather"),
+    )
+    yield from refused(
+        "an option of TransformerEngine or MS-AMP, and FP8 is torchao's here; remove it",
+        *(f"fp8_config.{name}" for name in ("amax_compute_algo", "amax_compute_algorithm", "amax_history_len")),
+        *(f"fp8_config.{name}" for name in ("amax_history_length", "fp8_format", "interval", "margin", "opt_level")),
+        *(f"fp8_config.{name}" for name in ("override_linear_precision", "use_autocast_during_eval")),
+    )
+    yield from refused(
+        "it follows from the recipe and the device here; remove it",
+        *(f"fp8_config.cast_config_{name}" for name in ("input", "weight", "grad_output")),
+        *(f"fp8_config.gemm_config_{name}" for name in ("output", "grad_input", "grad_weight")),
+        *("fp8_config.emulate", "fp8_config.round_scales_to_power_of_2"),
     )
 
 

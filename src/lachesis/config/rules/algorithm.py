@@ -117,6 +117,8 @@ def _model(config: LachesisConfig) -> Iterator[Finding]:
     model = config.model
     if model.residual_dtype == "float32" and model.dtype == "float32":
         yield note("model", "model.residual_dtype float32 does nothing with model.dtype float32: it is float32 anyway")
+    if model.matmul_dtype != "auto":
+        yield from _float8(config)
     if model.quantization == "none":
         return
     if config.adapter.kind == "none":
@@ -132,6 +134,26 @@ def _model(config: LachesisConfig) -> Iterator[Finding]:
             f"model.quantization {model.quantization}: engine.kind {config.engine.kind} holds the base weights as they "
             "were, so samples come from a policy that is not quite the trained one, and the proof of sync allows its "
             "canary a larger difference" + ("" if corrected else "; set algorithm.sampler_correction: token_truncate"),
+        )
+
+
+def _float8(config: LachesisConfig) -> Iterator[Finding]:
+    key = f"model.matmul_dtype {config.model.matmul_dtype}"
+    if config.model.quantization != "none":
+        yield problem(
+            "float8",
+            f"{key}: with model.quantization {config.model.quantization} the linear layers have products of their own; "
+            "remove one of the two",
+        )
+    if config.model.device == "cpu":
+        yield warning("float8", f"{key} is emulated with model.device cpu: it rounds as a GPU does, and is slower")
+    if config.model.compile == "off":
+        yield note("float8", f"{key} gains little with model.compile off: roundings then take passes of their own")
+    if config.algorithm.sampler_correction == "none":
+        yield warning(
+            "float8",
+            f"{key} is for training alone: the engine samples in model.dtype, so from a policy that is not quite the "
+            "trained one; set algorithm.sampler_correction: token_truncate",
         )
 
 

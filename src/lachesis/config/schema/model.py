@@ -44,6 +44,12 @@ class ModelConfig(Section):
         description="Dtype in which a decoder adds up what its layers give; `auto` is the weights'. `float32` beside "
         "16-bit weights brings logprobs nearer to exact ones.",
     )
+    matmul_dtype: Literal["auto", "float8", "float8_rowwise"] = Field(
+        default="auto",
+        description="Dtype of the factors in matrix products of linear layers while training; `auto` is the weights'. "
+        "`float8` has a scale for each tensor, `float8_rowwise` one for each row (torchao; compute capability 8.9 or "
+        "more). Faster for large layers; weights and gradients keep their dtype.",
+    )
     train_layers: list[NonNegativeInt] | None = Field(
         default=None,
         min_length=1,

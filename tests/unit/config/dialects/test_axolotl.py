@@ -57,6 +57,10 @@ def test_whose_file_it_is(data, dialect):
         ("adapter: lora\nlora_target_modules: [q_proj]", "adapter.targets", ["q_proj"]),
         ("adapter: lora\npeft_layers_to_transform: [0, 2]", "adapter.layers", [0, 2]),
         ("fp16: true", "model.dtype", "float16"),
+        ("fp8: true", "model.matmul_dtype", "float8"),
+        ("fp8: false\nfp8_config: {recipe_name: rowwise}", "model.matmul_dtype", "auto"),
+        ("fp8: true\nfp8_config: {recipe_name: tensorwise, backend: AO}", "model.matmul_dtype", "float8"),
+        ("fp8: true\nfp8_config: {recipe_name: rowwise, pad_inner_dim: true}", "model.matmul_dtype", "float8_rowwise"),
         ("bf16: auto", "model.dtype", "auto"),
         ("bf16: false", "model.dtype", "auto"),
         ("torch_compile: auto", "model.compile", "auto"),
@@ -83,6 +87,28 @@ def test_whose_file_it_is(data, dialect):
 )
 def test_keys_at_the_top(text, path, value):
     assert written(translated(text), path) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("fp8: e4m3", "fp8 (line 8): expected true or false, got the text 'e4m3'"),
+        ("fp8: true\nfp8_config: {recipe_name: rowwise_with_gw_hp}", "'rowwise_with_gw_hp' has no counterpart"),
+        ("fp8: true\nfp8_config: {backend: TE}", "'TE' has no counterpart; Lachesis has ao (torchao)"),
+        ("fp8: true\nfp8_config: {amax: 0}", "fp8_config.amax (line 9): no key of Axolotl's"),
+        ("fp8: true\nfp8_config: {margin: 0}", "an option of TransformerEngine or MS-AMP"),
+        ("fp8: true\nfp8_config: {emulate: true}", "follows from the recipe and the device here"),
+    ],
+)
+def test_of_fp8_what_torchao_does_not_do_here_is_refused(text, expected):
+    assert expected in message(text)
+
+
+def test_weights_are_not_gathered_in_fp8():
+    text = "fp8: true\nfp8_enable_fsdp_float8_all_gather: true\nfp8_config: {enable_fsdp_float8_all_gather: true}"
+    findings = translation(text).findings
+    assert [finding.level for finding in findings] == ["warning", "warning"]
+    assert all("unsharded, so no weights are gathered" in finding.message for finding in findings)
 
 
 @pytest.mark.parametrize(
