@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.api.processes import Server, free_port, running
+from tests.ports import free_port
+from tests.unit.api.processes import Server, running
 
 _NAMED = os.environ.get("ATROPOS_PYTHON", "")
 needs_original = pytest.mark.skipif(

@@ -94,7 +94,7 @@ def look(browser: Page, api: Server, *, width: int = 1280, dark: bool = False) -
     return browser
 
 
-def wait_until(condition: Any, *, seconds: float = 10) -> None:
+def wait_until(condition: Any, *, seconds: float = 60) -> None:
     until = time.monotonic() + seconds
     while not condition() and time.monotonic() < until:
         time.sleep(0.05)

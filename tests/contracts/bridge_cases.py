@@ -20,7 +20,8 @@ from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from lachesis.types import Completion, GenerationRequest, SamplingParams
 from tests.contracts.bridge_faults import Tampering
-from tests.contracts.servers import MAX_LEN, Server, free_port
+from tests.contracts.servers import MAX_LEN, Server
+from tests.ports import free_port
 from tests.unit.train.test_forward import random_groups
 
 CANARY = tuple(range(20, 32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import httpx
 from transformers import PreTrainedModel
 
+from tests.ports import free_port
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -73,12 +73,6 @@ class ServerFactory:
 def answered(reply: httpx.Response) -> dict[str, Any]:
     assert reply.is_success, f"{reply.request.url.path} answered {reply.status_code}: {reply.text[:500]}"
     return reply.json()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

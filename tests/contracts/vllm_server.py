@@ -13,7 +13,8 @@ import pytest
 from transformers import PreTrainedModel
 
 import lachesis
-from tests.contracts.servers import MAX_LEN, MAX_RANK, TOKEN, ServerFactory, free_port, process, python_path
+from tests.contracts.servers import MAX_LEN, MAX_RANK, TOKEN, ServerFactory, process, python_path
+from tests.ports import free_port
 from tests.tiny import tiny_model
 
 # vLLM's attention on the CPU knows no heads smaller than 32.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,9 @@ import yaml
 from lachesis.environments.arithmetic import problems
 from lachesis.metrics.tape import read_groups, tape_files
 from tests.e2e.runs import environment, metrics, rewards
+from tests.ports import free_port
 from tests.tiny import EOS_ID, tiny_model, tiny_tokenizer
+from tests.waiting import LONG_S
 
 # So many problems are learned by heart, half-way, before training begins.
 PROBLEMS = 24
@@ -57,12 +58,6 @@ def write_model(directory: Path, **sizes: int) -> Path:
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @dataclass
@@ -166,7 +161,7 @@ class Stage:
         words = [str(word) for pair in flags.items() for word in pair]
         self.start("trainer", "grpo", *words, "--benchmark")
 
-    def wait_trainer(self, *, timeout_s: float = 120) -> int:
+    def wait_trainer(self, *, timeout_s: float = 4 * LONG_S) -> int:
         """The trainer's exit code."""
         return self.processes["trainer"].wait(timeout_s)
 
@@ -192,7 +187,7 @@ class Stage:
         path = self.run_dir / "metrics.jsonl"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def wait_step(self, step: int, *, timeout_s: float = 90) -> None:
+    def wait_step(self, step: int, *, timeout_s: float = 4 * LONG_S) -> None:
         """Until the trainer has done ``step`` steps; an ended trainer fails at once."""
 
         def done() -> bool:
@@ -208,7 +203,7 @@ class Stage:
             process.terminate()
         for process in self.processes.values():
             try:
-                process.wait(10)
+                process.wait(LONG_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -254,7 +249,7 @@ def answers(url: str) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 180) -> None:
+def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = 4 * LONG_S) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, f"{what} did not come"

@@ -20,6 +20,7 @@ from lachesis.config.load import load_config
 from lachesis.doctor import write_proof
 from lachesis.metrics.jsonl import MetricsLog, read_metrics
 from lachesis.run import RunSummary, train
+from tests.waiting import LONG_S
 
 # What a run measures with a clock; all else has to be the same in two equal runs.
 _TIMED = ("_time", "_per_s")
@@ -108,7 +109,7 @@ def command(*arguments: str | Path, code: str = COMMAND, cwd: Path | None = None
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=4 * LONG_S,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
 

@@ -168,6 +168,6 @@ def test_one_command_stops_everything_when_it_is_asked_to(model: Path, tmp_path:
         below = psutil.Process(job.processes["trainer"].pid).children(recursive=True)
         assert len(below) >= 3
         job.processes["trainer"].send_signal(signal.SIGINT)
-        assert job.wait_trainer(timeout_s=60) == 128 + signal.SIGINT
+        assert job.wait_trainer() == 128 + signal.SIGINT
         wait_for(lambda: not any(process.is_running() for process in below), "the end of all processes")
         assert "go on with: lachesis run" in job.log("trainer")

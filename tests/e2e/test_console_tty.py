@@ -15,6 +15,7 @@ import pytest
 
 from lachesis.metrics.console import BARS
 from tests.e2e.runs import COMMAND, environment, state, write_reward, write_run
+from tests.waiting import LONG_S
 
 pty = pytest.importorskip("pty")
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\x1b\][^\x07]*\x07")
@@ -42,7 +43,7 @@ class Terminal:
         self._master = master
         self._bytes = b""
 
-    def read(self, *, until: str | None = None, seconds: float = 60.0) -> str:
+    def read(self, *, until: str | None = None, seconds: float = 3 * LONG_S) -> str:
         """All that was written, once ``until`` is on the screen or the command has ended."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and (until is None or until not in self.text):
@@ -59,7 +60,7 @@ class Terminal:
         return _CONTROL.sub("", self._bytes.decode(errors="replace")).replace("\r", "")
 
     def close(self) -> int:
-        code = self.process.wait(60)
+        code = self.process.wait(LONG_S)
         os.close(self._master)
         return code
 

@@ -21,14 +21,16 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lachesis.deadline import Deadline
 from lachesis.engines.control import ServerControl
-from tests.contracts.servers import SOURCE, free_port, process
+from tests.contracts.servers import SOURCE, process
 from tests.contracts.vllm_server import ENVIRONMENT, entry_point, needs_vllm
 from tests.e2e.runs import Main, Outcome, environment, files, metrics, rewards, state, write_reward, write_run
 from tests.e2e.test_learning import sharpen
+from tests.ports import free_port
+from tests.waiting import LONG_S
 
 LORA = {"kind": "lora", "r": 8}
 RUN_S = 240.0
-NOTICED_S = 5.0
+NOTICED_S = 60.0
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def training(config: Path, *arguments: str, **variables: str) -> Iterator[subpro
         if run.poll() is None:
             run.terminate()
             try:
-                run.communicate(timeout=30)
+                run.communicate(timeout=LONG_S)
             except subprocess.TimeoutExpired:
                 run.kill()
                 run.communicate()
@@ -300,11 +302,11 @@ class TestServersThatDoNotFit:
 
     def test_another_run_has_it(self, refused: Callable[..., Outcome], server: str, config: Path):
         control = ServerControl(server)
-        control.claim("another-run", deadline=Deadline("claiming", 10.0))
+        control.claim("another-run", deadline=Deadline("claiming", LONG_S))
         done = refused(server)
         assert done.code == 6
         assert "another-run" in done.errors[0]
-        assert control.info(deadline=Deadline("asking", 10.0)).owner == "another-run"
+        assert control.info(deadline=Deadline("asking", LONG_S)).owner == "another-run"
         control.close()
 
     def test_no_token_is_known(self, refused: Callable[..., Outcome], server: str, monkeypatch: pytest.MonkeyPatch):

@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
-from tests.contracts.servers import CHAT_TEMPLATE, EMBEDDED, free_port
+from tests.contracts.servers import CHAT_TEMPLATE, EMBEDDED
 from tests.contracts.servers import process as server_process
 from tests.e2e.runs import environment
+from tests.ports import free_port
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.api.processes import Server, ours
+from tests.waiting import LONG_S
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "environments"
 CODE = """
@@ -88,7 +90,7 @@ class Running:
 
     def end(self, number: int) -> int:
         self.process.send_signal(number)
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=LONG_S)
 
     @property
     def said(self) -> str:
@@ -103,7 +105,7 @@ def started(directory: Path, *arguments: str) -> Iterator[Running]:
     finally:
         if running.process.poll() is None:
             running.process.kill()
-            running.process.wait(timeout=10)
+            running.process.wait(timeout=LONG_S)
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -113,7 +115,7 @@ def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def until(condition: Callable[[], Any], running: Running, *, seconds: float = 60) -> Any:
+def until(condition: Callable[[], Any], running: Running, *, seconds: float = 3 * LONG_S) -> Any:
     end = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < end and running.process.poll() is None, running.said

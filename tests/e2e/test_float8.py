@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.contracts.servers import free_port
 from tests.e2e.runs import metrics, run_here, write_run
 from tests.e2e.test_learning import rise, share_of_a
 from tests.e2e.test_resume import assert_equal_runs
+from tests.ports import free_port
 
 pytest.importorskip("torchao")
 

@@ -25,6 +25,7 @@ from tests.e2e.runs import (
     write_run,
 )
 from tests.e2e.test_resume import assert_equal_runs
+from tests.waiting import LONG_S
 
 STEPS = {"run": {"steps": 8}, "checkpoint": {"every_steps": 2, "save_final": True}}
 
@@ -146,7 +147,7 @@ def test_a_full_disk_stops_the_run_and_it_goes_on_once_there_is_room(
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=4 * LONG_S,
     )
     codes = [line for line in done.stdout.splitlines() if line.startswith("code")]
     assert codes == ["code 9", "code 0"], done.stderr
@@ -199,6 +200,6 @@ def test_a_reader_that_goes_does_not_stop_the_training(tmp_path: Path, straight:
     assert process.stderr is not None
     said = process.stderr.read()
     process.stderr.close()
-    process.wait(60)
+    process.wait(LONG_S)
     assert "Traceback" not in said
     assert_equal_runs(tmp_path / "runs" / "proof", straight)

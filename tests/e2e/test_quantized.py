@@ -10,10 +10,10 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from lachesis.bridges.proof import QUANTIZED_TOLERANCE
-from tests.contracts.servers import free_port
 from tests.e2e.runs import metrics, run_here, write_run
 from tests.e2e.test_learning import rise, share_of_a, sharpen
 from tests.e2e.test_resume import assert_equal_runs
+from tests.ports import free_port
 
 pytest.importorskip("bitsandbytes")
 

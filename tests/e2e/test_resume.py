@@ -161,11 +161,11 @@ def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(
 def test_a_second_signal_stops_at_once(tmp_path: Path):
     body = """
 if call == 4 and os.environ.get("SEND_SIGNAL"):
-    time.sleep(0.5)  # so that the main thread waits for this call: what comes just before that is noticed after it
+    time.sleep(1)  # so that the main thread waits for this call: what comes just before that is noticed after it
     send(signal.SIGINT)
-    time.sleep(1)
+    time.sleep(3)  # two at the same moment are one
     send(signal.SIGINT)
-    time.sleep(30)
+    time.sleep(600)
 return shares
 """
     config = write(tmp_path, rewards={"functions": [write_reward(tmp_path, body)]})

@@ -23,9 +23,10 @@ from lachesis.errors import LachesisError
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from lachesis.types import GenerationRequest, SamplingParams
-from tests.contracts.servers import CHAT_TEMPLATE, Server, free_port, running
+from tests.contracts.servers import CHAT_TEMPLATE, Server, running
 from tests.contracts.test_server_contract import canary, soon
 from tests.contracts.vllm_server import VLLM_SERVER, start_vllm
+from tests.ports import free_port
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.train.test_forward import random_groups
 

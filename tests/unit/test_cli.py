@@ -17,6 +17,7 @@ from lachesis import cli, errors
 from lachesis.metrics.jsonl import JsonlSink
 from lachesis.types import EvalResult, StepRecord
 from tests.logs import handlers_kept
+from tests.waiting import LONG_S
 
 CONFIG = """
 run: {steps: 3}
@@ -195,7 +196,7 @@ class TestErrors:
         assert process.stderr is not None
         assert process.stderr.read() == ""
         process.stderr.close()
-        assert process.wait(30) == 128 + signal.SIGPIPE
+        assert process.wait(LONG_S) == 128 + signal.SIGPIPE
 
 
 def failing(command: Command, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Answer:
@@ -228,4 +229,4 @@ class TestReport:
 def test_importing_the_command_line_loads_no_torch():
     """`lachesis explain` and `--help` answer at once."""
     code = "import sys, lachesis.cli; sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=LONG_S).returncode == 0

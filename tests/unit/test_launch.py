@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ import pytest
 
 from lachesis import launch
 from lachesis.config.schema import LachesisConfig
-from lachesis.deadline import Deadline
 from lachesis.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.grpo import split_words
 from lachesis.launch import Service, Services, api_command, environment_command, load_words
+from tests.ports import free_port
+from tests.waiting import LONG_S, until
 
 # Answers on the port of its first argument.
 SERVER = """
@@ -30,7 +30,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
-SLEEP = "import time; time.sleep(60)"
+SLEEP = "import time; time.sleep(600)"
 
 
 def config(api_port: int = 8002, **sections: Any) -> LachesisConfig:
@@ -52,18 +52,19 @@ def program(text: str, *arguments: object) -> list[str]:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int) -> Iterator[Any]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Services whose commands are those given; stopped at the end."""
     started: list[Services] = []
+    port = free_port()
 
     def build(
-        *, api: str | None = SERVER, environment: str = "import time; time.sleep(60)", **services: Any
+        *, api: str | None = SERVER, environment: str = "import time; time.sleep(600)", **services: Any
     ) -> Services:
-        section = {"environment": {"name": "arithmetic"}, "start_s": 20, **services}
+        section = {"environment": {"name": "arithmetic"}, "start_s": LONG_S, **services}
         if api is None:
             section["api"] = None
-        monkeypatch.setattr(launch, "api_command", lambda *a, **k: program(api or "", unused_tcp_port))
-        chosen = Services(config(unused_tcp_port, services=section))
+        monkeypatch.setattr(launch, "api_command", lambda *a, **k: program(api or "", port))
+        chosen = Services(config(port, services=section))
         monkeypatch.setattr(launch, "environment_command", lambda *a: program(environment))
         started.append(chosen)
         chosen.start(tmp_path)
@@ -72,20 +73,6 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int)
     yield build
     for one in started:
         one.stop()
-
-
-@pytest.fixture
-def unused_tcp_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def until(condition: Any, *, limit_s: float = 20.0) -> None:
-    deadline, pause = Deadline("the test's wait", limit_s), threading.Event()
-    while not condition():
-        deadline.check()
-        pause.wait(0.02)
 
 
 def failure(services: Services) -> EngineError:
@@ -176,9 +163,9 @@ def test_a_service_that_was_not_started_says_so(tmp_path: Path):
         ({"services": {"environment": {"name": "arithmetic", "args": ["--env.groop_size", "4"]}}}, "groop_size"),
     ],
 )
-def test_what_cannot_work_is_said_before_anything_starts(sections: dict[str, Any], reason: str, unused_tcp_port: int):
+def test_what_cannot_work_is_said_before_anything_starts(sections: dict[str, Any], reason: str):
     with pytest.raises(ConfigError, match=reason):
-        Services(config(unused_tcp_port, **sections))
+        Services(config(free_port(), **sections))
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts():

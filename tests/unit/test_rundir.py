@@ -47,7 +47,7 @@ def content(path: Path) -> dict[str, bytes]:
 @pytest.fixture
 def trainer() -> Iterator[int]:
     """The id of a process that looks like a running `lachesis train`."""
-    code = "import time; print('up', flush=True); time.sleep(60)"
+    code = "import time; print('up', flush=True); time.sleep(600)"
     process = subprocess.Popen([sys.executable, "-c", code, "lachesis", "train"], stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"  # before, it may not have its name yet
@@ -59,7 +59,7 @@ def trainer() -> Iterator[int]:
 @pytest.fixture
 def stranger() -> Iterator[int]:
     """The id of a process of another program."""
-    process = subprocess.Popen(["sleep", "60"])
+    process = subprocess.Popen(["sleep", "600"])
     yield process.pid
     process.terminate()
     process.wait()

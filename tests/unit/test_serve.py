@@ -23,7 +23,9 @@ from lachesis.engines.vllm import launch
 from lachesis.errors import ConfigError, EngineError
 from lachesis.serve import ServeOptions, config_options, vllm_arguments
 from tests.logs import handlers_kept
+from tests.ports import free_port
 from tests.unit.engines.fake_server import FakeServer
+from tests.waiting import LONG_S
 
 CANONICAL = """
 run: {steps: 3, name: mine}
@@ -58,13 +60,6 @@ def configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         return config_options(path, **settings)[0]
 
     return read
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class TestArguments:
@@ -102,8 +97,8 @@ class TestArguments:
             ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
         ],
     )
-    def test_the_embedded_engine_does_not_ignore_flags(self, free_port: int, changes: dict[str, Any], flag: str):
-        options = ServeOptions(model="m", engine="embedded", port=free_port, **changes)
+    def test_the_embedded_engine_does_not_ignore_flags(self, changes: dict[str, Any], flag: str):
+        options = ServeOptions(model="m", engine="embedded", port=free_port(), **changes)
         with pytest.raises(ConfigError, match=f"does not know {flag}"):
             serve.serve(options, on_ready=lambda line: None)
 
@@ -196,7 +191,7 @@ class TestStarting:
         monkeypatch.setattr(embedded_server, "serve_embedded", instead)
         options = ServeOptions(model="m", engine="embedded", port=0, device="cpu", enable_lora=True, max_num_seqs=5)
         serve.serve(options, on_ready=said.put)
-        line = said.get(timeout=10)
+        line = said.get(timeout=LONG_S)
         assert line == (
             f"serving m at {server.url} (session {session.session_id}, token in {tmp_path / f'{server.port}.json'})"
         )
@@ -209,7 +204,7 @@ class TestStarting:
         serve.serve(replace(options, adapter_roots=(tmp_path,), dtype="float32"), on_ready=said.put)
         assert (asked[1].adapter_roots, asked[1].dtype) == ((tmp_path,), "float32")
 
-    def test_vllm(self, said: queue.Queue[str], server: FakeServer, free_port: int, monkeypatch: pytest.MonkeyPatch):
+    def test_vllm(self, said: queue.Queue[str], server: FakeServer, monkeypatch: pytest.MonkeyPatch):
         asked: list[list[str]] = []
         monkeypatch.setattr(launch, "check_installed", lambda: None)
         monkeypatch.setattr(launch, "main", lambda arguments: asked.append(arguments))
@@ -218,16 +213,16 @@ class TestStarting:
         write_session(session)
         serve.serve(ServeOptions(model="m", port=server.port, arguments=("--seed", "1")), on_ready=said.put)
         assert asked == [["--model", "m", "--host", "127.0.0.1", "--port", str(server.port), "--seed", "1"]]
-        assert session.session_id in said.get(timeout=10)
+        assert session.session_id in said.get(timeout=LONG_S)
 
-    def test_what_vllm_raises_is_ours(self, free_port: int, monkeypatch: pytest.MonkeyPatch):
+    def test_what_vllm_raises_is_ours(self, monkeypatch: pytest.MonkeyPatch):
         def fails(arguments: list[str]) -> None:
             raise RuntimeError("Engine core initialization failed")
 
         monkeypatch.setattr(launch, "check_installed", lambda: None)
         monkeypatch.setattr(launch, "main", fails)
         with pytest.raises(EngineError, match="Engine core initialization failed"):
-            serve.serve(ServeOptions(model="m", port=free_port), on_ready=lambda line: None)
+            serve.serve(ServeOptions(model="m", port=free_port()), on_ready=lambda line: None)
 
 
 class TestCommands:
@@ -303,6 +298,6 @@ def test_the_package_is_a_program():
         env={**os.environ, "PYTHONPATH": str(source)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=LONG_S,
     )
     assert done.returncode == 0 and done.stdout.strip()

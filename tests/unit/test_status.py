@@ -22,6 +22,7 @@ from lachesis.errors import ConfigError, DataError
 from lachesis.rundir import RunDirectory, live_file
 from lachesis.status import RunStatus, read_status, status_json, status_lines
 from tests.logs import handlers_kept
+from tests.waiting import LONG_S, until
 
 NOW = float(round(time.time()))
 WAIT = {
@@ -256,12 +257,12 @@ class TestLiveFile:
         def produce() -> None:
             with Deadline("generation ahead", None, started=long_ago + 1).waiting():
                 begun.set()
-                end.wait(60)
+                end.wait(LONG_S)
 
         producer = threading.Thread(target=produce)
         with Deadline("a batch", 300.0, "deadlines.batch_s", long_ago).waiting():
             producer.start()
-            assert begun.wait(60)
+            assert begun.wait(LONG_S)
             with live_file(file, every_s=0.01):
                 until(file.exists)
                 status = read_status(path)
@@ -315,7 +316,7 @@ class TestLiveFile:
 
         monkeypatch.setattr(rundir.os, "replace", full)
         with live_file(path / "live.json"):
-            assert tried.wait(60)
+            assert tried.wait(LONG_S)
         assert not list(path.glob("*live.json*"))
 
     def test_a_disk_that_takes_nothing_is_reported_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -328,13 +329,6 @@ class TestLiveFile:
 def short_wait() -> Deadline:
     """One that has not lasted a second, however slow the machine."""
     return Deadline("a moment", None, started=time.monotonic() + 1e6)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 class TestTheCommand:
@@ -383,7 +377,7 @@ class TestTheCommand:
 
     def test_it_answers_without_torch(self, path: Path):
         code = "import sys, lachesis.status as s; s.read_status(s.Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
-        assert subprocess.run([sys.executable, "-c", code, str(path)], timeout=60).returncode == 0
+        assert subprocess.run([sys.executable, "-c", code, str(path)], timeout=LONG_S).returncode == 0
 
 
 def test_json_of_numbers_that_are_not_finite(path: Path):

@@ -37,6 +37,10 @@ class PostRefused(DataError):
     """The API refuses a post for good: it is too large, or malformed."""
 
 
+class QueueFull(EngineError):
+    """The queue has no room for several groups at once. It may have room for the one that completes a batch."""
+
+
 @dataclass(frozen=True, slots=True)
 class Registered:
     """What the API tells an environment that it took up. ``batch_size`` and ``max_token_len`` are the trainer's."""
@@ -142,13 +146,15 @@ class RolloutApi:
         )
 
     async def post(self, groups: Sequence[Mapping[str, Any]]) -> PostReply:
-        """Post groups in one request.
+        """Post groups in one request. A single one waits until the queue has room for it.
 
         Raises:
             PostRefused: the API refuses them for good.
+            QueueFull: they are several, and the queue took in none of them.
         """
         headers = {"Idempotency-Key": uuid.uuid4().hex}
-        reply = await self._request("POST", "/scored_data_list", list(groups), headers=headers)
+        path, alone = "/scored_data_list", len(groups) == 1
+        reply = await self._request("POST", path, list(groups), headers=headers, wait_for_room=alone)
         reasons = tuple((entry["index"], entry["reason"]) for entry in reply.get("reasons", ()))
         return PostReply(buffered=reply.get("buffered", 0), set_aside=reasons)
 
@@ -176,8 +182,9 @@ class RolloutApi:
         *,
         headers: Mapping[str, str] | None = None,
         unknown: tuple[int, ...] = (),
+        wait_for_room: bool = True,
     ) -> dict[str, Any]:
-        """The answer of the API, which is asked again while it is away."""
+        """The answer of the API, which is asked again while it is away and, to wait for room, its queue is full."""
         body, sent = _encoded(document)
         sent |= headers or {}
         deadline = self._deadline(f"waiting for the rollout API at {self.url} ({method} {path})")
@@ -194,6 +201,8 @@ class RolloutApi:
                     return response.json()
                 reason = f"it answered {response.status_code}: {' '.join(response.text.split())[:300]}"
                 self._refuse(response, reason, unknown, attempts)
+                if not wait_for_room and response.status_code == 429:
+                    raise QueueFull(f"the rollout API at {self.url}: {reason}")
                 retry_after = _seconds(response.headers.get("retry-after"))
             attempts += 1
             self.retries += 1

@@ -108,6 +108,8 @@ class Runner:
             if member is not self._membership.current:
                 # The sender noticed first that the registration was gone.
                 member = await self._join()
+            # Counted before the queue is: what is posted in between may not be part of its size yet.
+            pending = self._sender.pending
             try:
                 status = await self._api.status(member.env_id)
             except NotRegistered as error:
@@ -118,7 +120,7 @@ class Runner:
                 idle = self._idle()
             if self._has_all(member):
                 return f"the trainer has taken its {self._progress.step} batches"
-            await self._crew.fill(self._room(status, member) - self._sender.pending)
+            await self._crew.fill(self._room(status, member) - pending)
             if self._crew.exhausted and not self._crew.tasks and not self._sender.pending:
                 return "there are no more problems"
             if self._crew.tasks:

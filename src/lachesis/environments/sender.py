@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from lachesis.environments.outputs import Outputs
 from lachesis.environments.records import ScoredGroup
-from lachesis.environments.rollout_api import PostRefused, Registered, RolloutApi
+from lachesis.environments.rollout_api import PostRefused, QueueFull, Registered, RolloutApi
 from lachesis.environments.settings import EnvironmentConfig
 from lachesis.environments.tally import Tally
 
@@ -126,11 +126,12 @@ class Sender:
         member = await self._membership.join()
         try:
             reply = await self._api.post([group.document(env_id=member.env_id) for group in groups])
-        except PostRefused as error:
+        except (PostRefused, QueueFull) as error:
             if len(groups) == 1:
                 self._tally().dropped["refused by the rollout API"] += 1
                 return self._say(str(error))
-            # One of them is at fault; the others are not lost with it.
+            # One of them is at fault, and the others are not lost with it; or the trainer waits for the first of them
+            # to complete a batch, without which there will never be room for all.
             for group in groups:
                 await self._post([group])
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+
+from tests.ports import free_port
+from tests.waiting import LONG_S
 
 SOURCE = Path(__file__).parents[3] / "src"
 START_S = 120.0
@@ -37,7 +39,9 @@ class Server:
     def __init__(self, process: subprocess.Popen[bytes], port: int) -> None:
         self.process = process
         self.port = port
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, headers={"Accept-Encoding": "gzip"})
+        self.http = httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", timeout=LONG_S, headers={"Accept-Encoding": "gzip"}
+        )
 
     def get(self, path: str, body: Any = None, headers: Mapping[str, str] | None = None) -> Any:
         reply = self.http.request("GET", path, json=body, headers=headers)
@@ -62,7 +66,7 @@ class Server:
 
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
-        self.process.wait(timeout=10)
+        self.process.wait(timeout=LONG_S)
 
 
 def scored(size: int, *, mark: int = 0, env_id: int | None = None, length: int = 3, **fields: Any) -> dict[str, Any]:
@@ -111,12 +115,6 @@ def ours(cwd: Path, **options: Any) -> Iterator[Server]:
     port = options.setdefault("port", free_port())
     with running([sys.executable, "-c", OURS, repr(options)], port=port, cwd=cwd) as server:
         yield server
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait(server: Server, log: Path) -> None:

@@ -30,6 +30,6 @@ def test_lines_depth_and_reach():
 
 
 def test_unfinished_strings_take_one_pass():
-    start = time.perf_counter()
+    start = time.thread_time()
     path_at(b'["' + b'\\"' * 500_000, "oops at line 1 column 1000003")
-    assert time.perf_counter() - start < 1.0
+    assert time.thread_time() - start < 10  # seconds of work; a pass per quote would take hours

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from lachesis.api.server import ServerOptions, build_app, serve
+from lachesis.api.server import ServerOptions, _listen, build_app, serve
 from lachesis.errors import ConfigError
 from tests.unit.api.processes import ours
+from tests.waiting import LONG_S
 
 
 def test_a_port_in_use_is_named():
@@ -37,4 +38,11 @@ def test_options_that_cannot_be_used(options: dict[str, Any], name: str):
 def test_terminated_it_ends_in_order(tmp_path):
     with ours(tmp_path) as server:
         server.process.terminate()
-        assert server.process.wait(timeout=10) in (0, -15)
+        assert server.process.wait(timeout=LONG_S) in (0, -15)
+
+
+def test_the_body_of_an_answer_does_not_wait_for_the_acknowledgement_of_its_head():
+    with _listen(ServerOptions(port=0)) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

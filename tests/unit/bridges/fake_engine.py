@@ -28,6 +28,7 @@ from lachesis.errors import EngineError, LachesisError
 from lachesis.train.model import add_lora
 from lachesis.types import CanaryReading
 from tests.tiny import tiny_model
+from tests.waiting import LONG_S
 
 Corruption = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
@@ -174,7 +175,7 @@ class FakeServer(ServerControl):
             rank=spec.rank + worker,
             backend=spec.backend,
             device="cpu",
-            deadline=Deadline("a fake receiver connecting", 10.0),
+            deadline=Deadline("a fake receiver connecting", LONG_S),
         )
 
     def _take(self, channel: Channel, deadline: Deadline) -> dict[str, Tensor]:
@@ -245,7 +246,7 @@ def build_proof(policy: FakePolicy, engine: HttpEngine) -> SyncProof:
         session_id=engine.session_id,
         dtype="float64",
         trainer_digests=lambda: digests(policy.travelling()),
-        engine_digests=lambda: engine.digests(deadline=Deadline("digests", 10.0)).digests,
+        engine_digests=lambda: engine.digests(deadline=Deadline("digests", LONG_S)).digests,
     )
 
 

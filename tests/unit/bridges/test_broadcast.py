@@ -28,6 +28,7 @@ from tests.unit.bridges.fake_engine import (
     read,
     swap_two,
 )
+from tests.waiting import LONG_S
 
 
 class Built:
@@ -205,7 +206,7 @@ def test_one_of_two_servers_failing_ends_all(make):
 
 
 def test_a_server_that_never_receives_ends_at_the_deadline(make):
-    built = make(sync_s=20.0)
+    built = make(sync_s=LONG_S)
     built.bridge.sync(0)
     built.bridge._sync_s = 0.3
     built.server.receive = lambda version, deadline: wait_out(deadline)

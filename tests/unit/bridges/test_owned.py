@@ -11,6 +11,7 @@ from lachesis.bridges.owned import OwnedEngine
 from lachesis.deadline import Deadline
 from lachesis.errors import EngineError
 from tests.unit.bridges.fake_engine import FakeHttpEngine, FakeProcess, FakeServer
+from tests.waiting import LONG_S
 
 
 def build(number: int = 2) -> tuple[OwnedEngine, list[FakeProcess]]:
@@ -21,7 +22,7 @@ def build(number: int = 2) -> tuple[OwnedEngine, list[FakeProcess]]:
 
 
 def within() -> Deadline:
-    return Deadline("test: a start", 10.0)
+    return Deadline("test: a start", LONG_S)
 
 
 def test_all_servers_are_started_claimed_and_met_anew():
@@ -53,7 +54,7 @@ def test_a_death_is_noticed_also_a_moment_after_the_connection_broke():
     owned.restart(deadline=within())
     assert not owned.died(within_s=0.01)
     threading.Timer(0.1, processes[1].stop).start()
-    assert owned.died(within_s=5.0)
+    assert owned.died(within_s=LONG_S)
 
 
 def test_logs_move_while_they_are_written_and_older_ones_stay(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 
 from lachesis.config.load import dump_config, load_config
 from lachesis.errors import ConfigError
+from tests.waiting import LONG_S
 
 
 def message_of(path: Path, *overrides: str) -> str:
@@ -200,5 +201,5 @@ def test_reading_a_configuration_is_quick_and_loads_no_framework():
         "heavy = {'torch', 'transformers', 'vllm', 'peft', 'datasets', 'numpy'} & set(sys.modules)\n"
         "sys.exit(f'{heavy} {time.process_time()}' if heavy or time.process_time() > 1.0 else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 0, done.stderr

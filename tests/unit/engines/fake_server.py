@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lachesis.engines.serving.session import new_session
+from tests.threads import Thread
+from tests.waiting import LONG_S, until
 
 Body = dict[str, Any]
 
@@ -57,24 +57,12 @@ class FakeServer:
     def __init__(self) -> None:
         self.state = FakeState()
         self.state.open.set()
-        config = uvicorn.Config(_app(self.state), port=0, log_config=None, http="httptools", ws="none", lifespan="off")
-        self._server = uvicorn.Server(config)
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-        assert self._started.wait(10), "the fake server did not start"
-
-    @property
-    def port(self) -> int:
-        return self._port
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        self._thread = Thread(_app(self.state))
+        self.port, self.url = self._thread.port, self._thread.url
 
     @property
     def running(self) -> bool:
-        return self._thread.is_alive()
+        return self._thread.running
 
     def reset(self, **settings: Any) -> None:
         """As new, with these fields of the state. Nothing may be in flight."""
@@ -89,12 +77,12 @@ class FakeServer:
 
     def gone(self, count: int) -> None:
         """Return once so many clients have left while their requests were held."""
-        _wait(lambda: self.state.aborted >= count, "no client has left")
+        until(lambda: self.state.aborted >= count, "no client has left")
 
     def settle(self) -> None:
         """Return once nothing is in flight."""
         self.release()
-        _wait(lambda: not self.state.in_flight, "requests hang in the fake server")
+        until(lambda: not self.state.in_flight, "requests hang in the fake server")
 
     def hold(self) -> None:
         """Let /generate wait from now on."""
@@ -105,30 +93,11 @@ class FakeServer:
 
     def _at_once(self, action: Callable[[], Any]) -> None:
         done = threading.Event()
-        self._loop.call_soon_threadsafe(lambda: (action(), done.set()))
-        assert done.wait(10)
+        self._thread.loop.call_soon_threadsafe(lambda: (action(), done.set()))
+        assert done.wait(LONG_S)
 
     def stop(self) -> None:
-        self._server.force_exit = self._server.should_exit = True
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-    def _run(self) -> None:
-        asyncio.run(self._serve())
-
-    async def _serve(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        socket = self._server.config.bind_socket()
-        self._port = socket.getsockname()[1]
-        self._started.set()
-        await self._server.serve(sockets=[socket])
-
-
-def _wait(condition: Callable[[], bool], otherwise: str) -> None:
-    until = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < until, otherwise
-        time.sleep(0.002)
+        self._thread.stop()
 
 
 def _app(state: FakeState) -> Starlette:

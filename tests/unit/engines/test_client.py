@@ -19,12 +19,13 @@ from lachesis.engines.serving.served import Refused
 from lachesis.errors import ConfigError, DeadlineExceeded, EngineError, RewardError, StaleWeights
 from lachesis.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from tests.unit.engines.fake_server import FakeServer, refusal
+from tests.waiting import LONG_S
 
 PROMPT = (15, 16, 17)
 Make = Callable[..., FakeServer]
 
 
-def soon(seconds: float = 20.0) -> Deadline:
+def soon(seconds: float = LONG_S) -> Deadline:
     return Deadline("the test", seconds, "deadlines.generation_s")
 
 
@@ -37,7 +38,7 @@ def make_engine() -> Iterator[Callable[..., HttpEngine]]:
     made: list[HttpEngine] = []
 
     def make(*servers: FakeServer, **settings: Any) -> HttpEngine:
-        made.append(HttpEngine([server.url for server in servers], token="secret", control_s=20.0, **settings))
+        made.append(HttpEngine([server.url for server in servers], token="secret", control_s=LONG_S, **settings))
         return made[-1]
 
     yield make
@@ -149,9 +150,10 @@ class TestGeneration:
             engine.generate(request, deadline=soon())
 
     def test_a_deadline_returns_nothing_and_ends_the_requests(self, fake: FakeServer, engine: HttpEngine):
+        engine.connect(deadline=soon())
         fake.hold()
         with pytest.raises(DeadlineExceeded, match=r"the test took longer.*0 of 3 requests finished") as caught:
-            engine.generate(asking(3), deadline=soon(0.2))
+            engine.generate(asking(3), deadline=soon(0.3))
         assert "deadlines.generation_s" in caught.value.remedy
         fake.release()
         assert len(engine.generate(asking(1), deadline=soon())) == 1
@@ -188,7 +190,7 @@ class TestManyAtOnce:
         arrive(fake, 6)
         assert fake.state.in_flight == 6
         fake.release()
-        assert [len(call.result(20)) for call in calls] == [4, 4, 4]
+        assert [len(call.result(LONG_S)) for call in calls] == [4, 4, 4]
         assert fake.state.most_in_flight == 6
 
     def test_the_least_busy_server_gets_the_next(
@@ -202,14 +204,14 @@ class TestManyAtOnce:
         assert [server.state.in_flight for server in pair] == [2, 5], "8 + 2 and 5 x 2 sequences"
         for server in pair:
             server.release()
-        assert len(call.result(20)) == 7
+        assert len(call.result(LONG_S)) == 7
 
     def test_each_request_is_told_of_as_soon_as_it_is_complete(self, fake: FakeServer, engine: HttpEngine):
         told: list[tuple[int, list[Completion]]] = []
         second = threading.Event()
 
         async def after_the_second(body: dict[str, Any]) -> Any:
-            assert await asyncio.to_thread(second.wait, 20), "the second was not told of while the first was under way"
+            assert await asyncio.to_thread(second.wait, LONG_S), "it was not told of while the first was under way"
             return await fake.generate(body)
 
         def finished(index: int, completions: list[Completion]) -> None:
@@ -244,7 +246,7 @@ class TestManyAtOnce:
         engine.close()
         for call in calls:
             with pytest.raises(EngineError, match="closed while it generated"):
-                call.result(10)
+                call.result(LONG_S)
 
     def test_an_interrupted_call_leaves_nothing_in_flight(
         self, fake: FakeServer, engine: HttpEngine, monkeypatch: pytest.MonkeyPatch
@@ -331,7 +333,7 @@ class TestControl:
         assert [s.state.sleeping for s in pair] == [True, True] and "asleep" in both.health().detail
 
     def test_all_servers_are_called_at_the_same_time(self, both: HttpEngine):
-        barrier = threading.Barrier(2, timeout=10)
+        barrier = threading.Barrier(2, timeout=LONG_S)
         assert sorted(both.on_all(lambda server: barrier.wait())) == [0, 1]
 
     def test_the_first_error_is_not_kept_waiting_for_the_others(self, both: HttpEngine):
@@ -340,7 +342,7 @@ class TestControl:
         def call(server: Any) -> None:
             if server is both.controls[1]:
                 raise EngineError("it broke")
-            blocked.wait(10)
+            blocked.wait(LONG_S)
 
         with pytest.raises(EngineError, match="it broke"):
             both.on_all(call)
@@ -395,7 +397,7 @@ def test_a_closed_engine_stays_closed(engine: HttpEngine):
 def arrive(server: FakeServer, count: int) -> None:
     """Wait until so many requests have reached /generate since the last call of this."""
     for _ in range(count):
-        assert server.state.arrived.acquire(timeout=10), "a request did not arrive"
+        assert server.state.arrived.acquire(timeout=LONG_S), "a request did not arrive"
 
 
 def _loose_json(document: Any) -> Any:

@@ -21,6 +21,7 @@ from lachesis.engines.serving.served import DigestSlice, LoraSpec, ReceivedTenso
 from lachesis.engines.serving.session import TOKEN_VARIABLE, new_session, write_session
 from lachesis.errors import ConfigError, DeadlineExceeded, EngineError, StaleWeights
 from tests.unit.engines.fake_server import FakeServer, refusal
+from tests.waiting import LONG_S
 
 SPEC = ReceiverSpec(
     init_method="tcp://127.0.0.1:1",
@@ -33,7 +34,7 @@ SPEC = ReceiverSpec(
 )
 
 
-def soon(seconds: float = 20.0) -> Deadline:
+def soon(seconds: float = LONG_S) -> Deadline:
     return Deadline("the test", seconds, "deadlines.sync_s")
 
 
@@ -250,14 +251,14 @@ class TestFailures:
         answered = threading.Event()
 
         async def never(body: dict[str, Any]) -> Response:
-            await asyncio.to_thread(answered.wait, 10)
+            await asyncio.to_thread(answered.wait, LONG_S)
             return JSONResponse({})
 
         fake.state.replies["/nccl/receive"] = never  # type: ignore[assignment]
         with pytest.raises(
             DeadlineExceeded, match=r"the test took longer than.*/nccl/receive has not answered"
         ) as caught:
-            control.receive(1, deadline=soon(0.2))
+            control.receive(1, deadline=soon(0.5))
         answered.set()
         assert "deadlines.sync_s" in caught.value.remedy
 

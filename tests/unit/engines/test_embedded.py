@@ -23,6 +23,7 @@ from lachesis.engines.embedded import EmbeddedEngine
 from lachesis.errors import DeadlineExceeded, EngineError
 from lachesis.types import Completion, GenerationRequest, SamplingParams
 from tests.tiny import EOS_ID, PAD_ID, tiny_model
+from tests.waiting import LONG_S
 
 PROMPTS = [(5, 17, 60, 33, 8), (70, 71), (9, 9, 9, 50, 51, 52, 53, 54), (21, 80, 44, 6, 7)]
 MIXTURE = [
@@ -387,7 +388,7 @@ class Gate:
         self.calls += 1
         if self.calls == 3:
             self.reached.set()
-            assert self.opened.wait(30)
+            assert self.opened.wait(LONG_S)
         return ""
 
 
@@ -396,7 +397,7 @@ def start_gated() -> tuple[EmbeddedEngine, Gate, threading.Thread, list[object]]
     engine = make(tiny_model("qwen2"), eos_token_ids=[], decode=gate)
     request = GenerationRequest((5, 6), SamplingParams(8, stop=("x",)), seed=1)
     thread, outcome = run_beside(lambda: engine.generate([request], deadline=soon()))
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(LONG_S)
     return engine, gate, thread, outcome
 
 
@@ -408,8 +409,8 @@ def test_pausing_waits_for_a_running_call_or_cuts_it_short(mode, tokens, reason)
     assert pausing.is_alive(), "the call is not done, its weights must not change"
     assert engine.health().paused
     gate.opened.set()
-    pausing.join(30)
-    generating.join(30)
+    pausing.join(LONG_S)
+    generating.join(LONG_S)
     (((completion,),),) = outcome
     assert (len(completion.token_ids), completion.finish_reason) == (tokens, reason)
     with pytest.raises(EngineError, match="paused"):
@@ -423,8 +424,8 @@ def test_closing_ends_a_running_call_with_an_error():
     closing, _ = run_beside(engine.close)
     closing.join(0.1)
     gate.opened.set()
-    generating.join(30)
-    closing.join(30)
+    generating.join(LONG_S)
+    closing.join(LONG_S)
     assert isinstance(outcome[0], EngineError) and "closed while it generated" in str(outcome[0])
 
 
@@ -433,7 +434,7 @@ def test_a_second_call_waits_no_longer_than_its_deadline():
     with pytest.raises(DeadlineExceeded, match="another call is still generating"):
         engine.generate([], deadline=Deadline("test", 0.05))
     gate.opened.set()
-    generating.join(30)
+    generating.join(LONG_S)
 
 
 def test_versions_are_those_of_the_first_and_the_last_token():

@@ -12,6 +12,7 @@ from lachesis.engines.embedded_text import GrowingText, cut_at_stop
 from lachesis.errors import EngineError
 from lachesis.types import GenerationRequest, SamplingParams
 from tests.tiny import PAD_ID, tiny_model
+from tests.waiting import LONG_S
 
 
 class Watched(EmbeddedEngine):
@@ -59,7 +60,7 @@ class Client:
             self.news.set()
 
     def wait(self) -> Job:
-        assert self.news.wait(30)
+        assert self.news.wait(LONG_S)
         return self.job
 
 

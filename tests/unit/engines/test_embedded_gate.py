@@ -14,6 +14,7 @@ from lachesis.engines.embedded_gate import EnginePaused
 from lachesis.errors import DeadlineExceeded, EngineError
 from lachesis.types import GenerationRequest, SamplingParams
 from tests.tiny import PAD_ID, tiny_model
+from tests.waiting import LONG_S, LateDeadline
 
 REQUEST = GenerationRequest((5, 6), SamplingParams(8, stop=("x",)), seed=1)
 
@@ -29,7 +30,7 @@ class Gate:
         self.calls += 1
         if self.calls == 3:
             self.reached.set()
-            assert self.opened.wait(30)
+            assert self.opened.wait(LONG_S)
         return ""
 
 
@@ -40,7 +41,7 @@ def make(decode: Callable[[Sequence[int]], str]) -> EmbeddedEngine:
     )  # fmt: skip
 
 
-def soon(seconds: float = 30.0) -> Deadline:
+def soon(seconds: float = LONG_S) -> Deadline:
     return Deadline("test: generation", seconds)
 
 
@@ -63,12 +64,12 @@ def held() -> tuple[EmbeddedEngine, Gate, threading.Thread, list[object]]:
     gate = Gate()
     engine = make(gate)
     generating, outcome = beside(lambda: engine.generate([REQUEST], deadline=soon()))
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(LONG_S)
     pausing, _ = beside(lambda: engine.pause(mode="keep"))
     pausing.join(0.05)
     assert pausing.is_alive(), "the token is not done, its weights must not change"
     gate.opened.set()
-    pausing.join(30)
+    pausing.join(LONG_S)
     assert not pausing.is_alive() and not outcome
     return engine, gate, generating, outcome
 
@@ -83,7 +84,7 @@ def test_keep_holds_a_call_between_tokens_until_it_is_resumed():
     assert len(engine.canary([5, 6, 7]).logprobs) == 2
     engine.set_version(9)
     engine.resume()
-    generating.join(30)
+    generating.join(LONG_S)
     (((completion,),),) = outcome
     assert completion.token_ids == undisturbed.token_ids
     assert completion.versions == (0, 9) and completion.finish_reason == "length"
@@ -96,7 +97,7 @@ def test_held_calls_go_on_under_the_new_weights_and_leave_the_model_in_its_mode(
         with torch.no_grad():
             model.get_parameter("model.norm.weight").mul_(-3)
     engine.resume()
-    generating.join(30)
+    generating.join(LONG_S)
     (((completion,),),) = outcome
     ((undisturbed,),) = make(lambda ids: "").generate([REQUEST], deadline=soon())
     assert completion.token_ids[:3] == undisturbed.token_ids[:3]
@@ -109,7 +110,7 @@ def test_held_calls_go_on_under_the_new_weights_and_leave_the_model_in_its_mode(
 def test_what_is_held_can_be_drained_or_aborted(mode, tokens, reason):
     engine, _, generating, outcome = held()
     engine.pause(mode=mode)
-    generating.join(30)
+    generating.join(LONG_S)
     (((completion,),),) = outcome
     assert (len(completion.token_ids), completion.finish_reason) == (tokens, reason)
     assert engine.health().paused
@@ -118,18 +119,19 @@ def test_what_is_held_can_be_drained_or_aborted(mode, tokens, reason):
 def test_closing_ends_what_is_held():
     engine, _, generating, outcome = held()
     engine.close()
-    generating.join(30)
+    generating.join(LONG_S)
     assert isinstance(outcome[0], EngineError) and "closed while it generated" in str(outcome[0])
 
 
 def test_being_held_counts_against_the_deadline():
     gate = Gate()
     engine = make(gate)
-    generating, outcome = beside(lambda: engine.generate([REQUEST], deadline=soon(0.2)))
-    assert gate.reached.wait(30)
+    deadline = LateDeadline("test: generation", 0.2, begun=gate.reached.is_set)
+    generating, outcome = beside(lambda: engine.generate([REQUEST], deadline=deadline))
+    assert gate.reached.wait(LONG_S)
     beside(lambda: engine.pause(mode="keep"))
     gate.opened.set()
-    generating.join(30)
+    generating.join(LONG_S)
     assert isinstance(outcome[0], DeadlineExceeded)
 
 
@@ -137,14 +139,14 @@ def test_a_pause_is_over_when_it_is_resumed_before_the_call_came_to_rest():
     gate = Gate()
     engine = make(gate)
     generating, outcome = beside(lambda: engine.generate([REQUEST], deadline=soon()))
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(LONG_S)
     pausing, _ = beside(lambda: engine.pause(mode="drain"))
     pausing.join(0.05)
     engine.resume()
-    pausing.join(30)
+    pausing.join(LONG_S)
     assert not pausing.is_alive() and generating.is_alive()
     gate.opened.set()
-    generating.join(30)
+    generating.join(LONG_S)
     assert len(outcome[0][0][0].token_ids) == 8
 
 
@@ -152,7 +154,7 @@ def test_guests_get_the_model_between_two_tokens_without_a_pause():
     gate = Gate()
     engine = make(gate)
     generating, outcome = beside(lambda: engine.generate([REQUEST], deadline=soon()))
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(LONG_S)
     calls_seen: list[int] = []
 
     def visit() -> None:
@@ -163,8 +165,8 @@ def test_guests_get_the_model_between_two_tokens_without_a_pause():
     visiting.join(0.05)
     assert visiting.is_alive()
     gate.opened.set()
-    visiting.join(30)
-    generating.join(30)
+    visiting.join(LONG_S)
+    generating.join(LONG_S)
     assert calls_seen == [3] and len(outcome[0][0][0].token_ids) == 8
 
 

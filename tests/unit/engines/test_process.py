@@ -19,6 +19,8 @@ from lachesis.deadline import Deadline
 from lachesis.engines.logs import last_lines, remedy
 from lachesis.engines.process import EngineProcess, check_port_free, who_listens
 from lachesis.errors import ConfigError, DeadlineExceeded, EngineError
+from tests.ports import free_port
+from tests.waiting import LONG_S, LateDeadline
 
 SOURCE = Path(__file__).parents[3] / "src"
 # Answers every GET with 200, and has a child of its own, as an engine has workers. Of the pids the log tells.
@@ -44,23 +46,17 @@ from pathlib import Path
 from lachesis.deadline import Deadline
 from lachesis.engines.process import EngineProcess
 command, url, log = [sys.executable, "-c", sys.argv[1], sys.argv[2]], sys.argv[3], Path(sys.argv[4])
-EngineProcess(command, url=url, log_path=log, grace_s=2).start(deadline=Deadline("start", 20))
-print("ready", flush=True)
+EngineProcess(command, url=url, log_path=log, grace_s=2).start(deadline=Deadline("start", 60))
 if sys.argv[5:] and os.fork() == 0:
-    time.sleep(4)
+    time.sleep(600)
     os._exit(0)
+print("ready", flush=True)
 sys.stdin.read()
 """
 
 
-def soon(seconds: float = 20.0) -> Deadline:
+def soon(seconds: float = LONG_S) -> Deadline:
     return Deadline("the server's start", seconds, "deadlines.engine_start_s")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 class Server:
@@ -78,7 +74,7 @@ class Server:
             [sys.executable, "-c", code, str(self.port)],
             url=self.url,
             log_path=self.log,
-            **{"grace_s": 5.0, "on_death": self.deaths.put, **settings},  # type: ignore[arg-type]
+            **{"grace_s": LONG_S, "on_death": self.deaths.put, **settings},  # type: ignore[arg-type]
         )
         return self.process
 
@@ -99,7 +95,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     made.process.stop()
 
 
-def gone(pids: list[int], *, timeout: float = 5.0) -> bool:
+def gone(pids: list[int], *, timeout: float = LONG_S) -> bool:
     """Whether all end soon. A zombie has ended, unless it is ours to wait for."""
     until = time.monotonic() + timeout
     while any(map(runs, pids)):
@@ -145,7 +141,7 @@ def test_its_environment(server: Server, monkeypatch: pytest.MonkeyPatch):
 def test_its_death_is_noticed_at_once(server: Server, number: int, cause: str):
     pids = server.start()
     os.kill(pids[0], number)
-    error = server.deaths.get(timeout=1.0)
+    error = server.deaths.get(timeout=LONG_S)
     assert cause in error.message and str(server.log) in error.message
     assert gone(pids), "its children are ended with it"
     with pytest.raises(EngineError, match=cause):
@@ -157,7 +153,7 @@ def test_the_error_has_the_end_of_the_log(server: Server):
     server.start()
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(b"GET /exit HTTP/1.0\r\n\r\n")
-        error = server.deaths.get(timeout=5.0)
+        error = server.deaths.get(timeout=LONG_S)
     assert "exit code 3" in error.message and "| ValueError: the cause" in error.message
     assert error.remedy
 
@@ -171,8 +167,10 @@ def test_dying_while_it_starts_is_an_error_not_a_timeout(server: Server):
 
 def test_a_start_that_takes_too_long_is_stopped(server: Server):
     server.running("import time; print('loading', flush=True); time.sleep(600)")
+    said = lambda: server.log.exists() and "loading" in server.log.read_text()  # noqa: E731
+    deadline = LateDeadline("the server's start", 0.1, "deadlines.engine_start_s", begun=said)
     with pytest.raises(DeadlineExceeded, match=r"the server's start(.|\n)*/health(.|\n)*loading") as caught:
-        server.process.start(deadline=soon(0.5))
+        server.process.start(deadline=deadline)
     assert "deadlines.engine_start_s" in caught.value.remedy
     assert server.process.pid is None
     assert server.deaths.empty()
@@ -206,7 +204,7 @@ def test_it_can_be_restarted_from_the_callback(server: Server):
     server.running(SERVER, on_death=restart)
     first = server.start()[0]
     os.kill(first, signal.SIGKILL)
-    assert started.get(timeout=10) not in (None, first)
+    assert started.get(timeout=LONG_S) not in (None, first)
     server.process.check()
 
 
@@ -261,7 +259,7 @@ def test_a_killed_supervisor_leaves_nothing_behind(server: Server):
     pids = server.start()
     (supervisor,) = [child for child in psutil.Process().children() if "supervisor.py" in " ".join(child.cmdline())]
     supervisor.kill()
-    assert "lost its supervisor" in server.deaths.get(timeout=5).message
+    assert "lost its supervisor" in server.deaths.get(timeout=LONG_S).message
     assert gone(pids[:1])
 
 
@@ -276,9 +274,13 @@ def test_a_parent_killed_with_a_forked_child_leaves_nothing_behind(server: Serve
         assert parent.stdout is not None and parent.stdout.readline() == b"ready\n"
         pids, children = server.pids(), psutil.Process(parent.pid).children()
         assert not gone(pids, timeout=0)
+        by_name = {"supervisor.py" in str(child.cmdline()): child for child in children if child.pid not in pids}
         parent.kill()
-    (supervisor,) = [child for child in children if child.pid not in pids and "supervisor.py" in str(child.cmdline())]
-    assert gone([*pids, supervisor.pid])
+        parent.wait()
+    try:
+        assert gone([*pids, by_name[True].pid])
+    finally:
+        by_name[False].kill()
 
 
 @pytest.mark.parametrize("ending", ["end of input", "SIGTERM"])
@@ -288,7 +290,7 @@ def test_the_end_of_a_program_ends_its_servers(server: Server, ending: str):
         if ending == "SIGTERM":
             parent.terminate()
     assert parent.returncode == (-signal.SIGTERM if ending == "SIGTERM" else 0)
-    assert gone(server.pids(), timeout=5.0 if ending == "SIGTERM" else 0.0)
+    assert gone(server.pids())
 
 
 class TestLogs:

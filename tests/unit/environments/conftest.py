@@ -1,10 +1,11 @@
-"""Waits between attempts are short here."""
+"""Waits between attempts are short here, and the goodbye may take its time."""
 
 from __future__ import annotations
 
 import pytest
 
 from lachesis.environments import client, rollout_api, runner
+from tests.waiting import LONG_S
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +16,4 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_api, "_LONGEST_PAUSE_S", 0.05)
     monkeypatch.setattr(rollout_api, "_TRAINER_POLL_S", 0.01)
     monkeypatch.setattr(runner, "_POLL_S", 0.01)
+    monkeypatch.setattr(runner, "_GOODBYE_S", LONG_S)

@@ -2,54 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import httpx
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lachesis.api.server import ServerOptions, build_app
+from tests.threads import Thread
 from tests.unit.api.processes import REGISTRATION
+from tests.waiting import LONG_S
 
 Body = dict[str, Any]
 # Token ids of the completions of a prompt.
 Answer = Callable[[list[int], int, Body], Sequence[Sequence[int]]]
-
-
-class Thread:
-    """An application that is served until the block ends."""
-
-    def __init__(self, app: Starlette, *, port: int = 0, lifespan: bool = False) -> None:
-        config = uvicorn.Config(
-            app, port=port, log_config=None, http="httptools", ws="none", lifespan="on" if lifespan else "off"
-        )
-        self._server = uvicorn.Server(config)
-        self._socket = config.bind_socket()
-        # Connections wait from now on, instead of being refused until the loop runs.
-        self._socket.listen(128)
-        self.port = self._socket.getsockname()[1]
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def stop(self) -> None:
-        self._server.force_exit = self._server.should_exit = True
-        self._thread.join(10)
-        assert not self._thread.is_alive()
-
-    async def _serve(self) -> None:
-        await self._server.serve(sockets=[self._socket])
 
 
 @dataclass
@@ -146,6 +117,11 @@ def _new() -> tuple[FakeInference, Thread]:
     return fake, Thread(fake.app())
 
 
+def client(url: str) -> httpx.Client:
+    """Certificates, whose loading takes longer than most requests, are not needed here."""
+    return httpx.Client(base_url=url, timeout=LONG_S, trust_env=False, verify=False)
+
+
 class Api:
     """The real rollout API and a trainer's view of it."""
 
@@ -153,7 +129,7 @@ class Api:
         self._options = ServerOptions(**{"strict": True, **options})
         self._thread = Thread(build_app(self._options), port=port, lifespan=True)
         self.url, self.port = self._thread.url, self._thread.port
-        self.http = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+        self.http = client(self.url)
 
     def start(self, **changes: Any) -> None:
         """A trainer that registers and asks for its first batch."""

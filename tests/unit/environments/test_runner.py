@@ -6,29 +6,39 @@ import asyncio
 import gzip
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from starlette.responses import JSONResponse
 
+from lachesis.api import intake
 from lachesis.environments import rollout_api as api_module
 from lachesis.environments import runner as runner_module
 from lachesis.environments.base import SingleTurn
 from lachesis.environments.client import InferenceClient
 from lachesis.environments.outputs import Outputs
 from lachesis.environments.records import ScoredGroup
-from lachesis.environments.rollout_api import RolloutApi
+from lachesis.environments.rollout_api import QueueStatus, RolloutApi
 from lachesis.environments.runner import Runner, Summary
+from lachesis.environments.sender import Membership, Sender
 from lachesis.environments.settings import EnvironmentConfig, ServerConfig
+from lachesis.environments.tally import Tally
 from lachesis.errors import ConfigError, DataError, DeadlineExceeded, EngineError, LachesisError
 from lachesis.types import Message
+from tests.ports import free_port
 from tests.tiny import tiny_tokenizer
 from tests.unit.environments.servers import Api, inference, rollout_api
+from tests.waiting import LONG_S, until
 
 TOKENIZER = tiny_tokenizer()
+FOUR: dict[str, Any] = {
+    "tokens": [[3, 5]] * 4, "masks": [[-100, 5]] * 4, "scores": [0.0, 1.0, 0.0, 1.0],
+    "inference_logprobs": [[1.0, -0.5]] * 4,
+}  # fmt: skip
 
 
 class Numbers(SingleTurn[int, EnvironmentConfig]):
@@ -65,7 +75,7 @@ class Serving:
         self._started = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(LONG_S)
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -85,12 +95,25 @@ class Serving:
             await client.close()
 
     def stop(self) -> Summary:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        self._ask_to_stop()
         return self.ended()
 
+    def leave(self) -> None:
+        """Stop, if it still runs, however it ends."""
+        self._ask_to_stop()
+        self._join()
+
+    def _ask_to_stop(self) -> None:
+        # Its loop is closed where it has ended by itself.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._stop.set)
+
+    def _join(self) -> None:
+        self._thread.join(LONG_S)
+        assert not self._thread.is_alive(), self.lines
+
     def ended(self) -> Summary:
-        self._thread.join(20)
-        assert not self._thread.is_alive()
+        self._join()
         if self.error is not None:
             raise self.error
         assert self.summary is not None
@@ -100,18 +123,40 @@ class Serving:
         return any(words in line for line in self.lines)
 
 
-def until(condition: Callable[[], Any], what: str = "it did not happen") -> Any:
-    end = time.monotonic() + 10
-    while not (result := condition()):
-        assert time.monotonic() < end, what
-        time.sleep(0.005)
-    return result
-
-
 @pytest.fixture
 def url() -> Iterator[str]:
     with inference(version=4) as (_, address):
         yield address
+
+
+Serve = Callable[..., Serving]
+
+
+@pytest.fixture
+def serve(url: str) -> Iterator[Serve]:
+    """Serves an environment until the test ends: it would go on to post to the API of the tests after it."""
+    begun: list[Serving] = []
+
+    def begin(api: str, *, at: str = url, **config: Any) -> Serving:
+        begun.append(Serving(at, api, **config))
+        return begun[-1]
+
+    yield begin
+    for serving in begun:
+        serving.leave()
+
+
+@pytest.fixture
+def statuses(monkeypatch: pytest.MonkeyPatch) -> list[QueueStatus]:
+    """What the API has said of its queue."""
+    status, seen = RolloutApi.status, []
+
+    async def kept(self: RolloutApi, env_id: int) -> QueueStatus:
+        seen.append(await status(self, env_id))
+        return seen[-1]
+
+    monkeypatch.setattr(RolloutApi, "status", kept)
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -127,10 +172,10 @@ def api(lasting: Api) -> Api:
     return lasting
 
 
-def test_a_run(url: str, api: Api, tmp_path: Path) -> None:
+def test_a_run(serve: Serve, api: Api, tmp_path: Path) -> None:
     """From registration to the goodbye: what the trainer gets is what was sampled."""
     api.start(batch_size=8, num_steps=3)
-    serving = Serving(url, api.url, linger=0.0, log_dir=tmp_path, data_path_to_save_groups=tmp_path / "groups.jsonl")
+    serving = serve(api.url, linger=0.0, log_dir=tmp_path, data_path_to_save_groups=tmp_path / "groups.jsonl")
     batches = [until(api.batch) for _ in range(3)]
     summary = serving.ended()
     assert summary.ended == "the trainer has taken its 3 batches" and summary.step == 3
@@ -150,56 +195,94 @@ def test_a_run(url: str, api: Api, tmp_path: Path) -> None:
     assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == summary.tally.groups
 
 
-def test_the_queue_is_never_more_batches_ahead_than_allowed(url: str, api: Api) -> None:
+def test_the_queue_is_never_more_batches_ahead_than_allowed(
+    serve: Serve, api: Api, statuses: list[QueueStatus]
+) -> None:
     api.start(batch_size=8)
-    serving = Serving(url, api.url, max_batches_offpolicy=2)
-    until(lambda: api.get("/status")["queue_size"] == 4)
-    time.sleep(0.1)
-    assert api.get("/status")["queue_size"] == 4
+    serving = serve(api.url, max_batches_offpolicy=2)
+    looked_at_full(statuses, 4)
     assert len(api.batch() or ()) == 2
-    until(lambda: api.get("/status")["queue_size"] == 4)
+    looked_at_full(statuses, 4)
     summary = serving.stop()
     assert summary.ended == "it was asked to stop"
+    assert api.get("/status")["queue_size"] == max(status.queue_size for status in statuses) == 4
 
 
-def test_waiting_for_the_trainer_has_a_line_and_an_end(url: str, api: Api) -> None:
-    serving = Serving(url, api.url, wait_timeout=0.2)
+def test_groups_that_arrive_behind_the_status_count(
+    serve: Serve, api: Api, statuses: list[QueueStatus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each post is taken in after the queue was counted for a status and before that status is read."""
+    api.start(batch_size=8)
+    post, status = RolloutApi.post, RolloutApi.status
+    held: list[tuple[asyncio.Event, asyncio.Event]] = []
+
+    async def held_post(self: RolloutApi, groups: Sequence[Any]) -> Any:
+        go, done = asyncio.Event(), asyncio.Event()
+        held.append((go, done))
+        await go.wait()
+        reply = await post(self, groups)
+        done.set()
+        return reply
+
+    async def overtaken_status(self: RolloutApi, env_id: int) -> QueueStatus:
+        found = await status(self, env_id)
+        if held:
+            go, done = held.pop()
+            go.set()
+            await done.wait()
+        return found
+
+    monkeypatch.setattr(RolloutApi, "post", held_post)
+    monkeypatch.setattr(RolloutApi, "status", overtaken_status)
+    serve(api.url, max_batches_offpolicy=2)
+    looked_at_full(statuses, 4)
+    assert api.get("/status")["queue_size"] == max(status.queue_size for status in statuses) == 4
+
+
+def looked_at_full(statuses: list[QueueStatus], size: int) -> None:
+    """Wait until the queue was seen that long, and a few times more, so that a group too many would have come."""
+    seen = len(statuses)
+    until(lambda: sum(status.queue_size >= size for status in statuses[seen:]) > 5)
+
+
+def test_waiting_for_the_trainer_has_a_line_and_an_end(serve: Serve, api: Api) -> None:
+    serving = serve(api.url, wait_timeout=0.2)
     with pytest.raises(DeadlineExceeded, match="environment numbers: waiting for a trainer at"):
         serving.ended()
     assert serving.heard("waiting for a trainer to register at")
 
 
-def test_a_trainer_that_stays_away_ends_it(url: str, api: Api) -> None:
+def test_a_trainer_that_stays_away_ends_it(serve: Serve, api: Api) -> None:
     api.start(batch_size=8)
     with pytest.raises(DeadlineExceeded, match="waiting for the trainer to take a batch"):
-        Serving(url, api.url, wait_timeout=1.0).ended()
+        serve(api.url, wait_timeout=0.3).ended()
     assert api.get("/status")["queue_size"] == 6
 
 
-def test_waiting_for_the_trainer_is_said_from_time_to_time(url: str, api: Api, monkeypatch) -> None:
+def test_waiting_for_the_trainer_is_said_from_time_to_time(serve: Serve, api: Api, monkeypatch) -> None:
     monkeypatch.setattr(runner_module, "_REPORT_S", 0.1)
     api.start(batch_size=8)
-    serving = Serving(url, api.url)
+    serving = serve(api.url)
     until(lambda: serving.heard("(--env.wait_timeout): 6 groups are queued at step 0"))
     serving.stop()
 
 
-def test_stopped_while_it_waits(url: str, api: Api) -> None:
-    serving = Serving(url, api.url)
+def test_stopped_while_it_waits(serve: Serve, api: Api) -> None:
+    serving = serve(api.url)
     until(lambda: serving.heard("waiting for a trainer"))
     assert serving.stop().tally.groups == 0
 
 
-def test_no_api(url: str) -> None:
+def test_no_api(serve: Serve) -> None:
     with pytest.raises(DeadlineExceeded, match=r"waiting for the rollout API at http://127.0.0.1:9 \(POST /register"):
-        Serving(url, "http://127.0.0.1:9", wait_timeout=0.1).ended()
+        serve("http://127.0.0.1:9", wait_timeout=0.1).ended()
 
 
-def test_an_api_that_forgot_everything_gets_a_new_registration(url: str) -> None:
+def test_an_api_that_forgot_everything_gets_a_new_registration(serve: Serve) -> None:
     """Killed and started anew without a state directory, while groups are on their way."""
-    first = Api()
+    first = Api(port=free_port())
     first.start(batch_size=8)
-    serving = Serving(url, first.url)
+    serving = serve(first.url)
     until(first.batch)
     first.stop()
     until(lambda: serving.heard("waiting for the rollout API"))
@@ -211,7 +294,7 @@ def test_an_api_that_forgot_everything_gets_a_new_registration(url: str) -> None
         assert not serving.stop().tally.set_aside
 
 
-def test_groups_of_a_registration_that_is_gone_are_sent_again(url: str, api: Api, monkeypatch) -> None:
+def test_groups_of_a_registration_that_is_gone_are_sent_again(serve: Serve, api: Api, monkeypatch) -> None:
     """A post that comes before the status is asked for: the API sets it aside, it enters the queue after all."""
     api.start(batch_size=8)
     post, forgotten = RolloutApi.post, []
@@ -223,22 +306,54 @@ def test_groups_of_a_registration_that_is_gone_are_sent_again(url: str, api: Api
         return await post(self, groups)
 
     monkeypatch.setattr(RolloutApi, "post", late)
-    serving = Serving(url, api.url, max_num=4)
+    serving = serve(api.url, max_num=4)
     assert serving.ended().tally.groups == 4
     assert api.get("/status")["queue_size"] == 4 and not serving.summary.tally.set_aside
 
 
-def test_a_full_queue_is_waited_for(url: str) -> None:
+def test_a_full_queue_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(intake, "RETRY_AFTER_S", 0)
     with rollout_api(max_queued_tokens=120) as api:
         api.start(batch_size=8)
-        serving = Serving(url, api.url, max_num=8, max_batches_offpolicy=9)
+        serving = serve(api.url, max_num=8, max_batches_offpolicy=9)
         until(lambda: serving.heard("429") or api.get("/status")["queued_tokens"] > 60)
         taken: list[Any] = []
         until(lambda: taken.extend(api.batch() or ()) or len(taken) == 8)
         assert serving.ended().tally.groups == 8
 
 
-def test_what_the_api_sets_aside_is_counted(url: str, api: Api) -> None:
+def test_groups_that_do_not_fit_together_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is queued is no batch yet, so that the trainer cannot make room for all the others at once."""
+    monkeypatch.setattr(intake, "RETRY_AFTER_S", 0)
+    limit, group = 200, ScoredGroup(**FOUR)
+    with rollout_api(max_queued_tokens=limit) as server:
+        server.start(batch_size=8)
+
+        async def work() -> int:
+            api, outputs = RolloutApi(server.url, wait_s=LONG_S), Outputs(log_dir=None, groups_path=None)
+            config, tally = EnvironmentConfig(max_token_length=16), Tally()
+            membership = Membership(api, name="numbers", config=config)
+            sender = Sender(
+                api, membership=membership, config=config, outputs=outputs, tally=lambda: tally, say=lambda line: None
+            )
+            sender.start()
+            sender.put(group)
+            while sender.pending:
+                await asyncio.sleep(0.005)
+            number = limit // server.get("/status")["queued_tokens"]
+            for _ in range(number):
+                sender.put(group)
+            while sender.pending:
+                server.batch()
+                await asyncio.sleep(0.005)
+            await sender.finish(limit_s=LONG_S)
+            await api.close()
+            return tally.groups - number
+
+        assert asyncio.run(asyncio.wait_for(work(), LONG_S)) == 1
+
+
+def test_what_the_api_sets_aside_is_counted(serve: Serve, api: Api) -> None:
     class Ragged(ScoredGroup):
         def document(self, *, env_id: int | None = None) -> dict[str, Any]:
             return ScoredGroup.document(self, env_id=env_id) | {"masks": [[1]] * self.size}
@@ -254,28 +369,28 @@ def test_what_the_api_sets_aside_is_counted(url: str, api: Api) -> None:
             )  # fmt: skip
 
     api.start(batch_size=8)
-    serving = Serving(url, api.url, kind=Careless, max_num=3)
+    serving = serve(api.url, kind=Careless, max_num=3)
     tally = serving.ended().tally
     assert (tally.groups, tally.set_aside.total()) == (2, 1)
     assert serving.heard("set a group aside: masks[0] has 1 entry, tokens[0] has 3")
 
 
-def test_groups_that_are_not_sent(url: str, api: Api) -> None:
+def test_groups_that_are_not_sent(serve: Serve, api: Api) -> None:
     class Flat(Numbers):
         async def score(self, item: int, trajectories: Sequence[Any]) -> Sequence[float]:
             return [1.0] * len(trajectories)
 
     api.start(batch_size=8)
-    serving = Serving(url, api.url, kind=Flat, max_num=2, ensure_scores_are_not_same=True)
+    serving = serve(api.url, kind=Flat, max_num=2, ensure_scores_are_not_same=True)
     assert serving.ended().tally.dropped.total() == 2 and serving.heard("all scores are the same")
     api.start(batch_size=8, max_token_len=3)
-    serving = Serving(url, api.url, max_num=2)
+    serving = serve(api.url, max_num=2)
     assert serving.ended().tally.dropped.total() == 2 and serving.heard("longer than the 3 tokens")
     assert api.get("/status")["queue_size"] == 0
 
 
 @pytest.mark.parametrize("raised", [ValueError("odd"), DataError("odd")])
-def test_failures_are_counted_and_many_in_a_row_end_it(url: str, api: Api, raised: Exception) -> None:
+def test_failures_are_counted_and_many_in_a_row_end_it(serve: Serve, api: Api, raised: Exception) -> None:
     class Failing(Numbers):
         async def score(self, item: int, trajectories: Sequence[Any]) -> Sequence[float]:
             if item == 2 or item > 4:
@@ -283,50 +398,50 @@ def test_failures_are_counted_and_many_in_a_row_end_it(url: str, api: Api, raise
             return await super().score(item, trajectories)
 
     api.start(batch_size=8)
-    serving = Serving(url, api.url, kind=Failing, max_num=4)
+    serving = serve(api.url, kind=Failing, max_num=4)
     tally = serving.ended().tally
     assert (tally.groups, tally.failures) == (3, 1) and serving.heard("odd")
     with pytest.raises(DataError, match="10 groups in a row failed"):
-        Serving(url, api.url, kind=Failing, max_batches_offpolicy=20).ended()
+        serve(api.url, kind=Failing, max_batches_offpolicy=20).ended()
 
 
-def test_a_group_that_takes_too_long_is_given_up(url: str, api: Api) -> None:
+def test_a_group_that_takes_too_long_is_given_up(serve: Serve, api: Api) -> None:
     class Slow(Numbers):
-        async def score(self, item: int, trajectories: Sequence[Any]) -> Sequence[float]:
+        async def collect_trajectories(self, item: int) -> ScoredGroup | None:
             if item == 1:
                 await asyncio.Event().wait()
-            return await super().score(item, trajectories)
+            # Made without a wait, so that it cannot take too long on any machine.
+            return ScoredGroup(**FOUR)
 
     api.start(batch_size=8)
-    serving = Serving(url, api.url, kind=Slow, max_num=2, worker_timeout=0.6)
+    serving = serve(api.url, kind=Slow, max_num=2, worker_timeout=0.1)
     tally = serving.ended().tally
-    assert (tally.groups, tally.failures) == (1, 1) and serving.heard("took longer than 0.6 s")
+    assert (tally.groups, tally.failures) == (1, 1) and serving.heard("took longer than 0.1 s")
 
 
-def test_no_logprobs_end_it(api: Api) -> None:
-    with inference() as (fake, url):
-        fake.document = lambda rows, body: {"token_ids": rows, "finish_reasons": ["stop"] * len(rows)}  # type: ignore
+def test_no_logprobs_end_it(serve: Serve, api: Api) -> None:
+    silent = JSONResponse({"token_ids": [[5, 2]] * 4, "finish_reasons": ["stop"] * 4})
+    with inference(reply=lambda route, body: silent) as (_, url):
         api.start(batch_size=8)
         with pytest.raises(EngineError, match="no usable logprobs"):
-            Serving(url, api.url).ended()
-        del fake.document
+            serve(api.url, at=url).ended()
     assert api.get("/status")["queue_size"] == 0
     assert [environment["state"] for environment in api.get("/dashboard/data")["environments"]] == ["left"]
 
 
-def test_groups_that_fit_into_no_batch(url: str, api: Api) -> None:
+def test_groups_that_fit_into_no_batch(serve: Serve, api: Api) -> None:
     api.start(batch_size=2)
     with pytest.raises(ConfigError, match="groups of 4 do not fit"):
-        Serving(url, api.url).ended()
+        serve(api.url).ended()
     api.start(batch_size=6)
-    serving = Serving(url, api.url, max_num=1)
+    serving = serve(api.url, max_num=1)
     serving.ended()
     assert serving.heard("no multiple of the group size 4")
 
 
-def test_evaluations_while_serving(url: str, api: Api, tmp_path: Path) -> None:
+def test_evaluations_while_serving(serve: Serve, api: Api, tmp_path: Path) -> None:
     api.start(batch_size=8)
-    serving = Serving(url, api.url, steps_per_eval=2, log_dir=tmp_path)
+    serving = serve(api.url, steps_per_eval=2, log_dir=tmp_path)
     for _ in range(2):
         until(api.batch)
     until(lambda: serving.heard("held-out accuracy 0.000 (2 problems)"))
@@ -336,7 +451,7 @@ def test_evaluations_while_serving(url: str, api: Api, tmp_path: Path) -> None:
     assert evaluation["problems"] == 2 and evaluation["step"] >= 2
 
 
-def test_what_is_finished_is_sent_before_it_ends(url: str, api: Api, monkeypatch) -> None:
+def test_what_is_finished_is_sent_before_it_ends(serve: Serve, api: Api, monkeypatch) -> None:
     """Posts are held until it is asked to stop: each arrives once."""
     api.start(batch_size=8)
     held, post = threading.Event(), RolloutApi.post
@@ -347,8 +462,8 @@ def test_what_is_finished_is_sent_before_it_ends(url: str, api: Api, monkeypatch
         return await post(self, groups)
 
     monkeypatch.setattr(RolloutApi, "post", slow)
-    serving = Serving(url, api.url)
-    assert held.wait(10)
+    serving = serve(api.url)
+    assert held.wait(LONG_S)
     summary = serving.stop()
     assert summary.tally.groups == api.get("/status")["queue_size"] > 0
 

@@ -7,6 +7,7 @@ import pytest
 from lachesis.deadline import Deadline
 from lachesis.errors import DeadlineExceeded
 from lachesis.pipeline.buffer import Slots
+from tests.waiting import LONG_S
 
 FOREVER = Deadline("test", None)
 
@@ -64,7 +65,7 @@ def test_a_released_slot_wakes_whoever_waits():
     waiting.start()
     assert not got_it.wait(0.05)
     slots.release()
-    assert got_it.wait(10.0)
+    assert got_it.wait(LONG_S)
     waiting.join()
     assert slots.taken == 1
 

@@ -8,10 +8,11 @@ from lachesis.deadline import Deadline
 from lachesis.errors import ConfigError
 from lachesis.pipeline.collect import Collector, Reroll
 from tests.unit.pipeline.sources import ScriptedSource
+from tests.waiting import LONG_S
 
 
 def collect(collector: Collector) -> list[str]:
-    return [g.prompt.id for g in collector.collect(deadline=Deadline("test", 30.0))]
+    return [g.prompt.id for g in collector.collect(deadline=Deadline("test", LONG_S))]
 
 
 def test_without_refills_the_order_is_the_sources():

@@ -13,6 +13,7 @@ from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.rollouts.base import RolloutSource
 from lachesis.types import Group, Prompt
 from tests.unit.pipeline.sources import ScriptedSource
+from tests.waiting import LONG_S
 
 
 class CountingSource(RolloutSource):
@@ -57,7 +58,7 @@ def backwards(groups: Sequence[Group]) -> list[Group]:
     return list(reversed(groups))
 
 
-def make_feed(source: RolloutSource, *, prompts_per_step: int = 4, seconds: float = 30.0) -> SynchronousFeed[str]:
+def make_feed(source: RolloutSource, *, prompts_per_step: int = 4, seconds: float = LONG_S) -> SynchronousFeed[str]:
     return SynchronousFeed(
         collector=Collector(source, count=prompts_per_step),
         finisher=Finisher(advantages=backwards, pack=lambda groups: ",".join(group.prompt.id for group in groups)),
@@ -172,7 +173,7 @@ def test_advantages_and_replay_see_the_whole_batch_however_its_groups_come():
     feed = SynchronousFeed(
         collector=Collector(source, count=2),
         finisher=Finisher(advantages=advantages, pack=len, replay=ReplayBuffer(size=4, seed=0)),
-        batch_deadline_s=30.0,
+        batch_deadline_s=LONG_S,
     )
     for step in (1, 2):
         assert feed.next() == 2

@@ -12,9 +12,10 @@ from lachesis.pipeline.feed import Finisher
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
 from tests.unit.pipeline.sources import ScriptedSource
+from tests.waiting import LONG_S, until
 
 
-def make_feed(source, *, depth=1, max_staleness=None, seconds=20.0, replay=None) -> AsynchronousFeed[list[str]]:
+def make_feed(source, *, depth=1, max_staleness=None, seconds=LONG_S, replay=None) -> AsynchronousFeed[list[str]]:
     return AsynchronousFeed(
         collector=Collector(source, count=2),
         finisher=Finisher(advantages=list, pack=lambda groups: [g.prompt.id for g in groups], replay=replay),
@@ -32,19 +33,12 @@ def closing():
         feed.close()
 
 
-def wait_for(condition) -> None:
-    limit = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.002)
-
-
 def test_batches_come_in_order_and_the_next_is_made_meanwhile(closing):
     source = ScriptedSource()
     feed = make_feed(source)
     closing(feed)
     assert feed.next() == ["0", "1"]
-    wait_for(lambda: len(source.taken) == 4)
+    until(lambda: len(source.taken) == 4)
     feed.advance(1)
     assert feed.next() == ["2", "3"]
 
@@ -55,11 +49,11 @@ def test_slots_bound_how_far_generation_runs_ahead(closing, depth):
     feed = make_feed(source, depth=depth)
     closing(feed)
     feed.next()
-    wait_for(lambda: len(source.taken) == 2 * (1 + depth))
+    until(lambda: len(source.taken) == 2 * (1 + depth))
     time.sleep(0.05)
     assert len(source.taken) == 2 * (1 + depth), "nothing more until the batch was trained on"
     feed.advance(1)
-    wait_for(lambda: len(source.taken) == 2 * (2 + depth))
+    until(lambda: len(source.taken) == 2 * (2 + depth))
 
 
 def test_no_sample_is_older_than_the_depth(closing):
@@ -82,7 +76,7 @@ def test_stale_groups_are_dropped_counted_and_made_up_for(closing):
     feed = make_feed(source, depth=2, max_staleness=0)
     closing(feed)
     assert feed.next() == ["0", "1"]
-    wait_for(lambda: len(source.taken) == 4)
+    until(lambda: len(source.taken) == 4)
     feed.advance(1)
     gate.release(20)
     assert feed.next() == ["4", "5"], "2 and 3 were sampled under version 0"
@@ -95,7 +89,7 @@ def test_batches_that_are_all_stale_do_not_starve_the_producer(closing):
     closing(feed)
     for step in range(6):
         assert len(feed.next()) == 2
-        wait_for(lambda: feed._queue.qsize() == 1)
+        until(lambda: feed._queue.qsize() == 1)
         feed.advance(step + 1)
     assert feed.counters()["stale_groups"] >= 8
 
@@ -119,7 +113,7 @@ def test_what_a_step_counts_is_of_its_own_batch_whatever_was_generated_meanwhile
     closing(feed)
     for step in range(1, 4):
         assert feed.next() == [str(2 * step - 2), str(2 * step - 1)]
-        wait_for(lambda: feed._queue.qsize() == 2)
+        until(lambda: feed._queue.qsize() == 2)
         counters = feed.counters()
         assert (counters["sampled"], counters["reward_metrics/call"]) == (2.0, step)
         assert feed.counters()["sampled"] == 0.0, "a second use of the batch samples nothing"
@@ -132,7 +126,7 @@ def test_a_step_made_of_several_batches_counts_them_all(closing):
     closing(feed)
     feed.next()
     feed.counters()
-    wait_for(lambda: feed._queue.qsize() == 1)
+    until(lambda: feed._queue.qsize() == 1)
     feed.advance(1)
     assert feed.next() == ["4", "5"]
     counters = feed.counters()
@@ -164,7 +158,7 @@ def test_a_checkpoint_goes_on_after_the_last_batch_taken(closing):
     closing(first)
     first.next()
     first.advance(1)
-    wait_for(lambda: len(source.taken) >= 8)
+    until(lambda: len(source.taken) >= 8)
     state = json.loads(json.dumps(first.state_dict()))
     other = ScriptedSource()
     second = make_feed(other, depth=3, replay=ReplayBuffer(size=2, seed=7))
@@ -236,7 +230,7 @@ def test_age_counts_the_steps_without_a_transfer_too(closing, max_staleness):
     for step in range(9):
         feed.next()
         dropped += feed.counters()["stale_groups"]
-        wait_for(lambda: feed._queue.qsize() == 1)
+        until(lambda: feed._queue.qsize() == 1)
         feed.advance(step + 1)
     assert max(ages) == (3 if max_staleness is None else max_staleness)
     assert (dropped > 0) == (max_staleness is not None)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -23,12 +22,17 @@ from lachesis.rollouts.atropos import AtroposSource, build_atropos_source, keep_
 from lachesis.rollouts.atropos_client import Registered, Registration, RolloutApiClient
 from lachesis.rollouts.atropos_convert import Conversion
 from lachesis.types import Group
-from tests.unit.environments.servers import Thread
+from tests.ports import free_port
+from tests.threads import Thread
+from tests.unit.environments.servers import client
+from tests.waiting import LONG_S
 
 CONVERSION = Conversion(lambda rows: ["" for _ in rows], vocab_size=50, max_length=16, eos_token_ids=frozenset({9}))
 REGISTRATION = Registration(
     batch_size=4, max_token_len=16, checkpoint_dir="c", save_checkpoint_interval=2, starting_step=0, num_steps=50
 )
+
+HTTP = client("")
 
 
 def group(number: int, **changes: Any) -> dict[str, Any]:
@@ -48,15 +52,15 @@ class Api:
 
     def __init__(self, state_dir: Path | None = None) -> None:
         self._options = ServerOptions(state_dir=state_dir)
-        self._server = Thread(build_app(self._options), lifespan=True)
+        self._server = Thread(build_app(self._options), port=free_port(), lifespan=True)
         self.url = self._server.url
 
     def post(self, *numbers: int, **changes: Any) -> None:
         for number in numbers:
-            httpx.post(f"{self.url}/scored_data", json=group(number, **changes)).raise_for_status()
+            HTTP.post(f"{self.url}/scored_data", json=group(number, **changes)).raise_for_status()
 
     def metric(self, name: str) -> float:
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        lines = HTTP.get(f"{self.url}/metrics").text.splitlines()
         return next(float(line.split()[1]) for line in lines if line.startswith(f"lachesis_api_{name} "))
 
     def restart(self) -> None:
@@ -85,7 +89,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
     def build(url: str, *, watch: Callable[[], None] = lambda: None, **options: Any) -> AtroposSource:
         client = RolloutApiClient(url, watch=watch)
-        known: dict[str, Any] = {"registration": REGISTRATION, "conversion": CONVERSION, "wait_s": 20.0}
+        known: dict[str, Any] = {"registration": REGISTRATION, "conversion": CONVERSION, "wait_s": LONG_S}
         made.append(AtroposSource(client, watch=watch, **known | options))
         return made[-1]
 
@@ -94,7 +98,7 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
         source.close()
 
 
-def deadline(limit_s: float = 20.0) -> Deadline:
+def deadline(limit_s: float = LONG_S) -> Deadline:
     return Deadline("the test's", limit_s)
 
 
@@ -110,7 +114,7 @@ def test_it_registers_and_hands_on_the_groups_of_a_batch(api: Api, make: Make):
     source = make(api.url)
     api.post(3, 4, 5)
     assert take(source) == ["3", "4"]
-    assert httpx.get(f"{api.url}/info").json() == {"batch_size": 4, "max_token_len": 16}
+    assert HTTP.get(f"{api.url}/info").json() == {"batch_size": 4, "max_token_len": 16}
     # Until it is trained on it is the same batch.
     assert take(source) == ["3", "4"]
     source.report_version(1)
@@ -219,14 +223,15 @@ def test_an_api_that_was_started_anew_is_registered_at_again(api: Api, make: Mak
     registered: list[str] = []
 
     def post_once() -> None:
-        if not registered and httpx.get(f"{api.url}/info").json()["batch_size"] == 4:
+        if not registered and HTTP.get(f"{api.url}/info").json()["batch_size"] == 4:
             registered.append("")
             api.post(7, 8)
 
     source._watch = post_once
     assert take(source) == ["7", "8"]
     assert "registering again" in caplog.text
-    assert httpx.get(f"{api.url}/status").json()["current_step"] == 2  # registered at step 1, one batch since
+    # Registered at step 1, one batch since.
+    assert HTTP.get(f"{api.url}/status").json()["current_step"] == 2
 
 
 def test_an_acknowledgement_that_a_new_api_does_not_understand_is_no_failure(api: Api, make: Make):
@@ -263,10 +268,10 @@ def test_a_wait_says_what_for_and_ends(api: Api, make: Make, caplog: pytest.LogC
 def test_sizes_that_do_not_fit_are_named(api: Api, make: Make, caplog: pytest.LogCaptureFixture):
     source = make(api.url, wait_s=0.4, first_word_s=0.0)
     source._register(deadline())
-    reply = httpx.get(f"{api.url}/batch", headers={"X-Lachesis-Trainer": str(source._trainer.uuid)})  # type: ignore[union-attr]
+    reply = HTTP.get(f"{api.url}/batch", headers={"X-Lachesis-Trainer": str(source._trainer.uuid)})  # type: ignore[union-attr]
     assert reply.json()["batch"] is None
     environment = {"max_token_length": 9, "desired_name": "e", "weight": 1.0, "group_size": 2}
-    assert httpx.post(f"{api.url}/register-env", json=environment).json()["status"] == "success"
+    assert HTTP.post(f"{api.url}/register-env", json=environment).json()["status"] == "success"
     api.post(3)
     with pytest.raises(DeadlineExceeded):
         source.next_groups(1, deadline=deadline())
@@ -449,7 +454,7 @@ def plain() -> Iterator[tuple[PlainApi, str]]:
 def test_the_plain_protocol_is_enough(plain: tuple[PlainApi, str], make: Make, caplog: pytest.LogCaptureFixture):
     api, url = plain
     api.failing = [500, 503]
-    source = make(url, wait_s=1.0, first_word_s=0.0)
+    source = make(url, first_word_s=0.0)
     source.load_state_dict({"step": 7, "trained": {}})
     assert take(source) == ["0-0"]
     source.report_version(8)
@@ -457,6 +462,7 @@ def test_the_plain_protocol_is_enough(plain: tuple[PlainApi, str], make: Make, c
     source.report_version(9)
     assert source.state_dict() == {"step": 9, "trained": {}}
     assert api.registrations[0]["starting_step"] == 7
+    source._wait_s = 0.4
     with pytest.raises(DeadlineExceeded):
         source.next_groups(1, deadline=deadline())
     assert "2 groups are queued, whose sizes do not add up to a batch yet" in caplog.text
@@ -496,7 +502,7 @@ def test_an_api_that_is_not_there_is_said_at_once():
 def test_something_else_on_that_port_is_told_apart():
     server = Thread(Starlette(routes=[]))
     with pytest.raises(EngineError, match="is no rollout API"):
-        RolloutApiClient(server.url).require(limit_s=5)
+        RolloutApiClient(server.url).require(limit_s=LONG_S)
     server.stop()
 
 

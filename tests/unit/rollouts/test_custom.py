@@ -16,6 +16,7 @@ from lachesis.rollouts.rewards import NamedReward, Rewarder
 from lachesis.types import Group, Prompt, SamplingParams
 from tests.fakes import FakeEngine
 from tests.tiny import EOS_ID, tiny_tokenizer
+from tests.waiting import LONG_S
 
 FOREVER = Deadline("test", None)
 PARAMS = SamplingParams(max_tokens=6, temperature=0.7)
@@ -201,7 +202,7 @@ class TestFailures:
         release = threading.Event()
 
         def hangs(prompts, trainer):
-            release.wait(10)
+            release.wait(LONG_S)
             return fixed(prompts, trainer)
 
         local = source(hangs)

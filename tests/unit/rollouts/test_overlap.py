@@ -9,8 +9,7 @@ import pytest
 from lachesis.deadline import Deadline
 from lachesis.errors import DeadlineExceeded, RewardError
 from lachesis.rollouts.overlap import Overlap
-
-LONG_S = 20.0
+from tests.waiting import LONG_S
 
 
 def soon(seconds: float = LONG_S) -> Deadline:

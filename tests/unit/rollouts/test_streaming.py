@@ -20,8 +20,7 @@ from lachesis.rollouts.streaming import StreamingSource
 from lachesis.types import Completion, GenerationRequest, Group
 from tests.fakes import FakeEngine
 from tests.unit.rollouts.test_local import FOREVER, PARAMS, decode, length, prompts
-
-LONG_S = 20.0
+from tests.waiting import LONG_S
 
 
 class ShuffledEngine(FakeEngine):

@@ -25,6 +25,7 @@ from lachesis.errors import CheckpointError
 from lachesis.train import checkpoint
 from lachesis.train.checkpoint import CheckpointManager, capture_rng, restore_rng, save_model
 from lachesis.train.optimizer import build_optimizer
+from tests.waiting import LONG_S
 
 
 def save(manager: CheckpointManager, step: int, **changes: Any) -> Path:
@@ -216,7 +217,7 @@ def test_really_full_disk(tmp_path: Path) -> None:
         pytest.skip("file systems cannot be mounted here")
     command = [unshare, "-rm", "sh", "-c", f'{mount} && exec "$0" "$@"']
     done = subprocess.run(
-        [*command, sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=60
+        [*command, sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, timeout=4 * LONG_S
     )
     assert done.returncode == 0, done.stderr
 
@@ -272,7 +273,9 @@ print(json.dumps(results))
 
 
 def test_killed_at_any_moment_of_saving_a_good_checkpoint_is_there(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, timeout=4 * LONG_S
+    )
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert sum(killed for _, _, killed, *_ in results) > 20

@@ -16,6 +16,7 @@ from lachesis.engines.serving.routes import engine_routes
 from lachesis.engines.serving.served import Refused
 from lachesis.errors import DeadlineExceeded, EngineError
 from tests.unit.engines.serving.fakes import SESSION, FakeServed
+from tests.waiting import LONG_S
 
 TOKEN = {"Authorization": "Bearer secret"}
 
@@ -42,7 +43,7 @@ def drive(tmp_path: Path) -> Callable[[Callable[[Api], Coroutine[Any, Any, None]
 
     def run(test: Callable[[Api], Coroutine[Any, Any, None]]) -> None:
         async def main() -> None:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(LONG_S):
                 await test(Api(tmp_path))
 
         asyncio.run(main())

@@ -10,11 +10,11 @@ import torch
 from lachesis.engines.serving.served import ReceivedTensor, ReceiverSpec, Refused
 from lachesis.engines.vllm.receiver import Receiver
 from lachesis.errors import EngineError
+from tests.waiting import LONG_S
 
 SPEC = ReceiverSpec(
     init_method="tcp://h:1", world_size=2, backend="gloo", kind="full", tensors=(ReceivedTensor("w", (3,), "float32"),)
 )
-LONG = 20.0
 
 
 class FakeChannel:
@@ -30,7 +30,7 @@ class FakeChannel:
 
     @contextmanager
     def receive(self, specs: Any, *, deadline: Any):
-        self.sent.wait(LONG)
+        self.sent.wait(LONG_S)
         if self._aborted:
             raise EngineError(self._aborted)
         if self.breaks_with is not None:
@@ -52,7 +52,7 @@ class FakeChannel:
 
 def connected(channel: FakeChannel) -> Receiver:
     receiver = Receiver(SPEC, rank=1, device=torch.device("cpu"), connect=lambda **_: channel)
-    receiver._thread.join(LONG)
+    receiver._thread.join(LONG_S)
     assert receiver.state == "connected"
     return receiver
 
@@ -62,7 +62,7 @@ def test_joining_goes_on_in_the_background_and_can_be_stopped():
 
     def connect(**arguments: Any) -> Any:
         asked.update(arguments)
-        arguments["cancel"].wait(LONG)
+        arguments["cancel"].wait(LONG_S)
         raise EngineError("given up")
 
     receiver = Receiver(SPEC, rank=4, device=torch.device("cpu"), connect=connect)
@@ -80,7 +80,7 @@ def test_joining_that_fails_is_an_error_with_its_reason(error):
         raise error
 
     receiver = Receiver(SPEC, rank=1, device=torch.device("cpu"), connect=connect)
-    receiver._thread.join(LONG)
+    receiver._thread.join(LONG_S)
     assert receiver.state == "error" and "nobody there" in receiver.detail
     receiver.close()
 
@@ -90,12 +90,12 @@ def test_an_update_is_a_copy_and_the_trainer_hears_of_it_once_it_is_loaded():
     receiver = connected(channel)
     assert receiver.take(0.0) is None
     channel.sent.set()
-    tensors = receiver.take(LONG)
+    tensors = receiver.take(LONG_S)
     channel.buffer.zero_()
     assert tensors is not None and tensors["w"].tolist() == [1, 1, 1] and channel.told == []
     receiver.settle()
     assert channel.told == ["loaded"] and receiver.updates == 1 and receiver.state == "connected"
-    assert receiver.take(LONG) is not None
+    assert receiver.take(LONG_S) is not None
     receiver.close()
 
 
@@ -103,7 +103,7 @@ def test_a_failure_to_load_reaches_the_trainer():
     channel = FakeChannel()
     channel.sent.set()
     receiver = connected(channel)
-    receiver.take(LONG)
+    receiver.take(LONG_S)
     receiver.settle(EngineError("it does not fit"))
     assert channel.told == ["failed: it does not fit"] and channel.closed
     assert (receiver.state, receiver.updates) == ("error", 0) and "does not fit" in receiver.detail
@@ -118,7 +118,7 @@ def test_an_update_that_breaks_off_closes_the_channel(error):
     channel.sent.set()
     receiver = connected(channel)
     with pytest.raises(EngineError, match="the trainer died"):
-        receiver.take(LONG)
+        receiver.take(LONG_S)
     assert receiver.state == "error" and channel.closed
 
 
@@ -135,6 +135,6 @@ def test_stopping_ends_an_update_that_was_not_loaded():
     channel = FakeChannel()
     channel.sent.set()
     receiver = connected(channel)
-    assert receiver.take(LONG) is not None
+    assert receiver.take(LONG_S) is not None
     receiver.close()
     assert channel.told == ["failed: the receiver was stopped"]

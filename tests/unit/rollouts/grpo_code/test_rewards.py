@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from lachesis.rollouts.grpo_code import code_execution_reward_func, soft_format_
 from lachesis.rollouts.grpo_code.execution import run_tests
 from lachesis.rollouts.grpo_code.rewards import extract_code
 from lachesis.rollouts.imports import load_function
+from tests.waiting import LONG_S
 
 ADD = "def add(a, b):\n    return a + b\n"
 
@@ -78,10 +81,25 @@ class TestExecution:
 
 
 class TestLimits:
-    def test_tests_before_an_endless_loop_count(self):
-        started = time.monotonic()
-        assert run_tests(ADD, ["assert add(1, 1) == 2", "while True: pass", "assert True"], time_limit_s=0.3) == 1
-        assert time.monotonic() - started < 5
+    def test_tests_before_an_endless_loop_count(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+        begun = tmp_path / "begun"
+
+        class Patient(subprocess.Popen):
+            """Out of time once the loop has begun, on a slow machine too."""
+
+            def communicate(self, task: bytes | None = None, timeout: float | None = None) -> tuple[bytes, bytes]:
+                while timeout is not None:
+                    try:
+                        return super().communicate(task, 0.02)
+                    except subprocess.TimeoutExpired:
+                        if begun.exists():
+                            raise
+                        task = None
+                return super().communicate(task)
+
+        monkeypatch.setattr(subprocess, "Popen", Patient)
+        loop = f"open({str(begun)!r}, 'w').close()\nwhile True: pass"
+        assert run_tests(ADD, ["assert add(1, 1) == 2", loop, "assert True"]) == 1
 
     @pytest.mark.parametrize(
         "code",
@@ -116,7 +134,7 @@ class TestLimits:
         assert not list(tmp_path.iterdir())
 
     def test_what_it_starts_ends_with_it(self):
-        code = "import subprocess\np = subprocess.Popen(['sleep', '60'])\nprint(p.pid)"
+        code = "import subprocess\np = subprocess.Popen(['sleep', '600'])\nprint(p.pid)"
         started = time.monotonic()
-        assert run_tests(code, ["assert p.poll() is None"], time_limit_s=5) == 1
-        assert time.monotonic() - started < 4
+        assert run_tests(code, ["assert p.poll() is None"], time_limit_s=4 * LONG_S) == 1
+        assert time.monotonic() - started < LONG_S

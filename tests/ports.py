@@ -1,0 +1,26 @@
+"""Ports for servers that start a moment later, or start again."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+
+# Below those that Linux gives to outgoing connections and to servers that do not care (ip_local_port_range): one of
+# these could be taken before the server starts, or while it is down.
+_FIRST, _LAST = 20_000, 32_000
+# Each test process draws from somewhere else.
+_numbers = itertools.count(os.getpid() * 97)
+
+
+def free_port() -> int:
+    """A port that nothing listens on and that the system gives to no one by itself."""
+    for number in itertools.islice(_numbers, _LAST - _FIRST):
+        port = _FIRST + number % (_LAST - _FIRST)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
+    raise AssertionError(f"no port between {_FIRST} and {_LAST} is free")
