@@ -172,6 +172,7 @@ def build_engine(config: LachesisConfig, policy: Policy) -> Engine:
         max_batch_size=config.engine.max_batch_size,
         max_context=context_length(config.model),
         decode=loaded.tokenizer.decode,
+        special_token_ids=loaded.tokenizer.all_special_ids,
         session_id=secrets.token_hex(8),
     )
 
@@ -268,6 +269,7 @@ def build_feed(
             depth=pipeline.prefetch_depth,
             max_staleness=pipeline.max_staleness,
             batch_deadline_s=config.deadlines.batch_s,
+            uses=config.algorithm.num_iterations,
         )
     return repeated(feed, config, pack=pack_groups)
 

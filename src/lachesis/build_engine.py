@@ -97,7 +97,8 @@ def build_servers(config: LachesisConfig, *, place: RunPlace) -> EngineSide:
             process.launch()
         for process in processes:
             process.wait_ready(deadline=deadline)
-        engine.connect(deadline=deadline)
+        wait_s = config.engine.wait_s if config.engine.kind == "http" else 0.0
+        engine.connect_when_up(wait_s=wait_s, deadline=deadline)
         takeover = config.engine.kind == "http" and config.engine.takeover
         engine.claim(place.owner, takeover=takeover, deadline=deadline)
         if not processes:

@@ -56,6 +56,10 @@ class EngineError(LachesisError):
     exit_code = 6
 
 
+class EngineUnreachable(EngineError):
+    """A server gives no answer at all: it is not up yet, or gone."""
+
+
 class StaleWeights(EngineError):
     """The engine's weights are not the trainer's: a transfer did not arrive, or only in part."""
 

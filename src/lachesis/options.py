@@ -102,11 +102,17 @@ def advantage_function(config: LachesisConfig) -> AdvantageFunction:
 
 
 def health_limits(config: LachesisConfig) -> Limits:
-    """From where on a run says that trainer and engine disagree: later where only one rounds weights or products."""
+    """From where on a run says that samples are old, and that trainer and engine disagree.
+
+    The first is later where the configuration wants older ones, the second where only one side rounds its products
+    or its base weights.
+    """
+    kind, pipeline = config.model.quantization, config.pipeline
+    wanted = max(Limits().staleness, config.algorithm.num_iterations - 1)
+    limits = Limits(staleness=max(wanted, pipeline.max_staleness or 0) if pipeline.async_prefetch else wanted)
     if config.model.matmul_dtype != "auto":
-        return Limits(logprob_diff=ROUNDED_LOGPROB_DIFF)
-    kind = config.model.quantization
+        return replace(limits, logprob_diff=ROUNDED_LOGPROB_DIFF)
     if kind == "none" or config.engine.kind == "embedded":
-        return Limits()
-    wider = Limits(canary_error=QUANTIZED_TOLERANCE[kind] / 2)
+        return limits
+    wider = replace(limits, canary_error=QUANTIZED_TOLERANCE[kind] / 2)
     return wider if kind == "int8" else replace(wider, logprob_diff=ROUNDED_LOGPROB_DIFF)

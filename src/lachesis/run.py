@@ -28,23 +28,18 @@ from lachesis.build import (
     load_data,
 )
 from lachesis.build_engine import EngineSide, RunPlace, engine_log
+from lachesis.build_sinks import build_sinks, completion_picker
 from lachesis.config.load import LoadedConfig, dump_config
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import with_steps
 from lachesis.errors import CheckpointError, EngineError, LachesisError, StopRequested
 from lachesis.files import write_atomic
-from lachesis.metrics.base import Sink
-from lachesis.metrics.console import ConsoleSink
-from lachesis.metrics.health import HealthMonitor
 from lachesis.metrics.hub import DISK_FULL, MetricsHub
-from lachesis.metrics.jsonl import JsonlSink, read_metrics
-from lachesis.metrics.report import ReportSink
-from lachesis.metrics.tape import TapeSink, TokenTexts, token_texts
+from lachesis.metrics.jsonl import read_metrics
+from lachesis.metrics.tape import token_texts
 from lachesis.metrics.telemetry import Telemetry
-from lachesis.metrics.tensorboard import TensorBoardSink
-from lachesis.metrics.wandb import WandbSink
-from lachesis.options import health_limits, loss_options, steps
+from lachesis.options import loss_options, steps
 from lachesis.pipeline.feed import Feed
 from lachesis.recovery import RecoveringEvaluation, RecoveringFeed, Recovery
 from lachesis.rollouts.atropos_watch import EngineWatch
@@ -55,7 +50,7 @@ from lachesis.train.checkpoint import CheckpointManager, save_model
 from lachesis.train.loop import Evaluation, Trainer
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
-from lachesis.types import EvalResult, StepRecord
+from lachesis.types import EvalResult
 
 logger = logging.getLogger("lachesis")
 
@@ -136,7 +131,16 @@ def train(
             start = checkpoints.restore() if resume else 0
             write_atomic(run.files["config"], dump_config(config))
             texts = token_texts(parts.policy.loaded.tokenizer)
-            hub = build_sinks(config, run=run, start=start, consoles=[console, log], texts=texts)
+            hub = build_sinks(
+                config,
+                run=run,
+                start=start,
+                consoles=[console, log],
+                texts=texts,
+                completions=completion_picker(
+                    config, reward_names=parts.reward_names, tokenizer=parts.policy.loaded.tokenizer
+                ),
+            )
             closing.callback(hub.close)
             trainer = build_trainer(parts, checkpoints=checkpoints, hub=hub, stop_requested=stop_requested)
             if companions is not None:
@@ -319,59 +323,6 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-
-
-def build_sinks(
-    config: LachesisConfig, *, run: RunDirectory, start: int, consoles: Sequence[Console | None], texts: TokenTexts
-) -> MetricsHub:
-    """Everything that is told of a step, and the health rules. ``start`` > 0 keeps what is there up to it."""
-    files, logging_config = run.files, config.logging
-    resume_step = start if start > 0 else None
-    sinks: list[Sink] = [JsonlSink(files["metrics"], resume_step=resume_step)]
-    if logging_config.tape:
-        sinks.append(
-            TapeSink(
-                files["rollouts"], resume_step=resume_step, report_groups=logging_config.report_groups, texts=texts
-            )
-        )
-    if logging_config.tensorboard:
-        sinks.append(TensorBoardSink(files["tensorboard"], resume_step=resume_step))
-    if logging_config.wandb is not None:
-        sinks.append(
-            WandbSink(
-                logging_config.wandb,
-                run_dir=run.path,
-                run_name=config.run.name,
-                settings=config.model_dump(mode="json"),
-                resume_step=resume_step,
-            )
-        )
-    sinks += [StateSink(run), ReportSink(run.path, logging_config.report_every_steps)]
-    sinks += [
-        ConsoleSink(console, steps(config), every_steps=logging_config.every_steps, title=config.run.name)
-        for console in consoles
-        if console is not None
-    ]
-    monitor = HealthMonitor(limits=health_limits(config))
-    if resume_step is not None:
-        # What was reached before counts when a fall from the best accuracy is looked for.
-        for result in read_metrics(files["metrics"]).evaluations:
-            monitor.evaluation(result)
-    return MetricsHub(sinks, monitor=monitor)
-
-
-class StateSink(Sink):
-    """Keeps state.json up to date, to a second: it is forced to disk each time."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._written = 0.0
-
-    def write(self, record: StepRecord) -> None:
-        self._run.state["step"] = record.step  # for whoever writes next
-        if time.monotonic() - self._written >= 1.0:
-            self._run.update(step=record.step)
-            self._written = time.monotonic()
 
 
 def _device_memory() -> tuple[int, int]:

@@ -141,9 +141,8 @@ def test_served_to_the_trainer(job: Stage, main: Main, monkeypatch: pytest.Monke
 
 # What the example says that sets nothing here; each key is named in a note of the run's log.
 NOTHING_TO_SET = {
-    "attn_implementation", "skip_prepare_dataset", "trl.log_completions", "trl.num_completions_to_print",
-    "trl.vllm_server_timeout", "trl.use_data_producer", "trl.use_liger_loss", "vllm.gpu_memory_utilization",
-    "vllm.tensor_parallel_size", "vllm.max_model_len", "vllm.dtype",
+    "attn_implementation", "skip_prepare_dataset", "trl.use_data_producer", "trl.use_liger_loss",
+    "vllm.gpu_memory_utilization", "vllm.tensor_parallel_size", "vllm.max_model_len", "vllm.dtype",
 }  # fmt: skip
 # Where all else of it is, in the configuration that ran.
 LANDED = {
@@ -165,7 +164,7 @@ LANDED = {
     "pipeline.reroll_start_fraction": 0.5, "pipeline.reroll_max_groups": 1, "batch.prompts_per_step": 4,
     "batch.micro_batch_size": 4, "optimizer.kind": "adamw", "optimizer.learning_rate": 1e-3,
     "optimizer.schedule": "cosine", "optimizer.warmup_steps": 1, "checkpoint.every_steps": 6, "checkpoint.keep_last": 2,
-    "logging.every_steps": 1,
+    "logging.every_steps": 1, "logging.completions": 2, "deadlines.generation_s": 300, "engine.wait_s": 300,
 }  # fmt: skip
 
 

@@ -41,3 +41,25 @@ def test_float8_products_are_off_in_the_canary_and_on_in_the_logprobs_of_the_los
     limits = health_limits(LachesisConfig.model_validate(sections))
     assert limits.canary_error == Limits().canary_error
     assert limits.logprob_diff > Limits().logprob_diff
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "pipeline", "limit"),
+    [
+        ({}, {}, 4),
+        ({"num_iterations": 7}, {}, 6),
+        ({}, {"async_prefetch": True, "max_staleness": 9}, 9),
+        ({}, {"async_prefetch": True, "max_staleness": None}, 4),
+        ({}, {"max_staleness": 9}, 4),
+    ],
+)
+def test_samples_as_old_as_the_configuration_wants_them_are_nothing_to_warn_of(algorithm, pipeline, limit: int):
+    sections = {
+        "run": {"steps": 1},
+        "model": {"path": "a"},
+        "data": {"path": "a"},
+        "rewards": {"functions": ["a.b"]},
+        "algorithm": algorithm,
+        "pipeline": pipeline,
+    }
+    assert health_limits(LachesisConfig.model_validate(sections)).staleness == limit

@@ -12,7 +12,8 @@ SOURCE = Path(__file__).parents[2] / "src" / "lachesis"
 # From the top down; a room may import from rooms below it and from itself.
 ROOMS = [
     ("cli", "doctor", "__main__"),
-    ("env_cli", "launch", "grpo", "run", "serve", "recovery", "build", "build_engine", "options", "rundir", "status"),
+    ("env_cli", "launch", "grpo", "run", "serve", "recovery"),
+    ("build", "build_engine", "build_sinks", "options", "rundir", "status"),
     ("config",),
     ("train",),
     ("bridges",),

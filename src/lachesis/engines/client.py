@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -13,10 +15,12 @@ from lachesis.deadline import Deadline
 from lachesis.engines.base import Engine, Finished, PauseMode
 from lachesis.engines.control import DigestReading, ServerControl, ServerInfo
 from lachesis.engines.generation_calls import GenerationCalls
-from lachesis.errors import ConfigError, EngineError, LachesisError, StaleWeights
+from lachesis.errors import ConfigError, EngineError, EngineUnreachable, LachesisError, StaleWeights
 from lachesis.types import CanaryReading, Completion, EngineHealth, GenerationRequest
 
 T = TypeVar("T")
+logger = logging.getLogger("lachesis")
+_AGAIN_S = 1.0
 
 
 class HttpEngine(Engine):
@@ -80,6 +84,26 @@ class HttpEngine(Engine):
                 )
         self._sessions = tuple(info.session_id for info in infos)
         return infos
+
+    def connect_when_up(self, *, wait_s: float, deadline: Deadline) -> tuple[ServerInfo, ...]:
+        """:meth:`connect`, asking again for ``wait_s`` seconds while a server gives no answer.
+
+        Raises:
+            EngineError: as :meth:`connect`; of a server without an answer once that time is over.
+        """
+        patience = Deadline("the trainer's wait for the inference servers", wait_s, "engine.wait_s")
+        told = False
+        with patience.waiting():
+            while True:
+                try:
+                    return self.connect(deadline=deadline)
+                except EngineUnreachable as error:
+                    if not patience.remaining_s():
+                        raise
+                    if not told:
+                        logger.warning("%s; waiting for it, at most %g s", error.message, wait_s)
+                    told = True
+                time.sleep(min(_AGAIN_S, wait_s))
 
     @property
     def session_ids(self) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from lachesis.engines.base import PauseMode
 from lachesis.engines.replies import malformed, read_reply
 from lachesis.engines.serving.served import DigestSlice, ModelInfo, ReceiverSpec, ReceiverStatus, TensorInfo
 from lachesis.engines.serving.session import session_token
-from lachesis.errors import ConfigError, DeadlineExceeded, EngineError
+from lachesis.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable
 from lachesis.types import CanaryReading
 
 # Connecting is tried this often again: until then nothing has been sent, so nothing can happen twice.
@@ -243,9 +243,9 @@ class ServerControl:
         when, state = self._seen
         return f"last seen {time.monotonic() - when:.1f} s ago {state}"
 
-    def unreachable(self, error: Exception) -> EngineError:
+    def unreachable(self, error: Exception) -> EngineUnreachable:
         """The error for a server that gave no answer."""
-        return EngineError(
+        return EngineUnreachable(
             f"the inference server at {self.url} does not answer ({type(error).__name__}: {error}); {self.last_state}",
             remedy="look at its log, and start it with `lachesis serve` if it is gone",
         )

@@ -18,6 +18,8 @@ from lachesis.engines.base import Engine, Finished, PauseMode
 from lachesis.engines.decoder import Decoder, ModelTraits, generation_mode
 from lachesis.engines.embedded_checks import check_request, check_tokens
 from lachesis.engines.embedded_gate import TokenGate
+from lachesis.engines.guided import RegexGuide, token_pieces
+from lachesis.engines.histories import Histories
 from lachesis.engines.rows import Rows, Share, branch, plan_batches
 from lachesis.engines.sampling import RowSampling, draw_uniforms, process_logits, sample
 from lachesis.errors import EngineError
@@ -69,7 +71,8 @@ class EmbeddedEngine(Engine):
         pad_token_id: filler of shorter prompts; masked.
         max_batch_size: most sequences decoded at the same time.
         max_context: most tokens of prompt and completion together.
-        decode: token ids to text; needed for ``stop`` strings only.
+        decode: token ids to text; needed for ``stop`` strings and regular expressions only.
+        special_token_ids: tokens that are no text, which no regular expression allows.
         session_id: who this engine is in canary readings; random if unset.
     """
 
@@ -82,6 +85,7 @@ class EmbeddedEngine(Engine):
         max_batch_size: int,
         max_context: int,
         decode: Decode | None = None,
+        special_token_ids: Collection[int] = (),
         session_id: str | None = None,
     ) -> None:
         self._model: PreTrainedModel | PeftModel | None = model
@@ -91,6 +95,9 @@ class EmbeddedEngine(Engine):
         self._max_batch_size = max_batch_size
         self._max_context = max_context
         self._decode = decode
+        self._special_token_ids = frozenset(special_token_ids)
+        self._guides: dict[str, RegexGuide] = {}
+        self._texts: list[str] = []
         self._session_id = session_id or uuid.uuid4().hex
         self._version = 0
         self._gate = TokenGate()
@@ -229,9 +236,19 @@ class EmbeddedEngine(Engine):
         decoder = Decoder(model, traits=self._traits, prompts=prompts, pad_token_id=self._pad_token_id)
         logits = decoder.prefill()
         sampling = RowSampling.of(params, vocab_size=logits.shape[-1], device=device)
-        seen = _seen_tokens(prompts, logits) if sampling.repetition_penalty is not None else None
+        histories = Histories(
+            shares,
+            sampling=sampling,
+            logits=logits,
+            end_token_ids=self._eos_token_ids,
+            guide=self._guide,
+            pieces=self._pieces,
+        )
         for step in range(rows.max_tokens):
-            distributions = process_logits(logits, sampling, seen=seen)
+            banned = histories.banned(node, length=step)
+            distributions = process_logits(
+                logits, sampling, seen=histories.seen, counts=histories.counts, banned=banned
+            )
             tokens, logprobs = _sample_rows(distributions, node, uniforms[live, step], sampling=sampling)
             if not np.isfinite(logprobs).all():
                 raise EngineError(
@@ -260,11 +277,24 @@ class EmbeddedEngine(Engine):
                 picked = torch.from_numpy(parents).to(device)
                 decoder.fork(picked)
                 sampling = sampling.take(picked)
-                seen = None if seen is None else seen.index_select(0, picked)
-            if seen is not None:
-                seen.scatter_(1, fed[:, None], True)
+                histories.fork(parents, picked)
+            histories.append(inputs, fed)
             logits = decoder.step(fed)
         return rows
+
+    def _pieces(self) -> list[str]:
+        """The text of each token; found once."""
+        assert self._decode is not None  # check() sees to it
+        if not self._texts:
+            size = self._traits.vocab_size
+            self._texts = token_pieces(self._decode, vocab_size=size, special_token_ids=self._special_token_ids)
+        return self._texts
+
+    def _guide(self, pattern: str) -> RegexGuide:
+        if pattern not in self._guides:
+            guide = RegexGuide(pattern, pieces=self._pieces(), end_token_ids=self._eos_token_ids)
+            self._guides = {pattern: guide}  # a run has one
+        return self._guides[pattern]
 
     def _give_way(self, call: _Call) -> None:
         def enter() -> AbstractContextManager[None]:
@@ -341,14 +371,6 @@ def _draw(shares: Sequence[Share], steps: int) -> np.ndarray:
     """Uniforms [rows, steps] of all completions of the shares; see :func:`draw_uniforms`."""
     keys = [(share.request.seed, j) for share in shares for j in range(share.first, share.first + share.count)]
     return draw_uniforms(keys, steps)
-
-
-def _seen_tokens(prompts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-    """bool [N, V] on the device of ``logits`` [N, V]: which tokens each prompt has."""
-    seen = torch.zeros(logits.shape, dtype=torch.bool)
-    for row, prompt in zip(seen, prompts, strict=True):
-        row[list(prompt)] = True
-    return seen.to(logits.device)
 
 
 def _sample_rows(

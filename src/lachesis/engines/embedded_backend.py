@@ -41,12 +41,12 @@ T = TypeVar("T")
 
 # vLLM's fields that this engine knows in one value only.
 _NEUTRAL: Mapping[str, Any] = {
-    "presence_penalty": 0, "frequency_penalty": 0, "min_tokens": 0, "ignore_eos": False, "detokenize": True,
-    "spaces_between_special_tokens": True,
+    "ignore_eos": False, "detokenize": True, "spaces_between_special_tokens": True,
 }  # fmt: skip
 _FIELDS = frozenset(_NEUTRAL) | {
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "stop", "stop_token_ids",
-    "skip_special_tokens", "include_stop_str_in_output",
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output",
+    "structured_outputs",
 }  # fmt: skip
 _MAX_TOKENS = 16  # vLLM's, where a request says nothing
 _CONTROL_THREADS = 16
@@ -270,6 +270,10 @@ class EmbeddedBackend(ServedEngine):
                 top_p=float(sampling.get("top_p", 1.0)),
                 min_p=float(sampling.get("min_p", 0.0)),
                 repetition_penalty=float(sampling.get("repetition_penalty", 1.0)),
+                min_tokens=sampling.get("min_tokens", 0),
+                presence_penalty=float(sampling.get("presence_penalty", 0.0)),
+                frequency_penalty=float(sampling.get("frequency_penalty", 0.0)),
+                guided_regex=_regex(sampling.get("structured_outputs")),
             ),
             n=request.n,
             seed=sampling.get("seed", secrets.randbits(63)),
@@ -342,3 +346,16 @@ class EmbeddedBackend(ServedEngine):
             best = zip(likeliest.indices[row].tolist(), likeliest.values[row].tolist(), strict=True)
             rows.append({token: float(logprobs[row, token])} | dict(best))
         return tuple(rows)
+
+
+def _regex(structured: Any) -> str | None:
+    """The regular expression of a request's ``structured_outputs``; Refused (400) for what is something else."""
+    if structured is None:
+        return None
+    pattern = structured.get("regex") if isinstance(structured, Mapping) and len(structured) == 1 else None
+    if not isinstance(pattern, str):
+        raise Refused(
+            "structured_outputs: the embedded engine follows a regular expression only",
+            remedy='give {"regex": "..."}, or use vLLM',
+        )
+    return pattern

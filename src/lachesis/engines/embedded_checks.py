@@ -28,6 +28,11 @@ def check_request(
             f"{where} has stop strings, but this engine has no tokenizer to find them with",
             remedy="give the engine `decode`, or use stop_token_ids",
         )
+    if params.guided_regex is not None and not can_decode:
+        raise EngineError(
+            f"{where} has a regular expression, but this engine has no tokenizer to follow it with",
+            remedy="give the engine `decode`",
+        )
 
 
 def check_tokens(what: str, token_ids: Sequence[int], *, vocab_size: int, max_context: int) -> None:
@@ -55,6 +60,9 @@ def _wrong_parameter(n: int, params: SamplingParams) -> str:
         f"top_k = {params.top_k}, not at least 0": params.top_k >= 0,
         f"min_p = {params.min_p}, not from 0 to 1": 0 <= params.min_p <= 1,
         f"repetition_penalty = {params.repetition_penalty}, not above 0": params.repetition_penalty > 0,
+        f"min_tokens = {params.min_tokens}, not from 0 to max_tokens": 0 <= params.min_tokens <= params.max_tokens,
+        f"presence_penalty = {params.presence_penalty}, not from -2 to 2": -2 <= params.presence_penalty <= 2,
+        f"frequency_penalty = {params.frequency_penalty}, not from -2 to 2": -2 <= params.frequency_penalty <= 2,
         "an empty stop string": all(params.stop),
     }
     return next((wrong for wrong, right in checks.items() if not right), "")

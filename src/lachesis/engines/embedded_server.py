@@ -130,6 +130,7 @@ def build_backend(options: EmbeddedServerOptions, *, session: Session) -> Embedd
         max_batch_size=options.max_num_seqs,
         max_context=max_model_len,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
+        special_token_ids=tokenizer.all_special_ids,
         session_id=session.session_id,
     )
     max_rank = options.max_lora_rank if options.enable_lora else 0

@@ -143,13 +143,20 @@ class Rows:
     def _ends_with_stop(self, row: int) -> bool:
         """Whether the newest token completed a stop string."""
         assert self._decode is not None
-        stop = self._shares[self.share[row]].request.params.stop
+        params = self._shares[self.share[row]].request.params
+        stop = params.stop
         # Earlier tokens completed none, so the end is enough: a character has at most 4 byte tokens, and some
         # more are for special tokens that decode to nothing.
         window = 4 * max(map(len, stop)) + 16
         length = int(self._length[row])
-        text = self._decode(self._tokens[row, max(0, length - window) : length].tolist())
-        return any(string in text for string in stop)
+        if length <= params.min_tokens:
+            return False
+        start = max(0, length - window)
+        text = self._decode(self._tokens[row, start:length].tolist())
+        # What was completed too early to count does not count later either.
+        early = self._tokens[row, start : max(start, params.min_tokens)].tolist()
+        before = self._decode(early) if early else ""
+        return any(text.count(string) > before.count(string) for string in stop)
 
 
 def branch(

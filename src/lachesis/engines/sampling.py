@@ -1,7 +1,8 @@
 """From logits to a sampled token and its exact logprob: pure functions over rows.
 
 Shapes: N distributions over a vocabulary of V tokens. Order and meaning of the processors are vLLM's:
-repetition penalty, temperature, min-p, top-k, top-p. All of it is float32, whatever the model computes in.
+tokens that may not come, penalties for repetition, frequency and presence, temperature, min-p, top-k, top-p.
+All of it is float32, whatever the model computes in.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class RowSampling:
     greedy: Tensor | None
     all_greedy: bool
     repetition_penalty: Tensor | None
+    frequency_penalty: Tensor | None
+    presence_penalty: Tensor | None
     temperature: Tensor | None
     min_p: Tensor | None
     top_k: Tensor | None
@@ -50,6 +53,8 @@ class RowSampling:
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             all_greedy=all(greedy),
             repetition_penalty=column([p.repetition_penalty for p in params], unused=1.0),
+            frequency_penalty=column([p.frequency_penalty for p in params], unused=0.0),
+            presence_penalty=column([p.presence_penalty for p in params], unused=0.0),
             temperature=column([1.0 if p.greedy else p.temperature for p in params], unused=1.0),
             min_p=column([0.0 if p.greedy else p.min_p for p in params], unused=0.0),
             top_k=column(top_k, unused=vocab_size),
@@ -67,6 +72,8 @@ class RowSampling:
             greedy=pick(self.greedy),
             all_greedy=self.all_greedy,
             repetition_penalty=pick(self.repetition_penalty),
+            frequency_penalty=pick(self.frequency_penalty),
+            presence_penalty=pick(self.presence_penalty),
             temperature=pick(self.temperature),
             min_p=pick(self.min_p),
             top_k=pick(self.top_k),
@@ -75,7 +82,14 @@ class RowSampling:
         )
 
 
-def process_logits(logits: Tensor, sampling: RowSampling, *, seen: Tensor | None = None) -> Tensor:
+def process_logits(
+    logits: Tensor,
+    sampling: RowSampling,
+    *,
+    seen: Tensor | None = None,
+    counts: Tensor | None = None,
+    banned: Tensor | None = None,
+) -> Tensor:
     """Logprobs [N, V] (float32) of the distributions to sample from; -inf for tokens that were cut.
 
     Args:
@@ -83,10 +97,19 @@ def process_logits(logits: Tensor, sampling: RowSampling, *, seen: Tensor | None
         sampling: the parameters of the N rows.
         seen: bool [N, V], true for tokens of the prompt and of the completion so far; needed where a
             repetition penalty is used.
+        counts: float [N, V], how often each token is in the completion so far; needed where a frequency or
+            presence penalty is used.
+        banned: bool [N, V], tokens that may not come.
     """
     logits = logits.float()
+    if banned is not None:
+        logits = logits.masked_fill(banned, float("-inf"))
     if sampling.repetition_penalty is not None and seen is not None:
         logits = penalize_repetition(logits, sampling.repetition_penalty, seen)
+    if sampling.frequency_penalty is not None and counts is not None:
+        logits = logits - sampling.frequency_penalty * counts
+    if sampling.presence_penalty is not None and counts is not None:
+        logits = logits - sampling.presence_penalty * (counts > 0)
     if sampling.temperature is not None:
         logits = logits / sampling.temperature
     if sampling.min_p is not None:

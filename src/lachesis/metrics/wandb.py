@@ -12,6 +12,7 @@ from lachesis.config.schema import WandbConfig
 from lachesis.errors import ConfigError, DependencyError
 from lachesis.files import write_atomic
 from lachesis.metrics.base import Sink
+from lachesis.metrics.completions import CompletionPicker
 from lachesis.metrics.names import evaluation_values
 from lachesis.types import EvalResult, StepRecord
 
@@ -27,6 +28,7 @@ class WandbSink(Sink):
         run_name: used where the section names no run.
         settings: the resolved configuration of the run, shown by W&B.
         resume_step: not ``None`` where a run is resumed.
+        completions: which completions are logged, as the table ``completions``; ``None`` logs none.
 
     Raises:
         DependencyError: the package wandb is not installed.
@@ -41,7 +43,9 @@ class WandbSink(Sink):
         run_name: str,
         settings: Mapping[str, Any],
         resume_step: int | None = None,
+        completions: CompletionPicker | None = None,
     ) -> None:
+        self._completions = completions
         try:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
@@ -49,6 +53,7 @@ class WandbSink(Sink):
                 f"logging.wandb is set but wandb cannot be imported: {error}",
                 remedy='pip install "lachesis[wandb]", or remove logging.wandb',
             ) from error
+        self._wandb = wandb
         run_id = _run_id(Path(run_dir), resumed=resume_step is not None)
         try:
             self._run = wandb.init(
@@ -76,6 +81,14 @@ class WandbSink(Sink):
             values |= evaluation_values(record.evaluation)
         for finding in record.findings:
             values[f"health/{finding.rule}"] = f"{finding.level}: {finding.message}"
+        if self._completions is not None and (shown := self._completions.pick(record)):
+            names = list(self._completions.reward_names)
+            values["completions"] = self._wandb.Table(
+                columns=["step", "prompt", "completion", "reward", *names],
+                data=[
+                    [record.step, one.prompt, one.completion, one.reward, *map(one.rewards.get, names)] for one in shown
+                ],
+            )
         self._run.log(values)
 
     def evaluation(self, result: EvalResult) -> None:

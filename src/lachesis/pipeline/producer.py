@@ -32,8 +32,8 @@ class AsynchronousFeed(Feed[BatchT]):
     """While the trainer works on one batch, up to ``depth`` others are generated and scored.
 
     A batch holds a slot from the start of its generation until the step that trained on it is done, so ``1 +
-    depth`` slots bound memory and staleness alike. Groups that are older than ``max_staleness`` when their turn
-    comes are dropped and counted, and the batch is filled up from the next one.
+    depth`` slots bound memory and staleness alike. Groups that would be older than ``max_staleness`` at the last
+    of the steps that use them are dropped and counted, and the batch is filled up from the next one.
 
     Counts and seconds are those of the batches that a step took, not of what was generated meanwhile.
 
@@ -45,6 +45,7 @@ class AsynchronousFeed(Feed[BatchT]):
         finisher: makes batches; only the caller's thread uses it.
         depth: batches generated ahead.
         max_staleness: in weight versions; ``None`` drops nothing.
+        uses: optimizer steps on each batch, between which this feed is not asked.
         batch_deadline_s: longest wait for a batch, of the trainer and of the producer for its generation.
     """
 
@@ -56,9 +57,11 @@ class AsynchronousFeed(Feed[BatchT]):
         depth: int,
         max_staleness: int | None,
         batch_deadline_s: float,
+        uses: int = 1,
     ) -> None:
         self._collector = collector
         self._finisher = finisher
+        self._uses = uses
         self._count = collector.count
         self._max_staleness = max_staleness
         self._batch_deadline_s = batch_deadline_s
@@ -95,7 +98,8 @@ class AsynchronousFeed(Feed[BatchT]):
         return self._finisher.finish(groups)
 
     def _take_fresh(self, groups: list[Group]) -> list[Group]:
-        kept = fresh(groups, version=self._version, max_staleness=self._max_staleness)
+        last_use = self._version + self._uses - 1
+        kept = fresh(groups, version=last_use, max_staleness=self._max_staleness)
         self._dropped += len(groups) - len(kept)
         return kept
 

@@ -59,7 +59,10 @@ def test_the_quick_start(load, tmp_path, monkeypatch):
     assert (config.data.eval_size, config.data.max_prompt_length) == (0, 512)
     assert config.rewards.functions == ["rewards.accuracy_reward", "rewards.format_reward"]
     assert config.rewards.weights == [1.0, 0.5]
-    assert config.engine.model_dump() == {"kind": "http", "urls": ["http://127.0.0.1:8000"], "takeover": False}
+    assert config.engine.model_dump() == {
+        "kind": "http", "urls": ["http://127.0.0.1:8000"], "wait_s": 300, "takeover": False,
+    }  # fmt: skip
+    assert config.deadlines.generation_s == 300
     assert (config.bridge.kind, config.sampling.temperature) == ("lora_only", 0.7)
     assert (config.batch.prompts_per_step, config.batch.micro_batch_size) == (1, 2)
     assert (config.optimizer.kind, config.optimizer.learning_rate) == ("adamw", 5e-6)

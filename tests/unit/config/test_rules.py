@@ -54,7 +54,10 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"source": {"kind": "local", "rollout_func": "f"}}, "source.rollout_func: 'f' is neither"),
         ({"data": {"eval_split": "test", "eval_size": 0.1}}, "data.eval_split and data.eval_size both"),
         ({"evaluation": {"samples_per_problem": 4}}, "all samples of a problem would be the same"),
-        ({"sampling": {"guided_regex": "a+"}}, "sampling.guided_regex is vLLM's, and engine.kind is embedded"),
+        (
+            {"sampling": {"generation_kwargs": {"bad_words": ["x"]}}},
+            "sampling.generation_kwargs is vLLM's, and engine.kind is embedded",
+        ),
         (
             {"engine": VLLM, "bridge": SHARED, "sampling": {"generation_kwargs": {"top_p": 0.5, "n": 2}}},
             "sampling.generation_kwargs.top_p has a key of its own",
@@ -97,9 +100,10 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             "bridge.share_base: the engine's weights are not quantized, and model.quantization is int8",
         ),
         ({"pipeline": {"async_prefetch": True, "max_staleness": 0}}, "max_staleness 0 drops them all"),
+        ({**ASYNC, "algorithm": {"num_iterations": 5}}, "at least 5 version(s) old, and max_staleness 4 drops them"),
         (
             {**ASYNC, "bridge": {"kind": "broadcast", "every_steps": 6}},
-            "every_steps 6: before a transfer all samples are up to 5 versions old, and max_staleness 4 drops them all",
+            "every_steps 6: before a transfer all samples are up to 5 versions old at their last use",
         ),
         (
             {"pipeline": {"reroll_start_fraction": 0.5, "reroll_max_groups": 33}},
@@ -233,6 +237,26 @@ def test_all_problems_are_told_at_once(build):
             "every weight is at most 0.5; 5 is usual",
         ),
         ({"algorithm": {"sapo_temperature_pos": 2.0}}, "note", "loss", "algorithm.sapo_temperature_pos do nothing"),
+        (
+            {"algorithm": {"loss_type": "cispo", "delta": 2.0}},
+            "warning",
+            "loss",
+            "algorithm.delta does nothing with loss_type cispo",
+        ),
+        (
+            {"algorithm": {"loss_type": "sapo", "epsilon": 0.1, "epsilon_high": 0.3}},
+            "warning",
+            "loss",
+            "algorithm.epsilon, algorithm.epsilon_high do nothing with loss_type sapo",
+        ),
+        ({"algorithm": {"kl_reference": "sampler"}}, "warning", "reference", "while algorithm.beta is 0"),
+        ({"evaluation": {"max_problems": 9}}, "note", "held_out", "evaluation.max_problems do nothing without"),
+        (
+            {"sampling": {"guided_regex": "a+", "min_tokens": 2}},
+            "warning",
+            "truncated_sampling",
+            "sampling.min_tokens, sampling.guided_regex: the engine's logprobs are of the distribution",
+        ),
         ({"algorithm": {"delta": 1.1}}, "warning", "loss", "delta 1.1 is not above 1 + epsilon 1.2"),
         ({"algorithm": {"ref_sync_steps": 8}}, "note", "reference", "ref_sync_steps does nothing"),
         (
@@ -330,13 +354,13 @@ def test_streaming_is_for_what_is_generated_here(build):
         {"engine": {"kind": "embedded_server"}, "bridge": SHARED},
         {"engine": VLLM, "bridge": {"kind": "none"}},
         {"engine": HTTP, "bridge": {"kind": "lora_only"}, "adapter": LORA},
-        {"engine": HTTP, "bridge": {"kind": "broadcast"}, "sampling": {"guided_regex": "a+"}},
+        {"engine": HTTP, "bridge": {"kind": "broadcast"}, "sampling": {"generation_kwargs": {"bad_words": ["x"]}}},
         ASYNC,
         {"pipeline": {"replay_size": 100, "reroll_start_fraction": 0.5}},
         {**ASYNC, "bridge": {"kind": "broadcast", "every_steps": 4}},
         {"algorithm": {"kl_reference": "ema", "beta": 0.1, "ref_sync_steps": 8}},
         {"run": {"steps": None, "epochs": 2.0}, "checkpoint": {"every_steps": 5}, "evaluation": {"every_steps": 0}},
-        {"evaluation": {"samples_per_problem": 4, "temperature": 1.0}},
+        {"evaluation": {"samples_per_problem": 4, "temperature": 1.0}, "data": {"path": "a.jsonl", "eval_size": 8}},
         {"optimizer": {"kind": "adafactor"}},
     ],
 )

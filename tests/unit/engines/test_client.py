@@ -13,10 +13,12 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from lachesis.deadline import Deadline
+from lachesis.engines import client
 from lachesis.engines.client import HttpEngine
+from lachesis.engines.control import ServerInfo
 from lachesis.engines.generation_calls import request_body
 from lachesis.engines.serving.served import Refused
-from lachesis.errors import ConfigError, DeadlineExceeded, EngineError, RewardError, StaleWeights
+from lachesis.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable, RewardError, StaleWeights
 from lachesis.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from tests.unit.engines.fake_server import FakeServer, refusal
 from tests.waiting import LONG_S
@@ -59,6 +61,45 @@ def engine(fake: FakeServer, make_engine: Callable[..., HttpEngine]) -> HttpEngi
 @pytest.fixture
 def both(pair: list[FakeServer], make_engine: Callable[..., HttpEngine]) -> HttpEngine:
     return make_engine(*pair)
+
+
+class LateServers(HttpEngine):
+    """Servers that give no answer the first ``absent`` times that they are asked."""
+
+    absent = 0
+
+    def connect(self, *, deadline: Deadline) -> tuple[ServerInfo, ...]:
+        if self.absent:
+            self.absent -= 1
+            raise self.controls[0].unreachable(ConnectionRefusedError("nobody listens"))
+        return super().connect(deadline=deadline)
+
+
+class TestServersThatAreNotUpYet:
+    @pytest.fixture
+    def late(self, fake: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[LateServers]:
+        monkeypatch.setattr(client, "_AGAIN_S", 0.0)
+        engine = LateServers([fake.url], token="secret")
+        engine.absent = 3
+        yield engine
+        engine.close()
+
+    def test_they_are_waited_for_and_the_log_says_so_once(self, late: LateServers, caplog: pytest.LogCaptureFixture):
+        with caplog.at_level("WARNING", logger="lachesis"):
+            (info,) = late.connect_when_up(wait_s=60.0, deadline=soon())
+        assert info.session_id == late.session_id
+        (said,) = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
+        assert late.controls[0].url in said and "nobody listens" in said and "at most 60 s" in said
+
+    def test_without_a_wait_the_first_silence_is_an_error(self, late: LateServers):
+        with pytest.raises(EngineUnreachable, match="nobody listens"):
+            late.connect_when_up(wait_s=0.0, deadline=soon())
+        assert late.absent == 2
+
+    def test_what_a_server_says_is_not_asked_for_again(self, pair: list[FakeServer], make_engine: Any):
+        pair[1].state.model = "another"
+        with pytest.raises(EngineError, match="serve different models"):
+            make_engine(*pair).connect_when_up(wait_s=60.0, deadline=soon())
 
 
 @pytest.fixture

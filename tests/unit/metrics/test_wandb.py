@@ -10,8 +10,9 @@ import pytest
 
 from lachesis.config.schema import WandbConfig
 from lachesis.errors import ConfigError, DependencyError
+from lachesis.metrics.completions import CompletionPicker
 from lachesis.metrics.wandb import WandbSink
-from lachesis.types import EvalResult, Finding, StepRecord
+from lachesis.types import EvalResult, Finding, Group, Prompt, Sample, StepRecord, VersionSpan
 
 CONFIG = WandbConfig(project="fates", group="quick", mode="offline")
 
@@ -44,6 +45,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
         return made[-1]
 
     module.init = init  # type: ignore[attr-defined]
+    module.Table = lambda columns, data: (columns, data)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     return made
 
@@ -71,6 +73,23 @@ def test_values_evaluations_and_findings_are_logged_with_our_step(tmp_path: Path
     assert first["step"] == 0 and first["evaluation/accuracy"] == 0.25
     assert second == {"step": 1, "reward": 0.5, "health/rule": "note: words"}
     assert runs[0].finished
+
+
+def test_completions_are_a_table(tmp_path: Path, runs: list[FakeRun]) -> None:
+    picker = CompletionPicker(count=1, reward_names=["right", "short"], decode=str, every_steps=2)
+    logging = sink(tmp_path, completions=picker)
+    group = Group(
+        Prompt("1", (1,), "2+2="),
+        (Sample((1,), (4,), (0.0,), "stop", VersionSpan(0, 0), text="4", rewards=(1.0, None), reward=1.0),),
+    )
+    for step in (1, 2):
+        logging.write(StepRecord(step=step, values={}, groups=[group]))
+    first, second = runs[0].logged
+    assert "completions" not in first
+    assert second["completions"] == (
+        ["step", "prompt", "completion", "reward", "right", "short"],
+        [[2, "2+2=", "4", 1.0, 1.0, None]],
+    )
 
 
 def test_resumed_run_goes_on_in_the_same_one(tmp_path: Path, runs: list[FakeRun]) -> None:

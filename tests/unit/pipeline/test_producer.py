@@ -15,13 +15,16 @@ from tests.unit.pipeline.sources import ScriptedSource
 from tests.waiting import LONG_S, until
 
 
-def make_feed(source, *, depth=1, max_staleness=None, seconds=LONG_S, replay=None) -> AsynchronousFeed[list[str]]:
+def make_feed(
+    source, *, depth=1, max_staleness=None, seconds=LONG_S, replay=None, uses=1
+) -> AsynchronousFeed[list[str]]:
     return AsynchronousFeed(
         collector=Collector(source, count=2),
         finisher=Finisher(advantages=list, pack=lambda groups: [g.prompt.id for g in groups], replay=replay),
         depth=depth,
         max_staleness=max_staleness,
         batch_deadline_s=seconds,
+        uses=uses,
     )
 
 
@@ -81,6 +84,21 @@ def test_stale_groups_are_dropped_counted_and_made_up_for(closing):
     gate.release(20)
     assert feed.next() == ["4", "5"], "2 and 3 were sampled under version 0"
     assert feed.counters()["stale_groups"] == 2
+
+
+@pytest.mark.parametrize(("max_staleness", "second"), [(3, ["2", "3"]), (2, ["4", "5"])])
+def test_the_last_use_of_a_batch_is_within_the_limit_too(closing, max_staleness, second):
+    """Generated under version 0, first used at version 2, and for the second time at version 3."""
+    gate = threading.Semaphore(2)
+    source = ScriptedSource(gate=gate)
+    feed = make_feed(source, depth=2, max_staleness=max_staleness, uses=2)
+    closing(feed)
+    assert feed.next() == ["0", "1"]
+    until(lambda: len(source.taken) == 4)
+    feed.advance(2)
+    gate.release(20)
+    assert feed.next() == second
+    assert feed.counters()["stale_groups"] == (0 if max_staleness == 3 else 2)
 
 
 def test_batches_that_are_all_stale_do_not_starve_the_producer(closing):

@@ -12,6 +12,7 @@ from lachesis.config.dialects.batches import check_generation_batch, put_batch
 from lachesis.config.dialects.convert import engine_address, one_of, run_directory
 from lachesis.config.dialects.grpo import (
     put_betas,
+    put_completions,
     put_every,
     put_generation_kwargs,
     put_learning_rate_warmup,
@@ -23,6 +24,7 @@ from lachesis.config.dialects.serving import Serving, put_serving
 from lachesis.config.dialects.table import Translation
 from lachesis.config.document import Document, describe
 from lachesis.config.schema import PipelineConfig
+from lachesis.config.staleness import oldest_sample
 from lachesis.errors import ConfigError
 
 _ROW_KEYS = ("path", "name", "split")
@@ -208,6 +210,7 @@ def _put_algorithm(translation: Translation) -> None:
     put_sampler_correction(translation, "trl.", mode=mode, floor=bool(produced))
     _put_staleness(translation)
     put_generation_kwargs(translation, "trl.generation_kwargs")
+    put_completions(translation, "trl.")
     length = "max_completion_length"
     if translation.has(length) and not translation.has(f"trl.{length}"):
         translation.put(f"sampling.{length}", translation.value(length), length)
@@ -223,7 +226,7 @@ def _put_staleness(translation: Translation) -> None:
         isinstance(n, int) for n in (interval, depth, iterations)
     ):
         return
-    oldest = depth * iterations + interval - 1
+    oldest = oldest_sample(every_steps=interval, depth=depth, iterations=iterations)
     if oldest > PipelineConfig().max_staleness:
         translation.put("pipeline.max_staleness", oldest, "trl.vllm_sync_interval")
 
@@ -234,6 +237,9 @@ def _put_engine(translation: Translation) -> None:
     own, asked = translation.value("vllm.port", 8000), translation.value("trl.vllm_server_port", 8000)
     if translation.has("vllm.port") and translation.has("trl.vllm_server_port") and own != asked:
         translation.warning("vllm.port", f"the server listens at {own}, and the trainer asks at {asked}")
+    if translation.value("trl.use_vllm") and translation.has("trl.vllm_server_timeout"):
+        timeout = "trl.vllm_server_timeout"
+        translation.put("deadlines.generation_s", translation.value(timeout), timeout)
     translation.value("vllm.host")  # the server's own address, which `lachesis vllm-serve` reads
     if translation.value("trl.vllm_mode") == "colocate" and translation.has("vllm.port"):
         translation.put("engine.port", translation.value("vllm.port"), "vllm.port")
@@ -247,6 +253,7 @@ def _put_engine(translation: Translation) -> None:
             url_name=port,
             adapter_sync=bool(translation.value("trl.vllm_lora_sync")),
             adapter_name="trl.vllm_lora_sync",
+            timeout="trl.vllm_server_timeout",
             interval="trl.vllm_sync_interval",
             managed=_MANAGED,
         ),

@@ -187,9 +187,8 @@ def _trl() -> Iterator[Entry]:
     yield together("trl.vllm_mode", "engine.kind", "server is http, colocate a vLLM server of the run's own")
     yield together("trl.vllm_server_host", "engine.urls", "0.0.0.0 is this machine")
     yield together("trl.vllm_server_port", "engine.urls")
-    yield from nothing(
-        "every wait has a deadline of its own: deadlines.generation_s, sync_s and engine_start_s",
-        "trl.vllm_server_timeout",
+    yield together(
+        "trl.vllm_server_timeout", "deadlines.generation_s", "also engine.wait_s: the wait for the server to be up"
     )
     yield together(
         "trl.generation_batch_size", "batch.prompts_per_step", "unique prompts; here every step generates its own"

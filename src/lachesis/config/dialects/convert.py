@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from lachesis.config.dialects.table import UNSET
 from lachesis.config.document import describe
 from lachesis.config.suggest import nearest
 from lachesis.errors import ConfigError
@@ -77,7 +76,7 @@ def held_out(value: Any) -> Any:
 
 def nonzero(value: Any) -> Any:
     """0 or less means that it is off, which is null here."""
-    return UNSET if isinstance(value, int | float) and value <= 0 else value
+    return None if isinstance(value, int | float) and value <= 0 else value
 
 
 def compile_mode(value: Any) -> Any:

@@ -63,10 +63,8 @@ def grpo_entries(prefix: str, *, bias_correction: Any = UNSET) -> Iterator[Entry
         ("clip_min", "sampler_correction_min"),
     ):
         yield together(f"{prefix}vllm_importance_sampling_{name}", f"algorithm.{path}")
-    yield from nothing("every completion is in the run's tape and in report.html", f"{prefix}log_completions")
-    yield from nothing(
-        "the console shows one completion at a time, report.html all of them", f"{prefix}num_completions_to_print"
-    )
+    yield together(f"{prefix}log_completions", "logging.completions", "true is all; the tape has them in any case")
+    yield together(f"{prefix}num_completions_to_print", "logging.completions", "with log_completions")
     yield from nothing("multimodal prompts are not trained on here", f"{prefix}log_multimodal")
     yield from cannot(
         "the entropy's weight is constant here (algorithm.entropy_coef); it does not adapt",
@@ -114,6 +112,16 @@ def put_sampler_correction(translation: Translation, prefix: str, *, mode: str, 
         translation.put("algorithm.sampler_correction_min", translation.value(names["clip_min"]), names["clip_min"])
     elif floor and str(chosen).endswith("truncate") and isinstance(cap, int | float) and cap > 0:
         translation.put("algorithm.sampler_correction_min", 1 / cap, source)
+
+
+def put_completions(translation: Translation, prefix: str) -> None:
+    """How many completions are shown: a number, all without one, none unless they are asked for."""
+    shown = translation.value(f"{prefix}log_completions", False)
+    if not isinstance(shown, bool):
+        translation.problem(f"{prefix}log_completions", f"expected true or false, got {describe(shown)}")
+    elif shown:
+        name = f"{prefix}num_completions_to_print"
+        translation.put("logging.completions", translation.value(name, "all"), name)
 
 
 def put_generation_kwargs(translation: Translation, name: str) -> None:

@@ -19,6 +19,7 @@ class Serving:
         use_vllm, mode: their names of the switches.
         url: the server's address, for mode server; ``url_name`` is where it is written.
         adapter_sync: whether only the adapter is transferred; ``adapter_name`` is where it is written.
+        timeout: their name of the wait for that server.
         interval: their name of the number of steps between transfers, if they have one.
         managed: options of a server that the run starts, their names to ours below ``engine.``.
     """
@@ -30,6 +31,7 @@ class Serving:
     url_name: str
     adapter_sync: bool
     adapter_name: str
+    timeout: str
     interval: str | None
     managed: ManagedOptions
 
@@ -52,6 +54,8 @@ def put_serving(translation: Translation, serving: Serving) -> None:
     if mode == "server":
         translation.put("engine.kind", "http", serving.use_vllm)
         translation.put("engine.urls", [serving.url], serving.url_name)
+        if translation.has(serving.timeout):
+            translation.put("engine.wait_s", translation.value(serving.timeout), serving.timeout)
         options = [name for name in serving.managed if translation.has(name) and name != serving.url_name]
         if options:
             translation.note(", ".join(options), "for the server (`lachesis vllm-serve`); the trainer needs none of it")

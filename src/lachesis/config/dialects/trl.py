@@ -22,6 +22,7 @@ from lachesis.config.dialects.convert import (
 from lachesis.config.dialects.grpo import (
     grpo_entries,
     put_betas,
+    put_completions,
     put_every,
     put_generation_kwargs,
     put_reference,
@@ -64,6 +65,7 @@ def translate(document: Document, *, processes: int = 1) -> Translation:
     put_reference(translation, "", alpha=0.6, steps=512)
     put_sampler_correction(translation, "", mode="sequence_mask", floor=False)
     put_generation_kwargs(translation, "generation_kwargs")
+    put_completions(translation, "")
     _put_engine(translation)
     translation.finish()
     return translation
@@ -178,6 +180,7 @@ def _put_engine(translation: Translation) -> None:
             url_name="vllm_server_base_url" if url is not None else "vllm_server_port",
             adapter_sync=False,
             adapter_name="use_peft",
+            timeout="vllm_server_timeout",
             interval=None,
             managed=_MANAGED,
         ),
@@ -237,6 +240,7 @@ def _names() -> Iterator[Entry]:
     yield together("vllm_mode", "engine.kind", "server is http, colocate a vLLM server of the run's own")
     for name in ("server_base_url", "server_host", "server_port"):
         yield together(f"vllm_{name}", "engine.urls", "0.0.0.0 is this machine")
+    yield together("vllm_server_timeout", "engine.wait_s")
     for name, option in _MANAGED.items():
         yield together(name, f"engine.{option}", "with vllm_mode colocate")
     yield Entry("vllm_structured_outputs_regex", "sampling.guided_regex")
@@ -245,10 +249,6 @@ def _names() -> Iterator[Entry]:
 
 
 def _without_counterpart() -> Iterator[Entry]:
-    yield from nothing(
-        "every wait has a deadline of its own: deadlines.generation_s, sync_s and engine_start_s",
-        "vllm_server_timeout",
-    )
     yield from nothing("Lachesis finds a free port (bridge.init_method)", "vllm_group_port")
     yield from nothing(
         "Lachesis chooses: variable-length kernels over packed batches on GPU, SDPA elsewhere",

@@ -36,6 +36,14 @@ def _algorithm(config: LachesisConfig) -> Iterator[Finding]:
         )
 
 
+# What a loss type that does not clip as PPO does has no use for.
+_WITHOUT_CLIP = {
+    "cispo": ("epsilon", "delta"),
+    "sapo": ("epsilon", "epsilon_high", "delta"),
+    "vespo": ("epsilon", "epsilon_high", "delta"),
+}
+
+
 def _loss(config: LachesisConfig) -> Iterator[Finding]:
     algorithm = config.algorithm
     if algorithm.loss is not None and changed(config, "algorithm", "loss_type"):
@@ -51,6 +59,13 @@ def _loss(config: LachesisConfig) -> Iterator[Finding]:
         names = [name for name in type(algorithm).model_fields if name.startswith(f"{kind}_")]
         if algorithm.loss_type != kind and (keys := changed(config, "algorithm", *names)):
             yield note("loss", f"{', '.join(keys)} do nothing with loss_type {algorithm.loss_type}")
+    unused = changed(config, "algorithm", *_WITHOUT_CLIP.get(algorithm.loss_type, ()))
+    if unused and algorithm.loss is None:
+        yield warning(
+            "loss",
+            f"{', '.join(unused)} do{'es' if len(unused) == 1 else ''} nothing with loss_type {algorithm.loss_type}, "
+            "which does not clip the ratio so; remove it, or take another loss_type",
+        )
     if algorithm.top_entropy_quantile == 0:
         yield problem("loss", "algorithm.top_entropy_quantile 0 trains on no token; 1 is all")
     if algorithm.delta is not None and algorithm.delta <= 1 + algorithm.epsilon:
@@ -65,6 +80,8 @@ def _reference(config: LachesisConfig) -> Iterator[Finding]:
     algorithm = config.algorithm
     if algorithm.kl_reference == "ema" and algorithm.beta == 0:
         yield problem("reference", "algorithm.kl_reference is ema and beta 0, so no reference is used; set beta")
+    if algorithm.kl_reference == "sampler" and algorithm.beta == 0:
+        yield warning("reference", "algorithm.kl_reference sampler does nothing while algorithm.beta is 0; set beta")
     if algorithm.kl_reference != "ema":
         for key in changed(config, "algorithm", "ref_mixup_alpha", "ref_sync_steps"):
             yield note("reference", f"{key} does nothing with kl_reference {algorithm.kl_reference}")

@@ -111,6 +111,10 @@ def _held_out(config: LachesisConfig) -> Iterator[Finding]:
             f"evaluation.every_steps is {evaluation.every_steps} and there are no held-out problems; "
             "set data.eval_path, data.eval_split or data.eval_size",
         )
+    if not given and data.eval_size == 0:
+        unused = changed(config, "evaluation", "max_problems", "samples_per_problem", "temperature", "success_reward")
+        if unused:
+            yield note("held_out", f"{', '.join(unused)} do nothing without held-out problems; set data.eval_size")
     if config.run.steps is not None and evaluation.every_steps > config.run.steps:
         yield note(
             "held_out",
@@ -141,19 +145,19 @@ def _truncated_sampling(config: LachesisConfig) -> Iterator[Finding]:
         )
         if value != off
     ]
+    cutting += changed(config, "sampling", "min_tokens", "guided_regex")
     if cutting:
         yield warning(
             "truncated_sampling",
             f"{', '.join(cutting)}: the engine's logprobs are of the distribution that was sampled from, the "
             "trainer's of the full one, so ratios are biased from the start and the clip cuts tokens that "
-            "never moved; train with top_p 1, top_k 0, min_p 0 and repetition_penalty 1",
+            "never moved; train with all of them off",
         )
 
 
 def _engine_sampling(config: LachesisConfig) -> Iterator[Finding]:
     if config.engine.kind in ("embedded", "embedded_server"):
-        vllms = ("guided_regex", "generation_kwargs", "min_tokens", "presence_penalty", "frequency_penalty")
-        for key in changed(config, "sampling", *vllms):
+        for key in changed(config, "sampling", "generation_kwargs"):
             yield problem("engine_sampling", f"{key} is vLLM's, and engine.kind is {config.engine.kind}; remove it")
     section = find_section("sampling")
     own = {key.name for key in section.keys} if section else set()

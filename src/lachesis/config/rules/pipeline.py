@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from lachesis.config.rules.base import Rule, changed, note, problem, warning
 from lachesis.config.schema import LachesisConfig
+from lachesis.config.staleness import oldest_sample
 from lachesis.types import Finding
 
 
@@ -35,22 +37,25 @@ def _prefetch(config: LachesisConfig) -> Iterator[Finding]:
 
 
 def _staleness(config: LachesisConfig, *, limit: int) -> Iterator[Finding]:
-    """Whether samples that are made ahead can be young enough when their turn comes."""
+    """Whether samples that are made ahead can be young enough at the last step that uses them."""
     every, iterations = getattr(config.bridge, "every_steps", 1), config.algorithm.num_iterations
     depth = config.pipeline.prefetch_depth
-    oldest = depth * iterations + every - 1
-    if limit == 0:
+    oldest = oldest_sample(every_steps=every, depth=depth, iterations=iterations)
+    # A batch begins at a multiple of the iterations, so no later than this after a transfer.
+    untransferred = every - math.gcd(every, iterations)
+    if limit < iterations:
         yield problem(
             "prefetch",
-            "pipeline.async_prefetch trains on samples of weights at least one version old, and max_staleness 0 drops "
-            "them all; raise it, or generate synchronously",
+            f"pipeline.async_prefetch and algorithm.num_iterations {iterations} train on samples of weights at least "
+            f"{iterations} version(s) old, and max_staleness {limit} drops them all; raise it, or generate "
+            "synchronously",
         )
-    elif every - 1 > limit:
+    elif untransferred + iterations - 1 > limit:
         yield problem(
             "prefetch",
-            f"bridge.every_steps {every}: before a transfer all samples are up to {every - 1} versions old, and "
-            f"max_staleness {limit} drops them all, so the trainer waits for ever; set max_staleness to {oldest}, or "
-            "transfer more often",
+            f"bridge.every_steps {every}: before a transfer all samples are up to {untransferred + iterations - 1} "
+            f"versions old at their last use, and max_staleness {limit} drops them all, so the trainer waits for ever; "
+            f"set max_staleness to {oldest}, or transfer more often",
         )
     elif oldest > limit:
         yield warning(

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from lachesis.config.schema.base import PositiveInt, Section
+from lachesis.config.schema.base import NonNegativeFloat, PositiveInt, Section
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -70,6 +70,9 @@ class HttpEngineConfig(Section):
         default=["http://127.0.0.1:9001"],
         min_length=1,
         description="Their addresses, with or without `/v1`; requests go to the least busy one.",
+    )
+    wait_s: NonNegativeFloat = Field(
+        default=0.0, description="Longest wait for servers that are not up yet, in seconds; 0 waits for none."
     )
     takeover: bool = Field(
         default=False, description="Use a server even if another run has claimed it; its weights are overwritten."

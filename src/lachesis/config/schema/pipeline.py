@@ -13,7 +13,9 @@ class PipelineConfig(Section):
     async_prefetch: bool = Field(default=False, description="Generate the next batches while the trainer trains.")
     prefetch_depth: PositiveInt = Field(default=1, description="Batches that may be generated ahead.")
     max_staleness: NonNegativeInt | None = Field(
-        default=4, description="Drop and count samples from weights more versions old than this; unset: never."
+        default=4,
+        description="Drop and count samples that would be trained on when more weight versions old than this; "
+        "unset: never.",
     )
     streaming: bool = Field(
         default=False, description="Score groups as they are finished, while others are still being generated."

@@ -57,6 +57,11 @@ class LoggingConfig(Section):
     every_steps: PositiveInt = Field(
         default=1, description="Plain console lines every N steps (where there is no terminal)."
     )
+    completions: NonNegativeInt | Literal["all"] = Field(
+        default=0,
+        description="Completions shown with prompt and rewards at each of these steps: in the console and its log, and "
+        "as a table in Weights & Biases.",
+    )
     tape: bool = Field(default=True, description="Write each step's rollouts to rollouts/.")
     report_groups: NonNegativeInt = Field(default=2, description="Groups a step kept with token texts, for the report.")
     report_every_steps: PositiveInt = Field(

@@ -157,7 +157,7 @@ class SamplingConfig(Section):
         default=0.0, description="Taken off the logits of tokens for each time that the completion has them; 0 is none."
     )
     guided_regex: str | None = Field(
-        default=None, description="Completions match this regular expression (vLLM's structured outputs)."
+        default=None, description="Completions match this regular expression, in whole unless they are cut off."
     )
     generation_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further fields of vLLM's SamplingParams, by its names."

@@ -1,0 +1,109 @@
+"""What a run's steps are told to: files, consoles, dashboards, and the health rules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from lachesis.config.schema import LachesisConfig
+from lachesis.metrics.base import Sink
+from lachesis.metrics.completions import CompletionPicker, CompletionsSink
+from lachesis.metrics.console import ConsoleSink
+from lachesis.metrics.health import HealthMonitor
+from lachesis.metrics.hub import MetricsHub
+from lachesis.metrics.jsonl import JsonlSink, read_metrics
+from lachesis.metrics.report import ReportSink
+from lachesis.metrics.tape import TapeSink, TokenTexts
+from lachesis.metrics.tensorboard import TensorBoardSink
+from lachesis.metrics.wandb import WandbSink
+from lachesis.options import health_limits, steps
+from lachesis.rollouts.generation import text_decoder
+from lachesis.rundir import RunDirectory
+from lachesis.types import StepRecord
+
+
+def completion_picker(
+    config: LachesisConfig, *, reward_names: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> CompletionPicker | None:
+    """Which completions people are shown; ``None`` where none are."""
+    count, decode = config.logging.completions, text_decoder(tokenizer)
+    if count == 0:
+        return None
+    return CompletionPicker(
+        count=None if count == "all" else count,
+        reward_names=reward_names,
+        decode=lambda token_ids: decode([list(token_ids)])[0],
+        every_steps=config.logging.every_steps,
+    )
+
+
+def build_sinks(
+    config: LachesisConfig,
+    *,
+    run: RunDirectory,
+    start: int,
+    consoles: Sequence[Console | None],
+    texts: TokenTexts,
+    completions: CompletionPicker | None,
+) -> MetricsHub:
+    """Everything that is told of a step, and the health rules.
+
+    Args:
+        config: the configuration, its number of steps known.
+        run: whose directory is written to.
+        start: steps that are done; what is there up to it is kept.
+        consoles: where progress is shown.
+        texts: of tokens, for the tape.
+        completions: which completions are shown.
+    """
+    files, logging_config = run.files, config.logging
+    resume_step = start if start > 0 else None
+    sinks: list[Sink] = [JsonlSink(files["metrics"], resume_step=resume_step)]
+    if logging_config.tape:
+        sinks.append(
+            TapeSink(
+                files["rollouts"], resume_step=resume_step, report_groups=logging_config.report_groups, texts=texts
+            )
+        )
+    if logging_config.tensorboard:
+        sinks.append(TensorBoardSink(files["tensorboard"], resume_step=resume_step))
+    if logging_config.wandb is not None:
+        sinks.append(
+            WandbSink(
+                logging_config.wandb,
+                run_dir=run.path,
+                run_name=config.run.name,
+                settings=config.model_dump(mode="json"),
+                resume_step=resume_step,
+                completions=completions,
+            )
+        )
+    sinks += [StateSink(run), ReportSink(run.path, logging_config.report_every_steps)]
+    for console in consoles:
+        if console is not None:
+            every = logging_config.every_steps
+            sinks.append(ConsoleSink(console, steps(config), every_steps=every, title=config.run.name))
+            sinks += [CompletionsSink(console, completions)] if completions is not None else []
+    monitor = HealthMonitor(limits=health_limits(config))
+    if resume_step is not None:
+        # What was reached before counts when a fall from the best accuracy is looked for.
+        for result in read_metrics(files["metrics"]).evaluations:
+            monitor.evaluation(result)
+    return MetricsHub(sinks, monitor=monitor)
+
+
+class StateSink(Sink):
+    """Keeps state.json up to date, to a second: it is forced to disk each time."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._written = 0.0
+
+    def write(self, record: StepRecord) -> None:
+        self._run.state["step"] = record.step  # for whoever writes next
+        if time.monotonic() - self._written >= 1.0:
+            self._run.update(step=record.step)
+            self._written = time.monotonic()
