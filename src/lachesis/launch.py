@@ -37,6 +37,7 @@ from lachesis.env_cli import find
 from lachesis.environments.flags import parse_options
 from lachesis.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError
 from lachesis.grpo import Invocation, Say, split_words, train_as_asked
+from lachesis.rollouts.atropos_client import api_url
 from lachesis.run import RunSummary
 
 logger = logging.getLogger("lachesis")
@@ -295,14 +296,15 @@ def check_services(config: LachesisConfig) -> None:
             remedy="set engine.kind: vllm or embedded_server, with a bridge such as shared_vllm",
         )
     services = config.services
+    url = api_url(config.source.url)
     if services.api is not None:
-        host = urlsplit(config.source.url).hostname
+        host = urlsplit(url).hostname
         if host not in _LOCAL_HOSTS:
             raise ConfigError(
                 f"the rollout API is to be started here, and source.url is at {host}",
                 remedy="set services.api: null if it runs there already",
             )
-        check_port_free(config.source.url)
+        check_port_free(url)
     if services.environment is not None:
         command = environment_command(config, services.environment)
         parse_options(command[command.index("serve") + 1 :], env_class=find(services.environment.name).config_class)

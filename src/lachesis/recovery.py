@@ -1,14 +1,17 @@
-"""An engine that dies in the middle of a run is started again, once for each weight version."""
+"""What a run does about failures: an engine that dies is started again, one that was not used is given back."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from typing import Any, TypeVar
 
 from lachesis.build_engine import EngineSide
+from lachesis.config.schema import HttpEngineConfig, LachesisConfig
 from lachesis.deadline import Deadline
-from lachesis.errors import EngineError
+from lachesis.engines.control import ServerControl
+from lachesis.errors import EngineError, LachesisError
 from lachesis.pipeline.feed import BatchT, Feed
 from lachesis.train.loop import Evaluation
 from lachesis.types import EvalResult
@@ -16,6 +19,30 @@ from lachesis.types import EvalResult
 logger = logging.getLogger("lachesis")
 
 T = TypeVar("T")
+
+_RELEASE_S = 5.0
+
+
+@contextmanager
+def unclaimed_on_error(config: LachesisConfig, *, owner: str, claimed_before: bool) -> Iterator[None]:
+    """Within it a run is built: one that fails here has changed no weights, so the next one may claim its servers.
+
+    Args:
+        config: of the run; servers that it starts itself end with it.
+        owner: the name under which it claims engines.
+        claimed_before: the servers may have weights of this run already, and stay claimed. So do those that it takes
+            over, which have another run's.
+    """
+    try:
+        yield
+    except BaseException:
+        engine = config.engine
+        if isinstance(engine, HttpEngineConfig) and not engine.takeover and not claimed_before:
+            for url in engine.urls:
+                # What went wrong before says more.
+                with suppress(LachesisError), closing(ServerControl(url)) as control:
+                    control.release(owner, deadline=Deadline("giving the engine back", _RELEASE_S))
+        raise
 
 
 class Recovery:

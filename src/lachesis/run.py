@@ -41,7 +41,7 @@ from lachesis.metrics.tape import token_texts
 from lachesis.metrics.telemetry import Telemetry
 from lachesis.options import loss_options, steps
 from lachesis.pipeline.feed import Feed
-from lachesis.recovery import RecoveringEvaluation, RecoveringFeed, Recovery
+from lachesis.recovery import RecoveringEvaluation, RecoveringFeed, Recovery, unclaimed_on_error
 from lachesis.rollouts.atropos_watch import EngineWatch
 from lachesis.rollouts.imports import load_function
 from lachesis.rundir import RunDirectory, cannot_write, claim_run, live_file
@@ -207,32 +207,33 @@ def build_parts(
     if rewarder is not None:
         closing.callback(rewarder.close)
     place = run_place(run)
-    side = build_engine_side(config, place=place)
-    closing.callback(side.close)
-    bridge = side.bridge
-    policy = bridge.prepare(partial(build_policy, config, weights=side.weights))
-    feed: Feed[Batch]
-    if environments or rewarder is None:
-        stop = partial(raise_if_asked, stop_requested)
-        feed = build_atropos_feed(
-            config,
-            policy=policy,
-            run_dir=place.directory,
-            watch=partial(watch_over, side, EngineWatch(bridge.engine, watch=stop), companions, stop),
-            reachable=companions is None or not companions.starts_api,
+    with unclaimed_on_error(config, owner=place.owner, claimed_before="owner" in run.state):
+        side = build_engine_side(config, place=place)
+        closing.callback(side.close)
+        bridge = side.bridge
+        policy = bridge.prepare(partial(build_policy, config, weights=side.weights))
+        feed: Feed[Batch]
+        if environments or rewarder is None:
+            stop = partial(raise_if_asked, stop_requested)
+            feed = build_atropos_feed(
+                config,
+                policy=policy,
+                run_dir=place.directory,
+                watch=partial(watch_over, side, EngineWatch(bridge.engine, watch=stop), companions, stop),
+                reachable=companions is None or not companions.starts_api,
+            )
+        else:
+            feed = build_feed(config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder)
+        closing.callback(feed.close)
+        evaluation: Evaluation = build_evaluation(
+            config, held_out=held_out, policy=policy, engine=bridge.engine, rewarder=rewarder
         )
-    else:
-        feed = build_feed(config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder)
-    closing.callback(feed.close)
-    evaluation: Evaluation = build_evaluation(
-        config, held_out=held_out, policy=policy, engine=bridge.engine, rewarder=rewarder
-    )
-    if side.owned is not None:
-        recovery = bridge.recover = Recovery(side, start_s=config.deadlines.engine_start_s)
-        feed = RecoveringFeed(feed, recovery=recovery)
-        evaluation = RecoveringEvaluation(evaluation, recovery=recovery)
-    names = () if environments or rewarder is None else rewarder.names
-    return config, Parts(place, side, policy, feed, evaluation, names)
+        if side.owned is not None:
+            recovery = bridge.recover = Recovery(side, start_s=config.deadlines.engine_start_s)
+            feed = RecoveringFeed(feed, recovery=recovery)
+            evaluation = RecoveringEvaluation(evaluation, recovery=recovery)
+        names = () if environments or rewarder is None else rewarder.names
+        return config, Parts(place, side, policy, feed, evaluation, names)
 
 
 def raise_if_asked(stop_requested: Callable[[], bool]) -> None:

@@ -26,6 +26,9 @@ logger = logging.getLogger("lachesis")
 # as a sign of life: seconds.
 _WORTH_NAMING_S = 1.0
 _SIGN_OF_LIFE_S = 30.0
+# Written by an engine for a run that is being built (engines.bridge_file, which loads torch): all that is left of one
+# that failed there.
+LEFT_BEHIND = "vllm_bridge_config.json"
 
 
 @dataclass
@@ -163,7 +166,7 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
         if not holds_run:
             raise ConfigError(f"there is no run to resume in {path}", remedy="leave --resume out to start it")
         return run
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and any(entry.name != LEFT_BEHIND for entry in path.iterdir()):
         if not holds_run:
             raise ConfigError(f"{path} is not empty and holds no run", remedy="choose another run.name or run.dir")
         if not overwrite:

@@ -92,6 +92,8 @@ def serve(options: ServeOptions, *, on_ready: OnReady) -> None:
         EngineError: the port is taken, or the engine did not start.
         ModelError: the model cannot be loaded.
     """
+    if options.max_lora_rank is not None and not options.enable_lora:
+        raise ConfigError("--max-lora-rank has no effect without --enable-lora", remedy="add --enable-lora")
     check_port_free(options.url)
     if options.engine == "embedded":
         _serve_embedded(options, on_ready)

@@ -327,7 +327,7 @@ class TestAdapters:
         assert all(close(one["token_logprobs"][0], expected, factory) for one in answers)
         assert all(one["weight_version"] == [{"first": before + 1, "last": before + 1}] for one in answers)
         assert server.get("/lora/status")["adapter"]["name"] == "swap"
-        server.post("/lora/unload", adapter_name="swap")
+        server.post("/lora/unload")  # the one in force
         assert close(canary(server), logprobs_of(base), factory) and version(server) == before + 2
 
     def test_a_second_one_replaces_the_first(self, server, base, factory):
@@ -534,7 +534,7 @@ class TestPausing:
 CHANGING = [
     "/bridge/claim", "/lora/load", "/lora/unload", "/v1/load_lora_adapter", "/set_lora_adapter", "/nccl/start_receiver",
     "/nccl/receive", "/nccl/stop_receiver", "/bridge/export", "/bridge/pause", "/bridge/resume", "/bridge/sleep",
-    "/bridge/wake_up", "/bridge/reload", "/bridge/set_version",
+    "/bridge/wake_up", "/bridge/reload", "/bridge/set_version", "/bridge/release",
 ]  # fmt: skip
 BAD_BODIES: dict[str, tuple[str, bytes]] = {
     "bad JSON": ("/generate", b'{"prompt": '),
@@ -612,6 +612,9 @@ class TestRefusals:
         with still_serving(server, factory):
             assert "run-1" in refused(server.http.post("/bridge/claim", json={"owner": "run-2"}), 409)
         assert server.post("/bridge/claim", owner="run-2", takeover=True)["owner"] == "run-2"
+        assert server.post("/bridge/release", owner="run-1")["owner"] == "run-2"
+        assert server.post("/bridge/release", owner="run-2")["owner"] is None
+        assert server.post("/bridge/claim", owner="run-3")["owner"] == "run-3"
 
     @pytest.mark.parametrize("route", ["/lora/load", "/bridge/reload", "/bridge/export"])
     def test_paths_that_lead_outside(self, route: str, server: Server, base: PreTrainedModel, factory):

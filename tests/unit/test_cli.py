@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 import lachesis
 from lachesis import cli, errors
+from lachesis.cli.base import stop_on_signals
 from lachesis.metrics.jsonl import JsonlSink
 from lachesis.types import EvalResult, StepRecord
 from tests.logs import handlers_kept
@@ -230,3 +232,18 @@ def test_importing_the_command_line_loads_no_torch():
     """`lachesis explain` and `--help` answer at once."""
     code = "import sys, lachesis.cli; sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=LONG_S).returncode == 0
+
+
+@pytest.mark.parametrize("words", [("run-api",), ("serve", "--model", "m"), ("vllm-serve", "config.yaml")])
+@pytest.mark.parametrize("port", ["65536", "-1"])
+def test_a_port_that_is_none_is_refused(lachesis_command: Command, words: tuple[str, ...], port: str):
+    answer = lachesis_command(*words, "--port", port)
+    assert answer.code == 2 and "--port" in answer.error and "fault of Lachesis" not in answer.error
+
+
+def test_a_run_that_is_stopped_before_its_first_step_ends_as_a_signal_does(capsys: pytest.CaptureFixture[str]):
+    with handlers_kept(), pytest.raises(typer.Exit) as exit_, stop_on_signals():
+        signal.raise_signal(signal.SIGINT)
+        raise errors.StopRequested("it was asked to stop")
+    assert exit_.value.exit_code == 128 + signal.SIGINT
+    assert "it was asked to stop" in capsys.readouterr().err

@@ -173,6 +173,11 @@ def test_a_port_that_is_taken_is_said_before_anything_starts():
         Services(config(taken.getsockname()[1]))
 
 
+def test_an_address_of_the_api_that_is_none_is_said_before_anything_starts():
+    with pytest.raises(ConfigError, match="no address of a rollout API"):
+        Services(config(99999))
+
+
 def test_the_commands_carry_the_addresses(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
     chosen = config(model={"path": str(tmp_path)}, services={"api": {"max_queued_tokens": 5}})

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from lachesis.engines.bridge_file import BRIDGE_FILE
 from lachesis.errors import CheckpointError, ConfigError
-from lachesis.rundir import RunDirectory, claim_run
+from lachesis.rundir import LEFT_BEHIND, RunDirectory, claim_run
 
 
 @pytest.fixture
@@ -139,6 +140,13 @@ class TestARunThatIsThere:
         with pytest.raises(ConfigError, match="not empty and holds no run"):
             claim(path, overwrite=overwrite)
         assert (path / "thesis.tex").read_text() == "ten years"
+
+    def test_what_a_run_that_was_not_built_left_behind_is_in_nobodys_way(self, path: Path):
+        assert LEFT_BEHIND == BRIDGE_FILE
+        path.mkdir(parents=True)
+        (path / LEFT_BEHIND).write_text("{}")
+        claim(path).begin(resume=False)
+        assert not (path / LEFT_BEHIND).exists()
 
     def test_a_file_in_its_place_is_refused(self, path: Path):
         path.parent.mkdir()

@@ -17,6 +17,7 @@ import pytest
 
 from lachesis import cli, serve
 from lachesis.engines import embedded_server
+from lachesis.engines.embedded_loading import load_causal_lm
 from lachesis.engines.embedded_server import EmbeddedServerOptions
 from lachesis.engines.serving.session import new_session, write_session
 from lachesis.engines.vllm import launch
@@ -301,3 +302,15 @@ def test_the_package_is_a_program():
         timeout=LONG_S,
     )
     assert done.returncode == 0 and done.stdout.strip()
+
+
+@pytest.mark.parametrize("device", ["meta", "bogus", "cpu:x", "cuda:4096"])
+def test_a_device_that_is_none_is_refused(device: str):
+    with pytest.raises(ConfigError, match=f"--device {device}") as raised:
+        load_causal_lm("model", dtype="auto", device=device)
+    assert "cuda:N" in raised.value.remedy
+
+
+def test_a_rank_of_adapters_that_may_not_be_loaded_is_refused():
+    with pytest.raises(ConfigError, match="--max-lora-rank has no effect without --enable-lora"):
+        serve.serve(ServeOptions(model="m", max_lora_rank=8), on_ready=lambda line: None)

@@ -13,7 +13,7 @@ from lachesis.bridges.proof import SyncProof
 from lachesis.config.capabilities import BridgeCapabilities
 from lachesis.deadline import Deadline
 from lachesis.engines.base import Engine, PauseMode
-from lachesis.errors import EngineError, StaleWeights
+from lachesis.errors import EngineError, LachesisError, StaleWeights
 
 PolicyT = TypeVar("PolicyT")
 
@@ -101,12 +101,29 @@ class Bridge(ABC, Generic[PolicyT]):
         with ExitStack() as resuming:
             if shares:
                 # Before the pause: one that failed half way must not leave the engine standing.
-                resuming.callback(self.engine.resume)
-                self.engine.pause(mode=self._pause_mode)
+                resuming.push(self._resume)
+                self._pause()
             yield
             self.version = version
             if shares or due or version % self._every_steps == 0:
                 self._transfer_and_prove(version, resuming=resuming)
+
+    def _pause(self) -> None:
+        try:
+            self.engine.pause(mode=self._pause_mode)
+        except EngineError as error:
+            if self.recover is None:
+                raise
+            self.recover(error)
+            self.engine.pause(mode=self._pause_mode)
+
+    def _resume(self, kind: object, failure: BaseException | None, traceback: object) -> None:
+        """As ExitStack calls it. After a failure the engine may be dead; that it cannot resume then is no news."""
+        try:
+            self.engine.resume()
+        except LachesisError:
+            if failure is None:
+                raise
 
     def _transfer_and_prove(self, version: int, *, resuming: ExitStack) -> None:
         try:

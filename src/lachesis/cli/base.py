@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from lachesis.errors import StopRequested
 from lachesis.types import Finding
 
 app = typer.Typer(
@@ -103,6 +104,9 @@ def stop_on_signals() -> Iterator[list[int]]:
     previous = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
+    except StopRequested as error:  # before the first step: there is nothing to save
+        error_console.print(error.message, style="yellow")
+        raise typer.Exit(EXIT_SIGNALLED + received[0]) from error
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

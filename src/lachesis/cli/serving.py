@@ -13,7 +13,7 @@ from lachesis.cli.base import PASS_ON, Overrides, app, console, log_findings
 @app.command("run-api")
 def run_api(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8002,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8002,
     state_dir: Annotated[Path | None, typer.Option(help="Keep what is queued here, across restarts.")] = None,
     max_queued_tokens: Annotated[int | None, typer.Option(help="Answer 429 instead of queueing more tokens.")] = None,
     max_body_mb: Annotated[float, typer.Option(help="Refuse larger bodies, in MiB, before or after inflating.")] = 64.0,
@@ -47,7 +47,7 @@ def run_api(
 def serve(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Directory or hub id of the model.")],
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 9001,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 9001,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     engine: Annotated[Literal["vllm", "embedded"], typer.Option(help="What generates.")] = "vllm",
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if it is not the model's own.")] = None,
@@ -103,7 +103,9 @@ def vllm_serve(
     engine: Annotated[
         Literal["vllm", "embedded"] | None, typer.Option(help="What generates, instead of what the file says.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on, instead of the file's.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on, instead of the file's.")
+    ] = None,
 ) -> None:
     """Serve the model of a run, as its configuration says: its sections model, engine and vllm.
 

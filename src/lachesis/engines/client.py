@@ -137,6 +137,10 @@ class HttpEngine(Engine):
         """Claim every server for ``owner``, see :meth:`ServerControl.claim`."""
         self.on_all(lambda server: server.claim(owner, takeover=takeover, deadline=deadline))
 
+    def release(self, owner: str, *, deadline: Deadline) -> None:
+        """Give the claims of ``owner`` back, see :meth:`ServerControl.release`."""
+        self.on_all(lambda server: server.release(owner, deadline=deadline))
+
     def generate(
         self, requests: Sequence[GenerationRequest], *, deadline: Deadline, finished: Finished | None = None
     ) -> list[list[Completion]]:

@@ -58,10 +58,15 @@ def server_url(url: str) -> str:
     Raises:
         ConfigError: it is no address of a server.
     """
-    parts = urlsplit(url.strip())
+    wrong = ConfigError(f"{url!r} is no address of an inference server", remedy="write it as http://127.0.0.1:9001")
+    try:
+        parts = urlsplit(url.strip())
+        _ = parts.port  # read for its ValueError: a port beyond 65535, or none at all
+    except ValueError as error:
+        raise wrong from error
     path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ConfigError(f"{url!r} is no address of an inference server", remedy="write it as http://127.0.0.1:9001")
+        raise wrong
     # A server that listens on all addresses is reached on this machine by the local one.
     place = parts.netloc.replace("0.0.0.0", "127.0.0.1") if parts.hostname == "0.0.0.0" else parts.netloc
     return f"{parts.scheme}://{place}{path}"
@@ -127,6 +132,10 @@ class ServerControl:
     def claim(self, owner: str, *, takeover: bool = False, deadline: Deadline) -> None:
         """Make ``owner`` the only run that may change this engine's weights. Refused (409) if another one is."""
         self._change("/bridge/claim", {"owner": owner, "takeover": takeover}, deadline=deadline)
+
+    def release(self, owner: str, *, deadline: Deadline) -> None:
+        """Give a claim back: any run may claim the engine again. Idempotent; the claim of another run stays."""
+        self._change("/bridge/release", {"owner": owner}, deadline=deadline)
 
     def canary(self, token_ids: Sequence[int], *, deadline: Deadline) -> CanaryReading:
         """Logprobs of a fixed sequence under the current weights, at temperature 1; also while paused."""

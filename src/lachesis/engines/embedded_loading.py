@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from lachesis.errors import ModelError
+from lachesis.errors import ConfigError, ModelError
 
 
 def load_causal_lm(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
@@ -23,9 +23,10 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str) -> PreTrainedMo
         device: torch's name; ``auto`` is the GPU where there is one.
 
     Raises:
+        ConfigError: there is no such device.
         ModelError: there is no such model, or its weights are not whole.
     """
-    place = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    place = _place(device)
     chosen: Any = dtype
     if dtype == "auto" and place.type == "cpu":
         chosen = "float32"
@@ -64,6 +65,20 @@ def context_length(model: PreTrainedModel) -> int:
     config = model.config.get_text_config(decoder=True)
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
     return next((limit for limit in limits if limit), 1 << 30)
+
+
+def _place(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    remedy = "use auto, cpu, cuda or cuda:N"
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device} is not known", remedy=remedy)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"--device {device} cannot be used: {reason}", remedy=remedy) from error
+    return torch.device(device)
 
 
 @contextmanager

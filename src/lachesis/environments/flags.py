@@ -125,7 +125,8 @@ def _build(settings: type[Settings], section: str, values: Mapping[str, Any]) ->
     except ValidationError as error:
         fault = error.errors()[0]
         flag = f"--{section}." + ".".join(map(str, fault["loc"]))
-        raise ConfigError(f"{flag} is {fault['input']!r}: {fault['msg']}", remedy="correct the value") from error
+        reason = fault["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"{flag} is {fault['input']!r}: {reason}", remedy="correct the value") from error
 
 
 def _unknown(shown: str, name: str, known: Sequence[str]) -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -49,8 +50,12 @@ class EnvironmentConfig(Settings):
 
     @field_validator("rollout_server_url")
     @classmethod
-    def _without_slash(cls, url: str) -> str:
-        return url.rstrip("/")
+    def _is_address(cls, url: str) -> str:
+        parts = urlsplit(url.strip())
+        _ = parts.port  # read for its ValueError: a port beyond 65535, or none at all
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("it is no address of a rollout API, as http://127.0.0.1:8002")
+        return url.strip().rstrip("/")
 
 
 class ServerConfig(Settings):

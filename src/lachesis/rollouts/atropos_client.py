@@ -79,7 +79,7 @@ class RolloutApiClient:
     """
 
     def __init__(self, url: str, *, watch: Watch = lambda: None) -> None:
-        self.url = _api_url(url)
+        self.url = api_url(url)
         self._watch = watch
         self._pause = threading.Event()
         # Shorter than the 5 s after which uvicorn closes idle connections.
@@ -91,16 +91,21 @@ class RolloutApiClient:
 
         Raises:
             EngineError: it does not, for ``limit_s`` seconds, or something else listens there.
+            LachesisError: what ``watch`` raised.
         """
-        deadline = Deadline("", limit_s)
+        deadline, said = Deadline("", limit_s), False
         while True:
             try:
                 response = self._http.get(f"{self.url}/info", timeout=_CONNECT_S)
                 break
             except httpx.TransportError as error:
+                reason = f"Atropos API not reachable at {self.url} ({error or type(error).__name__})"
                 if deadline.remaining_s() == 0.0:
-                    reason = f"{self.url} ({error or type(error).__name__})"
-                    raise EngineError(f"Atropos API not reachable at {reason}", remedy=_START) from error
+                    raise EngineError(reason, remedy=_START) from error
+            if not said:
+                logger.warning("%s; trying for up to %g s", reason, limit_s)
+                said = True
+            self._watch()
             self._wait(_FIRST_PAUSE_S)
         if not response.is_success or "batch_size" not in response.text:
             raise EngineError(
@@ -234,8 +239,13 @@ def _document(response: httpx.Response) -> dict[str, Any]:
     return document
 
 
-def _api_url(url: str) -> str:
-    parts = httpx.URL(url.strip())
-    if parts.scheme not in ("http", "https") or not parts.host:
-        raise ConfigError(f"{url!r} is no address of a rollout API", remedy="write it as http://127.0.0.1:8002")
+def api_url(url: str) -> str:
+    """``http://host:port`` of a rollout API. Raises ConfigError where it is no address of one."""
+    wrong = ConfigError(f"{url!r} is no address of a rollout API", remedy="write it as http://127.0.0.1:8002")
+    try:
+        parts = httpx.URL(url.strip())
+    except httpx.InvalidURL as error:
+        raise wrong from error
+    if parts.scheme not in ("http", "https") or not parts.host or not 0 < (parts.port or 80) <= 65535:
+        raise wrong
     return str(parts).rstrip("/")

@@ -145,3 +145,31 @@ def test_closing_closes_the_engine_and_may_be_repeated():
 
 def test_a_bridge_that_was_never_prepared_closes():
     InProcessBridge(engine_builder=SharingEngine, proof_builder=None).close()
+
+
+def gone(*arguments, **options) -> None:
+    raise EngineError("the engine does not answer")
+
+
+@pytest.mark.parametrize("call", ["pause", "set_version"])
+def test_a_dead_engine_is_reported_as_what_recovery_says_of_it(call: str):
+    bridge, _, engine = make_bridge()
+    met: list[str] = []
+
+    def recover(error: EngineError) -> None:
+        met.append(error.message)
+        raise EngineError("its weights died with it", remedy="--resume")
+
+    bridge.recover = recover
+    setattr(engine, call, gone)
+    engine.resume = gone  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="its weights died with it") as raised, bridge.update_to(1):
+        pass
+    assert met == ["the engine does not answer"] and raised.value.remedy == "--resume"
+
+
+def test_an_engine_that_does_not_resume_after_a_good_update_is_an_error():
+    bridge, _, engine = make_bridge()
+    engine.resume = gone  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="does not answer"), bridge.update_to(1):
+        pass

@@ -147,6 +147,7 @@ def _app(state: FakeState) -> Starlette:
                 method="GET",
             ),
             route("/bridge/claim", lambda body: _claim(state, body)),
+            route("/bridge/release", lambda body: _release(state, body)),
             route("/lora/load", setting("version", version)),
             route("/lora/unload", lambda body: {}),
             route("/nccl/start_receiver", lambda body: {}),
@@ -204,6 +205,11 @@ def _claim(state: FakeState, body: Body) -> Any:
     if state.owner not in (None, body["owner"]) and not body.get("takeover"):
         return refusal(409, f"the engine belongs to {state.owner}", remedy="stop that run, or take it over")
     state.owner = body["owner"]
+    return {}
+
+
+def _release(state: FakeState, body: Body) -> Any:
+    state.owner = None if state.owner == body["owner"] else state.owner
     return {}
 
 

@@ -370,6 +370,8 @@ class TestControl:
         both.resume()
         both.resume()
         assert both.health().ready
+        both.release("run", deadline=soon())
+        assert [s.state.owner for s in pair] == [None, None]
         both.on_all(lambda server: server.sleep(deadline=soon()))
         assert [s.state.sleeping for s in pair] == [True, True] and "asleep" in both.health().detail
 

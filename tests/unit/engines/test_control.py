@@ -61,7 +61,10 @@ class TestAddresses:
     def test_with_or_without_v1(self, written: str, url: str):
         assert server_url(written) == url
 
-    @pytest.mark.parametrize("written", ["", "localhost:9001", "ftp://host", "http://", "http://host?x=1", "/v1"])
+    @pytest.mark.parametrize(
+        "written",
+        ["", "localhost:9001", "ftp://host", "http://", "http://host?x=1", "/v1", "http://host:99999", "http://[::1"],
+    )
     def test_what_is_none(self, written: str):
         with pytest.raises(ConfigError, match="no address"):
             server_url(written)
@@ -117,6 +120,7 @@ class TestRoutes:
             ),
             ("/bridge/set_version", lambda c: c.set_version(8, deadline=soon()), {"weight_version": 8}),
             ("/bridge/claim", lambda c: c.claim("run", deadline=soon()), {"owner": "run", "takeover": False}),
+            ("/bridge/release", lambda c: c.release("run", deadline=soon()), {"owner": "run"}),
         ],
     )
     def test_changes(

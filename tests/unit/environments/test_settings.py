@@ -112,3 +112,10 @@ def test_every_flag_is_described():
 def test_a_single_server_in_a_file_is_the_one_that_is_asked(tmp_path, text):
     """The original asks ports of its own choice unless there are two."""
     assert parsed("--config", write(tmp_path, text)).openai.base_url == ("http://a:1",)
+
+
+@pytest.mark.parametrize("address", ["localhost:8002", "http://127.0.0.1:99999", "http://[::1", "http://host:x", ""])
+def test_an_address_of_the_rollout_api_that_is_none_is_refused(address: str):
+    with pytest.raises(ConfigError, match=r"--env\.rollout_server_url is") as raised:
+        parse_options(["--env.rollout_server_url", address], env_class=ArithmeticConfig)
+    assert "Value error" not in raised.value.message

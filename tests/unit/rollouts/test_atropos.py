@@ -499,6 +499,22 @@ def test_an_api_that_is_not_there_is_said_at_once():
     assert "lachesis run-api" in raised.value.remedy
 
 
+def test_the_wait_for_an_api_says_so_and_ends_when_the_run_is_to(caplog: pytest.LogCaptureFixture):
+    asked = 0
+
+    def watch() -> None:
+        nonlocal asked
+        asked += 1
+        if asked == 3:
+            raise StopRequested("enough")
+
+    client = RolloutApiClient("http://127.0.0.1:9", watch=watch)
+    with caplog.at_level(logging.WARNING), pytest.raises(StopRequested):
+        client.require(limit_s=600)
+    (line,) = [record.getMessage() for record in caplog.records if "not reachable" in record.getMessage()]
+    assert "trying for up to 600 s" in line
+
+
 def test_something_else_on_that_port_is_told_apart():
     server = Thread(Starlette(routes=[]))
     with pytest.raises(EngineError, match="is no rollout API"):
@@ -506,9 +522,10 @@ def test_something_else_on_that_port_is_told_apart():
     server.stop()
 
 
-def test_an_address_that_is_none_is_refused():
+@pytest.mark.parametrize("address", ["localhost:8002", "http://127.0.0.1:99999", "http://[::1", "http://host:x"])
+def test_an_address_that_is_none_is_refused(address):
     with pytest.raises(ConfigError, match="no address of a rollout API"):
-        RolloutApiClient("localhost:8002")
+        RolloutApiClient(address)
 
 
 def test_logs_of_registration_are_those_that_are_documented(api: Api, make: Make, caplog: pytest.LogCaptureFixture):

@@ -27,6 +27,11 @@ async def claim(control: Control, document: Document) -> Document:
     return {"owner": control.owner, **control.stamp}
 
 
+async def release(control: Control, document: Document) -> Document:
+    control.release(Body(document, known={"owner"}).text("owner"))
+    return {"owner": control.owner, **control.stamp}
+
+
 async def load_adapter(control: Control, document: Document) -> Document:
     load = parse_adapter_load(document)
     path = control.inside_roots(load.path)
@@ -42,7 +47,10 @@ async def load_adapter(control: Control, document: Document) -> Document:
 
 async def unload_adapter(control: Control, document: Document) -> Document:
     body = Body(document, known={"adapter_name", "lora_name", "lora_int_id", "weight_version"})
-    name = body.text("adapter_name", None) or body.text("lora_name")
+    loaded = control.served.adapter()
+    name = body.text("adapter_name", None) or body.text("lora_name", None) or (loaded.name if loaded else None)
+    if name is None:
+        raise Refused("no adapter is loaded", status=404, remedy="the base weights are served already")
     version = parse_version(body, required=False)
     await control.change_weights(
         f"unloading adapter {name!r}", lambda: control.served.unload_adapter(name=name), version=version

@@ -26,7 +26,7 @@ class Control:
         self.session = session
         self.clock = VersionClock()
         self.owner: str | None = None
-        self._roots = tuple(Path(root).resolve() for root in adapter_roots)
+        self.roots = tuple(Path(root).resolve() for root in adapter_roots)
         self._changing: str | None = None
 
     @property
@@ -51,9 +51,14 @@ class Control:
             raise Refused(
                 f"this engine belongs to {self.owner!r}; {owner!r} cannot have it",
                 status=409,
-                remedy="stop the other run, point this one at an engine of its own, or take the engine over",
+                remedy="stop the other run and start the engine anew, or take it over (engine.takeover: true)",
             )
         self.owner = owner
+
+    def release(self, owner: str) -> None:
+        """The reverse of :meth:`claim`. Idempotent; the claim of another run stays."""
+        if self.owner == owner:
+            self.owner = None
 
     def inside_roots(self, path: str) -> Path:
         """``path`` without symbolic links.
@@ -68,8 +73,8 @@ class Control:
         except (OSError, RuntimeError, ValueError) as error:
             raise Refused(f"the path {path!r} cannot be resolved: {error}", remedy="name a directory") from error
         for target in targets:
-            if not any(target.is_relative_to(root) for root in self._roots):
-                allowed = ", ".join(map(str, self._roots)) or "none is set"
+            if not any(target.is_relative_to(root) for root in self.roots):
+                allowed = ", ".join(map(str, self.roots)) or "none is set"
                 raise Refused(
                     f"{path!r} leads outside of the allowed directories ({allowed})",
                     status=403,

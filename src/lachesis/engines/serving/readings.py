@@ -17,6 +17,9 @@ from lachesis.errors import EngineError
 
 Document = Mapping[str, Any]
 _PROBE_S = 30.0
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "LOGDIR", "VLLM_BRIDGE_CONFIG_PATH", "VLLM_ENABLE_SHARED_WEIGHTS", "NUM_INFERENCE_NODES",
+)  # fmt: skip
 
 
 async def health(control: Control, document: Document) -> Document:
@@ -31,7 +34,9 @@ async def health_generate(control: Control, document: Document) -> Document:
     probe = GenerateRequest(prompt_token_ids=(1,), sampling={"max_tokens": 1}, request_id="health_generate")
     try:
         async with asyncio.timeout(_PROBE_S):
-            await control.served.generate(probe)
+            probed = await control.served.generate(probe)
+        for completion in probed.completions:
+            _ = [finite(logprob) for logprob in completion.token_logprobs]
     except TimeoutError as error:
         raise Refused(f"no token came within {_PROBE_S:g} s", status=503, remedy="look at the server's log") from error
     except EngineError as error:
@@ -50,6 +55,24 @@ async def info(control: Control, document: Document) -> Document:
         "pid": os.getpid(),
         "adapter": adapter_document(control.served.adapter()),
         "lachesis": lachesis.__version__,
+    }
+
+
+async def is_paused(control: Control, document: Document) -> Document:
+    return {"paused": await control.served.is_paused(), **control.stamp}
+
+
+async def is_sleeping(control: Control, document: Document) -> Document:
+    return {"sleeping": await control.served.is_sleeping(), **control.stamp}
+
+
+async def debug(control: Control, document: Document) -> Document:
+    """What /bridge/info says, the receiver, and the documented variables as this server sees them."""
+    return {
+        **await info(control, document),
+        "receiver": receiver_document(control.served.receiver()),
+        "adapter_roots": [str(root) for root in control.roots],
+        "variables": {name: os.environ.get(name) for name in _VARIABLES},
     }
 
 

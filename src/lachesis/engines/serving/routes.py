@@ -37,12 +37,16 @@ _READING: dict[str, tuple[str, Handler]] = {
     "/lora/status": ("GET", readings.lora_status),
     "/nccl/status": ("GET", readings.nccl_status),
     "/bridge/info": ("GET", readings.info),
+    "/bridge/is_paused": ("GET", readings.is_paused),
+    "/bridge/is_sleeping": ("GET", readings.is_sleeping),
+    "/bridge/debug": ("GET", readings.debug),
     "/bridge/state_dict_info": ("GET", readings.state_dict_info),
     "/bridge/canary": ("POST", readings.canary),
     "/bridge/digests": ("POST", readings.digests),
 }
 _CHANGING: dict[str, Handler] = {
     "/bridge/claim": changes.claim,
+    "/bridge/release": changes.release,
     "/lora/load": changes.load_adapter,
     "/v1/load_lora_adapter": changes.load_adapter,
     "/set_lora_adapter": changes.load_adapter,
@@ -75,8 +79,12 @@ def engine_routes(served: ServedEngine, *, session: Session, adapter_roots: Sequ
     async def generate(request: Request) -> Response:
         return await _generate(control, request)
 
-    return [
+    async def list_endpoints(request: Request) -> Response:
+        return JSONResponse({"endpoints": [{"path": r.path, "methods": sorted(r.methods or ())} for r in routes]})
+
+    routes = [
         Route("/generate", guarded(generate), methods=["POST"]),
+        Route("/bridge/list_endpoints", guarded(list_endpoints), methods=["GET"]),
         *(
             Route(path, guarded(_json_endpoint(control, handler, needs_token=False)), methods=[method])
             for path, (method, handler) in _READING.items()
@@ -86,6 +94,7 @@ def engine_routes(served: ServedEngine, *, session: Session, adapter_roots: Sequ
             for path, handler in _CHANGING.items()
         ),
     ]
+    return routes
 
 
 def guarded(endpoint: Endpoint) -> Endpoint:

@@ -20,6 +20,7 @@ from lachesis.engines.serving.served import (
     Refused,
 )
 from lachesis.engines.serving.versions import VersionClock
+from lachesis.errors import EngineError
 
 POLICY = "policy"
 MAX_N = 1024
@@ -206,7 +207,16 @@ def chunk_document(chunk: GenerateChunk, *, request: GenerateRequest, versions: 
 
 
 def finite(logprob: float) -> float:
-    """A logprob as JSON can hold it."""
+    """A logprob as JSON can hold it.
+
+    Raises:
+        EngineError: it is no number.
+    """
+    if math.isnan(logprob):
+        raise EngineError(
+            "the model's logprobs are not finite",
+            remedy="the weights have NaN or infinite values: lower the learning rate or resume earlier",
+        )
     return max(logprob, _LEAST_LOGPROB)
 
 

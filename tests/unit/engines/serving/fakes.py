@@ -42,6 +42,7 @@ class FakeServed(ServedEngine):
         self.cancelled: list[str] = []
         self.requests: list[GenerateRequest] = []
         self.chunks = 2
+        self.logprobs = (-0.5, float("-inf"))
         self.paused = self.sleeping = False
         self.loaded: AdapterStatus | None = None
 
@@ -72,7 +73,7 @@ class FakeServed(ServedEngine):
         await self._call("generate")
         now = time.monotonic()
         one = GeneratedSequence(
-            text="ab", token_ids=(7, 8), finish_reason="stop", token_logprobs=(-0.5, float("-inf")),
+            text="ab", token_ids=(7, 8), finish_reason="stop", token_logprobs=self.logprobs,
             first_token_time=now, last_token_time=now,
         )  # fmt: skip
         ids = request.prompt_token_ids or (1, 2)

@@ -270,3 +270,70 @@ def test_what_is_inside_a_root_reaches_the_engine_without_links(drive, tmp_path)
         assert len(api.served.calls) == 2
 
     drive(test)
+
+
+def test_an_adapter_is_unloaded_by_its_name_or_as_the_one_in_force(drive, tmp_path):
+    async def test(api: Api) -> None:
+        reply = await api.post("/lora/unload")
+        assert reply.status_code == 404 and "no adapter is loaded" in reply.json()["error"]["message"]
+        for body in ({}, {"adapter_name": "mine"}, {"lora_name": "mine"}):
+            await api.served.load_adapter(name="mine", path=tmp_path)
+            reply = await api.post("/lora/unload", body)
+            assert reply.status_code == 200 and reply.json()["adapter"] is None
+            assert ("unload_adapter", "mine") in api.served.calls
+
+    drive(test)
+
+
+def test_logprobs_of_broken_weights_are_an_error_that_says_so(drive):
+    async def test(api: Api) -> None:
+        async def canary(token_ids: Any) -> tuple[float, ...]:
+            return (float("nan"),)
+
+        api.served.canary = canary  # type: ignore[method-assign]
+        reply = await api.post("/bridge/canary", {"token_ids": [5, 6]})
+        assert reply.status_code == 500 and reply.json()["error"]["type"] == "EngineError"
+        assert "not finite" in reply.json()["error"]["message"] and "NaN" in reply.json()["error"]["remedy"]
+        api.served.logprobs = (-0.5, float("nan"))
+        for path, status in (("/generate", 500), ("/health_generate", 503)):
+            reply = await api.http.request("POST" if status == 500 else "GET", path, json={"prompt": "a"})
+            assert reply.status_code == status and "not finite" in reply.json()["error"]["message"]
+
+    drive(test)
+
+
+def test_a_claim_is_given_back_by_its_owner_only(drive):
+    async def test(api: Api) -> None:
+        await api.post("/bridge/claim", {"owner": "one"})
+        assert (await api.post("/bridge/release", {"owner": "two"})).json()["owner"] == "one"
+        assert (await api.post("/bridge/claim", {"owner": "two"})).status_code == 409
+        for _ in range(2):
+            assert (await api.post("/bridge/release", {"owner": "one"})).json()["owner"] is None
+        assert (await api.post("/bridge/claim", {"owner": "two"})).status_code == 200
+
+    drive(test)
+
+
+def test_the_readings_of_the_documented_server(drive, monkeypatch, tmp_path):
+    monkeypatch.setenv("LOGDIR", "/logs")
+    monkeypatch.delenv("VLLM_ENABLE_SHARED_WEIGHTS", raising=False)
+
+    async def test(api: Api) -> None:
+        async def read(path: str) -> dict[str, Any]:
+            reply = await api.http.get(path)
+            assert reply.status_code == 200, reply.text
+            return reply.json()
+
+        await api.post("/bridge/pause")
+        assert (await read("/bridge/is_paused"))["paused"] and not (await read("/bridge/is_sleeping"))["sleeping"]
+        await api.post("/bridge/resume")
+        await api.post("/bridge/sleep")
+        assert not (await read("/bridge/is_paused"))["paused"] and (await read("/bridge/is_sleeping"))["sleeping"]
+        debug = await read("/bridge/debug")
+        assert debug["engine"] == "fake" and debug["receiver"]["status"] == "idle"
+        assert debug["adapter_roots"] == [str(tmp_path)] and "secret" not in str(debug)
+        assert (debug["variables"]["LOGDIR"], debug["variables"]["VLLM_ENABLE_SHARED_WEIGHTS"]) == ("/logs", None)
+        listed = {entry["path"]: entry["methods"] for entry in (await read("/bridge/list_endpoints"))["endpoints"]}
+        assert listed["/generate"] == ["POST"] and "GET" in listed["/bridge/info"] and "/lora/load" in listed
+
+    drive(test)
