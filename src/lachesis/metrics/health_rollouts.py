@@ -47,8 +47,9 @@ def samples_stale(seen: Observation) -> Alarm | None:
     return Alarm(
         "warning",
         f"samples are {format_number(staleness)} weight versions old (limit: "
-        f"{format_number(seen.limits.staleness)}): generation does not keep up; give it more hardware, or "
-        "lower batch.prompts_per_step",
+        f"{format_number(seen.limits.staleness)}): generation does not keep up, or runs far ahead; give "
+        "it more hardware, or lower batch.prompts_per_step or pipeline.prefetch_depth (with environments "
+        "--env.max_batches_offpolicy)",
         staleness,
     )
 
