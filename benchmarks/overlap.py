@@ -158,7 +158,9 @@ class Bench:
         run = claim_run(Path(config.run.dir) / config.run.name, resume=False, overwrite=True)
         run.begin(resume=False)
         feed: Feed[Batch] = build_feed(config, **self.parts)
-        hub = build_sinks(config, run=run, start=0, consoles=[], texts=token_texts(self.policy.loaded.tokenizer))
+        hub = build_sinks(
+            config, run=run, start=0, consoles=[], texts=token_texts(self.policy.loaded.tokenizer), completions=None
+        )
         checkpoints = CheckpointManager(run.files["checkpoints"], keep_last=1)
         parts = {name: part for name, part in self.parts.items() if name != "problems"}
         trainer = Trainer(

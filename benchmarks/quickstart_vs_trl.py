@@ -181,7 +181,7 @@ class TrlRunner:
             config,
             held_out=load_data(config)[1],
             policy=policy,
-            engine=build_engine(config, policy),
+            engine=build_engine(config, policy.loaded),
             rewarder=build_rewarder(config),
         )
 

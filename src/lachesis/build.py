@@ -42,14 +42,17 @@ from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards import NamedReward, Rewarder, load_rewards
 from lachesis.rollouts.streaming import StreamingSource
 from lachesis.train.attach import WeightSource
+from lachesis.train.backends.base import Backend
 from lachesis.train.backends.single import SingleDevice
-from lachesis.train.batch import Batch, pack
+from lachesis.train.batch import Batch
 from lachesis.train.custom_loss import load_custom_loss
+from lachesis.train.distributed.split import pack_for_ranks
+from lachesis.train.distributed.whole import WholeModel
 from lachesis.train.iterations import RepeatedFeed
-from lachesis.train.model import context_length, eos_token_ids, load_model, load_tokenizer
-from lachesis.train.optimizer import build_optimizer
+from lachesis.train.model import LoadedModel, context_length, eos_token_ids, load_model, load_tokenizer
 from lachesis.train.policy import Policy
 from lachesis.train.reference import ReferenceOptions
+from lachesis.train.shards import build_sharded_optimizer
 from lachesis.types import Group, Prompt
 
 
@@ -119,24 +122,35 @@ def build_rewarder(config: LachesisConfig) -> Rewarder:
     )
 
 
-def build_policy(config: LachesisConfig, *, weights: WeightSource | None = None) -> Policy:
-    """Load the model, or attach it to ``weights``, and make it learn."""
-    loaded = load_model(config.model, config.adapter, weights=weights)
-    compile_layers = config.model.compile == "on" or (
-        config.model.compile == "auto" and next(loaded.transformer.parameters()).is_cuda
-    )
-    return Policy(
+def build_policy(
+    config: LachesisConfig,
+    *,
+    weights: WeightSource | None = None,
+    backend: Backend | None = None,
+    make: Callable[..., Policy] = Policy,
+) -> Policy:
+    """Load the model, or attach it to ``weights``, and make it learn.
+
+    Args:
+        backend: of several ranks, all of which build; this process alone, if unset.
+        make: the policy's class.
+    """
+    backend = backend or SingleDevice()
+    loaded = load_model(config.model, config.adapter, weights=weights, on_cpu=backend.sharded)
+    on_gpu = backend.device(loaded.transformer).type == "cuda"
+    return make(
         loaded,
-        backend=SingleDevice(),
+        backend=backend,
         optimizer_builder=partial(
-            build_optimizer,
+            build_sharded_optimizer,
             config=config.optimizer,
+            backend=backend,
             learning_rate=learning_rate(config),
             total_steps=steps(config),
         ),
         options=loss_options(config),
         packing=config.model.packing,
-        compile_layers=compile_layers,
+        compile_layers=config.model.compile == "on" or (config.model.compile == "auto" and on_gpu),
         reference=ReferenceOptions(
             kind=config.algorithm.kl_reference,
             mixup_alpha=config.algorithm.ref_mixup_alpha,
@@ -146,25 +160,34 @@ def build_policy(config: LachesisConfig, *, weights: WeightSource | None = None)
     )
 
 
-def build_engine_side(config: LachesisConfig, *, place: RunPlace) -> EngineSide:
+def build_engine_side(config: LachesisConfig, *, place: RunPlace, sharded: bool = False) -> EngineSide:
     """The bridge with its engine. One in this process is built once the policy exists, others run when this returns.
+
+    Args:
+        sharded: the policy's model is cut over ranks; an engine in this process gets a whole one of its own.
 
     Raises:
         EngineError, DeadlineExceeded: as :func:`build_servers`.
     """
     if config.engine.kind != "embedded":
         return build_servers(config, place=place)
-    bridge: Bridge[Policy] = InProcessBridge(
-        engine_builder=partial(build_engine, config),
-        proof_builder=partial(build_proof, config) if config.bridge.proof else None,
-        sync_s=config.deadlines.sync_s,
-    )
+    options: dict[str, Any] = {
+        "proof_builder": partial(build_proof, config) if config.bridge.proof else None,
+        "sync_s": config.deadlines.sync_s,
+    }
+    bridge: Bridge[Policy]
+    if sharded:
+        second = WholeModel(load_model(config.model, config.adapter))
+        bridge = InProcessBridge(
+            engine_builder=lambda policy: build_engine(config, second.loaded), bring=second.take, **options
+        )
+    else:
+        bridge = InProcessBridge(engine_builder=lambda policy: build_engine(config, policy.loaded), **options)
     return EngineSide(bridge=bridge)
 
 
-def build_engine(config: LachesisConfig, policy: Policy) -> Engine:
-    """The embedded engine around the policy's model."""
-    loaded = policy.loaded
+def build_engine(config: LachesisConfig, loaded: LoadedModel) -> Engine:
+    """The embedded engine around the policy's model, or a whole one beside a policy whose model is sharded."""
     return EmbeddedEngine(
         loaded.transformer,
         eos_token_ids=eos_token_ids(loaded),
@@ -334,8 +357,9 @@ def build_evaluation(
 def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Policy) -> Batch:
     """Pack as the batch section says; sequences are left out only where that changes nothing."""
     algorithm = config.algorithm
-    return pack(
+    return pack_for_ranks(
         groups,
+        ranks=policy.backend.world_size,
         max_tokens=config.batch.max_tokens_per_microbatch,
         max_rows=config.batch.micro_batch_size,
         skip_zero_advantage=algorithm.skip_zero_advantage and policy.ignores_zero_advantage,

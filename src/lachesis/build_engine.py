@@ -18,7 +18,13 @@ from lachesis.bridges.adapters import adapter_config
 from lachesis.bridges.base import Bridge
 from lachesis.bridges.broadcast import BroadcastBridge, full_source, lora_source
 from lachesis.bridges.engine_weights import EngineWeights
-from lachesis.bridges.extract import adapter_digests, base_parameters, full_digests, full_weights, lora_tensors
+from lachesis.bridges.extract import (
+    adapter_digests,
+    base_parameters,
+    full_digests,
+    full_weights,
+    lora_tensors,
+)
 from lachesis.bridges.lora_restart import LoraRestartBridge
 from lachesis.bridges.lora_swap import LoraSwapBridge
 from lachesis.bridges.names import check_same_model, map_parameters
@@ -34,6 +40,8 @@ from lachesis.engines.process import EngineProcess
 from lachesis.engines.serving.served import ChannelBackend
 from lachesis.errors import ModelError
 from lachesis.train.attach import empty_transformer
+from lachesis.train.distributed.whole import whole_of
+from lachesis.train.distributed.world import VARIABLES
 from lachesis.train.model import resolve_device
 from lachesis.train.policy import Policy
 
@@ -154,7 +162,8 @@ def server_processes(config: LachesisConfig, *, place: RunPlace) -> list[EngineP
             log_path=place.engine_log
             if number == 0
             else place.engine_log.with_stem(f"{place.engine_log.stem}-{number}"),
-            env=server_environment(config, number=number),
+            # A server is no rank of this run.
+            env=dict.fromkeys(os.environ.keys() & set(VARIABLES)) | server_environment(config, number=number),
             on_death=lambda error: logger.error("%s", error),
         )
         for number, url in enumerate(server_urls(config))
@@ -240,12 +249,12 @@ def build_external_bridge(
     common = {"proof_builder": partial(build_remote_proof, config, weights=shared) if kind.proof else None}
     lora = {
         "directory": place.directory / "adapters",
-        "tensors": lambda policy: lora_tensors(policy.model),
+        "tensors": lambda policy: lora_tensors(policy.model, whole=whole_of(policy)),
         "config": lambda policy: adapter_config(policy.model),
     }
     full = {
         "directory": place.directory / "exports",
-        "weights": lambda policy: full_weights(policy.model),
+        "weights": lambda policy: full_weights(policy.model, whole=whole_of(policy)),
         "companions": lambda policy, path: save_companions(policy.transformer, policy.loaded.tokenizer, path),
     }
     timed = common | {"sync_s": config.deadlines.sync_s}
@@ -264,7 +273,7 @@ def build_external_bridge(
             adapter_only = isinstance(kind, schema.LoraBroadcastBridge)
             bridge = BroadcastBridge(
                 engine=engine,
-                source=(lora_source if adapter_only else full_source)(lambda policy: policy.model),
+                source=(lora_source if adapter_only else full_source)(lambda policy: policy.model, whole_of),
                 backend=channel_backend(config),
                 device=resolve_device(config.model.device),
                 directory=place.directory,
@@ -359,7 +368,7 @@ def digest_functions(
     if config.bridge.kind.startswith("lora"):
         dtype = getattr(torch, info.model.dtype)
         return (
-            lambda: adapter_digests(policy.model, dtype=dtype),
+            lambda: adapter_digests(policy.model, dtype=dtype, whole=whole_of(policy)),
             lambda: engine.digests({}, adapter=True, deadline=deadline()).digests,
         )
     if getattr(torch, info.model.dtype) != policy.transformer.dtype:
@@ -368,7 +377,9 @@ def digest_functions(
     if slices is None:
         return None, None
     wanted = {name: entry.for_digest() for name, entry in slices.items()}
-    return lambda: full_digests(policy.model), lambda: engine.digests(wanted, deadline=deadline()).digests
+    return lambda: full_digests(
+        policy.model, whole=whole_of(policy)
+    ), lambda: engine.digests(wanted, deadline=deadline()).digests
 
 
 def _parameter_slices(policy: Policy, engine: HttpEngine, *, deadline: Deadline) -> Mapping | None:

@@ -22,6 +22,7 @@ from lachesis.errors import ConfigError, EngineError
 from lachesis.metrics.base import run_paths
 from lachesis.metrics.jsonl import read_metrics
 from lachesis.run import Companions, RunSummary, train
+from lachesis.train.distributed.world import World
 
 Say = Callable[[str], None]
 
@@ -92,13 +93,14 @@ def grpo(
     say: Say,
     console: Console | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
+    world: World | None = None,
 ) -> RunSummary | None:
     """Train as the flags say. None where help was asked for.
 
     Args:
         words: the command line after ``lachesis grpo``.
         say: prints a line.
-        console, stop_requested: as :func:`lachesis.run.train`.
+        console, stop_requested, world: as :func:`lachesis.run.train`.
 
     Raises:
         LachesisError: as :func:`lachesis.run.train`.
@@ -109,7 +111,7 @@ def grpo(
         return None
     loaded = load_argv(asked.flags, overrides=asked.overrides)
     require_server(loaded.config)
-    return train_as_asked(loaded, asked, say=say, console=console, stop_requested=stop_requested)
+    return train_as_asked(loaded, asked, say=say, console=console, stop_requested=stop_requested, world=world)
 
 
 def train_as_asked(
@@ -120,6 +122,7 @@ def train_as_asked(
     console: Console | None,
     stop_requested: Callable[[], bool],
     companions: Companions | None = None,
+    world: World | None = None,
 ) -> RunSummary:
     """Train, say the documented lines meanwhile, and the benchmark's at the end if they are asked for.
 
@@ -134,6 +137,7 @@ def train_as_asked(
             console=console,
             stop_requested=stop_requested,
             companions=companions,
+            world=world,
         )
     if asked.benchmark:
         say(benchmark(summary.run_dir, mode=loaded.config.bridge.kind))

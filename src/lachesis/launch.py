@@ -39,6 +39,7 @@ from lachesis.errors import ConfigError, DeadlineExceeded, EngineError, Lachesis
 from lachesis.grpo import Invocation, Say, split_words, train_as_asked
 from lachesis.rollouts.atropos_client import api_url
 from lachesis.run import RunSummary
+from lachesis.train.distributed.world import World
 
 logger = logging.getLogger("lachesis")
 
@@ -237,13 +238,14 @@ def run_all(
     say: Say,
     console: Console | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
+    world: World | None = None,
 ) -> RunSummary | None:
     """Run everything that a configuration or flags ask for. None where help was asked for.
 
     Args:
         words: the command line after ``lachesis run``.
         say: prints a line.
-        console, stop_requested: as :func:`lachesis.run.train`.
+        console, stop_requested, world: as :func:`lachesis.run.train`.
 
     Raises:
         LachesisError: as :func:`lachesis.run.train`; one of the processes died, with the last lines of its log.
@@ -254,7 +256,13 @@ def run_all(
         return None
     loaded = load_words(asked)
     return train_as_asked(
-        loaded, asked, say=say, console=console, stop_requested=stop_requested, companions=Services(loaded.config)
+        loaded,
+        asked,
+        say=say,
+        console=console,
+        stop_requested=stop_requested,
+        companions=Services(loaded.config),
+        world=world,
     )
 
 

@@ -28,6 +28,7 @@ from lachesis.build import (
     load_data,
 )
 from lachesis.build_engine import EngineSide, RunPlace, engine_log
+from lachesis.build_ranks import Leadership, leading
 from lachesis.build_sinks import build_sinks, completion_picker
 from lachesis.config.load import LoadedConfig, dump_config
 from lachesis.config.rules import check
@@ -47,6 +48,7 @@ from lachesis.rollouts.imports import load_function
 from lachesis.rundir import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager, save_model
+from lachesis.train.distributed.world import World
 from lachesis.train.loop import Evaluation, Trainer
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
@@ -88,6 +90,7 @@ def train(
     console: Console | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
     companions: Companions | None = None,
+    world: World | None = None,
 ) -> RunSummary:
     """Train as the configuration says, in its run directory.
 
@@ -99,6 +102,7 @@ def train(
         stop_requested: asked after each step, and while environments are waited for; True saves a checkpoint and
             ends the run early.
         companions: started once the run directory is there, stopped at the end.
+        world: the ranks of which this is the first; the others call :func:`lachesis.build_ranks.follow`.
 
     Raises:
         LachesisError: one of its subclasses, for everything that can be wrong; what was trained until the last
@@ -113,9 +117,15 @@ def train(
     if config.run.setup is not None:
         load_function(config.run.setup)(config.model.path)
     with ExitStack() as closing:
+        leadership = None if world is None else closing.enter_context(leading(world, config))
         # Everything that can be wrong with the input shows here, before the run directory is touched.
         config, parts = build_parts(
-            config, run=run, closing=closing, stop_requested=stop_requested, companions=companions
+            config,
+            run=run,
+            closing=closing,
+            stop_requested=stop_requested,
+            companions=companions,
+            leadership=leadership,
         )
         with begin_run(run, config, resume=resume) as log:
             for finding in findings:
@@ -190,6 +200,7 @@ def build_parts(
     closing: ExitStack,
     stop_requested: Callable[[], bool],
     companions: Companions | None,
+    leadership: Leadership | None,
 ) -> tuple[LachesisConfig, Parts]:
     """Load the data, start the engine, build the policy on it. ``closing`` gets what has to be closed.
 
@@ -207,11 +218,13 @@ def build_parts(
     if rewarder is not None:
         closing.callback(rewarder.close)
     place = run_place(run)
+    sharded = leadership is not None and config.distributed.strategy == "shard"
+    build = build_policy if leadership is None else leadership.build_policy
     with unclaimed_on_error(config, owner=place.owner, claimed_before="owner" in run.state):
-        side = build_engine_side(config, place=place)
+        side = build_engine_side(config, place=place, sharded=sharded)
         closing.callback(side.close)
         bridge = side.bridge
-        policy = bridge.prepare(partial(build_policy, config, weights=side.weights))
+        policy = bridge.prepare(partial(build, config, weights=side.weights))
         feed: Feed[Batch]
         if environments or rewarder is None:
             stop = partial(raise_if_asked, stop_requested)
@@ -273,11 +286,17 @@ def run_to_end(
     seconds = time.perf_counter() - started
     finished = step >= steps(config)
     if finished and config.checkpoint.save_final:
-        save_model(trainer.policy.model, trainer.policy.loaded.tokenizer, run.files["final"])
+        save_policy(trainer.policy, run.files["final"])
     hub.close()  # which also writes the report
     run.update(status="finished" if finished else "stopped", step=step)
     evaluations = read_metrics(run.files["metrics"]).evaluations
     return RunSummary(run.path, run.files["report"], step, finished, seconds, evaluations)
+
+
+def save_policy(policy: Policy, directory: Path) -> None:
+    """Save the model, or the adapter alone where it has one, and the tokenizer."""
+    weights = policy.weights(frozen=policy.model is policy.transformer) if policy.backend.sharded else None
+    save_model(policy.model, policy.loaded.tokenizer, directory, weights=weights)
 
 
 @contextmanager

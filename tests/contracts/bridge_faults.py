@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -45,11 +46,18 @@ class Tampering:
             for part in parted:
                 part.join()
 
+    def _full_weights(self, model: nn.Module, **how: Any) -> Iterator[tuple[str, Tensor]]:
+        return iter(self.arriving(dict(full_weights(model, **how))).items())
+
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Tamper with what bridges take out of a policy's model; what is proved afterwards is left alone."""
         for module in (lachesis.build_engine, lachesis.bridges.broadcast):
-            patch.setattr(module, "lora_tensors", lambda model: self.arriving(lora_tensors(model)))
-            patch.setattr(module, "full_weights", lambda model: iter(self.arriving(dict(full_weights(model))).items()))
+            patch.setattr(module, "lora_tensors", lambda model, **how: self.arriving(lora_tensors(model, **how)))
+            patch.setattr(
+                module,
+                "full_weights",
+                lambda model, **how: iter(self.arriving(dict(full_weights(model, **how))).items()),
+            )
         load, reload = ServerControl.load_adapter, ServerControl.reload
 
         def load_adapter(server: ServerControl, path, *, name, version, deadline) -> None:

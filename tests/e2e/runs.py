@@ -63,6 +63,20 @@ def write_reward(directory: Path, body: str) -> str:
     return f"{directory / 'custom.py'}:share_of_a"
 
 
+def write_dying_loss(directory: Path, *, rank: int, at_call: int) -> str:
+    """A loss, as a configuration names it, at one call of which the process of that rank is killed."""
+    (directory / "dying.py").write_text(
+        "import os, signal\n"
+        "calls = []\n"
+        "def loss(logprobs, *, ratio, advantages, **rest):\n"
+        "    calls.append(1)\n"
+        f"    if os.environ['RANK'] == '{rank}' and len(calls) == {at_call}:\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return -ratio * advantages\n"
+    )
+    return f"{directory / 'dying.py'}:loss"
+
+
 def run_here(
     config: Path, *overrides: str, resume: bool = False, overwrite: bool = False, stop_after: int | None = None
 ) -> RunSummary:
@@ -110,6 +124,23 @@ def command(*arguments: str | Path, code: str = COMMAND, cwd: Path | None = None
         capture_output=True,
         text=True,
         timeout=4 * LONG_S,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def torchrun(ranks: int, *arguments: str | Path) -> Outcome:
+    """`torchrun --nproc-per-node RANKS -m MODULE ARGUMENTS`; a module of these tests too."""
+    own = [Path(lachesis.__file__).parents[1], Path(__file__).parents[2]]
+    paths = os.pathsep.join([*map(str, own), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", str(ranks), "-m", *map(str, arguments)),
+        ],
+        env=environment(PYTHONPATH=paths),
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)
 

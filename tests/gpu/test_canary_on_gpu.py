@@ -15,17 +15,18 @@ from lachesis.train.forward import plan_forward
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICE = torch.device("cuda")
 TOKENS = list(range(20, 32))
 
 
 def test_a_replayed_graph_reads_the_weights_of_now():
     model = tiny_model("qwen2").cuda()
-    reader = CanaryReader(model, plan=plan_forward(model, packing="auto"))
+    reader = CanaryReader(model, plan=plan_forward(model, packing="auto"), device=DEVICE)
     for _ in range(3):
         before = reader.read(TOKENS)
     with torch.no_grad():
         model.lm_head.weight.mul_(2.0)
-    fresh = CanaryReader(model, plan=plan_forward(model, packing="auto")).read(TOKENS)
+    fresh = CanaryReader(model, plan=plan_forward(model, packing="auto"), device=DEVICE).read(TOKENS)
     assert reader.read(TOKENS) == pytest.approx(fresh, abs=1e-4)
     assert fresh != pytest.approx(before, abs=1e-2)
 
@@ -38,7 +39,7 @@ def test_after_a_capture_that_failed_all_goes_on(caplog: pytest.LogCaptureFixtur
     model.model.layers[0].register_forward_hook(
         lambda _module, _args, output: output * (1.0 + 0.0 * output.max().item())
     )
-    reader = CanaryReader(model, plan=plan)
+    reader = CanaryReader(model, plan=plan, device=DEVICE)
     with caplog.at_level(logging.INFO):
         values = [reader.read(TOKENS) for _ in range(4)]
     assert "without a CUDA graph" in caplog.text

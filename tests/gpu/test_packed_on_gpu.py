@@ -10,6 +10,7 @@ import torch
 
 from lachesis.deadline import Deadline
 from lachesis.engines.embedded import EmbeddedEngine
+from lachesis.train.attention import plan_buckets
 from lachesis.train.batch import pack
 from lachesis.train.forward import plan_forward, target_logprobs
 from lachesis.types import GenerationRequest, Sample, SamplingParams
@@ -74,3 +75,13 @@ def test_engine_logprobs_are_those_of_the_trainer(dtype):
             )
             error = (reference(model, sample) - torch.tensor(completion.logprobs, device="cuda")).abs().mean()
             assert float(error) < (0.02 if dtype == "bfloat16" else 1e-4)
+
+
+def test_a_plan_waits_for_what_a_busy_gpu_has_not_sent():
+    """The segments of a micro-batch are laid out on the CPU: numbers that had not arrived would be any numbers."""
+    (micro,) = pack(random_groups(groups=4, samples=4, longest=20), max_tokens=1 << 20).micro_batches
+    expected = plan_buckets(micro)
+    for _ in range(20):
+        torch.cuda._sleep(20_000_000)
+        found = plan_buckets(micro.to(torch.device("cuda")))
+        assert torch.equal(found.unpad.cpu(), expected.unpad)

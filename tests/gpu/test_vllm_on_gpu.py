@@ -19,6 +19,7 @@ import torch
 from lachesis.build import build_policy
 from lachesis.build_engine import EngineSide, RunPlace, build_servers
 from lachesis.config.schema import LachesisConfig
+from lachesis.engines.vllm.compat import can_reload_under_lora
 from lachesis.errors import LachesisError
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
@@ -36,6 +37,7 @@ pytestmark = [
     pytest.mark.usefixtures("environment"),
 ]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+three_gpus = pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs three GPUs")
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -161,6 +163,10 @@ def test_sleep_gives_the_memory_back_and_waking_up_the_weights(tmp_path: Path):
         assert refused.status_code == 409
         server.post("/bridge/wake_up")
         assert canary(server) == pytest.approx(before, abs=1e-4)
+        if not can_reload_under_lora():
+            refused = server.http.post("/bridge/sleep", json={"level": 2})
+            assert refused.status_code == 409 and "level 1" in refused.text
+            return
         server.post("/bridge/sleep", level=2)  # weights are discarded, and loaded anew
         server.post("/bridge/wake_up")
         server.post("/bridge/reload", path=str(server.model), weight_version=1)
@@ -182,11 +188,19 @@ def test_weights_that_are_exported_at_the_start_are_attached_by_the_documented_s
             check_updates(side, policy)
 
 
-@two_gpus
-@pytest.mark.parametrize("kind", ["lora_only", "lora_nccl", "broadcast", "reload"])
-def test_weights_reach_an_engine_on_two_gpus(kind: str, tmp_path: Path):
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    [
+        pytest.param("lora_only", "0,1", marks=two_gpus),
+        pytest.param("reload", "0,1", marks=two_gpus),
+        # NCCL wants a GPU for each rank: one for the trainer, two for the engine.
+        pytest.param("lora_nccl", "1,2", marks=three_gpus),
+        pytest.param("broadcast", "1,2", marks=three_gpus),
+    ],
+)
+def test_weights_reach_an_engine_on_two_gpus(kind: str, devices: str, tmp_path: Path):
     model = write_model(tmp_path / "model", "qwen2")
-    sides = {"tensor_parallel_size": 2, "devices": "0,1"}
+    sides = {"tensor_parallel_size": 2, "devices": devices}
     with live(model, tmp_path, bridge={"kind": kind}, lora=kind.startswith("lora"), **sides) as (side, policy):
         check_updates(side, policy)
 

@@ -13,6 +13,7 @@ import pytest
 from lachesis.build import build_reroll, load_data, pack_batch
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import with_steps
+from lachesis.train.backends.single import SingleDevice
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.pipeline.sources import ScriptedSource, group
 
@@ -104,7 +105,9 @@ def test_old_logprobs_are_the_trainers_where_the_sampler_is_corrected_for(
     """What a replayed group or one that was generated ahead is compared with; the sampler's own are there anyway."""
     built = config({"path": "train.jsonl"}, algorithm={"sampler_correction": correction},
                    pipeline={"replay_size": 4, "replay_recompute_logps": recompute})  # fmt: skip
-    policy: Any = SimpleNamespace(ignores_zero_advantage=False, plan=SimpleNamespace(packed=True))
+    policy: Any = SimpleNamespace(
+        ignores_zero_advantage=False, plan=SimpleNamespace(packed=True), backend=SingleDevice()
+    )
     silent = group("1", (0.0, 0.0))
     for replaces, expected in ((None, fresh), (silent, replayed)):
         one = group("0", (0.0, 1.0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lachesis.build_engine import RunPlace, server_processes, server_urls
 from lachesis.config.schema import LachesisConfig
 
@@ -42,6 +44,13 @@ def test_each_copy_has_a_port_a_log_and_devices_of_its_own(tmp_path: Path):
     assert [server._env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["4,5", "6,7"]
     assert [server.log_path.name for server in servers] == ["engine.log", "engine-1.log"]
     assert all("--data-parallel-size" not in server.command for server in servers), "each is one engine"
+
+
+def test_a_server_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (server,) = server_processes(configuration(devices="1"), place=place(tmp_path))
+    assert server._env == {"RANK": None, "WORLD_SIZE": None, "CUDA_VISIBLE_DEVICES": "1"}
 
 
 def test_without_devices_the_copies_see_what_the_trainer_sees(tmp_path: Path):

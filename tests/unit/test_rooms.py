@@ -13,7 +13,7 @@ SOURCE = Path(__file__).parents[2] / "src" / "lachesis"
 ROOMS = [
     ("cli", "doctor", "__main__"),
     ("env_cli", "launch", "grpo", "run", "serve", "recovery"),
-    ("build", "build_engine", "build_sinks", "options", "rundir", "status"),
+    ("build", "build_engine", "build_ranks", "build_sinks", "options", "rundir", "status"),
     ("config",),
     ("train",),
     ("bridges",),

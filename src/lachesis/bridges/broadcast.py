@@ -17,7 +17,15 @@ from torch import Tensor, nn
 
 from lachesis.bridges.base import PolicyT
 from lachesis.bridges.external import ExternalBridge, ProofBuilder
-from lachesis.bridges.extract import base_parameters, full_weights, lora_spec, lora_tensors, tensor_list
+from lachesis.bridges.extract import (
+    Whole,
+    as_it_is,
+    base_parameters,
+    full_weights,
+    lora_spec,
+    lora_tensors,
+    tensor_list,
+)
 from lachesis.deadline import Deadline
 from lachesis.engines.bridge_file import ChannelFile, write_channel_file
 from lachesis.engines.channel import Channel
@@ -46,24 +54,28 @@ class WeightSource(Generic[PolicyT]):
     lora: Callable[[PolicyT], LoraSpec] | None = None
 
 
-def lora_source(model_of: Callable[[PolicyT], nn.Module]) -> WeightSource[PolicyT]:
-    """The adapter of a policy's model."""
+def lora_source(
+    model_of: Callable[[PolicyT], nn.Module], whole_of: Callable[[PolicyT], Whole] = lambda policy: as_it_is
+) -> WeightSource[PolicyT]:
+    """The adapter of a policy's model; ``whole_of`` gives what makes a sharded parameter whole."""
     return WeightSource(
         bridge_kind="lora_nccl",
         transfer="lora",
         specs=lambda policy: tensor_list(lora_tensors(model_of(policy))),
-        tensors=lambda policy: lora_tensors(model_of(policy)).items(),
+        tensors=lambda policy: lora_tensors(model_of(policy), whole=whole_of(policy)).items(),
         lora=lambda policy: lora_spec(model_of(policy)),
     )
 
 
-def full_source(model_of: Callable[[PolicyT], nn.Module]) -> WeightSource[PolicyT]:
-    """All weights of a policy's model, an adapter merged into them."""
+def full_source(
+    model_of: Callable[[PolicyT], nn.Module], whole_of: Callable[[PolicyT], Whole] = lambda policy: as_it_is
+) -> WeightSource[PolicyT]:
+    """All weights of a policy's model, an adapter merged into them; ``whole_of`` as in :func:`lora_source`."""
     return WeightSource(
         bridge_kind="broadcast",
         transfer="full",
         specs=lambda policy: tensor_list(base_parameters(model_of(policy))),
-        tensors=lambda policy: full_weights(model_of(policy)),
+        tensors=lambda policy: full_weights(model_of(policy), whole=whole_of(policy)),
     )
 
 

@@ -6,7 +6,7 @@ Names are those of a checkpoint: Hugging Face's for full weights, peft's without
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,6 +21,14 @@ from lachesis.engines.shared_tensors import dtype_name
 from lachesis.errors import ModelError
 
 _WRAPPER = "base_model.model."
+
+# All of a parameter, also where it is sharded over ranks: a policy's ``whole``.
+Whole = Callable[[Tensor], Tensor]
+
+
+def as_it_is(parameter: Tensor) -> Tensor:
+    """The parameter, where it is whole."""
+    return parameter.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +45,18 @@ class LoraPair:
     scaling: float
     transposed: bool
 
-    def delta(self) -> Tensor:
+    def delta(self, whole: Whole = as_it_is) -> Tensor:
         """``scaling * B @ A`` in float32 and in the layout of the layer's weight (Hu et al. 2021, LoRA, eq. 3)."""
-        delta = (self.b.detach().float() @ self.a.detach().float()) * self.scaling
+        delta = (whole(self.b).float() @ whole(self.a).float()) * self.scaling
         return delta.T if self.transposed else delta
 
 
 @torch.no_grad()
-def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def full_weights(model: nn.Module, *, whole: Whole = as_it_is) -> Iterator[tuple[str, Tensor]]:
     """All weights under Hugging Face's names, tied ones once; an adapter is merged in float32 and rounded once.
 
-    Unchanged weights are the live parameters, merged ones are new: at most one of those exists at a time if
-    the caller keeps none.
+    Unchanged weights are the live parameters, merged and gathered ones are new: at most one of those exists at a
+    time if the caller keeps none.
 
     Raises:
         ModelError: the adapter is of a kind that is not merged here.
@@ -56,8 +64,8 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     merged = {f"{pair.module}.weight": pair for pair in lora_pairs(model)} if is_adapted(model) else {}
     for name, parameter in base_parameters(model).items():
         pair = merged.get(name)
-        tensor = parameter.detach()
-        yield name, tensor if pair is None else (tensor.float() + pair.delta()).to(tensor.dtype)
+        tensor = whole(parameter)
+        yield name, tensor if pair is None else (tensor.float() + pair.delta(whole)).to(tensor.dtype)
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -70,7 +78,7 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def lora_tensors(model: nn.Module) -> dict[str, Tensor]:
+def lora_tensors(model: nn.Module, *, whole: Whole = as_it_is) -> dict[str, Tensor]:
     """The adapter's tensors A and B by name, live and unscaled, sorted by name.
 
     Raises:
@@ -78,8 +86,8 @@ def lora_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     tensors = {}
     for pair in lora_pairs(model):
-        tensors[f"{pair.module}.lora_A.weight"] = pair.a.detach()
-        tensors[f"{pair.module}.lora_B.weight"] = pair.b.detach()
+        tensors[f"{pair.module}.lora_A.weight"] = whole(pair.a)
+        tensors[f"{pair.module}.lora_B.weight"] = whole(pair.b)
     return dict(sorted(tensors.items()))
 
 
@@ -139,7 +147,7 @@ def tensor_list(tensors: Mapping[str, Tensor]) -> tuple[ReceivedTensor, ...]:
     return tuple(ReceivedTensor(name, tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items())
 
 
-def adapter_digests(model: nn.Module, *, dtype: torch.dtype) -> dict[str, int]:
+def adapter_digests(model: nn.Module, *, dtype: torch.dtype, whole: Whole = as_it_is) -> dict[str, int]:
     """Digests of the adapter as an engine of that dtype holds it: A rounded, B rounded and then scaled.
 
     Raises:
@@ -147,20 +155,20 @@ def adapter_digests(model: nn.Module, *, dtype: torch.dtype) -> dict[str, int]:
     """
     held = {}
     for pair in lora_pairs(model):
-        held[f"{pair.module}.lora_A.weight"] = pair.a.detach().to(dtype)
-        held[f"{pair.module}.lora_B.weight"] = served_lora_b(pair.b, scaling=pair.scaling, dtype=dtype)
+        held[f"{pair.module}.lora_A.weight"] = whole(pair.a).to(dtype)
+        held[f"{pair.module}.lora_B.weight"] = served_lora_b(whole(pair.b), scaling=pair.scaling, dtype=dtype)
     return digests(held)
 
 
-def full_digests(model: nn.Module) -> dict[str, int]:
-    """Digests of :func:`full_weights` under the same names. Merged weights are made and dropped one by one.
+def full_digests(model: nn.Module, *, whole: Whole = as_it_is) -> dict[str, int]:
+    """Digests of :func:`full_weights` under the same names. Merged and gathered ones are made and dropped one by one.
 
     Raises:
         ModelError: as :func:`full_weights`.
     """
-    if not is_adapted(model):
+    if whole is as_it_is and not is_adapted(model):
         return digests(dict(full_weights(model)))
-    return {name: digests({name: tensor})[name] for name, tensor in full_weights(model)}
+    return {name: digests({name: tensor})[name] for name, tensor in full_weights(model, whole=whole)}
 
 
 def is_adapted(model: nn.Module) -> bool:

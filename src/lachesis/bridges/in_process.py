@@ -1,4 +1,4 @@
-"""The engine generates with the trainer's own module: the optimizer step is the transfer."""
+"""The engine is in this process, with the trainer's own module (the optimizer step is the transfer) or a copy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from lachesis.engines.base import Engine
 
 
 class InProcessBridge(Bridge[PolicyT]):
-    """Shares storage with the embedded engine.
+    """Shares storage with the embedded engine, or brings it the weights while it is paused.
 
     Args:
         engine_builder: makes the engine around the policy once it exists.
         proof_builder: makes the proof of sync from both, or ``None`` for no proof.
+        bring: copies the policy's weights into the engine's model; ``None`` where that is the policy's own.
     """
 
     capabilities = bridge_capabilities("in_process")
@@ -27,8 +28,11 @@ class InProcessBridge(Bridge[PolicyT]):
         engine_builder: Callable[[PolicyT], Engine],
         proof_builder: Callable[[PolicyT, Engine], SyncProof] | None,
         sync_s: float | None = None,
+        bring: Callable[[PolicyT], None] | None = None,
     ) -> None:
         super().__init__(proof=None, sync_s=sync_s)
+        self._bring = bring
+        self._policy: PolicyT | None = None
         self._engine_builder = engine_builder
         self._proof_builder = proof_builder
         self._engine: Engine | None = None
@@ -39,13 +43,16 @@ class InProcessBridge(Bridge[PolicyT]):
         return self._engine
 
     def prepare(self, policy_builder: Callable[[], PolicyT]) -> PolicyT:
-        policy = policy_builder()
+        policy = self._policy = policy_builder()
         self._engine = self._engine_builder(policy)
         if self._proof_builder is not None:
             self.proof = self._proof_builder(policy, self._engine)
         return policy
 
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
+        if self._bring is not None:
+            assert self._policy is not None, "prepare() builds it"
+            self._bring(self._policy)
         self.engine.set_version(version)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lachesis.errors import StopRequested
+from lachesis.errors import LachesisError, StopRequested
+from lachesis.train.distributed.world import World, find_world
 from lachesis.types import Finding
 
 app = typer.Typer(
@@ -110,6 +112,33 @@ def stop_on_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def world_of_leader() -> World | None:
+    """The ranks that this process leads; None where it is alone. One that is led takes part, and exits at the end."""
+    world = find_world(os.environ)
+    if world is None or world.rank == 0:
+        return world
+    from lachesis.build_ranks import ToldLeader, follow
+
+    hide_progress_bars()
+    logging.getLogger("lachesis").setLevel(logging.ERROR)
+    # The leader gets them too, and says what becomes of it; as it does of errors.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        follow(world, end_process=_end_process)
+    except ToldLeader as error:
+        if Settings.traceback:
+            error_console.print_exception()
+        raise typer.Exit(error.exit_code) from error
+    raise typer.Exit
+
+
+def _end_process(error: LachesisError) -> None:
+    """From another thread than the one that waits."""
+    error_console.print(f"error: {error}", style="red")
+    os._exit(error.exit_code)
 
 
 @contextmanager

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lachesis.cli.base import EXIT_SIGNALLED, PASS_ON, app, console, hide_progress_bars, shown, stop_on_signals
+from lachesis.cli.base import (
+    EXIT_SIGNALLED,
+    PASS_ON,
+    app,
+    console,
+    hide_progress_bars,
+    shown,
+    stop_on_signals,
+    world_of_leader,
+)
 
 if TYPE_CHECKING:
     from lachesis.run import RunSummary
@@ -37,8 +46,11 @@ def grpo(context: typer.Context) -> None:
     from lachesis.grpo import grpo as train_with_flags
 
     hide_progress_bars()
+    world = world_of_leader()
     with stop_on_signals() as stop:
-        summary = train_with_flags(context.args, say=console.print, console=console, stop_requested=lambda: bool(stop))
+        summary = train_with_flags(
+            context.args, say=console.print, console=console, stop_requested=lambda: bool(stop), world=world
+        )
     _conclude(summary, stop, "grpo", context.args)
 
 
@@ -48,8 +60,11 @@ def run_everything(context: typer.Context) -> None:
     from lachesis.launch import run_all
 
     hide_progress_bars()
+    world = world_of_leader()
     with stop_on_signals() as stop:
-        summary = run_all(context.args, say=console.print, console=console, stop_requested=lambda: bool(stop))
+        summary = run_all(
+            context.args, say=console.print, console=console, stop_requested=lambda: bool(stop), world=world
+        )
     _conclude(summary, stop, "run", context.args)
 
 

@@ -18,6 +18,7 @@ from lachesis.cli.base import (
     nothing,
     shown,
     stop_on_signals,
+    world_of_leader,
 )
 from lachesis.config.init import init as write_first_run
 from lachesis.config.load import load_config
@@ -33,6 +34,7 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete a run of that name first.")] = False,
 ) -> None:
     """Train as a configuration says."""
+    world = world_of_leader()
     loaded = load_config(config, overrides=overrides or [])
     with console.status("loading torch and the model") if console.is_terminal else nothing():
         from lachesis import run
@@ -40,7 +42,12 @@ def train(
         hide_progress_bars()
     with stop_on_signals() as stop:
         summary = run.train(
-            loaded, resume=resume, overwrite=overwrite, console=console, stop_requested=lambda: bool(stop)
+            loaded,
+            resume=resume,
+            overwrite=overwrite,
+            console=console,
+            stop_requested=lambda: bool(stop),
+            world=world,
         )
     report = shown(summary.report)
     if not summary.finished:
@@ -63,12 +70,13 @@ def plan_command(
     config: Annotated[Path, typer.Argument(help="YAML file with the configuration.")],
     overrides: Overrides = None,
     device: Annotated[Literal["cuda", "cpu"] | None, typer.Option(help="Plan for it; what is here, if unset.")] = None,
+    devices: Annotated[int, typer.Option(min=1, help="How many train, as torchrun starts them.")] = 1,
 ) -> None:
     """Say what a run will do, and the memory and disk it takes, without loading anything."""
     loaded = load_config(config, overrides=overrides or [])
     for finding in [*loaded.findings, *check(loaded.config)]:
         console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")
-    for line in plan_lines(plan(loaded.config, device=device)):
+    for line in plan_lines(plan(loaded.config, device=device, devices=devices)):
         console.print(line)
 
 

@@ -18,6 +18,8 @@ _NF4_BLOCK, _NF4_SCALES, _NF4_TABLES = 64, 256, 1092
 # As in lachesis.train.head: one chunk of logits in float32, and its gradient.
 _CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
 
+_SHARDED = ("weights", "gradients", "adapter", "optimizer states", "reference")
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -72,6 +74,29 @@ def memory_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths,
     if reference := _reference_bytes(config, shape, width=width):
         parts.append(Part("reference", "trainer", "always", reference))
     return parts + _engine_parts(config, shape, lengths=lengths, width=width)
+
+
+def shard_parts(
+    parts: list[Part], config: LachesisConfig, shape: ModelShape, *, devices: int, width: int
+) -> list[Part]:
+    """What each of several devices holds of the trainer's parts, and the first of them of an engine in its process."""
+    distributed = config.distributed
+    if distributed.strategy == "replicate":
+        return parts
+    ways = distributed.shard_size or devices
+    found = []
+    for part in parts:
+        if part.place != "trainer" or part.name not in _SHARDED:
+            found.append(part)
+        elif not distributed.cpu_offload:
+            found.append(Part(part.name, part.place, part.phase, -(-part.bytes // ways)))
+    # A layer that runs and the one that is gathered meanwhile, and what is outside of the layers.
+    outside = shape.parameters - shape.layers * shape.layer_parameters
+    gathered = outside + 2 * shape.layer_parameters if distributed.reshard_after_forward else shape.parameters
+    found.append(Part("gathered weights", "trainer", "training", gathered * width))
+    if config.engine.kind == "embedded":
+        found.append(Part("weights", "engine", "always", shape.parameters * width))
+    return found
 
 
 def held_weights_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:

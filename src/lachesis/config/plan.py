@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lachesis.config.dialects.batches import nearest_divisors, nearest_multiples
-from lachesis.config.memory import Lengths, Part, checkpoint_bytes, export_bytes, memory_parts, trainable_parameters
+from lachesis.config.memory import (
+    Lengths,
+    Part,
+    checkpoint_bytes,
+    export_bytes,
+    memory_parts,
+    shard_parts,
+    trainable_parameters,
+    weight_bytes,
+)
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.shape import ModelShape, read_shape
 from lachesis.config.steps import steps_of
@@ -35,7 +44,10 @@ class Batches:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The whole arithmetic. ``shape`` and what follows from it are None and empty without a config.json."""
+    """The whole arithmetic. ``shape`` and what follows from it are None and empty without a config.json.
+
+    Memory is that of one of ``devices``, of the first where there is an engine in the trainer's process.
+    """
 
     batches: Batches
     lengths: Lengths
@@ -48,6 +60,7 @@ class Plan:
     exports_kept: int
     checkpoints_kept: int
     notes: tuple[str, ...]
+    devices: int = 1
 
     def peak(self, place: str) -> int:
         """Bytes at the worst moment of the trainer's or the engine's: what is always held, and the larger phase."""
@@ -57,12 +70,13 @@ class Plan:
         return always + max(phases)
 
 
-def plan(config: LachesisConfig, *, device: str | None = None) -> Plan:
+def plan(config: LachesisConfig, *, device: str | None = None, devices: int = 1) -> Plan:
     """The arithmetic of a configuration.
 
     Args:
         config: with paths resolved; the model's config.json and the lines of a JSONL file are looked at.
         device: ``cuda`` or ``cpu``; as ``model.device`` says, or what this machine has, if unset.
+        devices: that train together.
 
     Raises:
         ConfigError: the model's config.json cannot be read.
@@ -71,19 +85,23 @@ def plan(config: LachesisConfig, *, device: str | None = None) -> Plan:
     shape = read_shape(config.model.path)
     lengths = _lengths(config, shape)
     batches = _batches(config, lengths)
-    memory = () if shape is None else tuple(memory_parts(config, shape, lengths=lengths, device=chosen))
+    memory = [] if shape is None else memory_parts(config, shape, lengths=lengths, device=chosen)
+    if shape is not None and devices > 1:
+        width = weight_bytes(config, shape, device=chosen)
+        memory = shard_parts(memory, config, shape, devices=devices, width=width)
     return Plan(
         batches=batches,
         lengths=lengths,
         device=chosen,
         shape=shape,
         trained=None if shape is None else trainable_parameters(config, shape),
-        memory=memory,
+        memory=tuple(memory),
         checkpoint=None if shape is None else checkpoint_bytes(config, shape, device=chosen),
         export=None if shape is None else export_bytes(config, shape, device=chosen),
         exports_kept=_exports_kept(config),
         checkpoints_kept=config.checkpoint.keep_last if config.checkpoint.every_steps else 1,
         notes=tuple(_notes(config, batches, lengths=lengths, shape=shape)),
+        devices=devices,
     )
 
 
@@ -208,7 +226,8 @@ def plan_lines(planned: Plan) -> list[str]:
         "batches",
         f"  step          {batches.prompts:,} {prompts}, {batches.completions:,} completions, at most "
         f"{batches.tokens:,} "
-        f"tokens in {batches.micro_batches:,} micro-batches of up to {size.microbatch:,}",
+        f"tokens in {batches.micro_batches:,} micro-batches of up to {size.microbatch:,}"
+        + (f", {-(-batches.micro_batches // planned.devices):,} passes of each device" * (planned.devices > 1)),
         f"  run           {steps}" + (f" over {batches.problems:,} problems" if batches.problems is not None else ""),
     ]
     if batches.steps is not None:
@@ -226,7 +245,8 @@ def plan_lines(planned: Plan) -> list[str]:
 
 def _memory_lines(planned: Plan, place: str) -> Iterator[str]:
     parts = [part for part in planned.memory if part.place == place]
-    yield f"memory of the {place} ({planned.device}): {_size(planned.peak(place))}"
+    each = f", each of {planned.devices} devices" if place == "trainer" and planned.devices > 1 else ""
+    yield f"memory of the {place} ({planned.device}{each}): {_size(planned.peak(place))}"
     for part in parts:
         phase = "" if part.phase == "always" else f"  while {part.phase}"
         yield f"  {part.name:<18}{_size(part.bytes):>10}{phase}"

@@ -71,9 +71,10 @@ class MicroBatch:
         return self.input_ids.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device; index tensors go without waiting."""
+        """The same on another device. To a GPU the tensors go without waiting; what comes from one is there."""
+        ahead = device.type != "cpu"  # on the way to a CPU they would be read before they have arrived
         moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            field.name: value.to(device, non_blocking=ahead) if isinstance(value, Tensor) else value
             for field in dataclasses.fields(self)
             for value in (getattr(self, field.name),)
         }

@@ -28,20 +28,25 @@ class CanaryReader:
     Args:
         transformer: the causal language model, adapter included.
         plan: how it is run in training.
+        device: where it computes.
+        capture: whether its passes may be captured; not where they wait for other ranks.
     """
 
-    def __init__(self, transformer: PreTrainedModel, *, plan: ForwardPlan) -> None:
+    def __init__(
+        self, transformer: PreTrainedModel, *, plan: ForwardPlan, device: torch.device, capture: bool = True
+    ) -> None:
         self._transformer = transformer
         self._plan = plan
+        self._device = device
         self._seen: tuple[int, ...] | None = None
         self._captured: _Captured | None = None
-        self._capture = not looks_at_inputs(transformer)
+        self._capture = capture and not looks_at_inputs(transformer)
 
     @torch.no_grad()
     def read(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs [T - 1] of ``token_ids`` [T] after the first, at temperature 1, in nats."""
         tokens = tuple(token_ids)
-        device = next(self._transformer.parameters()).device
+        device = self._device
         if device.type != "cuda" or not self._capture:
             return self._run(plain_micro_batch(tokens).to(device)).tolist()
         if self._seen != tokens:

@@ -147,14 +147,19 @@ class CheckpointManager:
 class Savable(Protocol):
     """A model or tokenizer of transformers or peft."""
 
-    def save_pretrained(self, save_directory: str) -> Any: ...
+    def save_pretrained(self, save_directory: str, **options: Any) -> Any: ...
 
 
-def save_model(model: Savable, tokenizer: Savable | None, directory: Path) -> None:
+def save_model(
+    model: Savable, tokenizer: Savable | None, directory: Path, *, weights: Mapping[str, Tensor] | None = None
+) -> None:
     """Save a model where transformers loads it from, or an adapter where peft does, with the tokenizer.
 
     A ``PeftModel`` saves its adapter, any other model its whole weights. The directory appears as a whole or
     not at all; an earlier model in its place is replaced.
+
+    Args:
+        weights: whole tensors by the model's names, where its own parameters are sharded.
 
     Raises:
         CheckpointError: the disk is full or cannot be written, or the directory holds something else.
@@ -167,7 +172,7 @@ def save_model(model: Savable, tokenizer: Savable | None, directory: Path) -> No
     with _disk_errors(directory, needed=None):
         clean_leftovers(directory.parent)
         with atomic_directory(directory) as temporary:
-            model.save_pretrained(str(temporary))
+            model.save_pretrained(str(temporary), **({} if weights is None else {"state_dict": dict(weights)}))
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(temporary))
 

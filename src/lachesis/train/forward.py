@@ -11,12 +11,14 @@ from transformers import PreTrainedModel
 
 from lachesis.errors import ModelError
 from lachesis.train import attention
+from lachesis.train.backends.within import run_within
 from lachesis.train.batch import MicroBatch, pack
 from lachesis.train.head import TokenLogprobs, logprobs_from_logits, token_logprobs
 from lachesis.types import Group, Prompt, Sample, VersionSpan
 
 AttentionKind = Literal["flash", "bucketed", "padded"]
 HeadKind = Literal["chunked", "model"]
+Packing = Literal["auto", "packed", "padded"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,19 @@ class ForwardPlan:
 
 def target_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> TokenLogprobs:
     """Logprobs and entropies [M] of ``micro.targets`` under the model, at the samples' temperatures."""
+    logprobs, entropies = run_within(model, lambda: _target_logprobs(model, micro, plan=plan))
+    return TokenLogprobs(logprobs=logprobs, entropies=entropies)
+
+
+def _target_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
     if plan.head == "model":
         logits = _padded(model, micro) if not plan.packed else _packed(model, micro, plan=plan)
-        return logprobs_from_logits(logits, micro.targets, micro.inverse_temperature)
+        found = logprobs_from_logits(logits, micro.targets, micro.inverse_temperature)
+        return found.logprobs, found.entropies
     base = model.base_model
     hidden = _padded(base, micro) if not plan.packed else _packed(base, micro, plan=plan)
     head = model.get_output_embeddings()
-    return token_logprobs(
+    found = token_logprobs(
         hidden,
         head.weight,
         micro.targets,
@@ -53,6 +61,7 @@ def target_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardP
         bias=getattr(head, "bias", None),
         softcap=plan.softcap,
     )
+    return found.logprobs, found.entropies
 
 
 def loss_token_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> TokenLogprobs:
@@ -91,8 +100,11 @@ def _padded(module: torch.nn.Module, micro: MicroBatch) -> Tensor:
     return values[valid].index_select(0, micro.predict)
 
 
-def plan_forward(model: PreTrainedModel, *, packing: Literal["auto", "packed", "padded"]) -> ForwardPlan:
+def plan_forward(model: PreTrainedModel, *, packing: Packing, device: torch.device | None = None) -> ForwardPlan:
     """Choose the fastest way of running the model that gives the model's own logprobs, by trying them.
+
+    Args:
+        device: where the model computes; where its parameters are, if unset.
 
     Raises:
         ModelError: ``packing="packed"`` was asked for and the model cannot.
@@ -101,11 +113,12 @@ def plan_forward(model: PreTrainedModel, *, packing: Literal["auto", "packed", "
         # transformers' SDPA leaves the softcap out, which makes another model of it.
         model.set_attn_implementation("eager")
     before = model.config._attn_implementation
-    probe = _probe(model)
+    device = device or model.device
+    probe = _probe(model, device)
     if packing != "padded" and _supports_attention_interface(model):
         attention.install(model)
-        for plan in _candidates(model, packed=True):
-            if _agrees(model, plan, probe):
+        for plan in _candidates(model, device, packed=True):
+            if _agrees(model, plan, probe, device):
                 return plan
         model.set_attn_implementation(before)
     if packing == "packed":
@@ -114,8 +127,8 @@ def plan_forward(model: PreTrainedModel, *, packing: Literal["auto", "packed", "
             "segments of a pack",
             remedy="set model.packing: auto (or padded), which trains on padded rows",
         )
-    for plan in _candidates(model, packed=False):
-        if _agrees(model, plan, probe):
+    for plan in _candidates(model, device, packed=False):
+        if _agrees(model, plan, probe, device):
             return plan
     raise ModelError(
         f"the logits of {type(model).__name__} could not be reproduced, packed or padded",
@@ -123,10 +136,10 @@ def plan_forward(model: PreTrainedModel, *, packing: Literal["auto", "packed", "
     )
 
 
-def _candidates(model: PreTrainedModel, *, packed: bool) -> list[ForwardPlan]:
+def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool) -> list[ForwardPlan]:
     """Ways of running the model, the fastest first."""
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    has_flash = model.device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16)
+    has_flash = device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16)
     kinds: list[AttentionKind] = (["flash"] if has_flash else []) + ["bucketed"] if packed else ["padded"]
     chunked = [ForwardPlan(attention=kind, head="chunked", softcap=softcap) for kind in kinds]
     return chunked + [ForwardPlan(attention=kind, head="model") for kind in kinds]
@@ -137,16 +150,18 @@ def _supports_attention_interface(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def _probe(model: PreTrainedModel) -> list[Group]:
+def _probe(model: PreTrainedModel, device: torch.device) -> list[Group]:
     """Two prompts, the first with two completions that share it; behaviour logprobs are the model's own."""
     vocab_size = model.config.get_text_config().vocab_size
     ids = [(5 * i + 3) % vocab_size for i in range(16)]
     cases = [(ids[:4], ids[4:7]), (ids[:4], ids[7:9]), (ids[9:12], ids[12:16])]
-    return [_probe_group(model, prompt=tuple(prompt), completion=tuple(completion)) for prompt, completion in cases]
+    return [_probe_group(model, tuple(prompt), tuple(completion), device=device) for prompt, completion in cases]
 
 
-def _probe_group(model: PreTrainedModel, *, prompt: tuple[int, ...], completion: tuple[int, ...]) -> Group:
-    ids = torch.tensor([prompt + completion], device=model.device)
+def _probe_group(
+    model: PreTrainedModel, prompt: tuple[int, ...], completion: tuple[int, ...], *, device: torch.device
+) -> Group:
+    ids = torch.tensor([prompt + completion], device=device)
     log_p = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
     own = log_p[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1)
     sample = Sample(
@@ -161,10 +176,10 @@ def _probe_group(model: PreTrainedModel, *, prompt: tuple[int, ...], completion:
 
 
 @torch.no_grad()
-def _agrees(model: PreTrainedModel, plan: ForwardPlan, probe: list[Group]) -> bool:
+def _agrees(model: PreTrainedModel, plan: ForwardPlan, probe: list[Group], device: torch.device) -> bool:
     (micro,) = pack(probe, max_tokens=1 << 20, share_prompts=plan.packed).micro_batches
     try:
-        found = target_logprobs(model, micro.to(model.device), plan=plan).logprobs
+        found = target_logprobs(model, micro.to(device), plan=plan).logprobs
     except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):
         # An architecture that does not take these arguments is what the probe is there to find out.
         return False

@@ -39,8 +39,13 @@ class LoadedModel:
     float8: Float8Switch = field(default_factory=Float8Switch)
 
 
-def load_model(config: ModelConfig, adapter: AdapterConfig, *, weights: WeightSource | None = None) -> LoadedModel:
+def load_model(
+    config: ModelConfig, adapter: AdapterConfig, *, weights: WeightSource | None = None, on_cpu: bool = False
+) -> LoadedModel:
     """Load, check and adapt. With ``weights`` nothing is loaded: the model's parameters are those tensors.
+
+    Args:
+        on_cpu: leave it in CPU memory, in the dtype that it has on its device: sharding moves it there in parts.
 
     Raises:
         ModelError: no such model, no causal LM, no pad token, adapter targets that match nothing, a residual
@@ -50,7 +55,7 @@ def load_model(config: ModelConfig, adapter: AdapterConfig, *, weights: WeightSo
     """
     tokenizer = load_tokenizer(config)
     if weights is None:
-        transformer = _load_transformer(config, device=resolve_device(config.device))
+        transformer = _load_transformer(config, device=resolve_device(config.device), on_cpu=on_cpu)
     else:
         transformer = attached_transformer(config, weights)
         _switch_off_dropout(transformer)
@@ -122,7 +127,7 @@ def resolve_device(device: str) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
 
 
-def _load_transformer(config: ModelConfig, *, device: torch.device) -> PreTrainedModel:
+def _load_transformer(config: ModelConfig, *, device: torch.device, on_cpu: bool) -> PreTrainedModel:
     dtype: Any = config.dtype
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"
@@ -139,7 +144,7 @@ def _load_transformer(config: ModelConfig, *, device: torch.device) -> PreTraine
         )
     _switch_off_dropout(model)
     if config.quantization == "none":
-        return model.to(device)
+        return model if on_cpu else model.to(device)
     settle(model)
     layers, size = len(quantized_layers(model)), held_bytes(model) / 2**30
     logger.info("%d linear layers are held in %s; the base weights take %.2f GiB", layers, config.quantization, size)

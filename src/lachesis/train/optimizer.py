@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -90,7 +90,7 @@ class PolicyOptimizer:
             TrainingError: the norm is not finite. Weights, states and schedule are as before.
         """
         gradients = [p.grad for _, p in self._named_parameters if p.grad is not None]
-        norm = global_norm(gradients)
+        norm = self._norm(gradients)
         if not math.isfinite(norm):
             raise self._non_finite(norm)
         if gradients:
@@ -124,6 +124,15 @@ class PolicyOptimizer:
         Raises:
             CheckpointError: the state is of another kind of optimizer or of other parameters.
         """
+        self._require_fitting(state)
+        for part, saved in zip(self._parts, state["parts"], strict=True):
+            _load_exactly(part.optimizer, saved["optimizer"])
+            part.update.load_state_dict(saved["update"])
+        if self._noise is not None:
+            self._noise.set_state(state["noise"])
+        self._step = state["step"]
+
+    def _require_fitting(self, state: Mapping[str, Any]) -> None:
         for key, expected in self._signature().items():
             if state.get(key) != expected:
                 raise CheckpointError(
@@ -131,12 +140,9 @@ class PolicyOptimizer:
                     f"this run's is {_short(expected)}",
                     remedy="resume with the optimizer, adapter and model settings of the checkpoint",
                 )
-        for part, saved in zip(self._parts, state["parts"], strict=True):
-            _load_exactly(part.optimizer, saved["optimizer"])
-            part.update.load_state_dict(saved["update"])
-        if self._noise is not None:
-            self._noise.set_state(state["noise"])
-        self._step = state["step"]
+
+    def _norm(self, gradients: Sequence[Tensor]) -> float:
+        return global_norm(gradients)
 
     def _update(self, gradient_scale: float) -> None:
         # One bucket's gradients travel while the bucket before it is updated.
@@ -187,6 +193,8 @@ def build_optimizer(
     learning_rate: float,
     total_steps: int,
     seed: int = 0,
+    make_policy_optimizer: Callable[..., PolicyOptimizer] = PolicyOptimizer,
+    sizes: Mapping[str, int] | None = None,
 ) -> PolicyOptimizer:
     """Make the optimizer over the parameters that require gradients. They must hold their weights already.
 
@@ -210,6 +218,9 @@ def build_optimizer(
         learning_rate: the peak rate.
         total_steps: optimizer steps in the whole run; where ``linear`` and ``cosine`` end.
         seed: of the noise of stochastic rounding.
+        make_policy_optimizer: called with what :class:`PolicyOptimizer` is made of.
+        sizes: elements of each parameter by name, where those that are given are parts of them: which of them are
+            updated together, and saved so, does not depend on how they are cut.
 
     Raises:
         ModelError: nothing to train.
@@ -224,7 +235,7 @@ def build_optimizer(
     noise = torch.Generator(device).manual_seed(seed)
     slots_on = torch.device("cpu") if config.kind == "adamw_cpu" and device.type != "cpu" else None
     parts = []
-    for members, precision in _partition(trained, config, offload=slots_on is not None):
+    for members, precision in _partition(trained, config, offload=slots_on is not None, sizes=sizes):
         names, parameters = zip(*members, strict=True)
         update: WeightUpdate
         if precision == "stochastic_rounding":
@@ -236,7 +247,7 @@ def build_optimizer(
             update = InPlace(parameters)
         groups = _decay_groups(parameters, update.slots, weight_decay=config.weight_decay)
         parts.append(_Part(names=names, update=update, optimizer=make(groups)))
-    return PolicyOptimizer(
+    return make_policy_optimizer(
         parts,
         named_parameters=trained,
         config=config,
@@ -261,7 +272,7 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
 
 
 def _partition(
-    trained: Sequence[Named], config: OptimizerConfig, *, offload: bool
+    trained: Sequence[Named], config: OptimizerConfig, *, offload: bool, sizes: Mapping[str, int] | None
 ) -> list[tuple[list[Named], Precision]]:
     """Parameters that are updated alike. Only slots that cost memory during the step come in buckets."""
     by_precision: dict[Precision, list[Named]] = {}
@@ -270,7 +281,7 @@ def _partition(
     result: list[tuple[list[Named], Precision]] = []
     for precision, members in by_precision.items():
         whole = precision == "in_place" and not offload
-        result += [(run, precision) for run in ([members] if whole else buckets(members))]
+        result += [(run, precision) for run in ([members] if whole else buckets(members, sizes=sizes))]
     return result
 
 

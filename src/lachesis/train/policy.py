@@ -14,14 +14,20 @@ from lachesis.train.backends.base import Backend
 from lachesis.train.batch import Batch, MicroBatch, idle_micro_batch
 from lachesis.train.canary import CanaryReader
 from lachesis.train.custom_loss import CustomLoss
-from lachesis.train.forward import ForwardPlan, loss_token_logprobs, plan_forward
+from lachesis.train.forward import ForwardPlan, Packing, loss_token_logprobs, plan_forward
 from lachesis.train.head import TokenLogprobs
 from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.loss import PolicyLoss, high_entropy_threshold, policy_loss, require_token_correction
 from lachesis.train.loss_options import LossOptions
 from lachesis.train.model import LoadedModel
 from lachesis.train.optimizer import PolicyOptimizer
-from lachesis.train.reference import ReferenceOptions, SamplerReference, build_reference
+from lachesis.train.reference import (
+    ReferenceOptions,
+    SamplerReference,
+    build_reference,
+    load_reference,
+    second_model,
+)
 
 
 class OptimizerBuilder(Protocol):
@@ -66,7 +72,7 @@ class Policy:
         backend: Backend,
         optimizer_builder: OptimizerBuilder,
         options: LossOptions,
-        packing: str = "auto",
+        packing: Packing = "auto",
         compile_layers: bool = False,
         reference: ReferenceOptions | None = None,
         custom_loss: CustomLoss | None = None,
@@ -80,18 +86,23 @@ class Policy:
         self.backend = backend
         # Dropout (an adapter's) and float8 are for the loss only: probes, canary and engine see the network as it is.
         self.model.eval()
-        self.plan: ForwardPlan = plan_forward(self.transformer, packing=packing)  # type: ignore[arg-type]
         needs_reference = options.beta > 0 or (custom_loss is not None and custom_loss.needs_reference)
+        kl_reference = (reference or ReferenceOptions()) if needs_reference else None
+        # What is sharded cannot be copied any more.
+        second = second_model(loaded, kl_reference)
+        for model in (self.transformer, second):
+            if model is not None:
+                backend.place(model)
+        self.device = backend.device(self.transformer)
+        self.plan: ForwardPlan = plan_forward(self.transformer, packing=packing, device=self.device)
         self.reference = (
-            build_reference(loaded, plan=self.plan, options=reference or ReferenceOptions())
-            if needs_reference
-            else None
+            build_reference(loaded, plan=self.plan, options=kl_reference, second=second) if kl_reference else None
         )
-        backend.prepare(self.transformer, compile_layers=compile_layers)
+        if compile_layers:
+            backend.compile(self.transformer)
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = optimizer_builder(trained)
-        self.device = next(self.transformer.parameters()).device
-        self._canary = CanaryReader(self.transformer, plan=self.plan)
+        self._canary = CanaryReader(self.transformer, plan=self.plan, device=self.device, capture=not backend.sharded)
         self._old = OldLogprobStore()
 
     @property
@@ -132,6 +143,7 @@ class Policy:
             TrainingError: the gradient is not finite; the weights are as before.
         """
         rate = self.optimizer.learning_rate
+        self.backend.sum_gradients([p for p in self.model.parameters() if p.requires_grad])
         norm = self.optimizer.step()
         self.optimizer.zero_grad()
         if self.reference is not None:
@@ -156,10 +168,37 @@ class Policy:
         ]
         return replace(batch, micro_batches=tuple(fixed[: len(batch.micro_batches)]))
 
+    def whole(self, parameter: Tensor) -> Tensor:
+        """All of a parameter of the model, also where it is sharded over ranks; not to be written to."""
+        return self.backend.whole(parameter.detach())
+
+    def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
+        """Every trained tensor, whole, by name; with ``frozen`` all others too. On the CPU where they are sharded."""
+        chosen = {name: p for name, p in self.model.named_parameters() if frozen or p.requires_grad}
+        if not self.backend.sharded:
+            return {name: parameter.detach() for name, parameter in chosen.items()}
+        return {name: self.whole(parameter).cpu() for name, parameter in chosen.items()}
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """The reverse of :meth:`weights`. In place: an engine may share the storage."""
+        own = dict(self.model.named_parameters())
+        for name, tensor in tensors.items():
+            own[name].copy_(self.backend.spread(own[name], tensor))
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """What a checkpoint has of the optimizer, its schedule included."""
+        return self.optimizer.state_dict()
+
+    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
+        """The reverse of :meth:`optimizer_state`. Raises CheckpointError where it is of another optimizer."""
+        self.optimizer.load_state_dict(dict(state))
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beyond weights and optimizer: the reference, and old logprobs in use."""
         reference = {} if self.reference is None else self.reference.state_dict()
-        return {"reference": reference, "old_logprobs": self._old.state_dict()}
+        whole = {name: self.backend.whole(tensor) for name, tensor in reference.items()}
+        return {"reference": whole, "old_logprobs": self._old.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The reverse of :meth:`state_dict`.
@@ -168,7 +207,7 @@ class Policy:
             CheckpointError: it is of another reference.
         """
         if self.reference is not None:
-            self.reference.load_state_dict(state["reference"])
+            load_reference(self.reference, state["reference"], spread=self.backend.spread)
         self._old.load_state_dict(state["old_logprobs"])
 
     def _passes(self, batch: Batch) -> list[MicroBatch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
@@ -11,6 +11,8 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 from peft import PeftModel
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from lachesis.errors import CheckpointError, ConfigError
 from lachesis.train.batch import MicroBatch
@@ -70,8 +72,21 @@ class Reference(Protocol):
         ...
 
 
-def build_reference(loaded: LoadedModel, *, plan: ForwardPlan, options: ReferenceOptions) -> Reference:
-    """The reference of a policy over ``loaded``, which still is the model that training starts from."""
+def second_model(loaded: LoadedModel, options: ReferenceOptions | None) -> PreTrainedModel | None:
+    """The copy that such a reference of full fine-tuning needs; None where it needs none, or there is no reference."""
+    if options is None or options.kind == "sampler" or isinstance(loaded.model, PeftModel):
+        return None
+    return copy.deepcopy(loaded.transformer).requires_grad_(False).eval()
+
+
+def build_reference(
+    loaded: LoadedModel, *, plan: ForwardPlan, options: ReferenceOptions, second: PreTrainedModel | None = None
+) -> Reference:
+    """The reference of a policy over ``loaded``, which still is the model that training starts from.
+
+    Args:
+        second: as :func:`second_model` made it, and placed where the policy's model is.
+    """
     if options.kind == "sampler":
         return SamplerReference()
     average = None
@@ -82,7 +97,27 @@ def build_reference(loaded: LoadedModel, *, plan: ForwardPlan, options: Referenc
         if average is None:
             return AdapterOff(adapted, loaded=loaded, plan=plan)
         return AveragedAdapter(adapted, loaded=loaded, plan=plan, average=average)
-    return Copy(loaded, plan=plan, average=average)
+    assert second is not None, "second_model() makes it where it is needed"
+    return Copy(loaded, second, plan=plan, average=average)
+
+
+def load_reference(
+    reference: Reference, saved: Mapping[str, Any], *, spread: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Give a reference what its ``state_dict`` was, in whole tensors.
+
+    Args:
+        spread: makes of the tensor that is to be filled, and a whole one, what this rank copies into it.
+
+    Raises:
+        CheckpointError: it is of another reference.
+    """
+    own = reference.state_dict()
+    fits = {
+        name: spread(own[name], tensor) if name in own and own[name].shape == tensor.shape else tensor
+        for name, tensor in saved.items()
+    }
+    reference.load_state_dict(fits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +172,14 @@ class AdapterOff(_Stateless):
 class Copy:
     """A second model: frozen for ``base``, following the policy for ``ema``."""
 
-    def __init__(self, loaded: LoadedModel, *, plan: ForwardPlan, average: Average | None) -> None:
+    def __init__(
+        self, loaded: LoadedModel, second: PreTrainedModel, *, plan: ForwardPlan, average: Average | None
+    ) -> None:
         self._policy = dict(loaded.transformer.named_parameters())
-        self._transformer = copy.deepcopy(loaded.transformer).requires_grad_(False).eval()
+        self._transformer = second
+        # The plan has chosen how the policy's attention is computed since the copy was made.
+        if (chosen := loaded.transformer.config._attn_implementation) is not None:
+            second.set_attn_implementation(chosen)
         self._plan = plan
         self._average = average
 
@@ -181,18 +221,27 @@ class AveragedAdapter:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Parameters point at the average and back at their own storage, which is not written to."""
-        own = {name: parameter.data for name, parameter in self._policy.items()}
+        """Parameters point at the average and back at their own storage, which is written to only where sharded."""
         training = self._adapted.training
         self._adapted.eval()  # an average has no dropout
         try:
-            for name, parameter in self._policy.items():
-                parameter.data = self._average[name]
+            self._exchange()
             yield
         finally:
-            for name, parameter in self._policy.items():
-                parameter.data = own[name]
+            self._exchange()
             self._adapted.train(training)
+
+    def _exchange(self) -> None:
+        for name, parameter in self._policy.items():
+            average = self._average[name]
+            if isinstance(parameter, DTensor) and isinstance(average, DTensor):
+                # FSDP gathers from the storage that it knows.
+                own, other = parameter.detach().to_local(), average.to_local()
+                kept = own.clone()
+                own.copy_(other)
+                other.copy_(kept)
+            else:
+                self._average[name], parameter.data = parameter.data, average
 
     def after_step(self, step: int) -> None:
         self._rule.follow(self._average, self._policy, step=step)

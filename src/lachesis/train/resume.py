@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lachesis.errors import CheckpointError
@@ -41,9 +40,9 @@ class RunCheckpoints:
         if stopping or (self._every_steps > 0 and step % self._every_steps == 0):
             self._manager.save(
                 step,
-                tensors=self._policy.backend.gather_weights(self._policy.model),
+                tensors=self._policy.weights(),
                 state={
-                    "optimizer": self._policy.optimizer.state_dict(),
+                    "optimizer": self._policy.optimizer_state(),
                     "rng": capture_rng(),
                     "policy": self._policy.state_dict(),
                 },
@@ -62,19 +61,16 @@ class RunCheckpoints:
             return 0
         checkpoint = self._manager.load(step)
         self._load_weights(checkpoint)
-        self._policy.optimizer.load_state_dict(checkpoint.state["optimizer"])
+        self._policy.load_optimizer_state(checkpoint.state["optimizer"])
         self._policy.load_state_dict(checkpoint.state["policy"])
         self._feed.load_state_dict(checkpoint.meta["feed"])
         restore_rng(checkpoint.state["rng"])
         return step
 
-    @torch.no_grad()
     def _load_weights(self, checkpoint: Checkpoint) -> None:
-        """Copy in place: an engine may share the storage."""
         own: dict[str, Tensor] = {n: p for n, p in self._policy.model.named_parameters() if p.requires_grad}
         _require_same(own, checkpoint.tensors, step=checkpoint.step)
-        for name, tensor in checkpoint.tensors.items():
-            own[name].copy_(tensor)
+        self._policy.load_weights(checkpoint.tensors)
 
 
 def _require_same(own: dict[str, Tensor], saved: dict[str, Any], *, step: int) -> None:

@@ -20,7 +20,7 @@ one bucket at a time; :data:`BUCKET_ELEMENTS` bounds a bucket.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,14 +194,20 @@ class StochasticRounding(WeightUpdate):
             slot.data = slot.data.new_empty(0)
 
 
-def buckets(parameters: Iterable[tuple[str, Parameter]]) -> list[list[tuple[str, Parameter]]]:
-    """Split in order into runs of at most :data:`BUCKET_ELEMENTS` elements; a larger parameter goes alone."""
+def buckets(
+    parameters: Iterable[tuple[str, Parameter]], *, sizes: Mapping[str, int] | None = None
+) -> list[list[tuple[str, Parameter]]]:
+    """Split in order into runs of at most :data:`BUCKET_ELEMENTS` elements; a larger parameter goes alone.
+
+    ``sizes`` are the elements by name, where they are not the parameter's own.
+    """
     result: list[list[tuple[str, Parameter]]] = []
     room = 0
     for name, parameter in parameters:
-        if not result or parameter.numel() > room:
+        size = parameter.numel() if sizes is None else sizes[name]
+        if not result or size > room:
             result.append([])
             room = BUCKET_ELEMENTS
         result[-1].append((name, parameter))
-        room -= parameter.numel()
+        room -= size
     return result

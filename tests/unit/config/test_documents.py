@@ -142,15 +142,13 @@ def test_a_length_at_the_top_level_counts_where_the_section_has_none(load):
     assert load("quickstart", path, trl={"max_completion_length": None}).config.sampling.max_completion_length == 128
 
 
-@pytest.mark.parametrize(("fragment", "keys"), [("fsdp", ["fsdp", "fsdp_config."]), ("deepspeed", ["deepspeed"])])
-def test_what_this_build_cannot_do_is_a_warning(load, fragment, keys):
-    warnings = [
-        finding.message
-        for finding in load("quickstart", f"fragments/{fragment}").findings
-        if finding.level == "warning"
-    ]
-    assert len(warnings) == len(keys)
-    assert all(any(warning.startswith(key) for warning in warnings) for key in keys)
+@pytest.mark.parametrize("fragment", ["fsdp", "deepspeed"])
+def test_sharding_is_what_several_processes_do(load, fragment):
+    loaded = load("quickstart", f"fragments/{fragment}")
+    distributed = loaded.config.distributed
+    assert (distributed.strategy, distributed.reshard_after_forward) == ("shard", True)
+    notes = [finding.message for finding in loaded.findings if finding.message.startswith(fragment)]
+    assert any("torchrun --nproc-per-node N" in note for note in notes)
 
 
 def test_a_file_for_accelerate_is_refused_by_its_name():

@@ -133,6 +133,56 @@ def test_full_fine_tuning_takes_sixteen_bytes_a_parameter(build, model):
     assert planned.peak("trainer") == sum(held.values())
 
 
+def held_by_the_trainer(planned) -> dict[str, int]:
+    return {part.name: part.bytes for part in planned.memory if part.place == "trainer"}
+
+
+def test_each_of_several_devices_holds_a_part(build, model):
+    config = build(model={"path": model(QWEN)}, algorithm={"beta": 0.1})
+    alone, four = (held_by_the_trainer(plan(config, device="cuda", devices=devices)) for devices in (1, 4))
+    for name in ("weights", "gradients", "optimizer states", "reference"):
+        assert four[name] == -(-alone[name] // 4), name
+    for name in ("activations", "logits chunk"):
+        assert four[name] == alone[name], name
+    # The embedding, the last norm and two layers in bfloat16.
+    outside = 151936 * 1536 + 1536
+    layer = (1_543_714_304 - outside) // 28
+    assert four["gathered weights"] == 2 * (outside + 2 * layer)
+
+
+@pytest.mark.parametrize(
+    ("distributed", "expected"),
+    [
+        ({"strategy": "replicate"}, {"weights": 2.0}),
+        ({"shard_size": 2}, {"weights": 1.0}),
+        ({"reshard_after_forward": False}, {"weights": 0.5, "gathered weights": 2.0}),
+        ({"cpu_offload": True}, {"weights": None, "optimizer states": None}),
+    ],
+)
+def test_how_it_is_sharded_says_what_a_device_holds(build, model, distributed, expected):
+    """In bytes a parameter."""
+    config = build(model={"path": model(QWEN)}, distributed=distributed)
+    held = held_by_the_trainer(plan(config, device="cuda", devices=4))
+    for name, size in expected.items():
+        assert held.get(name) == (None if size is None else int(size * 1_543_714_304)), name
+
+
+@pytest.mark.parametrize(
+    ("sections", "copies"), [({}, 1), ({"engine": {"kind": "http"}, "bridge": {"kind": "reload"}}, 1)]
+)
+def test_beside_a_sharded_trainer_every_engine_has_a_whole_model(build, model, sections, copies):
+    planned = plan(build(model={"path": model(QWEN)}, **sections), device="cuda", devices=2)
+    weights = [part for part in planned.memory if part.place == "engine" and part.name == "weights"]
+    assert [part.bytes for part in weights] == [2 * 1_543_714_304] * copies
+
+
+def test_the_text_says_of_how_many_devices(build, model):
+    text = "\n".join(plan_lines(plan(build(model={"path": model(QWEN)}), device="cuda", devices=4)))
+    assert "memory of the trainer (cuda, each of 4 devices): " in text
+    assert "memory of the engine (cuda): " in text
+    assert "passes of each device" in text
+
+
 @pytest.mark.parametrize(
     ("sections", "name", "per_parameter"),
     [

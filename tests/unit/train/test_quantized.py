@@ -200,7 +200,7 @@ def test_a_checkpoint_holds_what_is_trained_and_a_new_start_goes_on_from_it(save
     checkpoints = CheckpointManager(tmp_path / "checkpoints", keep_last=1)
     policy.accumulate(batch_for(policy))
     policy.step()
-    held = policy.backend.gather_weights(policy.model)
+    held = policy.weights()
     assert held and all("lora_" in name for name in held)
     state = {"optimizer": policy.optimizer.state_dict()}
     checkpoints.save(1, tensors=held, state=state, meta={})
@@ -210,13 +210,13 @@ def test_a_checkpoint_holds_what_is_trained_and_a_new_start_goes_on_from_it(save
     resumed = make_policy(load(saved, kind, dtype="bfloat16"))
     found = checkpoints.load()
     with torch.no_grad():
-        for name, parameter in resumed.backend.gather_weights(resumed.model).items():
+        for name, parameter in resumed.weights().items():
             parameter.copy_(found.tensors[name])
     resumed.optimizer.load_state_dict(found.state["optimizer"])
     resumed.accumulate(batch_for(resumed))
     resumed.step()
-    expected = policy.backend.gather_weights(policy.model)
-    for name, tensor in resumed.backend.gather_weights(resumed.model).items():
+    expected = policy.weights()
+    for name, tensor in resumed.weights().items():
         assert torch.equal(tensor, expected[name]), name
 
 

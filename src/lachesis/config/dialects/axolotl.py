@@ -10,6 +10,7 @@ from typing import Any
 from lachesis.config.dialects.axolotl_names import AXOLOTL
 from lachesis.config.dialects.batches import check_generation_batch, put_batch
 from lachesis.config.dialects.convert import engine_address, one_of, run_directory
+from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed
 from lachesis.config.dialects.grpo import (
     put_betas,
     put_completions,
@@ -67,8 +68,15 @@ def translate(document: Document, *, processes: int = 1) -> Translation:
         )
     _put_algorithm(translation)
     _put_engine(translation)
+    put_distributed(translation, _fsdp_options(translation), processes=processes)
     translation.finish()
     return translation
+
+
+def _fsdp_options(translation: Translation) -> dict[str, tuple[str, Any]]:
+    names = [name for name in AXOLOTL.entries if name.startswith("fsdp_config.") and translation.has(name)]
+    keys = {name: name.removeprefix("fsdp_config.") for name in names}
+    return {option_of(key): (name, translation.value(name)) for name, key in keys.items() if is_known_option(key)}
 
 
 def _put_model(translation: Translation) -> None:

@@ -13,6 +13,7 @@ from lachesis.config.dialects.convert import (
     nonzero,
     one_of,
 )
+from lachesis.config.dialects.distributed import fsdp_option_entries, scaling_entries
 from lachesis.config.dialects.grpo import grpo_entries
 from lachesis.config.dialects.table import Dialect, Entry, cannot, nothing, refused, together
 
@@ -70,7 +71,7 @@ def _float8() -> Iterator[Entry]:
     yield together("fp8_config.backend", "model.matmul_dtype", "ao only: torchao is what Lachesis has")
     yield from nothing("tokens are always padded to what FP8 products need", "fp8_config.pad_inner_dim")
     yield from cannot(
-        "this build trains on one device, unsharded, so no weights are gathered",
+        "weights are gathered in their own dtype; the products alone are in FP8",
         *("fp8_enable_fsdp_float8_all_gather", "fp8_config.enable_fsdp_float8_all_gather"),
     )
     yield from refused(
@@ -154,16 +155,17 @@ def _process() -> Iterator[Entry]:
 
 
 def _scaling() -> Iterator[Entry]:
+    yield from scaling_entries()
+    yield from fsdp_option_entries()
+    yield Entry("dp_shard_size", "distributed.shard_size")
+    yield from nothing("what dp_shard_size leaves of the devices", "dp_replicate_size")
+    yield from nothing("sharding is FSDP2's", "fsdp_version")
+    yield from nothing("the trained model is written whole", "fsdp_final_state_dict_type")
     yield from cannot(
-        "this build trains on one device, unsharded; `lachesis plan` says what memory that takes",
-        *("fsdp", "fsdp_config", "fsdp_version", "fsdp_final_state_dict_type", "deepspeed", "dp_shard_size"),
+        "no tensor, context or sequence is split over devices; the model is sharded over them (distributed)",
         *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
-        "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
     )
-    yield from nothing(
-        "one process needs no gradient hooks",
-        *("ddp_find_unused_parameters", "ddp_timeout", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
-    )
+    yield from nothing("gradients are added up by FSDP2, or once a step", "ddp_bucket_cap_mb", "ddp_broadcast_buffers")
 
 
 def _server() -> Iterator[Entry]:

@@ -5,7 +5,9 @@ Read from TRL 1.16.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from lachesis.config.dialects.batches import check_generation_batch, put_batch
@@ -19,6 +21,7 @@ from lachesis.config.dialects.convert import (
     one_of,
     run_directory,
 )
+from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed, scaling_entries
 from lachesis.config.dialects.grpo import (
     grpo_entries,
     put_betas,
@@ -67,8 +70,24 @@ def translate(document: Document, *, processes: int = 1) -> Translation:
     put_generation_kwargs(translation, "generation_kwargs")
     put_completions(translation, "")
     _put_engine(translation)
+    put_distributed(translation, _fsdp_options(translation), processes=processes)
     translation.finish()
     return translation
+
+
+def _fsdp_options(translation: Translation) -> dict[str, tuple[str, Any]]:
+    """Those of ``fsdp_config``; what is not among them is done anyway, or FSDP2's to decide."""
+    found = translation.value("fsdp_config", {})
+    if isinstance(found, str):
+        try:
+            found = json.loads(Path(found).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            translation.problem("fsdp_config", f"{found} cannot be read: {error}")
+            return {}
+    if not isinstance(found, Mapping):
+        translation.problem("fsdp_config", f"expected a mapping or a JSON file, got {describe(found)}")
+        return {}
+    return {option_of(key): ("fsdp_config", value) for key, value in found.items() if is_known_option(key)}
 
 
 def _put_model(translation: Translation) -> None:
@@ -257,17 +276,16 @@ def _without_counterpart() -> Iterator[Entry]:
     yield from nothing("Lachesis chooses the variant that works with the backend", "gradient_checkpointing_kwargs")
     yield from nothing("the loss never makes the logits here, with any loss_type", "use_liger_kernel", "use_liger_loss")
     yield from nothing(
-        "one process needs no gradient hooks, no gathering and one thread for the data",
-        *("ddp_find_unused_parameters", "ddp_timeout", "ddp_backend", "ds3_gather_for_generation"),
+        "one process has the data, in one thread; weights are gathered for it, by gloo on CPUs and NCCL on GPUs",
+        *("ddp_backend", "ds3_gather_for_generation"),
         *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_drop_last", "tf32", "log_level"),
         *("per_device_eval_batch_size", "logging_first_step", "logging_strategy", "do_train", "do_eval"),
     )
     yield from nothing("the tape has every completion", "log_unique_prompts")
     yield from nothing("evaluation is before and after the run in any case", "eval_on_start")
-    yield from cannot(
-        "this build trains on one device, unsharded; `lachesis plan` says what memory that takes",
-        *("fsdp", "fsdp_config", "deepspeed", "parallelism_config"),
-    )
+    yield from scaling_entries()
+    yield together("fsdp_config", "distributed.reshard_after_forward", "FSDP's options, or a JSON file of them")
+    yield from cannot("write distributed.shard_size for a mesh of devices", "parallelism_config")
     yield from cannot("the embedded engine has one way to decode", "use_transformers_paged", "cache_implementation")
     yield from cannot(
         "Lachesis pushes nothing; upload final/", "push_to_hub", "hub_model_id", "log_completions_hub_repo"

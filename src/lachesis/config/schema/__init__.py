@@ -30,6 +30,7 @@ from lachesis.config.schema.pipeline import PipelineConfig
 from lachesis.config.schema.process import (
     CheckpointConfig,
     DeadlinesConfig,
+    DistributedConfig,
     EvaluationConfig,
     LoggingConfig,
     WandbConfig,
@@ -58,6 +59,7 @@ __all__ = [
     "DataConfig",
     "DatasetConfig",
     "DeadlinesConfig",
+    "DistributedConfig",
     "EmbeddedEngineConfig",
     "EmbeddedServerConfig",
     "EngineConfig",
@@ -106,6 +108,7 @@ class LachesisConfig(Section):
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

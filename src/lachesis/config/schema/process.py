@@ -18,6 +18,9 @@ class DeadlinesConfig(Section):
     engine_start_s: PositiveFloat = Field(
         default=900.0, description="A server of the run coming up: loading weights, compiling, capturing CUDA graphs."
     )
+    ranks_s: PositiveFloat = Field(
+        default=600.0, description="With several devices: one waiting for another, or for a sign of life of the leader."
+    )
 
 
 class EvaluationConfig(Section):
@@ -69,3 +72,22 @@ class LoggingConfig(Section):
     )
     tensorboard: bool = Field(default=False, description="Write TensorBoard events to tensorboard/.")
     wandb: WandbConfig | None = Field(default=None, description="Log to Weights & Biases.")
+
+
+class DistributedConfig(Section):
+    """Training on several devices, started as ``torchrun --nproc-per-node N -m lachesis train CONFIG.yaml``."""
+
+    strategy: Literal["shard", "replicate"] = Field(
+        default="shard",
+        description="Each device holds a part of weights, gradients and optimizer state (FSDP2), or all of them (DDP).",
+    )
+    reshard_after_forward: bool = Field(
+        default=True,
+        description="Let go of a layer's gathered weights between forward and backward: less memory, one more gather.",
+    )
+    cpu_offload: bool = Field(
+        default=False, description="Keep sharded weights, gradients and optimizer state in CPU memory."
+    )
+    shard_size: PositiveInt | None = Field(
+        default=None, description="Shard over groups of N devices, which are replicas of one another; unset: over all."
+    )

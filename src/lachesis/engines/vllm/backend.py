@@ -217,6 +217,12 @@ class VllmEngine:
         on_cpu = self._device.startswith("cpu")  # where vLLM stops generating and gives nothing back
         if not on_cpu and not self._engine.vllm_config.model_config.enable_sleep_mode:
             raise Refused("this server cannot give memory back", status=409, remedy="start it with --enable-sleep-mode")
+        if level == 2 and not on_cpu and self._lora_config is not None and not compat.can_reload_under_lora():
+            raise Refused(
+                f"{self.kind} with LoRA could not load the weights again that it discards at level 2",
+                status=409,
+                remedy="sleep at level 1, which keeps them in CPU memory",
+            )
         if await self._gate.sleep(level) and level == 2 and not on_cpu:
             self._unusable = "the engine slept at level 2 and has no weights"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -13,13 +13,29 @@ from lachesis.metrics.values import MetricValue
 
 
 class Backend(Protocol):
-    """How a model lives on one device or many."""
+    """How a model lives on one device or many.
+
+    Ranks call the methods together and in the same order; those that only look at this process say so.
+    """
 
     rank: int
     world_size: int
 
-    def prepare(self, model: PreTrainedModel, *, compile_layers: bool) -> None:
-        """Shard or compile in place."""
+    @property
+    def sharded(self) -> bool:
+        """Whether a parameter is cut over ranks, so that none of them has it whole. Of this process alone."""
+        ...
+
+    def place(self, model: PreTrainedModel) -> None:
+        """Bring the model to where it is trained, sharded in place where it is; before anything runs it."""
+        ...
+
+    def device(self, model: PreTrainedModel) -> torch.device:
+        """Where the model computes, which with offloaded parameters is not where they are. Of this process alone."""
+        ...
+
+    def compile(self, model: PreTrainedModel) -> None:
+        """Compile the decoder layers in place; of this process alone."""
         ...
 
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
@@ -35,9 +51,20 @@ class Backend(Protocol):
         ...
 
     def reduce(self, metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-        """Merge metric values over all ranks and reduce them to numbers."""
+        """Reduce metric values, which are of all ranks already, to numbers. Of this process alone."""
         ...
 
-    def gather_weights(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """Every trained tensor, whole, by name."""
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Leave in each ``.grad`` the sum over all ranks, where the backward pass has not done so."""
+        ...
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """All of a tensor of the model; the tensor itself where it is not sharded. Only rank 0 may use the result."""
+        ...
+
+    def spread(self, like: Tensor, whole: Tensor) -> Tensor:
+        """The reverse: what this rank has to copy into ``like``.
+
+        Other ranks than 0 may give a tensor of the same shape and dtype on the meta device.
+        """
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +16,17 @@ class SingleDevice:
 
     rank = 0
     world_size = 1
+    sharded = False
 
-    def prepare(self, model: PreTrainedModel, *, compile_layers: bool) -> None:
-        if compile_layers:
-            for layer in decoder_layers(model):
-                layer.compile(dynamic=True)
+    def place(self, model: PreTrainedModel) -> None:
+        return None
+
+    def device(self, model: PreTrainedModel) -> torch.device:
+        return next(model.parameters()).device
+
+    def compile(self, model: PreTrainedModel) -> None:
+        for layer in decoder_layers(model):
+            layer.compile(dynamic=True)
 
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
         return counts
@@ -34,8 +40,14 @@ class SingleDevice:
     def reduce(self, metrics: Mapping[str, MetricValue]) -> dict[str, float]:
         return reduce_metrics(metrics)
 
-    def gather_weights(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        return None
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def spread(self, like: Tensor, whole: Tensor) -> Tensor:
+        return whole
 
 
 def decoder_layers(model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -109,7 +109,7 @@ def test_weights_are_not_gathered_in_fp8():
     text = "fp8: true\nfp8_enable_fsdp_float8_all_gather: true\nfp8_config: {enable_fsdp_float8_all_gather: true}"
     findings = translation(text).findings
     assert [finding.level for finding in findings] == ["warning", "warning"]
-    assert all("unsharded, so no weights are gathered" in finding.message for finding in findings)
+    assert all("gathered in their own dtype" in finding.message for finding in findings)
 
 
 @pytest.mark.parametrize(

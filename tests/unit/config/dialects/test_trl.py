@@ -136,5 +136,5 @@ def test_errors_name_the_line_and_the_key_of_the_file(text, expected):
 
 
 def test_what_cannot_be_done_is_a_warning():
-    levels = {f.message.split(":")[0]: f.level for f in translation("deepspeed: x.json\nreport_to: mlflow").findings}
-    assert levels == {"deepspeed": "warning", "report_to": "warning"}
+    levels = {f.message.split(":")[0]: f.level for f in translation("hub_model_id: x\nreport_to: mlflow").findings}
+    assert levels == {"hub_model_id": "warning", "report_to": "warning"}

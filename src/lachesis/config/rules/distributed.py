@@ -1,0 +1,47 @@
+"""What cannot be done by several ranks."""
+
+from __future__ import annotations
+
+from lachesis.config.schema import LachesisConfig, LoraBroadcastBridge, LoraSwapBridge, SharedBridge
+from lachesis.errors import ConfigError
+
+# Their states are of whole tensors, rows and columns or blocks, which parts of a tensor have not.
+_WHOLE_TENSOR_OPTIMIZERS = ("adamw_8bit", "adafactor")
+
+
+def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
+    """See that a configuration can be trained by that many ranks.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    bridge, distributed = config.bridge, config.distributed
+    if isinstance(bridge, SharedBridge):
+        raise ConfigError(
+            f"bridge.kind shared_vllm has one copy of the weights, in the engine's memory, and {ranks} devices train",
+            remedy="set bridge.kind: broadcast (or lora_nccl, lora_only with an adapter)",
+        )
+    if isinstance(bridge, LoraSwapBridge | LoraBroadcastBridge) and bridge.share_base:
+        raise ConfigError(
+            f"bridge.share_base builds the model on one engine's memory, and {ranks} devices train",
+            remedy="set bridge.share_base: false",
+        )
+    shard_size = distributed.shard_size or ranks
+    if ranks % shard_size:
+        raise ConfigError(
+            f"distributed.shard_size is {shard_size} and there are {ranks} devices: they make no whole groups",
+            remedy=f"choose a divisor of {ranks}, or leave it out",
+        )
+    if distributed.strategy == "replicate":
+        return
+    if config.model.quantization != "none":
+        raise ConfigError(
+            f"weights in {config.model.quantization} cannot be sharded over {ranks} devices",
+            remedy="set distributed.strategy: replicate, or model.quantization: none",
+        )
+    if config.optimizer.kind in _WHOLE_TENSOR_OPTIMIZERS:
+        raise ConfigError(
+            f"optimizer.kind {config.optimizer.kind} works on whole tensors, and {ranks} devices have parts of them",
+            remedy="set optimizer.kind: adamw (sharded, it takes 8 bytes a parameter over all devices), or "
+            "distributed.strategy: replicate",
+        )

@@ -1,0 +1,81 @@
+"""Training by several processes that torchrun starts: the numbers of one process, and an end for all if one dies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.runs import run_here, state, tape, torchrun, untimed, weights, write_dying_loss, write_run
+from tests.ranks_program import CASES
+
+SECTIONS: dict[str, dict[str, Any]] = {
+    "run": {"steps": 6},
+    "data": {"eval_size": 4},
+    "evaluation": {"every_steps": 3, "success_reward": 0.4},
+    "batch": {"prompts_per_step": 5, "max_tokens_per_microbatch": 64},
+    "optimizer": {"schedule": "constant", "warmup_steps": 2, "weight_decay": 0.01},
+    "algorithm": {"beta": 0.1},
+    "checkpoint": {"every_steps": 3, "save_final": True},
+}
+# By how often the passes of all ranks meet, which depends on the number of ranks.
+PASSES = ("micro_batches", "tokens_forward")
+
+
+def test_two_ranks_learn_what_one_process_learns():
+    done = torchrun(2, "tests.ranks_program", *CASES)
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [f"{case}: equal over 2 ranks" for case in CASES]
+
+
+def assert_close_runs(found: Path, expected: Path) -> None:
+    """Rollouts and evaluations are the same, metrics and weights up to the order in which numbers are added."""
+    assert completions(found) == completions(expected)
+    (found_steps, found_evaluations), (steps, evaluations) = untimed(found), untimed(expected)
+    assert found_evaluations == evaluations
+    assert found_steps.keys() == steps.keys()
+    for step, values in steps.items():
+        for name in values.keys() - set(PASSES):
+            assert found_steps[step][name] == pytest.approx(values[name], rel=1e-4, abs=1e-5), (step, name)
+    after, expected_after = weights(found), weights(expected)
+    assert after.keys() == expected_after.keys()
+    for name, tensor in expected_after.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def completions(run_dir: Path) -> dict[str, list[Any]]:
+    """Who was rewarded for what; not the logprobs, whose last digits differ."""
+    return {
+        name: [(line["prompt"]["id"], s["text"], s["reward"]) for line in rows for s in line["samples"]]
+        for name, text in tape(run_dir).items()
+        for rows in [[json.loads(row) for row in text.splitlines()]]
+    }
+
+
+def test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one(tmp_path: Path):
+    straight = run_here(write_run(tmp_path / "straight", **SECTIONS))
+    config = write_run(tmp_path / "ranks", **SECTIONS)
+    first = torchrun(2, "lachesis", "train", config, "--set", "run.steps=3")
+    assert first.code == 0, first.err
+    resumed = torchrun(3, "lachesis", "train", config, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert_close_runs(tmp_path / "ranks/runs/proof", straight.run_dir)
+
+
+@pytest.mark.parametrize(("rank", "name"), [(0, "the leader, rank 0 (process "), (1, "rank 1 (process ")])
+def test_a_rank_that_is_killed_ends_all_of_them_with_a_sentence(tmp_path: Path, rank: int, name: str):
+    """The others wait for it in the midst of a backward pass then."""
+    loss = write_dying_loss(tmp_path, rank=rank, at_call=4)
+    config = write_run(tmp_path / "run", **SECTIONS | {"algorithm": {"loss": loss}})
+    done = torchrun(2, "lachesis", "train", config)
+    assert done.code != 0
+    (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert name in error
+    assert "has ended without a word" in error
+    if rank > 0:
+        stands = state(tmp_path / "run/runs/proof")
+        assert stands["status"] == "failed"
+        assert name in stands["error"]

@@ -1,0 +1,223 @@
+"""What several ranks train is what one process trains. Run by torchrun; the tests around it start it.
+
+    torchrun --nproc-per-node 2 -m tests.ranks_program [--device cuda] [CASE ...]
+
+Each case trains tiny models in float64 for a few steps, by this process alone and by all ranks, and compares metrics,
+canary, weights and states; then each of the two goes on from the other's state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from lachesis.config.schema import DistributedConfig, LoraAdapter, OptimizerConfig
+from lachesis.metrics.values import reduce_metrics
+from lachesis.train.backends.base import Backend
+from lachesis.train.backends.fsdp2 import Fsdp2
+from lachesis.train.backends.replicate import Replicate
+from lachesis.train.backends.single import SingleDevice
+from lachesis.train.batch import Batch, pack
+from lachesis.train.distributed.commands import Build
+from lachesis.train.distributed.following import Follower
+from lachesis.train.distributed.group import join, meet, rank_device
+from lachesis.train.distributed.leading import LeadingPolicy
+from lachesis.train.distributed.meeting import leaving, open_team, reach_leader
+from lachesis.train.distributed.world import find_world
+from lachesis.train.loss_options import LossOptions
+from lachesis.train.model import LoadedModel, add_lora
+from lachesis.train.policy import Policy
+from lachesis.train.reference import ReferenceOptions
+from lachesis.train.residual import keep_residual_in_float32
+from lachesis.train.shards import build_sharded_optimizer
+from tests.tiny import tiny_model, tiny_tokenizer
+from tests.unit.train.drifted import drifted_groups, used
+
+LIMIT_S = 120.0
+CANARY = [5, 9, 13, 20, 7]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A policy, and how near the ranks' numbers have to be to those of one process."""
+
+    loss: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    lora: bool = False
+    dtype: str = "float64"
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    distributed: Mapping[str, Any] = field(default_factory=dict)
+    reference: ReferenceOptions | None = None
+    checkpointing: bool = False
+    residual: bool = False
+    compile: bool = False
+    packing: str = "auto"
+    uses: int = 1
+    tolerance: float = 1e-9
+
+
+EMA = ReferenceOptions(kind="ema", mixup_alpha=0.3, sync_steps=1)
+BF16 = {"dtype": "bfloat16", "tolerance": 0.05}
+CASES: dict[str, Case] = {
+    "full": Case(),
+    "tied": Case(model={"tie_word_embeddings": True}, loss={"beta": 0.1}),
+    "ema": Case(loss={"beta": 0.1}, reference=EMA),
+    "lora": Case(lora=True, loss={"beta": 0.1}),
+    "lora_ema": Case(lora=True, loss={"beta": 0.1}, reference=EMA, checkpointing=True),
+    "entropy": Case(loss={"top_entropy_quantile": 0.4, "entropy_coef": 0.01}),
+    "uses": Case(uses=2, loss={"loss_type": "dapo"}),
+    "gathered": Case(distributed={"reshard_after_forward": False}, checkpointing=True, loss={"beta": 0.1}),
+    "padded": Case(model={"architecture": "bloom"}, packing="padded"),
+    "softcap": Case(model={"architecture": "gemma2"}),
+    "groups_of_one": Case(distributed={"shard_size": 1}),
+    "replicate": Case(distributed={"strategy": "replicate"}, loss={"beta": 0.1}, reference=EMA, uses=2),
+    "replicate_lora": Case(distributed={"strategy": "replicate"}, lora=True, optimizer={"kind": "adafactor"}),
+    "masters": Case(**BF16),
+    "stochastic": Case(**BF16, optimizer={"weight_update": "stochastic_rounding"}),
+    "residual": Case(**BF16, residual=True, checkpointing=True),
+}
+GPU_CASES: dict[str, Case] = {
+    "flash": Case(**BF16, loss={"beta": 0.1}),
+    "flash_lora": Case(**BF16, lora=True, checkpointing=True, residual=True, loss={"beta": 0.1}),
+    "compiled": Case(**BF16, compile=True),
+    "offload": Case(distributed={"cpu_offload": True}, loss={"beta": 0.1}, reference=EMA),
+    "cpu_optimizer": Case(**BF16, optimizer={"kind": "adamw_cpu"}),
+}
+
+
+def build(case: Case, backend: Backend, *, device: torch.device, make: Any = Policy) -> Policy:
+    """The case's policy, the same on all ranks."""
+    model = dict(case.model)
+    dtype = getattr(torch, case.dtype)
+    transformer = tiny_model(model.pop("architecture", "qwen2"), **model).to(dtype)
+    torch.manual_seed(0)
+    if case.residual:
+        keep_residual_in_float32(transformer)
+    if case.checkpointing:
+        transformer.gradient_checkpointing_enable({"use_reentrant": False})
+    if not backend.sharded:
+        transformer.to(device)
+    adapted = add_lora(transformer, LoraAdapter(r=4)).to(dtype) if case.lora else transformer
+    return make(
+        LoadedModel(model=adapted, transformer=transformer, tokenizer=tiny_tokenizer()),
+        backend=backend,
+        optimizer_builder=partial(
+            build_sharded_optimizer,
+            # As SGD: with AdamW's division a gradient of rounding noise would become a step of full size.
+            config=OptimizerConfig(**{"eps": 1.0, "max_grad_norm": 0.5} | dict(case.optimizer)),
+            backend=backend,
+            learning_rate=1e-2,
+            total_steps=10,
+        ),
+        options=LossOptions(**case.loss),
+        packing=case.packing,
+        compile_layers=case.compile,
+        reference=case.reference,
+    )
+
+
+def batches(case: Case, *, packed: bool) -> list[Batch]:
+    """Ragged ones: of micro-batches that no number of ranks divides, and one with a single micro-batch."""
+    source = tiny_model(**{"architecture": "qwen2"} | dict(case.model)).double()
+    sizes = [(3, 30), (2, 1 << 20), (4, 25)]
+    made = []
+    for seed, (groups, max_tokens) in enumerate(sizes):
+        batch = pack(drifted_groups(source, groups=groups, seed=seed), max_tokens=max_tokens, share_prompts=packed)
+        made += [used(batch, use, of=case.uses) for use in range(case.uses)]
+    return made
+
+
+def compare(case: Case, team: Any, *, name: str, device: torch.device, join_backend: Any) -> None:
+    alone = build(case, SingleDevice(), device=device)
+    with team.together("building the policy", Build({"case": name})):
+        leading = build(case, join_backend(case), device=device, make=partial(LeadingPolicy, team=team))
+    assert leading.plan == alone.plan, (leading.plan, alone.plan)
+    todo = batches(case, packed=alone.plan.packed)
+    before = {key: value.clone() for key, value in alone.weights().items()}
+    for batch in todo[:-1]:
+        step(alone, leading, batch, case)
+    moved = max(float((value - before[key]).abs().max()) for key, value in alone.weights().items())
+    assert moved > 1e-6, "nothing moved: the comparison would be empty"
+    # Each goes on from the other's state: a checkpoint fits any number of ranks.
+    states = [snapshot(policy) for policy in (alone, leading)]
+    for policy, (weights, optimizer, rest) in zip((leading, alone), states, strict=True):
+        policy.load_weights(weights)
+        policy.load_optimizer_state(optimizer)
+        policy.load_state_dict(rest)
+    assert alone.optimizer.steps_taken == leading.optimizer.steps_taken == len(todo) - 1
+    step(alone, leading, todo[-1], case)
+
+
+def snapshot(policy: Policy) -> tuple[Any, Any, Any]:
+    """As a checkpoint's file would have it: on the CPU, and apart from what it was taken from."""
+    return tuple(copied(state) for state in (policy.weights(), policy.optimizer_state(), policy.state_dict()))
+
+
+def copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {key: copied(item) for key, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def step(alone: Policy, leading: Policy, batch: Batch, case: Case) -> None:
+    expected = reduce_metrics(alone.accumulate(batch) | alone.step())
+    found = reduce_metrics(leading.accumulate(batch) | leading.step())
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    for metric, value in expected.items():
+        assert abs(found[metric] - value) <= case.tolerance * max(1.0, abs(value)) + 1e-6, (metric, found, expected)
+    weights, near = leading.weights(), {"rtol": case.tolerance, "atol": case.tolerance}
+    for key, value in alone.weights().items():
+        torch.testing.assert_close(weights[key].to(value.device), value, **near, msg=lambda m, k=key: f"{k}: {m}")
+    difference = torch.tensor(alone.canary(CANARY)) - torch.tensor(leading.canary(CANARY))
+    assert difference.abs().max() <= 10 * case.tolerance + 1e-5, difference
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--device", default="cpu")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    world = find_world(os.environ)
+    assert world is not None
+    device = rank_device(world, wanted=asked.device)
+    known = CASES | GPU_CASES
+    store = meet(world, limit_s=LIMIT_S)
+
+    def backend_of(case: Case) -> Backend:
+        config = DistributedConfig(**dict(case.distributed))
+        return Replicate(device) if config.strategy == "replicate" else Fsdp2(device, config)
+
+    def build_part(data: Mapping[str, Any]) -> tuple[Policy, float, int]:
+        case = known[data["case"]]
+        return build(case, backend_of(case), device=device), LIMIT_S, 0
+
+    if world.rank > 0:
+        link = reach_leader(world, store, limit_s=LIMIT_S)
+        join(world, store, device=device, limit_s=LIMIT_S)
+        with leaving():
+            Follower(link, rank=world.rank, build=build_part, end_process=lambda error: os._exit(1)).follow()
+        return
+    team = open_team(world, store, limit_s=LIMIT_S)
+    join(world, store, device=device, limit_s=LIMIT_S)
+    with closing(team), leaving():
+        for name in asked.cases or known:
+            compare(known[name], team, name=name, device=device, join_backend=backend_of)
+            sys.stdout.write(f"{name}: equal over {world.size} ranks\n")
+            sys.stdout.flush()
+        team.end()
+
+
+if __name__ == "__main__":
+    main()
