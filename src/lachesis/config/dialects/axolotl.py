@@ -235,7 +235,8 @@ def _put_staleness(translation: Translation) -> None:
     ):
         return
     oldest = oldest_sample(every_steps=interval, depth=depth, iterations=iterations)
-    if oldest > PipelineConfig().max_staleness:
+    limit = PipelineConfig().max_staleness
+    if limit is not None and oldest > limit:
         translation.put("pipeline.max_staleness", oldest, "trl.vllm_sync_interval")
 
 
