@@ -47,7 +47,6 @@ from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig
 from lachesis.deadline import Deadline
 from lachesis.metrics.jsonl import read_metrics
-from lachesis.metrics.tape import token_texts
 from lachesis.metrics.telemetry import Telemetry
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.rewards import Rewarder
@@ -158,9 +157,8 @@ class Bench:
         run = claim_run(Path(config.run.dir) / config.run.name, resume=False, overwrite=True)
         run.begin(resume=False)
         feed: Feed[Batch] = build_feed(config, **self.parts)
-        hub = build_sinks(
-            config, run=run, start=0, consoles=[], texts=token_texts(self.policy.loaded.tokenizer), completions=None
-        )
+        tokenizer = self.policy.loaded.tokenizer
+        hub = build_sinks(config, run=run, start=0, consoles=[], tokenizer=tokenizer, reward_names=())
         checkpoints = CheckpointManager(run.files["checkpoints"], keep_last=1)
         parts = {name: part for name, part in self.parts.items() if name != "problems"}
         trainer = Trainer(

@@ -16,7 +16,7 @@ from lachesis.metrics.health import HealthMonitor
 from lachesis.metrics.hub import MetricsHub
 from lachesis.metrics.jsonl import JsonlSink, read_metrics
 from lachesis.metrics.report import ReportSink
-from lachesis.metrics.tape import TapeSink, TokenTexts
+from lachesis.metrics.tape import TapeSink, token_texts
 from lachesis.metrics.tensorboard import TensorBoardSink
 from lachesis.metrics.wandb import WandbSink
 from lachesis.options import health_limits, steps
@@ -25,29 +25,14 @@ from lachesis.rundir import RunDirectory
 from lachesis.types import StepRecord
 
 
-def completion_picker(
-    config: LachesisConfig, *, reward_names: Sequence[str], tokenizer: PreTrainedTokenizerBase
-) -> CompletionPicker | None:
-    """Which completions people are shown; ``None`` where none are."""
-    count, decode = config.logging.completions, text_decoder(tokenizer)
-    if count == 0:
-        return None
-    return CompletionPicker(
-        count=None if count == "all" else count,
-        reward_names=reward_names,
-        decode=lambda token_ids: decode([list(token_ids)])[0],
-        every_steps=config.logging.every_steps,
-    )
-
-
 def build_sinks(
     config: LachesisConfig,
     *,
     run: RunDirectory,
     start: int,
     consoles: Sequence[Console | None],
-    texts: TokenTexts,
-    completions: CompletionPicker | None,
+    tokenizer: PreTrainedTokenizerBase,
+    reward_names: Sequence[str],
 ) -> MetricsHub:
     """Everything that is told of a step, and the health rules.
 
@@ -56,18 +41,16 @@ def build_sinks(
         run: whose directory is written to.
         start: steps that are done; what is there up to it is kept.
         consoles: where progress is shown.
-        texts: of tokens, for the tape.
-        completions: which completions are shown.
+        tokenizer: makes texts of tokens, for the tape and for completions that are shown.
+        reward_names: of the reward functions, in the order of a sample's rewards.
     """
     files, logging_config = run.files, config.logging
     resume_step = start if start > 0 else None
+    completions = _completion_picker(config, reward_names=reward_names, tokenizer=tokenizer)
     sinks: list[Sink] = [JsonlSink(files["metrics"], resume_step=resume_step)]
     if logging_config.tape:
-        sinks.append(
-            TapeSink(
-                files["rollouts"], resume_step=resume_step, report_groups=logging_config.report_groups, texts=texts
-            )
-        )
+        texts, report_groups = token_texts(tokenizer), logging_config.report_groups
+        sinks.append(TapeSink(files["rollouts"], resume_step=resume_step, report_groups=report_groups, texts=texts))
     if logging_config.tensorboard:
         sinks.append(TensorBoardSink(files["tensorboard"], resume_step=resume_step))
     if logging_config.wandb is not None:
@@ -93,6 +76,21 @@ def build_sinks(
         for result in read_metrics(files["metrics"]).evaluations:
             monitor.evaluation(result)
     return MetricsHub(sinks, monitor=monitor)
+
+
+def _completion_picker(
+    config: LachesisConfig, *, reward_names: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> CompletionPicker | None:
+    """Which completions people are shown; ``None`` where none are."""
+    count, decode = config.logging.completions, text_decoder(tokenizer)
+    if count == 0:
+        return None
+    return CompletionPicker(
+        count=None if count == "all" else count,
+        reward_names=reward_names,
+        decode=lambda token_ids: decode([list(token_ids)])[0],
+        every_steps=config.logging.every_steps,
+    )
 
 
 class StateSink(Sink):

@@ -29,7 +29,7 @@ from lachesis.build import (
 )
 from lachesis.build_engine import EngineSide, RunPlace, engine_log
 from lachesis.build_ranks import Leadership, leading
-from lachesis.build_sinks import build_sinks, completion_picker
+from lachesis.build_sinks import build_sinks
 from lachesis.config.load import LoadedConfig, dump_config
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
@@ -38,7 +38,6 @@ from lachesis.errors import CheckpointError, EngineError, LachesisError, StopReq
 from lachesis.files import write_atomic
 from lachesis.metrics.hub import DISK_FULL, MetricsHub
 from lachesis.metrics.jsonl import read_metrics
-from lachesis.metrics.tape import token_texts
 from lachesis.metrics.telemetry import Telemetry
 from lachesis.options import loss_options, steps
 from lachesis.pipeline.feed import Feed
@@ -132,24 +131,16 @@ def train(
                 log.print(f"{finding.level}: {finding.message}", markup=False)
             run.update(owner=parts.place.owner)
             parts.side.keep_log(run.files["logs"] / "engine.log")
-            checkpoints = RunCheckpoints(
-                CheckpointManager(run.files["checkpoints"], keep_last=config.checkpoint.keep_last),
-                policy=parts.policy,
-                feed=parts.feed,
-                every_steps=config.checkpoint.every_steps,
-            )
+            checkpoints = build_checkpoints(config, run=run, parts=parts)
             start = checkpoints.restore() if resume else 0
             write_atomic(run.files["config"], dump_config(config))
-            texts = token_texts(parts.policy.loaded.tokenizer)
             hub = build_sinks(
                 config,
                 run=run,
                 start=start,
                 consoles=[console, log],
-                texts=texts,
-                completions=completion_picker(
-                    config, reward_names=parts.reward_names, tokenizer=parts.policy.loaded.tokenizer
-                ),
+                tokenizer=parts.policy.loaded.tokenizer,
+                reward_names=parts.reward_names,
             )
             closing.callback(hub.close)
             trainer = build_trainer(parts, checkpoints=checkpoints, hub=hub, stop_requested=stop_requested)
@@ -169,6 +160,16 @@ class Parts:
     feed: Feed[Batch]
     evaluation: Evaluation
     reward_names: Sequence[str]
+
+
+def build_checkpoints(config: LachesisConfig, *, run: RunDirectory, parts: Parts) -> RunCheckpoints:
+    """What saves and restores the run."""
+    return RunCheckpoints(
+        CheckpointManager(run.files["checkpoints"], keep_last=config.checkpoint.keep_last),
+        policy=parts.policy,
+        feed=parts.feed,
+        every_steps=config.checkpoint.every_steps,
+    )
 
 
 def build_trainer(
