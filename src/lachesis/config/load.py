@@ -26,7 +26,7 @@ from lachesis.config.keys import all_sections
 from lachesis.config.paths import resolve_all, resolve_path
 from lachesis.config.problems import config_error, missing_problems, schema_problems
 from lachesis.config.schema import LachesisConfig
-from lachesis.errors import ConfigError
+from lachesis.train.distributed.world import world_size
 from lachesis.types import Finding
 
 __all__ = ["LoadedConfig", "dump_config", "load_argv", "load_config", "resolve_path", "validate"]
@@ -69,7 +69,7 @@ def load_config(path: str | Path, *, overrides: Sequence[str] = (), processes: i
         return LoadedConfig(resolve_all(validate(document), base_dir=base_dir, cwd=cwd), base_dir)
     theirs = [override for override in overrides if _is_theirs(override, dialect)]
     apply_overrides(document, theirs)
-    processes = processes if processes is not None else _world_size()
+    processes = processes if processes is not None else world_size(os.environ)
     translation = translate(document, dialect=dialect, processes=processes)
     apply_overrides(translation.document, [override for override in overrides if override not in theirs])
     config = resolve_all(validate(translation.document), base_dir=base_dir, cwd=cwd, like_theirs=True)
@@ -123,14 +123,6 @@ def _is_theirs(override: str, dialect: DialectName) -> bool:
     path = override.partition("=")[0].strip()
     names = AXOLOTL if dialect == "axolotl" else TRL
     return path in names.entries or path.partition(".")[0] not in LachesisConfig.model_fields
-
-
-def _world_size() -> int:
-    """The processes that torchrun or accelerate started this one among."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"WORLD_SIZE is {text!r}, which is no number of processes", remedy="unset it")
-    return int(text)
 
 
 def _with_default_kinds(data: dict[str, Any]) -> dict[str, Any]:

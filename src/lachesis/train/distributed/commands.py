@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from lachesis.train.batch import Batch
 
@@ -114,3 +114,11 @@ class Failed:
 
     message: str
     remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A sign of life, which says nothing else."""
+
+
+MESSAGES = (*get_args(Command), Done, Failed, Alive)

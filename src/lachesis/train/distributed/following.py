@@ -12,7 +12,7 @@ import torch
 from lachesis.deadline import Deadline
 from lachesis.errors import DeadlineExceeded, LachesisError, TrainingError
 from lachesis.train.distributed import commands
-from lachesis.train.distributed.links import Alive, Gone, Link
+from lachesis.train.distributed.links import Gone, Link
 from lachesis.train.policy import Policy
 
 # Before the leader has said how long ranks wait for one another.
@@ -91,7 +91,7 @@ class Follower:
                 ) from None
             if isinstance(message, Gone):
                 raise message
-            if not isinstance(message, Alive):
+            if not isinstance(message, commands.Alive):
                 return message
 
     def _perform(self, command: Any) -> Any:

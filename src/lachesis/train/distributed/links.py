@@ -7,7 +7,6 @@ the others are waiting in, and a follower may wait for its next command for hour
 from __future__ import annotations
 
 import os
-import pickle
 import secrets
 import socket
 import struct
@@ -18,6 +17,7 @@ from typing import Any
 
 from lachesis.deadline import Deadline
 from lachesis.errors import DeadlineExceeded, TrainingError
+from lachesis.train.distributed.messages import decode, encode
 
 _LENGTH = struct.Struct("!Q")
 _TOKEN_BYTES = 32
@@ -25,11 +25,6 @@ _TOKEN_BYTES = 32
 
 class Gone(TrainingError):
     """The other side of a link has ended, or the connection to it has."""
-
-
-@dataclass(frozen=True, slots=True)
-class Alive:
-    """Says nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +51,7 @@ class Link:
 
     def send(self, message: object) -> None:
         """Raises Gone where nobody is there."""
-        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        data = encode(message)
         try:
             with self._sending:
                 self._socket.settimeout(None)
@@ -66,9 +61,13 @@ class Link:
             raise self._gone(error) from error
 
     def receive(self) -> Any:
-        """The next message, however long it takes. Raises Gone where none will come."""
+        """The next message, however long it takes. Raises Gone where none will come that can be read."""
         (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-        return pickle.loads(self._read(length))
+        data = self._read(length)
+        try:
+            return decode(data)
+        except TrainingError as error:
+            raise Gone(f"{self.peer}: {error.message}", remedy=error.remedy) from error
 
     def close(self) -> None:
         """End the connection, also under a thread that receives. Idempotent."""
@@ -94,7 +93,7 @@ class Link:
         return Gone(f"{self.peer} has ended without a word{why}", remedy="read what it printed last, or its log")
 
 
-class Door:
+class Listener:
     """Where followers come in.
 
     Args:

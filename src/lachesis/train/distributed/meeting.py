@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lachesis.deadline import Deadline
 from lachesis.errors import DeadlineExceeded
-from lachesis.train.distributed.links import Address, Door, Link, connect
+from lachesis.train.distributed.links import Address, Link, Listener, connect
 from lachesis.train.distributed.team import Team
 from lachesis.train.distributed.world import World
 
@@ -28,11 +28,11 @@ def open_team(world: World, store: dist.Store, *, limit_s: float) -> Team:
         DeadlineExceeded: not all came in time.
     """
     host = "127.0.0.1" if world.one_node else os.environ["MASTER_ADDR"]
-    door = Door(host, everywhere=not world.one_node)
-    address = door.address
+    listener = Listener(host, everywhere=not world.one_node)
+    address = listener.address
     store.set(_KEY, json.dumps([host, address.port, address.token.hex(), socket.gethostname(), os.getpid()]))
     deadline = Deadline(f"the leader waiting for {world.size - 1} followers", limit_s, "deadlines.ranks_s")
-    return Team(door.admit(world.size - 1, deadline=deadline), limit_s=limit_s, abort=abort_collectives)
+    return Team(listener.admit(world.size - 1, deadline=deadline), limit_s=limit_s, abort=abort_collectives)
 
 
 def reach_leader(world: World, store: dist.Store, *, limit_s: float) -> Link:

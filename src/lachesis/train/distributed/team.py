@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from lachesis.deadline import Deadline
 from lachesis.errors import DeadlineExceeded, LachesisError, TrainingError
-from lachesis.train.distributed.commands import Command, Done, End, Failed
-from lachesis.train.distributed.links import Alive, Gone, Link
+from lachesis.train.distributed.commands import Alive, Command, Done, End, Failed
+from lachesis.train.distributed.links import Gone, Link
 
 # Seconds: between two signs of life; that news of a failure may take; that a collective gets to end by itself then.
 _BEAT_S = 5.0

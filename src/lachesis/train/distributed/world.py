@@ -26,16 +26,32 @@ class World:
         return self.local_size == self.size
 
 
+def world_size(environment: Mapping[str, str]) -> int:
+    """The processes that torchrun or accelerate started this one among, itself included.
+
+    Raises:
+        ConfigError: WORLD_SIZE is no number of processes.
+    """
+    text = environment.get("WORLD_SIZE") or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {text!r}, which is no number of processes",
+            remedy=f"unset it, or start several devices with {HOW_TO_START}",
+        )
+    return int(text)
+
+
 def find_world(environment: Mapping[str, str]) -> World | None:
     """Who torchrun says that this process is; None where it is alone.
 
     Raises:
         ConfigError: the variables are there in part, or are no numbers that belong together.
     """
-    if int(environment.get("WORLD_SIZE") or 1) <= 1:
+    size = world_size(environment)
+    if size <= 1:
         return None
     try:
-        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        rank = int(environment["RANK"])
         world = World(
             rank=rank,
             size=size,

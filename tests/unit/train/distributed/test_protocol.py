@@ -16,7 +16,7 @@ from lachesis.errors import DeadlineExceeded, LachesisError, TrainingError
 from lachesis.train.distributed import following
 from lachesis.train.distributed.commands import Build, Canary, Done, End, Step
 from lachesis.train.distributed.following import Follower
-from lachesis.train.distributed.links import Door, Gone, Link, connect
+from lachesis.train.distributed.links import Gone, Link, Listener, connect
 from lachesis.train.distributed.team import Team
 
 LIMIT_S = 60.0
@@ -233,31 +233,32 @@ def test_a_leader_that_is_silent_for_too_long_is_given_up():
     link.close()
 
 
-def test_the_door_lets_in_whoever_has_the_token():
-    door = Door("127.0.0.1", everywhere=False)
+def test_whoever_has_the_token_is_let_in():
+    listener = Listener("127.0.0.1", everywhere=False)
     deadline = Deadline("followers", LIMIT_S)
-    stranger = socket.create_connection((door.address.host, door.address.port))
-    stranger.sendall(b"x" * len(door.address.token))
-    silent = socket.create_connection((door.address.host, door.address.port))
+    stranger = socket.create_connection((listener.address.host, listener.address.port))
+    stranger.sendall(b"x" * len(listener.address.token))
+    silent = socket.create_connection((listener.address.host, listener.address.port))
     silent.close()
     with ThreadPoolExecutor(2) as threads:
         links = [
-            threads.submit(connect, door.address, rank=rank, leader="the leader", deadline=deadline) for rank in (2, 1)
+            threads.submit(connect, listener.address, rank=rank, leader="the leader", deadline=deadline)
+            for rank in (2, 1)
         ]
-        admitted = door.admit(2, deadline=deadline)
+        admitted = listener.admit(2, deadline=deadline)
     assert list(admitted) == [1, 2]
     assert "rank 1 (process " in admitted[1].peer
     by_rank = dict(zip((2, 1), (future.result() for future in links), strict=True))
     admitted[1].send(End())
     assert by_rank[1].receive() == End()
     with pytest.raises(Gone, match=r"cannot reach the leader at 127.0.0.1"):
-        connect(door.address, rank=1, leader="the leader", deadline=deadline)
+        connect(listener.address, rank=1, leader="the leader", deadline=deadline)
     for link in (*admitted.values(), *by_rank.values()):
         link.close()
     stranger.close()
 
 
 def test_followers_that_do_not_come_are_counted():
-    door = Door("127.0.0.1", everywhere=False)
+    listener = Listener("127.0.0.1", everywhere=False)
     with pytest.raises(DeadlineExceeded, match=r"the leader waiting .*0 of 2 followers came"):
-        door.admit(2, deadline=Deadline("the leader waiting for 2 followers", 0.01))
+        listener.admit(2, deadline=Deadline("the leader waiting for 2 followers", 0.01))

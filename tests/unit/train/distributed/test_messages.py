@@ -1,0 +1,113 @@
+"""What travels between ranks arrives as it was, and nothing else is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from lachesis.errors import TrainingError
+from lachesis.metrics.values import Max, Mean, Sum
+from lachesis.train.batch import idle_micro_batch, pack
+from lachesis.train.distributed import commands
+from lachesis.train.distributed.links import Gone, Link
+from lachesis.train.distributed.messages import decode, encode
+from lachesis.train.distributed.split import split
+from tests.unit.train.test_forward import random_groups
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, torch.Tensor):
+        assert (found.dtype, found.shape, found.is_meta) == (expected.dtype, expected.shape, expected.is_meta)
+        assert expected.is_meta or torch.equal(found.nan_to_num(nan=7.0), expected.cpu().nan_to_num(nan=7.0))
+    elif dataclasses.is_dataclass(expected):
+        for field in dataclasses.fields(expected):
+            assert_same(getattr(found, field.name), getattr(expected, field.name))
+    elif isinstance(expected, Mapping):
+        assert list(found) == list(expected)
+        for key, value in expected.items():
+            assert_same(found[key], value)
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == expected or (math.isnan(found) and math.isnan(expected))
+
+
+def parts() -> list[Any]:
+    batch = pack(random_groups(groups=3, samples=4, longest=6, seed=1), max_tokens=64)
+    return split(batch, 2)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        commands.Build({"a": [1, None, True, 0.1], "b": {"c": "ü"}}),
+        commands.Accumulate(parts()[1]),
+        commands.Recompute(dataclasses.replace(parts()[1], micro_batches=(idle_micro_batch(),))),
+        commands.Canary((1, 2, 3)),
+        commands.LoadOptimizer(
+            {
+                "parts": [{"state": {0: {"step": torch.tensor(3.0), "m": torch.empty(2, 3, device="meta")}}}],
+                "betas": (0.9, 0.95),
+                "noise": torch.arange(4, dtype=torch.uint8),
+                "half": torch.randn(3, dtype=torch.bfloat16).t(),
+            }
+        ),
+        commands.Done({"loss": Sum(1.5), "kl": Mean(0.0, 0.0), "largest": Max(-math.inf), "odd": Sum(math.nan)}),
+        commands.Done([torch.empty(0), torch.zeros(2, 3).t()]),
+        commands.Failed("why", "what to do"),
+        commands.Alive(),
+        (1, "host", 4711),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_arrives_as_it_was(message: Any):
+    assert_same(decode(bytearray(encode(message))), message)
+
+
+def test_one_tensor_in_two_places_travels():
+    tensor = torch.arange(3)
+    assert_same(decode(encode([tensor, tensor, tensor[1:]])), [tensor, tensor, tensor[1:]])
+
+
+def test_what_is_no_record_does_not_travel():
+    with pytest.raises(TypeError, match="a object does not travel"):
+        encode(commands.Done(object()))
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("it was unpickled",))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        pickle.dumps(Harmful()),
+        encode([1])[:-3],
+        encode([1]).replace(b'"list"', b'"lost"'),
+        encode(commands.End()).replace(b"End", b"Run"),
+        encode(commands.Failed("a", "b")).replace(b"remedy", b"advice"),
+    ],
+    ids=["empty", "a pickle", "cut short", "an unknown kind", "an unknown record", "an unknown field"],
+)
+def test_anything_else_is_an_error_of_the_link(data: bytes):
+    with pytest.raises(TrainingError, match="cannot be read"):
+        decode(data)
+    ours, theirs = socket.socketpair()
+    link = Link(theirs, peer="rank 3")
+    ours.sendall(len(data).to_bytes(8, "big") + data)
+    with pytest.raises(Gone, match="rank 3: a message of another rank cannot be read"):
+        link.receive()
+    link.close()
+    ours.close()
