@@ -1,6 +1,6 @@
 """One optimizer step of a fixed workload, ours and TRL's in one run: seconds, memory, share of the peak.
 
-    PYTHONPATH=src python benchmarks/train_step.py [--tiny] [--no-trl] [--repeats 5] [--out FILE.json]
+    PYTHONPATH=src python benchmarks/train_step.py [--tiny] [--no-trl] [--only NAME ...] [--repeats 5] [--out FILE.json]
 
 The workload is 64 sequences with 128 prompt tokens each (8 prompts with 8 completions) and completions of 16 to
 1,024 tokens, 33,120 tokens in all, on the architecture of Qwen2.5-1.5B with random bf16 weights. ``--tiny`` runs
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -28,10 +29,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from lachesis.config.schema import LoraAdapter, NoAdapter, OptimizerConfig
 from lachesis.train.backends.single import SingleDevice
 from lachesis.train.batch import pack
+from lachesis.train.float8 import Float8Switch, compute_in_float8
 from lachesis.train.loss_options import LossOptions
 from lachesis.train.model import LoadedModel, add_lora
 from lachesis.train.optimizer import build_optimizer
 from lachesis.train.policy import Policy
+from lachesis.train.residual import keep_residual_in_float32
 from lachesis.types import Group, Prompt, Sample, VersionSpan
 
 PEAK_BF16_FLOPS = 989e12  # H100 and H200, dense, by the vendor's datasheet
@@ -52,16 +55,25 @@ class Row:
     micro_batches: int
 
 
-def architecture(*, tiny: bool) -> Qwen2Config:
-    if tiny:
-        return Qwen2Config(
-            vocab_size=512, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            intermediate_size=128, max_position_embeddings=2048, tie_word_embeddings=True,
-        )  # fmt: skip
-    return Qwen2Config(
-        vocab_size=151936, hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2,
-        intermediate_size=8960, max_position_embeddings=32768, rope_theta=1e6, tie_word_embeddings=True,
-    )  # fmt: skip
+# Of Qwen2.5-1.5B, of Llama 3.1 8B (for LoRA: the masters of all weights would not fit), and of nothing.
+SIZES: dict[str, dict[str, Any]] = {
+    "1.5B": {
+        "vocab_size": 151936, "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "intermediate_size": 8960, "tie_word_embeddings": True,
+    },
+    "8B": {
+        "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "intermediate_size": 14336, "tie_word_embeddings": False,
+    },
+    "tiny": {
+        "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+
+
+def architecture(size: str) -> Qwen2Config:
+    return Qwen2Config(**SIZES[size], max_position_embeddings=32768, rope_theta=1e6)
 
 
 def completion_lengths(*, tiny: bool) -> list[int]:
@@ -119,12 +131,17 @@ def our_step(
     max_tokens: int,
     lora: bool = False,
     checkpointing: bool = False,
+    residual: bool = False,
+    matmul: Literal["auto", "float8", "float8_rowwise"] = "auto",
 ) -> tuple[Callable[[], None], int, int]:
     model = random_model(config, device=device, checkpointing=checkpointing)
+    if residual:
+        keep_residual_in_float32(model)
+    float8 = Float8Switch() if matmul == "auto" else compute_in_float8(model, matmul)
     adapter = LoraAdapter(r=16, alpha=32) if lora else NoAdapter()
     trained = add_lora(model, adapter) if isinstance(adapter, LoraAdapter) else model
     policy = Policy(
-        LoadedModel(model=trained, transformer=model, tokenizer=None),  # type: ignore[arg-type]
+        LoadedModel(model=trained, transformer=model, tokenizer=None, float8=float8),  # type: ignore[arg-type]
         backend=SingleDevice(),
         optimizer_builder=partial(
             build_optimizer, config=OptimizerConfig(learning_rate=1e-6), learning_rate=1e-6, total_steps=1000
@@ -261,13 +278,14 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--size", choices=("1.5B", "8B"), default="1.5B", help="8B with --only LoRA")
     parser.add_argument("--no-trl", action="store_true")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", default="", help="run only rows whose name contains this")
+    parser.add_argument("--only", nargs="*", default=[""], help="run only rows whose names contain one of these")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else "cuda")
-    config = architecture(tiny=options.tiny)
+    config = architecture("tiny" if options.tiny else options.size)
     parameters = sum(
         p.numel() for p in random_model(config, device=torch.device("meta"), checkpointing=False).parameters()
     )
@@ -287,10 +305,20 @@ def main() -> None:
     plans.append(
         ("lachesis, checkpointing", budgets[1], partial(ours, shared, max_tokens=budgets[1], checkpointing=True))
     )
+    precisions: dict[str, dict[str, Any]] = {
+        "float32 residual": {"residual": True},
+        "float8": {"matmul": "float8"},
+        "float8_rowwise": {"matmul": "float8_rowwise"},
+    }
+    for name, extra in precisions.items():
+        plans.append((f"lachesis, {name}", budgets[1], partial(ours, shared, max_tokens=budgets[1], **extra)))
     for budget in budgets:
         plans.append(("lachesis LoRA", budget, partial(ours, shared, max_tokens=budget, lora=True)))
     checkpointed_lora = partial(ours, shared, max_tokens=budgets[1], lora=True, checkpointing=True)
     plans.append(("lachesis LoRA, checkpointing", budgets[1], checkpointed_lora))
+    for name, extra in precisions.items():
+        lora = partial(ours, shared, max_tokens=budgets[1], lora=True, **extra)
+        plans.append((f"lachesis LoRA, {name}", budgets[1], lora))
     if not options.no_trl:
         for rows, checkpointing in ((8, False), (16, False), (8, True)):
             name = f"TRL, {rows} rows" + (", checkpointing" if checkpointing else "")
@@ -298,7 +326,7 @@ def main() -> None:
             plans.append((name, None, lambda step=step, rows=rows: (step(), 0, GROUPS * GENERATIONS // rows)))
     results = []
     for name, budget, build in plans:
-        if options.only not in name:
+        if not any(part in name for part in options.only):
             continue
         try:
             step, forward_tokens, micro_batches = build()
