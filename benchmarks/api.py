@@ -153,7 +153,7 @@ def wait_for(port: int, process: subprocess.Popen) -> None:
             return
         except OSError:
             time.sleep(0.05)
-    raise RuntimeError(f"{process.args[:4]} did not start")
+    raise RuntimeError(f"{process.args} did not start")
 
 
 async def load(port: int, pid: int, case: Case, bodies: list[bytes], expected: set[str]) -> Measured:

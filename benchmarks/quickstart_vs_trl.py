@@ -36,6 +36,7 @@ from lachesis.config.rules import learning_rate
 from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.jsonl import read_metrics
 from lachesis.metrics.tape import read_groups, tape_files
+from lachesis.options import steps as run_steps
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.imports import load_function
 from lachesis.train.schedule import schedule_factor
@@ -165,7 +166,7 @@ def our_step(values: Mapping[str, float], groups: Sequence[Group]) -> Step:
 def prompts_in_order(config: LachesisConfig) -> list[Prompt]:
     """The prompts of all steps, as Lachesis draws them."""
     stream = PromptStream(load_data(config)[0], seed=config.run.seed, shuffle=config.data.shuffle)
-    return stream.take(config.run.steps * config.batch.prompts_per_step)
+    return stream.take(run_steps(config) * config.batch.prompts_per_step)
 
 
 class TrlRunner:

@@ -73,7 +73,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def architecture(size: str) -> Qwen2Config:
-    return Qwen2Config(**SIZES[size], max_position_embeddings=32768, rope_theta=1e6)
+    return Qwen2Config(**SIZES[size], max_position_embeddings=32768)
 
 
 def completion_lengths(*, tiny: bool) -> list[int]:
@@ -166,7 +166,8 @@ def trl_step(
     from datasets import Dataset
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
-    from trl import GRPOConfig, GRPOTrainer
+    from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports]
+    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports]
 
     model = random_model(config, device=device, checkpointing=checkpointing)
     tokenizer = PreTrainedTokenizerFast(
@@ -197,16 +198,18 @@ def trl_step(
         reward_funcs=lambda completions, **_: [0.0] * len(completions),
         train_dataset=Dataset.from_list([{"prompt": "x"}] * count),
     )
-    trainer.model.train()
+    trained = trainer.model
+    assert trained is not None
+    trained.train()
     trainer.current_gradient_accumulation_steps = count // rows
-    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     batches = [micro.to_device(device) for micro in padded(groups, rows=rows)]
 
     def step() -> None:
         for batch in batches:
             inputs = batch.inputs(total_tokens=sum(len(s.completion_ids) for g in groups for s in g.samples))
-            trainer.compute_loss(trainer.model, inputs).backward()
-        torch.nn.utils.clip_grad_norm_(trainer.model.parameters(), 1.0)
+            trainer.compute_loss(trained, inputs).backward()
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 

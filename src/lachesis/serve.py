@@ -127,17 +127,7 @@ def config_options(
     loaded = load_config(path, overrides=overrides)
     config, engine = loaded.config, loaded.config.engine
     theirs = _vllm_section(path, overrides=overrides) if loaded.dialect == "axolotl" else {}
-    run_directory = Path(config.run.dir) / config.run.name
-    run_directory.mkdir(parents=True, exist_ok=True)  # the server looks into it before the run is there
-    common = ServeOptions(
-        model=config.model.path,
-        tokenizer=config.model.tokenizer,
-        dtype=None if config.model.dtype == "auto" else config.model.dtype,
-        adapter_roots=(run_directory.absolute(),),
-        arguments=tuple(arguments),
-    )
-    if isinstance(config.adapter, schema.LoraAdapter) and config.bridge.kind.startswith("lora"):
-        common = replace(common, enable_lora=True, max_lora_rank=config.adapter.r)
+    common = _common_options(config, arguments=arguments)
     match engine:
         case schema.EmbeddedServerConfig():
             options = replace(
@@ -167,6 +157,22 @@ def config_options(
             arguments=tuple(arguments),
         )  # fmt: skip
     return (options if port is None else replace(options, port=port)), loaded
+
+
+def _common_options(config: schema.LachesisConfig, *, arguments: Sequence[str]) -> ServeOptions:
+    """What does not depend on the engine: model and adapter, and the run directory, which is made."""
+    run_directory = Path(config.run.dir) / config.run.name
+    run_directory.mkdir(parents=True, exist_ok=True)  # the server looks into it before the run is there
+    common = ServeOptions(
+        model=config.model.path,
+        tokenizer=config.model.tokenizer,
+        dtype=None if config.model.dtype == "auto" else config.model.dtype,
+        adapter_roots=(run_directory.absolute(),),
+        arguments=tuple(arguments),
+    )
+    if isinstance(config.adapter, schema.LoraAdapter) and config.bridge.kind.startswith("lora"):
+        return replace(common, enable_lora=True, max_lora_rank=config.adapter.r)
+    return common
 
 
 @dataclass(slots=True)

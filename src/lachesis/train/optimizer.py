@@ -237,14 +237,7 @@ def build_optimizer(
     parts = []
     for members, precision in _partition(trained, config, offload=slots_on is not None, sizes=sizes):
         names, parameters = zip(*members, strict=True)
-        update: WeightUpdate
-        if precision == "stochastic_rounding":
-            update = StochasticRounding(parameters, generator=noise, device=slots_on)
-        elif precision == "fp32_master" or slots_on is not None:
-            dtype = torch.float32 if precision == "fp32_master" else None
-            update = MasterCopies(parameters, dtype=dtype, device=slots_on)
-        else:
-            update = InPlace(parameters)
+        update = _weight_update(parameters, precision, noise=noise, slots_on=slots_on)
         groups = _decay_groups(parameters, update.slots, weight_decay=config.weight_decay)
         parts.append(_Part(names=names, update=update, optimizer=make(groups)))
     return make_policy_optimizer(
@@ -255,6 +248,18 @@ def build_optimizer(
         total_steps=total_steps,
         noise=noise if any(isinstance(part.update, StochasticRounding) for part in parts) else None,
     )
+
+
+def _weight_update(
+    parameters: Sequence[Parameter], precision: Precision, *, noise: torch.Generator, slots_on: torch.device | None
+) -> WeightUpdate:
+    """How the optimizer's steps get into ``parameters``; what it steps on lies on ``slots_on``, if not beside them."""
+    if precision == "stochastic_rounding":
+        return StochasticRounding(parameters, generator=noise, device=slots_on)
+    if precision == "fp32_master" or slots_on is not None:
+        dtype = torch.float32 if precision == "fp32_master" else None
+        return MasterCopies(parameters, dtype=dtype, device=slots_on)
+    return InPlace(parameters)
 
 
 def global_norm(gradients: Sequence[Tensor]) -> float:
