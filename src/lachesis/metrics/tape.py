@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic_core import PydanticSerializationError, to_json
+
 from lachesis.errors import DataError
 from lachesis.files import write_atomic
 from lachesis.metrics.base import Sink
@@ -60,10 +62,10 @@ class TapeSink(Sink):
         if not record.groups:
             return
         lines = [
-            json.dumps(encode_group(group, texts=self._texts if index < self._report_groups else None))
+            _line(encode_group(group, texts=self._texts if index < self._report_groups else None))
             for index, group in enumerate(record.groups)
         ]
-        write_atomic(tape_path(self._directory, record.step), "\n".join(lines) + "\n")
+        write_atomic(tape_path(self._directory, record.step), b"\n".join(lines) + b"\n")
 
 
 def tape_path(directory: Path, step: int) -> Path:
@@ -148,6 +150,14 @@ def encode_group(group: Group, *, texts: TokenTexts | None = None) -> dict[str, 
     if group.replaces is not None:
         line["replaces"] = encode_group(group.replaces)
     return line
+
+
+def _line(document: Mapping[str, Any]) -> bytes:
+    """As JSON on one line. A step has a number for each token of it, which the standard library takes long over."""
+    try:
+        return to_json(document)
+    except PydanticSerializationError:  # half a surrogate pair in a text, which UTF-8 cannot hold
+        return json.dumps(document).encode()
 
 
 def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None) -> dict[str, Any]:
@@ -240,4 +250,6 @@ def token_texts(tokenizer: SupportsTokenText) -> TokenTexts:
 
 def _finite(values: Sequence[float | None]) -> list[float | None]:
     """JSON has no NaN; an unknown logprob is null."""
+    if None not in values and math.isfinite(sum(values)):  # as it is only where each of them is
+        return list(values)
     return [value if value is not None and math.isfinite(value) else None for value in values]
