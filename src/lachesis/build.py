@@ -160,17 +160,20 @@ def build_policy(
     )
 
 
-def build_engine_side(config: LachesisConfig, *, place: RunPlace, sharded: bool = False) -> EngineSide:
+def build_engine_side(
+    config: LachesisConfig, *, place: RunPlace, sharded: bool = False, watch: Callable[[], None] | None = None
+) -> EngineSide:
     """The bridge with its engine. One in this process is built once the policy exists, others run when this returns.
 
     Args:
         sharded: the policy's model is cut over ranks; an engine in this process gets a whole one of its own.
+        watch: called while servers are waited for; what it raises ends the wait.
 
     Raises:
         EngineError, DeadlineExceeded: as :func:`build_servers`.
     """
     if config.engine.kind != "embedded":
-        return build_servers(config, place=place)
+        return build_servers(config, place=place, watch=watch)
     options: dict[str, Any] = {
         "proof_builder": partial(build_proof, config) if config.bridge.proof else None,
         "sync_s": config.deadlines.sync_s,

@@ -87,8 +87,10 @@ class EngineSide:
             self.owned.stop()
 
 
-def build_servers(config: LachesisConfig, *, place: RunPlace) -> EngineSide:
+def build_servers(config: LachesisConfig, *, place: RunPlace, watch: Callable[[], None] | None = None) -> EngineSide:
     """The engine in its own process, started if the run manages it and claimed, and the bridge to it.
+
+    While it is waited for, ``watch`` is called; what it raises ends the wait.
 
     Raises:
         EngineError: a server died, its port is taken, it does not answer, or another run has it.
@@ -99,13 +101,14 @@ def build_servers(config: LachesisConfig, *, place: RunPlace) -> EngineSide:
     engine = HttpEngine(server_urls(config), control_s=config.deadlines.sync_s)
     owned = OwnedEngine(engine=engine, processes=processes, owner=place.owner) if processes else None
     try:
-        deadline = Deadline("the start of the engine", config.deadlines.engine_start_s, "deadlines.engine_start_s")
+        wait_s = config.engine.wait_s if config.engine.kind == "http" else 0.0
+        limit_s = config.deadlines.engine_start_s + wait_s
+        deadline = Deadline("the start of the engine", limit_s, "deadlines.engine_start_s", watch=watch)
         for process in processes:
             process.log_path.unlink(missing_ok=True)
             process.launch()
         for process in processes:
             process.wait_ready(deadline=deadline)
-        wait_s = config.engine.wait_s if config.engine.kind == "http" else 0.0
         engine.connect_when_up(wait_s=wait_s, deadline=deadline)
         takeover = config.engine.kind == "http" and config.engine.takeover
         engine.claim(place.owner, takeover=takeover, deadline=deadline)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,12 +19,14 @@ class Deadline:
         name: who waits for whom, as in "feed: generation of 32 prompts by the embedded engine".
         limit_s: seconds after which :meth:`check` raises; ``None`` waits without end.
         setting: the configuration key that holds the limit, named in the error.
+        watch: called at each :meth:`check`; what it raises ends the wait before its time.
     """
 
     name: str
     limit_s: float | None
     setting: str = ""
     started: float = field(default_factory=time.monotonic)
+    watch: Callable[[], None] | None = field(default=None, compare=False)
 
     def elapsed_s(self) -> float:
         """Seconds since the wait began."""
@@ -46,6 +48,8 @@ class Deadline:
 
     def check(self, detail: str = "") -> None:
         """Raise :class:`DeadlineExceeded` once the limit has passed; ``detail`` is added to the message."""
+        if self.watch is not None:
+            self.watch()
         if self.limit_s is None or self.elapsed_s() <= self.limit_s:
             return
         suffix = f"; {detail}" if detail else ""

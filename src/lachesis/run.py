@@ -222,13 +222,13 @@ def build_parts(
     sharded = leadership is not None and config.distributed.strategy == "shard"
     build = build_policy if leadership is None else leadership.build_policy
     with unclaimed_on_error(config, owner=place.owner, claimed_before="owner" in run.state):
-        side = build_engine_side(config, place=place, sharded=sharded)
+        stop = partial(raise_if_asked, stop_requested)
+        side = build_engine_side(config, place=place, sharded=sharded, watch=stop)
         closing.callback(side.close)
         bridge = side.bridge
         policy = bridge.prepare(partial(build, config, weights=side.weights))
         feed: Feed[Batch]
         if environments or rewarder is None:
-            stop = partial(raise_if_asked, stop_requested)
             feed = build_atropos_feed(
                 config,
                 policy=policy,
@@ -253,7 +253,7 @@ def build_parts(
 def raise_if_asked(stop_requested: Callable[[], bool]) -> None:
     """Raise StopRequested where the run is to end."""
     if stop_requested():
-        raise StopRequested("the run was asked to stop while it waited for environments")
+        raise StopRequested("the run was asked to stop while it waited for its engine or for environments")
 
 
 def watch_over(side: EngineSide, engine: EngineWatch, companions: Companions | None, stop: Callable[[], None]) -> None:

@@ -12,6 +12,8 @@ import psutil
 from lachesis.status import read_status
 from tests.e2e.atropos_runs import wait_for
 from tests.e2e.runs import COMMAND, Main, environment, write_reward, write_run
+from tests.ports import free_port
+from tests.waiting import LONG_S
 
 
 def test_a_run_that_hangs_says_in_what_and_one_that_is_gone_in_what_it_was(tmp_path: Path, main: Main):
@@ -55,3 +57,30 @@ def test_a_run_that_hangs_says_in_what_and_one_that_is_gone_in_what_it_was(tmp_p
         "waited in  the trainer's wait for a batch of 16 groups\n           the reward function share_of_a\n"
         in answer.out
     )
+
+
+def test_the_first_signal_ends_the_wait_for_a_server_that_does_not_come(tmp_path: Path):
+    engine = {"kind": "http", "urls": [f"http://127.0.0.1:{free_port()}"], "wait_s": 1000}
+    config = write_run(
+        tmp_path, engine=engine, bridge={"kind": "lora_only"}, adapter={"kind": "lora"}, data={"eval_size": 0}
+    )
+    log = tmp_path / "trainer.log"
+    with log.open("w") as output:
+        trainer = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, "train", str(config)], env=environment(), stdout=output, stderr=output
+        )
+    try:
+
+        def waits() -> bool:
+            assert trainer.poll() is None, log.read_text()
+            return "waiting for it, at most 1000 s" in log.read_text()
+
+        wait_for(waits, "the wait")
+        trainer.send_signal(signal.SIGTERM)
+        assert trainer.wait(LONG_S) == 128 + signal.SIGTERM
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert "the run was asked to stop while it waited for its engine" in log.read_text()
+    assert "Traceback" not in log.read_text()
+    assert not (tmp_path / "runs" / "proof").exists()

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lachesis.deadline import Deadline, waits_now
-from lachesis.errors import DeadlineExceeded
+from lachesis.errors import DeadlineExceeded, StopRequested
 
 
 def names() -> list[str]:
@@ -77,3 +77,17 @@ def test_waits_may_begin_and_end_while_they_are_read():
         thread.join()
     assert not errors
     assert names() == []
+
+
+def test_a_watch_ends_the_wait_before_its_time():
+    asked: list[str] = []
+
+    def stop() -> None:
+        if asked:
+            raise StopRequested(asked[0])
+
+    deadline = Deadline("the engine", 60.0, watch=stop)
+    deadline.check()
+    asked.append("Ctrl-C")
+    with pytest.raises(StopRequested, match="Ctrl-C"):
+        deadline.check()

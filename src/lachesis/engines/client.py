@@ -90,6 +90,7 @@ class HttpEngine(Engine):
 
         Raises:
             EngineError: as :meth:`connect`; of a server without an answer once that time is over.
+            DeadlineExceeded: ``deadline`` passed first.
         """
         patience = Deadline("the trainer's wait for the inference servers", wait_s, "engine.wait_s")
         told = False
@@ -100,6 +101,7 @@ class HttpEngine(Engine):
                 except EngineUnreachable as error:
                     if not patience.remaining_s():
                         raise
+                    deadline.check(error.message)
                     if not told:
                         logger.warning("%s; waiting for it, at most %g s", error.message, wait_s)
                     told = True

@@ -18,7 +18,15 @@ from lachesis.engines.client import HttpEngine
 from lachesis.engines.control import ServerInfo
 from lachesis.engines.generation_calls import request_body
 from lachesis.engines.serving.served import Refused
-from lachesis.errors import ConfigError, DeadlineExceeded, EngineError, EngineUnreachable, RewardError, StaleWeights
+from lachesis.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    EngineUnreachable,
+    RewardError,
+    StaleWeights,
+    StopRequested,
+)
 from lachesis.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from tests.unit.engines.fake_server import FakeServer, refusal
 from tests.waiting import LONG_S
@@ -90,6 +98,15 @@ class TestServersThatAreNotUpYet:
         assert info.session_id == late.session_id
         (said,) = [record.getMessage() for record in caplog.records if "waiting" in record.getMessage()]
         assert late.controls[0].url in said and "nobody listens" in said and "at most 60 s" in said
+
+    def test_who_does_not_want_to_wait_any_more_is_asked_meanwhile(self, late: LateServers):
+        def stop() -> None:
+            if late.absent == 1:
+                raise StopRequested("asked to")
+
+        with pytest.raises(StopRequested, match="asked to"):
+            late.connect_when_up(wait_s=60.0, deadline=Deadline("the start", 60.0, watch=stop))
+        assert late.absent == 1
 
     def test_without_a_wait_the_first_silence_is_an_error(self, late: LateServers):
         with pytest.raises(EngineUnreachable, match="nobody listens"):
