@@ -171,6 +171,14 @@ class AtroposSource(RolloutSource):
             asked.batch_size,
             "" if trainer.acknowledges else ", plain protocol",
         )
+        if asked.starting_step == 0 and (queued := self._client.queued(deadline=deadline)):
+            logger.warning(
+                "the rollout API at %s holds %d groups from before this run, which it will train on first; to begin "
+                "without them stop their environments and empty the queue: curl %s/reset_data",
+                self._client.url,
+                queued,
+                self._client.url,
+            )
         return trainer
 
     def _is_known(self, delivery: Delivery) -> bool:

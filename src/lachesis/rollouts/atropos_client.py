@@ -125,6 +125,10 @@ class RolloutApiClient:
         outstanding = reply.get("outstanding")
         return Registered(int(reply["uuid"]), outstanding is not None, tuple(outstanding or ()))
 
+    def queued(self, *, deadline: Deadline) -> int:
+        """How many groups wait for a trainer. Raises DeadlineExceeded where the API does not answer."""
+        return int(self._ask("GET", "/status", deadline=deadline).get("queue_size", 0))
+
     def next_batch(
         self, trainer: Registered, *, holds: Collection[int], deadline: Deadline
     ) -> tuple[Delivery | None, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,19 @@ def ids(groups: list[Group]) -> list[str]:
 
 def take(source: AtroposSource) -> list[str]:
     return ids(source.next_groups(1, deadline=deadline()))
+
+
+@pytest.mark.parametrize(("step", "warns"), [(0, True), (3, False)])
+def test_groups_from_before_the_run_are_told_of_unless_it_is_resumed(
+    api: Api, make: Make, caplog: pytest.LogCaptureFixture, step: int, warns: bool
+):
+    api.post(1, 2)
+    source = make(api.url, registration=replace(REGISTRATION, starting_step=step))
+    with caplog.at_level(logging.WARNING, logger="lachesis"):
+        assert take(source) == ["1", "2"]
+    told = [message for message in caplog.messages if "holds 2 groups from before this run" in message]
+    assert bool(told) == warns
+    assert all(f"curl {api.url}/reset_data" in message for message in told)
 
 
 def test_it_registers_and_hands_on_the_groups_of_a_batch(api: Api, make: Make):
