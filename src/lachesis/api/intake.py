@@ -72,6 +72,14 @@ class Intake:
         replies = [self._accept(group, moves, now) for group in groups]
         return replies, Change(added=tuple(moves.added), placed=tuple(moves.placed))
 
+    def leave(self, environment: Environment) -> tuple[int, ...]:
+        """Set aside what is buffered for an environment that has left: nothing will complete it. Their numbers."""
+        buffer = self.buffers.pop(environment.id, [])
+        for held in buffer:
+            reason = f"its environment left before groups of {environment.group_size} were complete"
+            self.set_aside.add(held.group, reason, environment)
+        return tuple(held.number for held in buffer)
+
     def restore(self, held: Iterable[HeldGroup], *, next_number: int) -> None:
         """Take over what a store held, groups without a position into their buffers."""
         self._next_number = next_number

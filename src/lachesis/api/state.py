@@ -197,12 +197,12 @@ class RolloutState:
         return reply, self._and_summary(Change())
 
     def disconnect_env(self, env_id: int) -> tuple[dict[str, Any], Change | None]:
-        """An environment leaves: its weight and minimum no longer count. What it queued stays."""
+        """An environment leaves: its weight and minimum no longer count. What it queued stays, not what is buffered."""
         environment = self.environments.get(env_id)
         if environment is None:
             return {"status": "failure", "error": f"no environment has the id {env_id}"}, None
         environment.connected = False
-        return {"status": "success"}, self._and_summary(Change())
+        return {"status": "success"}, self._and_summary(Change(removed=self.intake.leave(environment)))
 
     def status_env(self, env_id: int, now: float) -> dict[str, Any]:
         """GET /status-env.

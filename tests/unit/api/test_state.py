@@ -70,6 +70,17 @@ class Mirror:
         return Snapshot(held=tuple(self.held.values()), batch_of=self.batch_of, receipts={}, summary=self.summary)
 
 
+def test_what_is_buffered_for_an_environment_that_leaves_takes_no_room_any_more():
+    state, mirror = new_state(max_queued_tokens=group(4).weight + group(3).weight), Mirror()
+    gone, stays = (add_env(state, group_size=4) for _ in range(2))
+    for change in [state.post([group(3, env_id=gone), group(4, env_id=gone)], NOW)[1], state.disconnect_env(gone)[1]]:
+        mirror.apply(change)
+    assert (state.intake.weight, state.intake.set_aside.count) == (group(4).weight, 1)
+    assert "left before groups of 4 were complete" in state.intake.set_aside.last[0].reason
+    assert [held.group.sequences for held in mirror.held.values()] == [4]
+    assert post(state, group(3, env_id=stays)) == [{"status": "buffered", "buffer_size": 3}]
+
+
 def test_steps_count_deliveries():
     state = new_state()
     state.register(registration(starting_step=5))
