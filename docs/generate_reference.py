@@ -27,7 +27,7 @@ shows a row of the tables below.
 **Keys.** An unknown key, a key written twice and a value of the wrong type are errors; all that a file
 contains are reported at once, with their lines. Nothing is converted: `"30"` is text and no number, `30` a
 number and no text. Scalars follow YAML 1.2, so `true` and `false` are the only booleans (`on` and `no` are
-text) and `1e-6` is a number.
+text) and `1e-6` is a number. Anchors, aliases and merge keys (`<<: *defaults`) work as everywhere.
 
 A file in Axolotl's or TRL's keys is recognized and translated: see [coming from another
 trainer](migration.md).

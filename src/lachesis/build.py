@@ -251,9 +251,8 @@ def build_atropos_feed(
 
 
 def repeated(feed: Feed[Batch], config: LachesisConfig, *, pack: Callable[[Sequence[Group]], Batch]) -> Feed[Batch]:
-    """Each batch as often as the algorithm uses it."""
-    iterations = config.algorithm.num_iterations
-    return feed if iterations == 1 else RepeatedFeed(feed, num_iterations=iterations, pack=pack)
+    """Each batch as often as the algorithm uses it; a checkpoint looks the same whether that is once or more."""
+    return RepeatedFeed(feed, num_iterations=config.algorithm.num_iterations, pack=pack)
 
 
 def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
@@ -324,6 +323,7 @@ def build_source(
         name=config.source.rollout_func,
         tokenizer=policy.loaded.tokenizer,
         eos_token_ids=eos_token_ids(policy.loaded),
+        vocab_size=policy.transformer.config.get_text_config().vocab_size,
         **common,
     )
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from lachesis.build import build_reroll, load_data, pack_batch
+from lachesis.build import build_reroll, load_data, pack_batch, repeated
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import with_steps
 from lachesis.train.backends.single import SingleDevice
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.pipeline.sources import ScriptedSource, group
+from tests.unit.train.test_iterations import CountedFeed
 
 ENVIRONMENTS = {
     "source": {"kind": "atropos"},
@@ -117,3 +118,21 @@ def test_old_logprobs_are_the_trainers_where_the_sampler_is_corrected_for(
         assert bool(micro.old_logprobs.isnan().all()) is (expected == "trainer")
         if expected == "s":
             assert micro.old_logprobs.tolist() == [-0.5, -0.5]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_checkpoint_between_two_batches_fits_any_number_of_uses(config: Any, before: int, after: int):
+    def feed(uses: int, inner: CountedFeed) -> Any:
+        algorithm = {"num_iterations": uses}
+        return repeated(inner, config({"path": "train.jsonl"}, algorithm=algorithm), pack=lambda groups: inner.next())
+
+    first, inner = feed(before, CountedFeed()), CountedFeed()
+    for step in range(before):
+        first.next()
+        first.advance(step + 1)
+    second = feed(after, inner)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for step in range(after):
+        second.next()
+        second.advance(before + step + 1)
+    assert inner.calls == ["next 2", f"advance {before + after}"]

@@ -1,6 +1,7 @@
 """A YAML file as data, with the place of every value, and the way back to text.
 
-Scalars are read by the rules of YAML 1.2: ``on``, ``no`` and dates are text, ``1e-6`` is a number.
+Scalars are read by the rules of YAML 1.2: ``on``, ``no`` and dates are text, ``1e-6`` is a number. ``<<`` merges the
+keys of another mapping, which YAML 1.2 dropped and everybody's files still use.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from lachesis.errors import ConfigError
 Place = tuple[str | int, ...]
 
 _TAG = "tag:yaml.org,2002:"
+_MERGE = f"{_TAG}merge"
 _FLOAT = re.compile(r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$")
 
 
@@ -33,6 +35,7 @@ for _name, _pattern, _first in (
     ("bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
     ("int", re.compile(r"^[-+]?[0-9]+$"), list("-+0123456789")),
     ("float", _FLOAT, list("-+.0123456789")),
+    ("merge", re.compile(r"^<<$"), ["<"]),
 ):
     _Loader.add_implicit_resolver(f"{_TAG}{_name}", _pattern, _first)
 
@@ -195,9 +198,15 @@ class _Reader:
         return self._problem(node, place, f"the tag {node.tag} is not supported")
 
     def _mapping(self, node: MappingNode, *, place: Place, inside: tuple[Node, ...]) -> dict[str, Any]:
+        # The mapping's own keys come last: they replace what is merged.
         data: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                data |= self._merged(value_node, place=place, inside=inside)
         first: dict[str, int] = {}
         for key_node, value_node in node.value:
+            if key_node.tag == _MERGE:
+                continue
             if not isinstance(key_node, ScalarNode) or key_node.tag != f"{_TAG}str":
                 self._problem(key_node, place, "a key that is no text; put it in quotes")
                 continue
@@ -207,6 +216,17 @@ class _Reader:
             first.setdefault(key, key_node.start_mark.line + 1)
             self._note(key_node, here)
             data[key] = self.build(value_node, place=here, inside=inside)
+        return data
+
+    def _merged(self, node: Node, *, place: Place, inside: tuple[Node, ...]) -> dict[str, Any]:
+        """What ``<<`` stands for: the keys of a mapping, or of several, of which the first that has a key counts."""
+        sources = node.value if isinstance(node, SequenceNode) else [node]
+        data: dict[str, Any] = {}
+        for source in reversed(sources):
+            if isinstance(source, MappingNode):
+                data |= self.build(source, place=place, inside=inside) or {}
+            else:
+                self._problem(node, (*place, "<<"), "merges the keys of a mapping, or of a list of mappings")
         return data
 
     def _sequence(self, node: SequenceNode, *, place: Place, inside: tuple[Node, ...]) -> list[Any]:
@@ -220,7 +240,7 @@ class _Reader:
         text, tag = node.value, node.tag.removeprefix(_TAG)
         try:
             match tag:
-                case "str":
+                case "str" | "merge":
                     return text
                 case "null":
                     return None

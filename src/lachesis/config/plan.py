@@ -208,13 +208,25 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, shape:
             f"the last micro-batch is smaller: batch.micro_batch_size {rows} does not divide {batches.completions}; "
             f"{fitting} do"
         )
-    if config.data.max_prompt_length is None and config.source.kind == "local":
-        prompt = lengths.longest - config.sampling.max_completion_length
-        yield f"data.max_prompt_length is unset: prompts are taken for up to {prompt} tokens"
+    if config.source.kind == "local":
+        yield from _prompt_notes(config, lengths=lengths, shape=shape)
     if batches.steps is None:
         yield "the steps of run.epochs follow from the number of problems, which is known once the data is read"
     if shape is None:
         yield f"{config.model.path} has no config.json here, so memory and disk are not known"
+
+
+def _prompt_notes(config: LachesisConfig, *, lengths: Lengths, shape: ModelShape | None) -> Iterator[str]:
+    """How long prompts may be."""
+    completion = config.sampling.max_completion_length
+    if shape is not None and shape.context is not None and completion >= shape.context:
+        yield (
+            f"sampling.max_completion_length {completion} leaves no room for a prompt in the model's context of "
+            f"{shape.context} tokens, so the run would be refused; lower it"
+        )
+    elif config.data.max_prompt_length is None:
+        prompt = lengths.longest - completion
+        yield f"data.max_prompt_length is unset: prompts are taken for up to {prompt} tokens"
 
 
 def plan_lines(planned: Plan) -> list[str]:

@@ -217,8 +217,10 @@ def _judge_scores(who: str, trial: _Trial) -> list[Finding]:
 def _judge_together(scores: Mapping[str, Mapping[str, float | None]], weights: Mapping[str, float]) -> list[Finding]:
     """Functions that judge the form only are fine, as long as another one looks at the content."""
 
-    def total(variant: str) -> float:
-        return sum(weights[name] * (means[variant] or 0.0) for name, means in scores.items())
+    def total(variant: str) -> float | None:
+        """None where no function has judged: they abstained or failed, which is said of each."""
+        known = {name: mean for name, means in scores.items() if (mean := means[variant]) is not None}
+        return sum(weights[name] * mean for name, mean in known.items()) if known else None
 
     blind = [
         name
@@ -231,10 +233,10 @@ def _judge_together(scores: Mapping[str, Mapping[str, float | None]], weights: M
         )
         for name in blind
     ]
+    right = total("gold")
     for variant, what in (("empty", "an empty answer"), ("shuffled", "the answer to another problem")):
-        if total(variant) >= total("gold") - _CLOSE:
-            text = f"all rewards together, with their weights, give {what} {total(variant):.3g} and the right one"
-            findings.append(
-                Finding("problem", "gameable", f"{text} {total('gold'):.3g}: nothing teaches the right answer")
-            )
+        wrong = total(variant)
+        if right is not None and wrong is not None and wrong >= right - _CLOSE:
+            text = f"all rewards together, with their weights, give {what} {wrong:.3g} and the right one"
+            findings.append(Finding("problem", "gameable", f"{text} {right:.3g}: nothing teaches the right answer"))
     return findings

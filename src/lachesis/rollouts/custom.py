@@ -12,7 +12,7 @@ from lachesis.errors import DeadlineExceeded, EngineError
 from lachesis.rollouts.generation import generate_groups, request_seed
 from lachesis.rollouts.imports import describe_exception
 from lachesis.rollouts.local import LocalSource
-from lachesis.rollouts.reward_attempts import Item
+from lachesis.rollouts.reward_attempts import Item, own
 from lachesis.rollouts.reward_calls import CallThread
 from lachesis.rollouts.reward_state import TrainerState
 from lachesis.rollouts.rollout_fields import Fields, read_fields
@@ -133,6 +133,7 @@ class CustomSource(LocalSource):
     Args:
         rollout_func: the function, and ``name`` what messages call it.
         eos_token_ids: a completion that ends with one of them, or with a token of the environment, is whole.
+        vocab_size: of the model; no token id may reach it.
 
     The other arguments are those of :class:`LocalSource`. Whether a resumed run goes on exactly is up to the
     function: ``trainer.generate`` does.
@@ -145,6 +146,7 @@ class CustomSource(LocalSource):
         name: str,
         tokenizer: PreTrainedTokenizerBase,
         eos_token_ids: Sequence[int],
+        vocab_size: int,
         engine: Engine,
         params: SamplingParams,
         num_generations: int,
@@ -153,6 +155,7 @@ class CustomSource(LocalSource):
         self._function = rollout_func
         self._name = name
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._vocab_size = vocab_size
         self._tokenizer = tokenizer
         self._args = RolloutArgs(
             num_generations=num_generations,
@@ -179,7 +182,13 @@ class CustomSource(LocalSource):
         first = self._engine.health().version
         output = self._call(repeated, seeds, deadline)
         versions = VersionSpan(first, self._engine.health().version)
-        fields = read_fields(output, name=self._name, prompts=len(prompts), num_generations=self._num_generations)
+        fields = read_fields(
+            output,
+            name=self._name,
+            prompts=len(prompts),
+            num_generations=self._num_generations,
+            vocab_size=self._vocab_size,
+        )
         texts = self._decode(fields.completion_ids)
         samples = [self._as_sample(fields, index, texts[index], versions) for index in range(len(repeated))]
         size = self._num_generations
@@ -201,7 +210,7 @@ class CustomSource(LocalSource):
             seeds=[request_seed(seed, number) for seed in seeds for number in range(self._num_generations)],
             deadline=deadline,
         )
-        asked = [list(prompt.messages) if prompt.messages else prompt.text for prompt in repeated]
+        asked = [own(list(prompt.messages)) if prompt.messages else prompt.text for prompt in repeated]
         remaining = deadline.remaining_s()
         outcome = self._thread.call(
             lambda prompts, trainer: self._function(prompts, trainer),

@@ -191,11 +191,11 @@ def _shards(items: Sequence[Item], width: int) -> list[Sequence[Item]]:
 
 
 def _call(items: Sequence[Item], signature: Signature, state: TrainerState) -> Call:
-    """One call. The lists are made for this call: a function may change them."""
+    """One call. Lists and what is in them are made for this call: a function may change them."""
     groups = [item.group for item in items]
 
     def per_sample(of_group: Sequence[Any]) -> list[Any]:
-        return [value for group, value in zip(groups, of_group, strict=True) for _ in group.samples]
+        return [own(value) for group, value in zip(groups, of_group, strict=True) for _ in group.samples]
 
     columns = dict.fromkeys(name for group in groups for name in group.prompt.columns)
     arguments: dict[str, Any] = {
@@ -203,7 +203,8 @@ def _call(items: Sequence[Item], signature: Signature, state: TrainerState) -> C
         for name in filter(signature.takes, columns)
     }
     for name in filter(signature.takes, dict.fromkeys(name for item in items for name in item.extras)):
-        arguments[name] = [value for item in items for value in item.extras.get(name, [None] * len(item.group.samples))]
+        of_items = (item.extras.get(name, [None] * len(item.group.samples)) for item in items)
+        arguments[name] = [own(value) for values in of_items for value in values]
     samples = [sample for group in groups for sample in group.samples]
     if signature.takes("completions"):
         arguments["completions"] = [[{"role": "assistant", "content": sample.text}] for sample in samples]
@@ -217,6 +218,13 @@ def _call(items: Sequence[Item], signature: Signature, state: TrainerState) -> C
     for name in CallLog.NAMES:
         arguments.pop(name, None)
     return Call(arguments, len(samples), tuple(filter(signature.takes, CallLog.NAMES)))
+
+
+def own(value: Any) -> Any:
+    """The value in lists and mappings of its own, at any depth: the dataset's stay as they are for the next call."""
+    if isinstance(value, dict):
+        return {name: own(entry) for name, entry in value.items()}
+    return [own(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _parts(items: Sequence[Item]) -> Iterator[tuple[Item, slice]]:

@@ -57,11 +57,31 @@ class Work:
     call: Call
 
 
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A request that came, and cannot be read here."""
+
+    failure: Failure
+
+
+def unsendable_arguments(error: Exception) -> Failure:
+    """Arguments of a call cannot be given to another process: they cannot be pickled, or not be read there."""
+    what = f"cannot be given its arguments in another process ({error})"
+    return Failure(what, "keep plain values in the columns, or set rewards.num_workers to 0")
+
+
+def unsendable_logs(error: Exception) -> Failure:
+    """The same of what a call logged."""
+    return Failure(
+        f"logged something that cannot leave its process ({error})", "log plain values: numbers, texts, lists"
+    )
+
+
 def serve(descriptor: int) -> None:
     """Answer requests that come over the pipe, one after the other."""
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
-    requests: SimpleQueue[Load | Work] = SimpleQueue()
+    requests: SimpleQueue[Load | Work | Unreadable] = SimpleQueue()
     threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
     functions: list[Callable[..., Any]] = []
     with asyncio.Runner() as runner:
@@ -70,16 +90,23 @@ def serve(descriptor: int) -> None:
             if isinstance(request, Load):
                 functions, loaded = _load(request)
                 connection.send(loaded)
+            elif isinstance(request, Unreadable):
+                _reply(connection, Answer(failure=request.failure))
             else:
                 _reply(connection, _answer(functions[request.index], request.call, runner))
 
 
-def _receive(connection: Connection, requests: SimpleQueue[Load | Work]) -> None:
-    try:
-        while True:
-            requests.put(connection.recv())
-    except (EOFError, OSError):  # the trainer closed the pipe or died: nobody waits for an answer
-        os.killpg(0, signal.SIGKILL)
+def _receive(connection: Connection, requests: SimpleQueue[Load | Work | Unreadable]) -> None:
+    while True:
+        try:
+            content = connection.recv_bytes()
+        except (EOFError, OSError):  # the trainer closed the pipe or died: nobody waits for an answer
+            os.killpg(0, signal.SIGKILL)
+            return
+        try:
+            requests.put(pickle.loads(content))
+        except Exception as error:  # reading a column runs code of its type, whose module may not be here
+            requests.put(Unreadable(unsendable_arguments(error)))
 
 
 def _load(request: Load) -> tuple[list[Callable[..., Any]], Loaded]:
@@ -110,5 +137,4 @@ def _reply(connection: Connection, answer: Answer) -> None:
     try:
         connection.send(answer)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        what = f"logged something that cannot leave its process ({error})"
-        connection.send(Answer(failure=Failure(what, "log plain values: numbers, texts, lists")))
+        connection.send(Answer(failure=unsendable_logs(error)))

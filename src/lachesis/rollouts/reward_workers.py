@@ -21,7 +21,7 @@ import lachesis
 from lachesis.deadline import Deadline
 from lachesis.errors import ConfigError, DeadlineExceeded, RewardError
 from lachesis.rollouts.reward_runners import Answer, Call, Failure, Signature, hung
-from lachesis.rollouts.reward_worker import ImportPath, Load, Loaded, Work
+from lachesis.rollouts.reward_worker import ImportPath, Load, Loaded, Work, unsendable_arguments, unsendable_logs
 
 _DEATH_REMEDY = "find out why it ends its process (memory, a crash in native code, os._exit)"
 _PROGRAM = "import sys; sys.path.append({root!r}); from lachesis.rollouts.reward_worker import serve; serve({fd})"
@@ -81,11 +81,18 @@ class RewardWorkers:
         while waiting and (ready := wait(list(waiting), max(0.0, end - time.monotonic()))):
             for connection in ready:
                 number = waiting[cast(Connection, connection)]
-                try:
-                    answers[number] = cast(Connection, connection).recv()
-                except (EOFError, OSError):
-                    answers[number] = Answer(failure=self._death(number))
+                answers[number] = self._read(number, cast(Connection, connection))
                 del waiting[cast(Connection, connection)]
+
+    def _read(self, number: int, connection: Connection) -> Answer:
+        try:
+            content = connection.recv_bytes()
+        except (EOFError, OSError):
+            return Answer(failure=self._death(number))
+        try:
+            return pickle.loads(content)
+        except Exception as error:  # reading what was logged runs code of its type, whose module may not be here
+            return Answer(failure=unsendable_logs(error))
 
     def _ready(self, count: int) -> list[_Process]:
         """The first ``count`` processes; those that are missing are started, at once."""
@@ -167,8 +174,7 @@ class _Process:
         try:
             self.connection.send(request)
         except (pickle.PicklingError, TypeError, AttributeError) as error:
-            what = f"cannot be given its arguments in another process ({error})"
-            return Answer(failure=Failure(what, "keep plain values in the columns, or set rewards.num_workers to 0"))
+            return Answer(failure=unsendable_arguments(error))
         except OSError:
             return None  # it is gone, which shows where its answer is waited for
         return None

@@ -43,10 +43,11 @@ class RewardFunction(Protocol):
     - ``log_extra(column, values)``: keep N values beside the completions
     - ``log_metric(name, value)``: show the mean of a number
 
-    The completions of one prompt follow each other; a call has those of one prompt or of several. It returns
-    N numbers, as a list, array or tensor, with ``None`` where it abstains. It runs on a thread of its own, or
-    in the main thread of a process of its own. It may be called again for a part of the same completions, when
-    a call failed and the culprit is looked for.
+    The completions of one prompt follow each other; a call has those of one prompt or of several. Lists and
+    mappings, nested ones too, are each completion's and call's own: a function may change them. It returns N
+    numbers, as a list, array or tensor, with ``None`` where it abstains. It runs on a thread of its own, or in
+    the main thread of a process of its own. It may be called again for a part of the same completions, when a
+    call failed and the culprit is looked for.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> RewardList | Awaitable[RewardList]: ...

@@ -26,10 +26,11 @@ class Fields:
     extras: dict[str, list[Any]]
 
 
-def read_fields(output: object, *, name: str, prompts: int, num_generations: int) -> Fields:
+def read_fields(output: object, *, name: str, prompts: int, num_generations: int, vocab_size: int) -> Fields:
     """Check what the rollout function ``name`` returned for ``prompts`` prompts, each given ``num_generations`` times.
 
-    Lists may be tensors or arrays. A logprob may stand in a list of its own.
+    Lists may be tensors or arrays. A logprob may stand in a list of its own. ``vocab_size`` is the model's; larger ids
+    are those of another tokenizer.
 
     Raises:
         EngineError: something is missing, of the wrong type, length or range; the message names field and entry.
@@ -41,6 +42,8 @@ def read_fields(output: object, *, name: str, prompts: int, num_generations: int
     count = prompts * num_generations
     prompt_ids = _token_lists(output["prompt_ids"], "prompt_ids", name, prompts, num_generations)
     completion_ids = _token_lists(output["completion_ids"], "completion_ids", name, prompts, num_generations)
+    _check_vocabulary(prompt_ids, "prompt_ids", name, vocab_size)
+    _check_vocabulary(completion_ids, "completion_ids", name, vocab_size)
     env_mask = output.get("env_mask")
     return Fields(
         prompt_ids=prompt_ids,
@@ -67,6 +70,16 @@ def _token_lists(value: object, field: str, name: str, prompts: int, num_generat
         if not row or not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in row):
             raise _fault(name, f"{field}[{index}] is {shorten(row)}, not a list of token ids")
     return rows
+
+
+def _check_vocabulary(rows: Sequence[Sequence[int]], field: str, name: str, vocab_size: int) -> None:
+    for index, row in enumerate(rows):
+        if (token := max(row)) >= vocab_size:
+            raise EngineError(
+                f"the rollout function {name!r}: {field}[{index}] has the token {token}, and the model's vocabulary "
+                f"{vocab_size}",
+                remedy="take token ids of the model's own tokenizer, trainer.processing_class",
+            )
 
 
 def _logprobs(value: object, completion_ids: Sequence[Sequence[int]], name: str) -> list[list[float]]:

@@ -53,7 +53,7 @@ class RunCheckpoints:
         """Load the newest good checkpoint and return its step; 0 where there is none.
 
         Raises:
-            CheckpointError: it belongs to another model.
+            CheckpointError: it belongs to another model, or its place in the data is one of another source.
         """
         step = self._manager.latest()
         if step is None:
@@ -63,7 +63,14 @@ class RunCheckpoints:
         self._load_weights(checkpoint)
         self._policy.load_optimizer_state(checkpoint.state["optimizer"])
         self._policy.load_state_dict(checkpoint.state["policy"])
-        self._feed.load_state_dict(checkpoint.meta["feed"])
+        try:
+            self._feed.load_state_dict(checkpoint.meta["feed"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} has no place in the data that this run could go on at "
+                f"({type(error).__name__} {error})",
+                remedy="resume with the source, the pipeline settings and the version that the run was started with",
+            ) from error
         restore_rng(checkpoint.state["rng"])
         return step
 

@@ -52,6 +52,20 @@ def test_duplicate_keys_are_named_with_both_lines():
     assert document.problems == ["a.b (line 4): written twice, first in line 2; remove one"]
 
 
+def test_merged_keys_give_way_to_those_that_are_written():
+    text = (
+        "base: &base {path: a, split: train}\nother: &other {path: b, name: main}\n"
+        "one:\n  split: test\n  <<: *base\nboth:\n  <<: [*base, *other]\n'<<': text\n"
+    )
+    document = parse_document(text, name="x.yaml")
+    assert document.data["one"] == {"path": "a", "split": "test"}
+    assert document.data["both"] == {"path": "a", "split": "train", "name": "main"}
+    assert document.data["<<"] == "text"
+    assert document.at(("one", "split")) == " (line 4)"
+    assert document.at(("both", "path")) == " (line 1)"
+    assert not document.problems
+
+
 def test_an_alias_used_twice_is_no_duplicate():
     document = parse("a: &x {b: 1}\nc: *x\n")
     assert document.problems == []
@@ -62,6 +76,8 @@ def test_an_alias_used_twice_is_no_duplicate():
     ("text", "expected"),
     [
         ("a: &x [*x]", "a[0] (line 1): an alias that contains itself"),
+        ("a: &x\n  <<: *x", "a (line 1): an alias that contains itself"),
+        ("a:\n  <<: 3", "a.<< (line 2): merges the keys of a mapping, or of a list of mappings"),
         ("1: x", "top level (line 1): a key that is no text"),
         ("a:\n  ? [b]\n  : 1", "a (line 2): a key that is no text"),
         ("a: !!python/object:os.system {}", "is not supported"),

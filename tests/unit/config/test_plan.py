@@ -304,6 +304,13 @@ def test_what_does_not_divide_comes_with_the_nearest_that_does(build, tmp_path):
     assert "batch.micro_batch_size 5 does not divide 256; 4 or 8 do" in third
 
 
+def test_completions_as_long_as_the_context(build, model):
+    """The run would be refused: that is not the time to say how long prompts may be."""
+    config = build(model={"path": model(QWEN)}, sampling={"max_completion_length": 32768})
+    (note,) = plan(config).notes
+    assert "leaves no room for a prompt in the model's context of 32768 tokens" in note
+
+
 def test_a_batch_of_environments(build):
     config = build(source={"kind": "atropos", "batch_size": 18, "max_sequence_length": 1000})
     planned = plan(config)

@@ -73,6 +73,10 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             {"algorithm": {"sampler_correction": "token_mask", "sampler_correction_min": 3.0}},
             "sampler_correction_min 3 is not below sampler_correction_max 3",
         ),
+        (
+            {"algorithm": {"loss_type": "vespo", "sampler_correction": "sequence_mask"}},
+            "sampler_correction sequence_mask has one for the whole sequence; set it to token_mask",
+        ),
         ({"model": {"quantization": "nf4"}}, "model.quantization nf4 holds weights that cannot be trained"),
         (
             {"model": {"quantization": "nf4", "matmul_dtype": "float8"}, "adapter": {"kind": "lora"}},

@@ -89,6 +89,13 @@ class TestBadRewards:
 
         assert rules(check(only_wrong))[0] == ("problem", "constant")
 
+    def test_who_judges_nothing_gives_nothing(self):
+        def fails(completions):
+            raise KeyError("answer")
+
+        assert rules(check(lambda completions: [None] * len(completions))) == [("problem", "abstains")]
+        assert {rule for _, rule in rules(check(fails))} == {"fails"}
+
     def test_saying_nothing_pays(self):
         def brief(completions, answer):
             return [1.0 - len(text) / 100 for text in texts(completions)]

@@ -15,7 +15,7 @@ from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.rewards import NamedReward, Rewarder
 from lachesis.types import Group, Prompt, SamplingParams
 from tests.fakes import FakeEngine
-from tests.tiny import EOS_ID, tiny_tokenizer
+from tests.tiny import EOS_ID, VOCAB_SIZE, tiny_tokenizer
 from tests.waiting import LONG_S
 
 FOREVER = Deadline("test", None)
@@ -67,6 +67,7 @@ def source(
         name="mine.rollout",
         tokenizer=TOKENIZER,
         eos_token_ids=[EOS_ID],
+        vocab_size=VOCAB_SIZE,
         stream=PromptStream(prompts(), seed=seed, shuffle=False),
         engine=engine or FakeEngine(version=3),
         rewarder=Rewarder([NamedReward("f", reward)]),
@@ -90,6 +91,21 @@ class TestContract:
         local.next_groups(3, deadline=FOREVER)
         talk = [{"role": "user", "content": "hello"}]
         assert seen == [["0"] * 3 + ["1"] * 3, ["2"] * 3 + ["3"] * 3 + [talk] * 3]
+
+    def test_what_it_does_to_the_messages_is_not_seen_by_the_next(self):
+        seen = []
+
+        def talks(prompts, trainer):
+            seen.extend(prompt[0]["content"] for prompt in prompts if not isinstance(prompt, str))
+            for prompt in prompts:
+                if not isinstance(prompt, str):
+                    prompt[0]["content"] += " again"
+            return fixed(prompts, trainer)
+
+        local = source(talks)
+        for _ in range(2):
+            local.next_groups(5, deadline=FOREVER)
+        assert seen == ["hello"] * 6
 
     def test_groups_have_all_that_it_returned(self):
         first, second = source().next_groups(2, deadline=FOREVER)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from collections.abc import Iterator
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -77,6 +78,10 @@ def short(completions): return [1.0 for text in texts(completions) if text != "x
 def unsendable(completions, log_extra):
     log_extra("f", [threading.Lock()] * len(completions))
     return [1.0] * len(completions)
+class Verdict: pass
+def unreadable(completions, log_extra):
+    log_extra("verdict", [Verdict()] * len(completions))
+    return [1.0] * len(completions)
 """
 
 
@@ -88,7 +93,7 @@ def directory(tmp_path_factory) -> Path:
 
 
 FUNCTIONS = ("good", "later", "by_alarm", "who", "noisy", "raises", "exits", "crashes", "hangs", "leaves", "bad",
-             "short", "unsendable")  # fmt: skip
+             "short", "unsendable", "unreadable")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +229,16 @@ class TestOtherFailures:
     def test_what_cannot_leave_the_process(self, score):
         with pytest.raises(RewardError, match="logged something that cannot leave its process"):
             score("unsendable", sums()[:1])
+
+    def test_what_cannot_be_read_where_it_arrives(self, score, monkeypatch):
+        with pytest.raises(RewardError, match=r"logged something that cannot leave its process .*No module named"):
+            score("unreadable", sums()[:1])
+        there = types.ModuleType("only_here")
+        monkeypatch.setitem(sys.modules, "only_here", there)
+        exec("class Answer: pass", there.__dict__)
+        with pytest.raises(RewardError, match=r"cannot be given its arguments .*No module named 'only_here'"):
+            score("good", [group("0", "a", answer=there.Answer())])
+        assert rewards(score("good")) == {"0": (1.0, 0.0), "1": (1.0, 0.0), "2": (0.0, 1.0)}
 
     def test_what_cannot_enter_it(self, score):
         with pytest.raises(RewardError, match="cannot be given its arguments") as caught:

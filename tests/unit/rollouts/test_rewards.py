@@ -137,6 +137,30 @@ class TestWhatFunctionsGet:
         rewarder = Rewarder([NamedReward("a", greedy), NamedReward("b", exact)])
         assert rewards(rewarder.score(sums())) == {"0": (2.0, 0.0), "1": (2.0, 0.0), "2": (0.0, 2.0)}
 
+    def test_what_it_does_to_the_values_in_them_neither(self):
+        """Not by the next completion of the group, the next call, or the dataset."""
+
+        def greedy(completions, prompts, tests, extra):
+            seen = [len(one) for one in tests]
+            for prompt, of_one, more in zip(prompts, tests, extra, strict=True):
+                prompt[0]["content"] = "changed"
+                of_one.pop()["name"] = "changed"
+                more.clear()
+            return [float(length) for length in seen]
+
+        tests = [{"name": "first"}, {"name": "second"}]
+        messages = ({"role": "user", "content": "2+2?"},)
+        prompt = Prompt("0", (1, 2), "2+2?", messages=messages, columns={"tests": tests})
+        extras = {"extra": [[1], [2]]}
+        rewarder = Rewarder([NamedReward("a", greedy), NamedReward("b", greedy)], weights=[1.0, 10.0])
+        scored = rewarder.score([Group(prompt, (sample("3"), sample("4")))], extras=[extras])
+        assert rewards(scored) == {"0": (22.0, 22.0)}
+        assert (tests, messages[0]["content"], extras) == (
+            [{"name": "first"}, {"name": "second"}],
+            "2+2?",
+            {"extra": [[1], [2]]},
+        )
+
     def test_a_column_that_there_is_not_is_reported_with_the_nearest(self):
         def misspelt(completions, anwser):
             raise AssertionError("never called")

@@ -19,7 +19,7 @@ GOOD: dict[str, Any] = {
 
 def read(**changes: Any) -> Fields:
     output = {name: value for name, value in (GOOD | changes).items() if value != "absent"}
-    return read_fields(output, name="mine.rollout", prompts=2, num_generations=2)
+    return read_fields(output, name="mine.rollout", prompts=2, num_generations=2, vocab_size=10)
 
 
 def test_good_fields():
@@ -62,6 +62,11 @@ def test_further_fields_have_a_value_per_completion_or_one_for_all():
         ({"completion_ids": [[5], [6, -7], [8, 9, 9], [4]]}, r"completion_ids\[1\] is \[6, -7\]"),
         ({"completion_ids": [[5], [6, 0.5], [8, 9, 9], [4]]}, r"completion_ids\[1\]"),
         ({"completion_ids": [[5], [6, True], [8, 9, 9], [4]]}, r"completion_ids\[1\]"),
+        (
+            {"completion_ids": [[5], [6, 10], [8, 9, 9], [4]]},
+            r"completion_ids\[1\] has the token 10, and the model's vocab",
+        ),
+        ({"prompt_ids": [[1], [1], [1], [77]]}, r"prompt_ids\[3\] has the token 77, and the model's vocabulary 10"),
         ({"completion_ids": "text"}, "completion_ids is 'text', not a list"),
         ({"completion_ids": [5, 6, 7, 8]}, "not a list with a list per completion"),
         ({"logprobs": [[-0.5]] * 4}, r"logprobs\[1\] has 1 values for 2 tokens"),
@@ -85,4 +90,4 @@ def test_each_fault_is_named_with_its_place(changes, message):
 @pytest.mark.parametrize("output", [None, [{}], "x"])
 def test_what_is_no_dictionary(output):
     with pytest.raises(EngineError, match="no dictionary"):
-        read_fields(output, name="f", prompts=1, num_generations=1)
+        read_fields(output, name="f", prompts=1, num_generations=1, vocab_size=10)

@@ -148,6 +148,18 @@ def test_a_model_of_another_size_is_refused(tmp_path: Path):
         checkpoints(tmp_path, make_policy(options=LossOptions(), architecture="qwen3")).restore()
 
 
+def test_a_place_in_the_data_of_another_source_is_refused(tmp_path: Path):
+    class Elsewhere(PlaceInData):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.place = state["batches_known"]
+
+    policy = make_policy(options=LossOptions())
+    checkpoints(tmp_path, policy).maybe_save(2)
+    with pytest.raises(CheckpointError, match=r"step 2 has no place in the data .*KeyError 'batches_known'") as caught:
+        checkpoints(tmp_path, policy, Elsewhere()).restore()
+    assert "the source" in caught.value.remedy
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path):
     policy = make_policy(options=LossOptions())
     manager = checkpoints(tmp_path, policy, PlaceInData(2))

@@ -28,6 +28,7 @@ from lachesis.config.dialects.grpo import (
     put_completions,
     put_every,
     put_generation_kwargs,
+    put_learning_rate_warmup,
     put_reference,
     put_sampler_correction,
     put_steps,
@@ -128,6 +129,16 @@ def _put_dtype(translation: Translation, name: str, value: Any) -> None:
         translation.problem(name, error.message)
 
 
+def _put_warmup(translation: Translation) -> None:
+    """``warmup_steps`` below 1 is a share of all steps, as in transformers."""
+    value = translation.value("warmup_steps")
+    if isinstance(value, float) and 0 < value < 1:
+        put_learning_rate_warmup(translation, ratio="warmup_steps", max_steps="max_steps")
+    elif value is not None:
+        whole = isinstance(value, float) and value.is_integer()
+        translation.put("optimizer.warmup_steps", int(value) if whole else value, "warmup_steps")
+
+
 def _put_run(translation: Translation) -> None:
     put_steps(translation, max_steps="max_steps", epochs="num_train_epochs", default_epochs=3.0)
     if translation.has("output_dir"):
@@ -139,6 +150,7 @@ def _put_run(translation: Translation) -> None:
             translation.put("run.dir", parent, "output_dir")
             translation.put("run.name", name, "output_dir")
     put_betas(translation, "adam_beta1", "adam_beta2")
+    _put_warmup(translation)
     put_every(translation, "logging_steps", "logging.every_steps", max_steps="max_steps")
     if translation.value("save_strategy", "steps") == "steps":
         translation.put("checkpoint.every_steps", 500, "save_steps")
@@ -238,7 +250,7 @@ def _names() -> Iterator[Entry]:
     yield Entry("learning_rate", "optimizer.learning_rate", default=1e-6)
     yield Entry("optim", "optimizer.kind", convert=one_of(OPTIMIZERS))
     yield Entry("lr_scheduler_type", "optimizer.schedule", convert=one_of(SCHEDULES), default="linear")
-    yield Entry("warmup_steps", "optimizer.warmup_steps")
+    yield together("warmup_steps", "optimizer.warmup_steps", "below 1 a share of max_steps")
     yield Entry("weight_decay", "optimizer.weight_decay")
     yield Entry("adam_epsilon", "optimizer.eps")
     yield together("adam_beta1", "optimizer.betas")

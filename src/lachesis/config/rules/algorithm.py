@@ -98,6 +98,13 @@ def _sampler_correction(config: LachesisConfig) -> Iterator[Finding]:
         for key in changed(config, "algorithm", "sampler_correction_min", "sampler_correction_max"):
             yield note("sampler_correction", f"{key} does nothing with sampler_correction none")
         return
+    if algorithm.loss_type == "vespo" and algorithm.sampler_correction.startswith("sequence"):
+        per_token = algorithm.sampler_correction.replace("sequence", "token")
+        yield problem(
+            "sampler_correction",
+            f"algorithm.loss_type vespo multiplies corrections of tokens, and sampler_correction "
+            f"{algorithm.sampler_correction} has one for the whole sequence; set it to {per_token}",
+        )
     if low is None and high is None:
         yield problem(
             "sampler_correction",

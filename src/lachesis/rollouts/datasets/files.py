@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from lachesis.errors import DataError
 from lachesis.rollouts.datasets.rows import Row, aligned, describe_type
 
 _LINE_REMEDY = "write one JSON object a line, each on one line, without commas or brackets around them"
+# Test cases of a programming problem are longer than the 131,072 characters that Python's reader takes at first.
+_LONGEST_CELL = 2**31 - 1
 _EXAMPLE = 'such as {"prompt": "37+45=", "answer": "28"}'
 
 
@@ -109,11 +111,13 @@ def _first_line_is_json(text: str) -> bool:
 
 def _read_csv(path: Path) -> list[Row]:
     text = _decode(str(path), read_bytes(path).removeprefix(b"\xef\xbb\xbf"))
+    csv.field_size_limit(_LONGEST_CELL)
     reader = csv.DictReader(
         io.StringIO(text, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True
     )
     rows = []
     try:
+        _require_different_names(path, reader.fieldnames or [])
         for record in reader:
             place = f"{path}, line {reader.line_num}"
             if None in record or None in record.values():
@@ -124,9 +128,17 @@ def _read_csv(path: Path) -> list[Row]:
             rows.append(Row(place, {name: value or None for name, value in record.items()}))
     except csv.Error as error:
         raise DataError(
-            f"{path}, line {reader.line_num}: malformed CSV: {error}", remedy="mend the quotes of that line"
+            f"{path}, line {reader.line_num + 1}: malformed CSV: {error}",
+            remedy="mend the quotes of the row that begins in that line",
         ) from error
     return rows
+
+
+def _require_different_names(path: Path, names: Sequence[str]) -> None:
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(
+            f"{path}: the header has two columns called {twice[0]!r}", remedy="rename one, or remove it from the file"
+        )
 
 
 def _read_parquet(path: Path) -> list[Row]:

@@ -90,6 +90,14 @@ def test_epochs_and_steps():
     text = BASE.replace("max_steps: 10", "max_steps: -1")
     run = validate(translate(parse_document(text, name="t"), dialect="trl").document).run
     assert (run.steps, run.epochs) == (None, 3.0)
+    share = parse_document(text + "warmup_steps: 0.1\n", name="t")
+    with pytest.raises(ConfigError, match=r"warmup_steps .* a share needs max_steps; give the warm-up in steps"):
+        validate(translate(share, dialect="trl").document)
+
+
+@pytest.mark.parametrize(("given", "steps"), [("0.25", 3), ("0", 0), ("4", 4), ("4.0", 4)])
+def test_a_warm_up_below_1_is_a_share_of_the_steps(given, steps):
+    assert translated(f"warmup_steps: {given}").optimizer.warmup_steps == steps
 
 
 @pytest.mark.parametrize(
@@ -127,6 +135,7 @@ def test_evaluation_and_reports():
         ("model_init_kwargs: {revision: x}", "model_init_kwargs (line 5): revision has no counterpart"),
         ("dtype: int4", "dtype (line 5): the text 'int4' has no counterpart"),
         ("lr_scheduler_type: polynomial", "lr_scheduler_type (line 5): the text 'polynomial' has no counterpart"),
+        ("warmup_steps: 1.5", "optimizer.warmup_steps (line 5: warmup_steps): expected a whole number"),
         ("reward_model_name_or_path: x", "name the model in reward_funcs"),
         ("temperature: 0", "sampling.temperature (line 5: temperature): expected a number > 0, got the number 0"),
     ],

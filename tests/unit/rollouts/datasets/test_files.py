@@ -52,6 +52,11 @@ def test_places_in_csv_are_lines_also_after_values_of_several_lines(tmp_path):
     assert second.place == f"{path}, line 4"
 
 
+def test_a_cell_of_any_length_in_csv(tmp_path):
+    tests = "1" * 200_000
+    assert columns(write(tmp_path / "a.csv", f"prompt,tests\n1,{tests}\n")) == [{"prompt": "1", "tests": tests}]
+
+
 def test_a_single_line_named_json_is_a_row(tmp_path):
     assert columns(write(tmp_path / "a.json", '{"prompt": "1"}')) == [{"prompt": "1"}]
 
@@ -67,7 +72,9 @@ def test_a_single_line_named_json_is_a_row(tmp_path):
         ("a.json", "[]", "is empty"),
         ("a.csv", "prompt,answer\n1,2,3\n", "line 2: more values than the header has"),
         ("a.csv", "prompt,answer\n1\n", "line 2: fewer values than the header has"),
-        ("a.csv", 'prompt\n"1', "malformed CSV: unexpected end of data"),
+        ("a.csv", 'prompt\n1\n"2\n3\n', "line 3: malformed CSV: unexpected end of data"),
+        ("a.csv", 'prompt\n1\n"2"3\n', "line 3: malformed CSV: ',' expected after"),
+        ("a.csv", "prompt,a,a\n1,2,3\n", "the header has two columns called 'a'"),
         ("a.csv", "prompt,answer\n", "is empty"),
         ("a.parquet", "no such thing", "not a readable Parquet file"),
     ],
