@@ -316,7 +316,7 @@ def begin_run(run: RunDirectory, config: LachesisConfig, *, resume: bool) -> Ite
     except BaseException as error:
         full = isinstance(error, OSError) and error.errno in DISK_FULL
         failure = cannot_write(run.path, error) if full else error
-        reason = str(failure) if isinstance(failure, LachesisError) else f"{type(failure).__name__}: {failure}"
+        reason = _reason(failure)
         handler.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, reason, (), None))
         with suppress(CheckpointError):  # what went wrong before says more than that the disk is full
             run.update(status="failed", error=reason)
@@ -326,6 +326,13 @@ def begin_run(run: RunDirectory, config: LachesisConfig, *, resume: bool) -> Ite
     finally:
         logging.getLogger().removeHandler(handler)
         handler.close()
+
+
+def _reason(failure: BaseException) -> str:
+    """What ended the run, in words."""
+    if isinstance(failure, KeyboardInterrupt):
+        return "it was stopped at once, by a second signal, without a checkpoint of the step it was in"
+    return str(failure) if isinstance(failure, LachesisError) else f"{type(failure).__name__}: {failure}"
 
 
 class _LogFile(logging.FileHandler):

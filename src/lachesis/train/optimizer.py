@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lachesis.config.schema import OptimizerConfig
 from lachesis.errors import CheckpointError, ConfigError, DependencyError, ModelError, TrainingError
-from lachesis.train.schedule import schedule_factor
+from lachesis.train.schedule import schedule_factor, warmup_length
 from lachesis.train.weight_update import InPlace, MasterCopies, StochasticRounding, WeightUpdate, buckets
 
 Named = tuple[str, Parameter]
@@ -67,12 +67,13 @@ class PolicyOptimizer:
     @property
     def learning_rate(self) -> float:
         """The rate that the next :meth:`step` will use."""
+        config, total_steps = self._config, self._total_steps
         factor = schedule_factor(
             self._step,
-            schedule=self._config.schedule,
-            total_steps=self._total_steps,
-            warmup_steps=self._config.warmup_steps,
-            min_lr_ratio=self._config.min_lr_ratio,
+            schedule=config.schedule,
+            total_steps=total_steps,
+            warmup_steps=warmup_length(steps=config.warmup_steps, ratio=config.warmup_ratio, total_steps=total_steps),
+            min_lr_ratio=config.min_lr_ratio,
         )
         return self._peak * factor
 

@@ -8,6 +8,11 @@ from typing import Literal
 Schedule = Literal["constant", "linear", "cosine"]
 
 
+def warmup_length(*, steps: int, ratio: float, total_steps: int) -> int:
+    """Steps of warm-up: ``ratio`` of all of them, rounded up, or ``steps`` where no ratio is given."""
+    return math.ceil(round(ratio * total_steps, 9)) if ratio else steps
+
+
 def schedule_factor(
     step: int, *, schedule: Schedule, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0
 ) -> float:

@@ -42,6 +42,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             "evaluation.every_steps is 5 and there are no held-out problems",
         ),
         ({"optimizer": {"warmup_steps": 11}}, "optimizer.warmup_steps 11 is more than run.steps 10"),
+        ({"optimizer": {"warmup_steps": 2, "warmup_ratio": 0.1}}, "warmup_ratio 0.1 both say how long to warm up"),
         ({"optimizer": {"betas": (0.9, 1.0)}}, "optimizer.betas must be below 1"),
         (
             {"model": {"dtype": "float16"}, "optimizer": {"weight_update": "stochastic_rounding"}},

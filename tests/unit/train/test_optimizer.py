@@ -130,9 +130,10 @@ def test_non_finite_gradient_changes_nothing(bad: float, dtype: torch.dtype) -> 
     assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in leaves)
 
 
-def test_rate_follows_the_schedule() -> None:
+@pytest.mark.parametrize("warmup", [{"warmup_steps": 2}, {"warmup_ratio": 0.4}])
+def test_rate_follows_the_schedule(warmup: dict[str, float]) -> None:
     p = Parameter(torch.zeros(1, 1))
-    optimizer = optimizer_over(p, learning_rate=1.0, total_steps=4, schedule="linear", warmup_steps=2)
+    optimizer = optimizer_over(p, learning_rate=1.0, total_steps=4, schedule="linear", **warmup)
     moved = []
     for _ in range(4):
         before = p.item()

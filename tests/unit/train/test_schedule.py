@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lachesis.train.schedule import Schedule, schedule_factor
+from lachesis.train.schedule import Schedule, schedule_factor, warmup_length
 
 
 def course(schedule: Schedule, *, warmup_steps: int = 0, min_lr_ratio: float = 0.0) -> list[float]:
@@ -10,6 +10,13 @@ def course(schedule: Schedule, *, warmup_steps: int = 0, min_lr_ratio: float = 0
         schedule_factor(step, schedule=schedule, total_steps=8, warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio)
         for step in range(9)
     ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "ratio", "length"), [(0, 0.0, 0), (5, 0.0, 5), (0, 0.1, 3), (0, 0.11, 4), (0, 0.001, 1), (0, 1.0, 30)]
+)
+def test_warm_up_is_given_in_steps_or_as_a_share_rounded_up(steps: int, ratio: float, length: int) -> None:
+    assert warmup_length(steps=steps, ratio=ratio, total_steps=30) == length
 
 
 def test_constant() -> None:

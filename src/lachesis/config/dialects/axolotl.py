@@ -16,7 +16,6 @@ from lachesis.config.dialects.grpo import (
     put_completions,
     put_every,
     put_generation_kwargs,
-    put_learning_rate_warmup,
     put_reference,
     put_sampler_correction,
     put_steps,
@@ -201,7 +200,6 @@ def _put_run(translation: Translation) -> None:
             translation.put("run.dir", parent, "output_dir")
             translation.put("run.name", name, "output_dir")
     put_betas(translation, "adam_beta1", "adam_beta2")
-    put_learning_rate_warmup(translation, ratio="warmup_ratio", max_steps="max_steps")
     for name, path in (("save_steps", "checkpoint.every_steps"), ("eval_steps", "evaluation.every_steps")):
         put_every(translation, name, path, max_steps="max_steps")
     if translation.has("wandb_project"):

@@ -127,7 +127,7 @@ def _process() -> Iterator[Entry]:
     yield Entry("lr_scheduler", "optimizer.schedule", convert=one_of(SCHEDULES), default="cosine")
     yield Entry("cosine_min_lr_ratio", "optimizer.min_lr_ratio")
     yield Entry("warmup_steps", "optimizer.warmup_steps")
-    yield together("warmup_ratio", "optimizer.warmup_steps", "a share of max_steps; without these, write warmup_steps")
+    yield Entry("warmup_ratio", "optimizer.warmup_ratio")
     yield Entry("weight_decay", "optimizer.weight_decay")
     yield Entry("adam_epsilon", "optimizer.eps")
     yield together("adam_beta1", "optimizer.betas")

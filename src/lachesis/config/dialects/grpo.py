@@ -143,17 +143,6 @@ def put_generation_kwargs(translation: Translation, name: str) -> None:
         translation.put("sampling.generation_kwargs", rest, name)
 
 
-def put_learning_rate_warmup(translation: Translation, *, ratio: str, max_steps: str) -> None:
-    """A warm-up given as a share of the steps."""
-    share, steps = translation.value(ratio), translation.value(max_steps)
-    if not isinstance(share, int | float) or isinstance(share, bool) or share == 0:
-        return
-    if not isinstance(steps, int) or steps < 1:
-        translation.problem(ratio, f"a share needs {max_steps}; give the warm-up in steps")
-        return
-    translation.put("optimizer.warmup_steps", -int(-share * steps // 1), ratio)
-
-
 def put_every(translation: Translation, name: str, path: str, *, max_steps: str) -> None:
     """A number of steps, or a share of ``max_steps`` below 1."""
     value = translation.value(name)

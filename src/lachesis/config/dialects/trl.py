@@ -28,7 +28,6 @@ from lachesis.config.dialects.grpo import (
     put_completions,
     put_every,
     put_generation_kwargs,
-    put_learning_rate_warmup,
     put_reference,
     put_sampler_correction,
     put_steps,
@@ -133,7 +132,7 @@ def _put_warmup(translation: Translation) -> None:
     """``warmup_steps`` below 1 is a share of all steps, as in transformers."""
     value = translation.value("warmup_steps")
     if isinstance(value, float) and 0 < value < 1:
-        put_learning_rate_warmup(translation, ratio="warmup_steps", max_steps="max_steps")
+        translation.put("optimizer.warmup_ratio", value, "warmup_steps")
     elif value is not None:
         whole = isinstance(value, float) and value.is_integer()
         translation.put("optimizer.warmup_steps", int(value) if whole else value, "warmup_steps")
@@ -250,7 +249,8 @@ def _names() -> Iterator[Entry]:
     yield Entry("learning_rate", "optimizer.learning_rate", default=1e-6)
     yield Entry("optim", "optimizer.kind", convert=one_of(OPTIMIZERS))
     yield Entry("lr_scheduler_type", "optimizer.schedule", convert=one_of(SCHEDULES), default="linear")
-    yield together("warmup_steps", "optimizer.warmup_steps", "below 1 a share of max_steps")
+    yield together("warmup_steps", "optimizer.warmup_steps", "below 1 optimizer.warmup_ratio")
+    yield Entry("warmup_ratio", "optimizer.warmup_ratio")
     yield Entry("weight_decay", "optimizer.weight_decay")
     yield Entry("adam_epsilon", "optimizer.eps")
     yield together("adam_beta1", "optimizer.betas")

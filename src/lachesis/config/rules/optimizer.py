@@ -32,6 +32,12 @@ def _schedule(config: LachesisConfig) -> Iterator[Finding]:
             f"optimizer.warmup_steps {optimizer.warmup_steps} is more than run.steps {steps}, so the "
             "learning rate would never reach its peak; lower it",
         )
+    if optimizer.warmup_steps and optimizer.warmup_ratio:
+        yield problem(
+            "schedule",
+            f"optimizer.warmup_steps {optimizer.warmup_steps} and warmup_ratio {optimizer.warmup_ratio:g} both say how "
+            "long to warm up; give one of them",
+        )
     if optimizer.min_lr_ratio > 0 and optimizer.schedule == "constant":
         yield warning(
             "schedule",

@@ -117,6 +117,9 @@ class OptimizerConfig(Section):
         default="constant", description="Course of the learning rate after warm-up."
     )
     warmup_steps: NonNegativeInt = Field(default=0, description="Steps of linear warm-up.")
+    warmup_ratio: Fraction = Field(
+        default=0.0, description="The same as a share of the run's steps, rounded up, in place of `warmup_steps`."
+    )
     min_lr_ratio: Fraction = Field(default=0.0, description="Where `linear` and `cosine` end, as a share of the peak.")
     weight_update: Literal["auto", "fp32_master", "stochastic_rounding", "plain"] = Field(
         default="auto",

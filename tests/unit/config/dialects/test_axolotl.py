@@ -70,7 +70,7 @@ def test_whose_file_it_is(data, dialect):
         ("optimizer: adamw_bnb_8bit", "optimizer.kind", "adamw_8bit"),
         ("lr_scheduler: constant_with_warmup", "optimizer.schedule", "constant"),
         ("", "optimizer.schedule", "cosine"),
-        ("warmup_ratio: 0.25", "optimizer.warmup_steps", 3),
+        ("warmup_ratio: 0.25", "optimizer.warmup_ratio", 0.25),
         ("learning_rate: '2e-6'", "optimizer.learning_rate", 2e-6),
         ("adam_beta2: 0.95", "optimizer.betas", (0.9, 0.95)),
         ("max_grad_norm: 0", "optimizer.max_grad_norm", None),

@@ -90,14 +90,13 @@ def test_epochs_and_steps():
     text = BASE.replace("max_steps: 10", "max_steps: -1")
     run = validate(translate(parse_document(text, name="t"), dialect="trl").document).run
     assert (run.steps, run.epochs) == (None, 3.0)
-    share = parse_document(text + "warmup_steps: 0.1\n", name="t")
-    with pytest.raises(ConfigError, match=r"warmup_steps .* a share needs max_steps; give the warm-up in steps"):
-        validate(translate(share, dialect="trl").document)
 
 
-@pytest.mark.parametrize(("given", "steps"), [("0.25", 3), ("0", 0), ("4", 4), ("4.0", 4)])
-def test_a_warm_up_below_1_is_a_share_of_the_steps(given, steps):
-    assert translated(f"warmup_steps: {given}").optimizer.warmup_steps == steps
+@pytest.mark.parametrize(("given", "steps", "ratio"), [("0.25", 0, 0.25), ("0", 0, 0), ("4", 4, 0), ("4.0", 4, 0)])
+def test_a_warm_up_below_1_is_a_share_of_the_steps(given, steps, ratio):
+    optimizer = translated(f"warmup_steps: {given}").optimizer
+    assert (optimizer.warmup_steps, optimizer.warmup_ratio) == (steps, ratio)
+    assert translated("warmup_ratio: 0.1").optimizer.warmup_ratio == 0.1
 
 
 @pytest.mark.parametrize(
