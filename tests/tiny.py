@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import string
 from typing import Any
 
@@ -47,6 +48,9 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
+# Tests ask for few different models many times, and a copy takes half the time of a new one.
+_BUILT: dict[str, PreTrainedModel] = {}
+
 
 def tiny_model(architecture: str = "qwen2", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A causal language model of two or three layers in float32 on the CPU, in evaluation mode.
@@ -56,6 +60,13 @@ def tiny_model(architecture: str = "qwen2", *, seed: int = 0, **overrides: Any) 
         seed: equal seeds give equal weights; the global random state is left alone.
         overrides: fields of the model's configuration.
     """
+    key = repr((architecture, seed, sorted(overrides.items())))
+    if key not in _BUILT:
+        _BUILT[key] = _build(architecture, seed=seed, **overrides)
+    return copy.deepcopy(_BUILT[key])
+
+
+def _build(architecture: str, *, seed: int, **overrides: Any) -> PreTrainedModel:
     special = {"pad_token_id": PAD_ID, "bos_token_id": BOS_ID, "eos_token_id": EOS_ID}
     fields = {"vocab_size": VOCAB_SIZE} | special | _CONFIGS[architecture] | overrides
     config = AutoConfig.for_model(architecture, **fields)

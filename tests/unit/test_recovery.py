@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lachesis.config.schema import LachesisConfig
+from lachesis.engines import control
 from lachesis.engines.serving.session import new_session, write_session
 from lachesis.recovery import unclaimed_on_error
 from tests.unit.engines.fake_server import FakeServer
@@ -64,7 +65,8 @@ def test_engines_with_weights_of_a_run_stay_claimed(
     assert server.state.owner == owner
 
 
-def test_a_server_that_is_gone_does_not_hide_the_error(server: FakeServer):
+def test_a_server_that_is_gone_does_not_hide_the_error(server: FakeServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(control, "CONNECT_RETRIES", 1)  # before the second time httpx waits half a second
     config = over(server)
     server.stop()
     with pytest.raises(ValueError, match="cause"), unclaimed_on_error(config, owner="a", claimed_before=False):

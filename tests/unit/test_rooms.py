@@ -40,14 +40,14 @@ def is_common(module: str) -> bool:
 
 
 @cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
 def imports(path: Path) -> list[str]:
     """Modules of this package that a file imports, without the package's name."""
     found = []
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lachesis"):
             base = (node.module or "").removeprefix("lachesis").lstrip(".")
             found += [base or alias.name for alias in node.names]
@@ -65,7 +65,7 @@ def test_imports_point_down(path):
 def test_only_the_command_line_prints_or_exits(path):
     calls = {
         node.func.id if isinstance(node.func, ast.Name) else f"{getattr(node.func.value, 'id', '')}.{node.func.attr}"
-        for node in ast.walk(tree_of(path))
+        for node in nodes_of(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute)
     }
     if path.parent.name != "cli":

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lachesis.engines import control, generation_calls
 from tests.unit.engines.fake_server import FakeServer
 
 
@@ -45,3 +46,10 @@ def make_server(
 @pytest.fixture
 def fake(make_server: Callable[..., FakeServer]) -> FakeServer:
     return make_server()
+
+
+@pytest.fixture
+def no_pause_before_trying_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connecting is tried again once, which is at once; httpx waits half a second before the second time."""
+    for module in (control, generation_calls):
+        monkeypatch.setattr(module, "CONNECT_RETRIES", 1)

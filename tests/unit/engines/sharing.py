@@ -1,4 +1,4 @@
-"""A process that exports tensors, for tests of the other side. Imports as little as it can: it is spawned."""
+"""A process that exports tensors, for tests of the other side. Imports as little as it can, as it may be spawned."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lachesis.engines.bridge_file import BridgeFile, write_bridge_file
 from lachesis.engines.digest import digests
 from lachesis.engines.shared_file import share_tensors
 from lachesis.engines.shared_tensors import export_cuda, export_from_file
+from tests.forkserver import forkserver
 
 Shapes = Mapping[str, tuple[int, ...]]
 SESSION = "the exporter's session"
@@ -70,7 +71,8 @@ def exporter(
     path: Path, shapes: Shapes, *, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Iterator[Exporter]:
     """A process that has exported ``shapes`` to ``path`` and goes on until the end of the block."""
-    context = multiprocessing.get_context("spawn")
+    # What has been forked cannot be trusted with CUDA.
+    context = forkserver() if device == "cpu" else multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=export_forever, args=(theirs, path, dict(shapes), device, dtype), daemon=True)
     process.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 import threading
@@ -22,6 +21,7 @@ from lachesis.engines.channel_links import Rendezvous, open_door, parse_init_met
 from lachesis.engines.serving.served import ReceivedTensor
 from lachesis.engines.shared_file import default_directory
 from lachesis.errors import DeadlineExceeded, EngineError
+from tests.forkserver import forkserver
 from tests.waiting import LONG_S
 
 ANYWHERE = "tcp://127.0.0.1:0"
@@ -445,8 +445,7 @@ def engine_process(pipe: Connection, behaviour: str) -> None:
 @pytest.fixture(scope="module")
 def spawn() -> Iterator[Any]:
     """Starts processes from a server that has imported this module once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context = forkserver()
     started = []
 
     def start(target: Any, behaviour: str) -> Connection:

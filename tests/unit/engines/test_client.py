@@ -222,6 +222,7 @@ class TestGeneration:
             engine.generate(asking(1), deadline=soon(-1.0))
         assert fake.state.bodies("/generate") == []
 
+    @pytest.mark.usefixtures("no_pause_before_trying_again")
     def test_a_server_that_dies_is_an_error_with_its_last_state(self, fake: FakeServer, engine: HttpEngine):
         fake.state.version = 4
         engine.generate(asking(1), deadline=soon())
@@ -422,6 +423,7 @@ class TestControl:
         assert not health.ready and health.version == 0
         assert "versions 0, 2" in health.detail and "started again" in health.detail
 
+    @pytest.mark.usefixtures("no_pause_before_trying_again")
     def test_health_of_a_dead_server(self, pair: list[FakeServer], both: HttpEngine):
         both.connect(deadline=soon())
         pair[1].stop()

@@ -231,6 +231,7 @@ class TestFailures:
             control.info(deadline=soon())
         assert "lachesis serve" in caught.value.remedy
 
+    @pytest.mark.usefixtures("no_pause_before_trying_again")
     def test_nobody_listens(self):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -242,6 +243,7 @@ class TestFailures:
                 with pytest.raises(EngineError, match=f"{url} does not answer.*has not answered this process before"):
                     call(deadline=soon())
 
+    @pytest.mark.usefixtures("no_pause_before_trying_again")
     def test_a_server_that_died_is_named_with_its_last_state(self, fake: FakeServer, control: ServerControl):
         fake.state.version = 7
         control.info(deadline=soon())
