@@ -12,6 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2ForCausalLM
 
 from lachesis import doctor
+from lachesis.metrics.tape import read_groups, tape_files
 from tests.e2e.runs import Main, metrics, rewards, run_here, write_run
 
 LETTER_A = 2
@@ -97,12 +98,9 @@ def test_held_out_accuracy_is_measured_before_and_after(tmp_path: Path):
     assert summary.evaluations[0].accuracy <= 0.25
     assert summary.evaluations[-1].accuracy == 1.0
     assert {result.problems for result in summary.evaluations} == {4}
-    trained = {group.split('"text": "')[1][:2] for group in tape_lines(summary.run_dir)}
+    tape = tape_files(summary.run_dir / "rollouts").values()
+    trained = {group.prompt.text for path in tape for group in read_groups(path)}
     assert len(trained) == 12, "held-out problems are not trained on"
-
-
-def tape_lines(run_dir: Path) -> list[str]:
-    return [line for path in (run_dir / "rollouts").iterdir() for line in path.read_text().splitlines()]
 
 
 def test_every_step_is_proved_on_policy_and_told(tmp_path: Path):
