@@ -16,15 +16,19 @@ from tests.ports import free_port
 from tests.waiting import LONG_S
 
 
+def start_trainer(config: Path, log: Path) -> subprocess.Popen:
+    """What it says goes to ``log``."""
+    with log.open("w") as output:
+        command = [sys.executable, "-c", COMMAND, "train", str(config)]
+        return subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
+
+
 def test_a_run_that_hangs_says_in_what_and_one_that_is_gone_in_what_it_was(tmp_path: Path, main: Main):
     reward = write_reward(tmp_path, "if call == 2:\n    time.sleep(1000)\nreturn shares")
     config = write_run(tmp_path, rewards={"functions": [reward], "timeout_s": 1000.0}, deadlines={"batch_s": 900.0})
     run_dir = tmp_path / "runs" / "proof"
     log = tmp_path / "trainer.log"
-    with log.open("w") as output:
-        trainer = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, "train", str(config)], env=environment(), stdout=output, stderr=output
-        )
+    trainer = start_trainer(config, log)
     try:
 
         def waits() -> bool:
@@ -65,10 +69,7 @@ def test_the_first_signal_ends_the_wait_for_a_server_that_does_not_come(tmp_path
         tmp_path, engine=engine, bridge={"kind": "lora_only"}, adapter={"kind": "lora"}, data={"eval_size": 0}
     )
     log = tmp_path / "trainer.log"
-    with log.open("w") as output:
-        trainer = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, "train", str(config)], env=environment(), stdout=output, stderr=output
-        )
+    trainer = start_trainer(config, log)
     try:
 
         def waits() -> bool:

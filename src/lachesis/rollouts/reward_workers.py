@@ -90,7 +90,7 @@ class RewardWorkers:
         except (EOFError, OSError):
             return Answer(failure=self._death(number))
         try:
-            return pickle.loads(content)
+            return pickle.loads(content)  # from a child of this process, over a pipe that nobody else has
         except Exception as error:  # reading what was logged runs code of its type, whose module may not be here
             return Answer(failure=unsendable_logs(error))
 

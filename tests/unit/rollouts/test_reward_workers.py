@@ -235,7 +235,7 @@ class TestOtherFailures:
             score("unreadable", sums()[:1])
         there = types.ModuleType("only_here")
         monkeypatch.setitem(sys.modules, "only_here", there)
-        exec("class Answer: pass", there.__dict__)
+        there.Answer = type("Answer", (), {"__module__": "only_here"})
         with pytest.raises(RewardError, match=r"cannot be given its arguments .*No module named 'only_here'"):
             score("good", [group("0", "a", answer=there.Answer())])
         assert rewards(score("good")) == {"0": (1.0, 0.0), "1": (1.0, 0.0), "2": (0.0, 1.0)}
