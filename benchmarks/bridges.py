@@ -33,6 +33,7 @@ from typing import Any
 
 import httpx
 import torch
+from architectures import LLAMA_3_1_8B
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lachesis.build import build_policy
@@ -75,25 +76,14 @@ def make_model(directory: Path, *, tiny: bool) -> None:
     """Write the model and a tokenizer whose ids it knows."""
     from tests.tiny import tiny_tokenizer
 
-    size: dict[str, Any] = (
-        {
-            "hidden_size": 256,
-            "intermediate_size": 512,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-        }
-        if tiny
-        else {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-        }
-    )
+    size: dict[str, Any] = dict(LLAMA_3_1_8B)
+    if tiny:
+        size |= {
+            "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2,
+        }  # fmt: skip
     config = LlamaConfig(
-        **size, vocab_size=512 if tiny else 128256, max_position_embeddings=8192, rms_norm_eps=1e-5,
+        **size, max_position_embeddings=8192, rms_norm_eps=1e-5,
         bos_token_id=1, eos_token_id=2, pad_token_id=0, initializer_range=0.02,
     )  # fmt: skip
     torch.manual_seed(0)

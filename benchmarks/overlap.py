@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from architectures import QWEN2_5_1_5B
 from overlap_table import Alone, Round, Split, next_prompts, split, table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -43,6 +44,7 @@ from lachesis.build import (
     load_data,
 )
 from lachesis.build_engine import EngineSide, RunPlace
+from lachesis.build_sinks import build_sinks
 from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig
 from lachesis.deadline import Deadline
@@ -50,7 +52,6 @@ from lachesis.metrics.jsonl import read_metrics
 from lachesis.metrics.telemetry import Telemetry
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.rewards import Rewarder
-from lachesis.run import build_sinks
 from lachesis.rundir import claim_run
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager
@@ -72,10 +73,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 4, "intermediate_size": 512, "tie_word_embeddings": False,
     },
-    "1.5B": {
-        "vocab_size": 151936, "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
-        "num_key_value_heads": 2, "intermediate_size": 8960, "tie_word_embeddings": True,
-    },
+    "1.5B": QWEN2_5_1_5B,
 }  # fmt: skip
 
 

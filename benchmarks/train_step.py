@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lachesis.config.schema import LoraAdapter, NoAdapter, OptimizerConfig
@@ -37,6 +38,14 @@ from lachesis.train.policy import Policy
 from lachesis.train.residual import keep_residual_in_float32
 from lachesis.types import Group, Prompt, Sample, VersionSpan
 
+# Name, tokens a micro-batch, and what builds the step: with the tokens that go forward and the micro-batches.
+Plan = tuple[str, int | None, Callable[[], tuple[Callable[[], None], int, int]]]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "checkpointing": {"checkpointing": True},
+    "float32 residual": {"residual": True},
+    "float8": {"matmul": "float8"},
+    "float8_rowwise": {"matmul": "float8_rowwise"},
+}
 PEAK_BF16_FLOPS = 989e12  # H100 and H200, dense, by the vendor's datasheet
 GROUPS, GENERATIONS, PROMPT_TOKENS = 8, 8, 128
 
@@ -55,16 +64,10 @@ class Row:
     micro_batches: int
 
 
-# Of Qwen2.5-1.5B, of Llama 3.1 8B (for LoRA: the masters of all weights would not fit), and of nothing.
+# 8B is for LoRA: the masters of all weights would not fit.
 SIZES: dict[str, dict[str, Any]] = {
-    "1.5B": {
-        "vocab_size": 151936, "hidden_size": 1536, "num_hidden_layers": 28, "num_attention_heads": 12,
-        "num_key_value_heads": 2, "intermediate_size": 8960, "tie_word_embeddings": True,
-    },
-    "8B": {
-        "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "intermediate_size": 14336, "tie_word_embeddings": False,
-    },
+    "1.5B": QWEN2_5_1_5B,
+    "8B": LLAMA_3_1_8B,
     "tiny": {
         "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "intermediate_size": 128, "tie_word_embeddings": True,
@@ -278,6 +281,35 @@ def measure(
     return median, max(abs(s - median) for s in seconds), peak
 
 
+def plans(
+    config: Qwen2Config,
+    shared: list[Group],
+    own_prompts: list[Group],
+    *,
+    device: torch.device,
+    options: argparse.Namespace,
+) -> Iterator[Plan]:
+    """All rows of the table; a step, its model included, is built when its turn comes."""
+    budgets = (512, 1024) if options.tiny else (8192, 16384, 32768)
+    middle = budgets[1]
+    ours = partial(our_step, config, device=device)
+    for budget in budgets:
+        yield "lachesis", budget, partial(ours, shared, max_tokens=budget)
+    yield "lachesis, no shared prompts", middle, partial(ours, own_prompts, max_tokens=middle)
+    for name, extra in VARIANTS.items():
+        yield f"lachesis, {name}", middle, partial(ours, shared, max_tokens=middle, **extra)
+    for budget in budgets:
+        yield "lachesis LoRA", budget, partial(ours, shared, max_tokens=budget, lora=True)
+    for name, extra in VARIANTS.items():
+        yield f"lachesis LoRA, {name}", middle, partial(ours, shared, max_tokens=middle, lora=True, **extra)
+    if options.no_trl:
+        return
+    for rows, checkpointing in ((8, False), (16, False), (8, True)):
+        name = f"TRL, {rows} rows" + (", checkpointing" if checkpointing else "")
+        step = partial(trl_step, config, shared, device=device, rows=rows, checkpointing=checkpointing)
+        yield name, None, lambda step=step, rows=rows: (step(), 0, GROUPS * GENERATIONS // rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
@@ -299,36 +331,8 @@ def main() -> None:
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU"
     write(f"{gpu}, torch {torch.__version__}, transformers {transformers.__version__}, {parameters / 1e9:.2f} B "
           f"parameters, {tokens:,} tokens\n")  # fmt: skip
-    budgets = (512, 1024) if options.tiny else (8192, 16384, 32768)
-    plans: list[tuple[str, int | None, Callable[[], tuple[Callable[[], None], int, int]]]] = []
-    ours = partial(our_step, config, device=device)
-    for budget in budgets:
-        plans.append(("lachesis", budget, partial(ours, shared, max_tokens=budget)))
-    plans.append(("lachesis, no shared prompts", budgets[1], partial(ours, own_prompts, max_tokens=budgets[1])))
-    plans.append(
-        ("lachesis, checkpointing", budgets[1], partial(ours, shared, max_tokens=budgets[1], checkpointing=True))
-    )
-    precisions: dict[str, dict[str, Any]] = {
-        "float32 residual": {"residual": True},
-        "float8": {"matmul": "float8"},
-        "float8_rowwise": {"matmul": "float8_rowwise"},
-    }
-    for name, extra in precisions.items():
-        plans.append((f"lachesis, {name}", budgets[1], partial(ours, shared, max_tokens=budgets[1], **extra)))
-    for budget in budgets:
-        plans.append(("lachesis LoRA", budget, partial(ours, shared, max_tokens=budget, lora=True)))
-    checkpointed_lora = partial(ours, shared, max_tokens=budgets[1], lora=True, checkpointing=True)
-    plans.append(("lachesis LoRA, checkpointing", budgets[1], checkpointed_lora))
-    for name, extra in precisions.items():
-        lora = partial(ours, shared, max_tokens=budgets[1], lora=True, **extra)
-        plans.append((f"lachesis LoRA, {name}", budgets[1], lora))
-    if not options.no_trl:
-        for rows, checkpointing in ((8, False), (16, False), (8, True)):
-            name = f"TRL, {rows} rows" + (", checkpointing" if checkpointing else "")
-            step = partial(trl_step, config, shared, device=device, rows=rows, checkpointing=checkpointing)
-            plans.append((name, None, lambda step=step, rows=rows: (step(), 0, GROUPS * GENERATIONS // rows)))
     results = []
-    for name, budget, build in plans:
+    for name, budget, build in plans(config, shared, own_prompts, device=device, options=options):
         if not any(part in name for part in options.only):
             continue
         try:
