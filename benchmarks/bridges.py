@@ -36,14 +36,14 @@ import torch
 from architectures import LLAMA_3_1_8B
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lachesis.build import build_policy
-from lachesis.build_engine import EngineSide, RunPlace, build_servers
+from lachesis.common.deadline import Deadline
+from lachesis.common.process import EngineProcess
+from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig
-from lachesis.deadline import Deadline
-from lachesis.engines.process import EngineProcess
+from lachesis.run.engine import EngineSide, RunPlace, build_servers
+from lachesis.run.parts import build_policy
 from lachesis.train.policy import Policy
-from lachesis.types import GenerationRequest, SamplingParams
 
 PORT = 9101
 PROMPT_TOKENS, NEW_TOKENS = 64, 256

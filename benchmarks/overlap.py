@@ -34,7 +34,17 @@ from overlap_table import Alone, Round, Split, next_prompts, split, table
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from lachesis.build import (
+from lachesis.common.deadline import Deadline
+from lachesis.common.types import Prompt
+from lachesis.config.load import load_config
+from lachesis.config.schema import LachesisConfig
+from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.metrics.telemetry import Telemetry
+from lachesis.pipeline.feed import Feed
+from lachesis.rollouts.rewards.rewarder import Rewarder
+from lachesis.run.directory import claim_run
+from lachesis.run.engine import EngineSide, RunPlace
+from lachesis.run.parts import (
     build_engine_side,
     build_evaluation,
     build_feed,
@@ -43,22 +53,12 @@ from lachesis.build import (
     build_source,
     load_data,
 )
-from lachesis.build_engine import EngineSide, RunPlace
-from lachesis.build_sinks import build_sinks
-from lachesis.config.load import load_config
-from lachesis.config.schema import LachesisConfig
-from lachesis.deadline import Deadline
-from lachesis.metrics.jsonl import read_metrics
-from lachesis.metrics.telemetry import Telemetry
-from lachesis.pipeline.feed import Feed
-from lachesis.rollouts.rewards import Rewarder
-from lachesis.rundir import claim_run
+from lachesis.run.sinks import build_sinks
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.loop import Trainer
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
-from lachesis.types import Prompt
 
 FIRST_STEPS = 2  # of a run are not counted: the queue of an asynchronous one fills
 PAD, EOS, WORDS = 0, 1, 2  # the first word's id

@@ -30,17 +30,17 @@ from typing import Any
 import torch
 
 from lachesis import __version__
-from lachesis.build import build_engine, build_evaluation, build_policy, build_rewarder, load_data
+from lachesis.common.imports import load_function
+from lachesis.common.types import Group, Prompt
 from lachesis.config.load import load_config
 from lachesis.config.rules import learning_rate
 from lachesis.config.schema import LachesisConfig
-from lachesis.metrics.jsonl import read_metrics
-from lachesis.metrics.tape import read_groups, tape_files
-from lachesis.options import steps as run_steps
+from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.metrics.sinks.tape import read_groups, tape_files
 from lachesis.rollouts.datasets import PromptStream
-from lachesis.rollouts.imports import load_function
-from lachesis.train.schedule import schedule_factor
-from lachesis.types import Group, Prompt
+from lachesis.run.options import steps as run_steps
+from lachesis.run.parts import build_engine, build_evaluation, build_policy, build_rewarder, load_data
+from lachesis.train.optim.schedule import schedule_factor
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIG = REPOSITORY / "examples/quickstart/config.yaml"

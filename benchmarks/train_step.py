@@ -27,16 +27,16 @@ import transformers
 from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import LoraAdapter, NoAdapter, OptimizerConfig
-from lachesis.train.backends.single import SingleDevice
 from lachesis.train.batch import pack
-from lachesis.train.float8 import Float8Switch, compute_in_float8
-from lachesis.train.loss_options import LossOptions
-from lachesis.train.model import LoadedModel, add_lora
-from lachesis.train.optimizer import build_optimizer
+from lachesis.train.distributed.single import SingleDevice
+from lachesis.train.losses.options import LossOptions
+from lachesis.train.model.float8 import Float8Switch, compute_in_float8
+from lachesis.train.model.loading import LoadedModel, add_lora
+from lachesis.train.model.residual import keep_residual_in_float32
+from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
-from lachesis.train.residual import keep_residual_in_float32
-from lachesis.types import Group, Prompt, Sample, VersionSpan
 
 # Name, tokens a micro-batch, and what builds the step: with the tokens that go forward and the micro-batches.
 Plan = tuple[str, int | None, Callable[[], tuple[Callable[[], None], int, int]]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from pathlib import Path
 
-from lachesis.metrics.health import RULES
+from lachesis.metrics.health.monitor import RULES
 from lachesis.metrics.names import METRICS, Metric
 
 TARGET = Path(__file__).with_name("metrics.md")

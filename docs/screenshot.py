@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from lachesis.metrics.report import write_report
+from lachesis.metrics.report.page import write_report
 
 FLAGS = (
     "--headless",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError
+from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest, VersionSpan
 from lachesis.engines.base import Engine, Finished, PauseMode
-from lachesis.errors import EngineError
-from lachesis.types import CanaryReading, Completion, EngineHealth, GenerationRequest, VersionSpan
 
 Answer = Callable[[GenerationRequest, int], Sequence[int]]
 

@@ -6,7 +6,7 @@ import multiprocessing
 from multiprocessing.context import ForkServerContext
 
 # One server serves all tests of a process, and what it imports is settled when the first of them starts it.
-_PRELOAD = ["tests.unit.engines.sharing", "tests.unit.engines.test_channel"]
+_PRELOAD = ["tests.unit.transport.sharing", "tests.unit.transport.test_channel"]
 
 
 def forkserver() -> ForkServerContext:

@@ -19,25 +19,25 @@ from typing import Any
 
 import torch
 
+from lachesis.common.world import find_world
 from lachesis.config.schema import DistributedConfig, LoraAdapter, OptimizerConfig
 from lachesis.metrics.values import reduce_metrics
-from lachesis.train.backends.base import Backend
-from lachesis.train.backends.fsdp2 import Fsdp2
-from lachesis.train.backends.replicate import Replicate
-from lachesis.train.backends.single import SingleDevice
 from lachesis.train.batch import Batch, pack
 from lachesis.train.distributed.commands import Build
 from lachesis.train.distributed.following import Follower
+from lachesis.train.distributed.fsdp2 import Fsdp2
 from lachesis.train.distributed.group import join, meet, rank_device
 from lachesis.train.distributed.leading import LeadingPolicy
 from lachesis.train.distributed.meeting import leaving, open_team, reach_leader
-from lachesis.train.distributed.world import find_world
-from lachesis.train.loss_options import LossOptions
-from lachesis.train.model import LoadedModel, add_lora
+from lachesis.train.distributed.replicate import Replicate
+from lachesis.train.distributed.single import SingleDevice
+from lachesis.train.distributed.strategy import Backend
+from lachesis.train.losses.options import LossOptions
+from lachesis.train.losses.reference import ReferenceOptions
+from lachesis.train.model.loading import LoadedModel, add_lora
+from lachesis.train.model.residual import keep_residual_in_float32
+from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
-from lachesis.train.reference import ReferenceOptions
-from lachesis.train.residual import keep_residual_in_float32
-from lachesis.train.shards import build_sharded_optimizer
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.train.drifted import drifted_groups, used
 

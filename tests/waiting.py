@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
 
 T = TypeVar("T")
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 
 from pydantic import Field
 
+from lachesis.common.types import SamplingParams
 from lachesis.environments.base import Environment
 from lachesis.environments.records import Trajectory
 from lachesis.environments.settings import EnvironmentConfig
 from lachesis.environments.tokenizer import text_of
-from lachesis.types import SamplingParams
 
 # A digit from 0 to 9.
 QUESTION = "0+9="

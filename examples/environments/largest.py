@@ -12,10 +12,10 @@ from itertools import islice
 
 from pydantic import Field
 
+from lachesis.common.types import Message
 from lachesis.environments.base import SingleTurn
 from lachesis.environments.records import Trajectory
 from lachesis.environments.settings import EnvironmentConfig
-from lachesis.types import Message
 
 
 @dataclass(frozen=True, slots=True)

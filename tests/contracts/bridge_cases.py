@@ -10,19 +10,19 @@ from typing import Any, Literal
 
 import torch
 
-from lachesis.build import build_engine_side, build_policy
-from lachesis.build_engine import EngineSide, RunPlace, digest_functions
+from lachesis.common.deadline import Deadline
+from lachesis.common.types import Completion, GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
-from lachesis.deadline import Deadline
 from lachesis.engines.base import Engine
-from lachesis.engines.client import HttpEngine
+from lachesis.engines.http.client import HttpEngine
+from lachesis.run.engine import EngineSide, RunPlace, digest_functions
+from lachesis.run.parts import build_engine_side, build_policy
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
-from lachesis.types import Completion, GenerationRequest, SamplingParams
 from tests.contracts.bridge_faults import Tampering
 from tests.contracts.servers import MAX_LEN, Server
 from tests.ports import free_port
-from tests.unit.train.test_forward import random_groups
+from tests.unit.train.model.test_forward import random_groups
 
 CANARY = tuple(range(20, 32))
 PROMPT = (15, 16, 17, 18)

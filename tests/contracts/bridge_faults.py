@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import lachesis.bridges.broadcast
-import lachesis.build_engine
+import lachesis.run.engine
 from lachesis.bridges.extract import base_parameters, full_weights, lora_tensors
-from lachesis.engines.control import ServerControl
+from lachesis.engines.http.control import ServerControl
 
 # One tensor keeps its old value, two of equal shape change places, nothing arrives, nothing is even read.
 FAULTS = ("dropped", "swapped", "old", "not read")
@@ -51,7 +51,7 @@ class Tampering:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Tamper with what bridges take out of a policy's model; what is proved afterwards is left alone."""
-        for module in (lachesis.build_engine, lachesis.bridges.broadcast):
+        for module in (lachesis.run.engine, lachesis.bridges.broadcast):
             patch.setattr(module, "lora_tensors", lambda model, **how: self.arriving(lora_tensors(model, **how)))
             patch.setattr(
                 module,

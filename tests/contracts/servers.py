@@ -15,10 +15,9 @@ from typing import Any
 import httpx
 from transformers import PreTrainedModel
 
+from tests.paths import SOURCE
 from tests.ports import free_port
 from tests.tiny import tiny_model, tiny_tokenizer
-
-SOURCE = Path(__file__).parents[2] / "src"
 
 TOKEN = "the-token-of-the-tests"
 MAX_LEN = 128
@@ -27,7 +26,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 EMBEDDED = """
 import sys
 from pathlib import Path
-from lachesis.engines.embedded_server import EmbeddedServerOptions, serve_embedded
+from lachesis.engines.embedded.server.app import EmbeddedServerOptions, serve_embedded
 serve_embedded(EmbeddedServerOptions(**eval(sys.argv[1], {"Path": Path})))
 """
 

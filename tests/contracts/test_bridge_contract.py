@@ -21,19 +21,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lachesis.bridges.in_process import InProcessBridge
 from lachesis.bridges.proof import SyncProof
+from lachesis.common.errors import EngineError, ModelError, StaleWeights, TrainingError
+from lachesis.common.types import Completion, GenerationRequest, Group, Prompt, Sample, SamplingParams
 from lachesis.config.schema import OptimizerConfig
 from lachesis.engines.base import Engine
-from lachesis.engines.client import HttpEngine
-from lachesis.engines.embedded import EmbeddedEngine
-from lachesis.errors import EngineError, ModelError, StaleWeights, TrainingError
-from lachesis.train.backends.single import SingleDevice
+from lachesis.engines.embedded.engine import EmbeddedEngine
+from lachesis.engines.http.client import HttpEngine
 from lachesis.train.batch import pack
-from lachesis.train.forward import plan_forward, target_logprobs
-from lachesis.train.loss_options import LossOptions
-from lachesis.train.model import LoadedModel
-from lachesis.train.optimizer import build_optimizer
+from lachesis.train.distributed.single import SingleDevice
+from lachesis.train.losses.options import LossOptions
+from lachesis.train.model.forward import plan_forward, target_logprobs
+from lachesis.train.model.loading import LoadedModel
+from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
-from lachesis.types import Completion, GenerationRequest, Group, Prompt, Sample, SamplingParams
 from tests.contracts.bridge_cases import (
     CANARY,
     EMBEDDED,
@@ -52,7 +52,7 @@ from tests.contracts.bridge_faults import FAULTS, Tampering
 from tests.contracts.servers import CHAT_TEMPLATE, MAX_LEN, TOKEN, Server, python_path
 from tests.contracts.vllm_server import ENVIRONMENT, build_model, entry_point, needs_vllm
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
-from tests.unit.train.test_forward import random_groups
+from tests.unit.train.model.test_forward import random_groups
 
 REQUESTS = 32
 

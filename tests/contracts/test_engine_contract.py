@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import pytest
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, EngineError
+from lachesis.common.types import Completion, GenerationRequest, SamplingParams
 from lachesis.engines.base import Engine
-from lachesis.engines.client import HttpEngine
-from lachesis.engines.embedded import EmbeddedEngine
-from lachesis.errors import DeadlineExceeded, EngineError
-from lachesis.types import Completion, GenerationRequest, SamplingParams
+from lachesis.engines.embedded.engine import EmbeddedEngine
+from lachesis.engines.http.client import HttpEngine
 from tests.contracts.bridge_cases import reset
 from tests.contracts.servers import MAX_LEN, TOKEN, Server
 from tests.contracts.vllm_server import needs_vllm

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lachesis.deadline import Deadline
-from lachesis.engines.bridge_file import read_bridge_file
-from lachesis.engines.channel import Channel
-from lachesis.engines.channel_links import open_door
-from lachesis.engines.digest import digest, served_lora_b, to_hex
-from lachesis.engines.serving.served import ReceivedTensor
-from lachesis.engines.shared_tensors import Attachments
+from lachesis.common.deadline import Deadline
+from lachesis.transport.bridge_file import read_bridge_file
+from lachesis.transport.channel import Channel
+from lachesis.transport.digest import digest, served_lora_b, to_hex
+from lachesis.transport.links import open_door
+from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.shared_tensors import Attachments
 from tests.contracts.servers import (
     EMBEDDED_SERVER,
     MAX_LEN,

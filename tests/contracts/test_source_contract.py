@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
+from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
-from lachesis.errors import DeadlineExceeded, EngineError, RewardError
 from lachesis.rollouts.base import RolloutSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.local import LocalSource
-from lachesis.rollouts.rewards import NamedReward, Rewarder
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.streaming import StreamingSource
-from lachesis.types import Group, Prompt, SamplingParams
 from tests.fakes import FakeEngine
 
 PROMPTS, SAMPLES = 7, 3

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lachesis.engines.channel import Channel
-from lachesis.engines.channel_links import open_door
+from lachesis.transport.channel import Channel
+from lachesis.transport.links import open_door
 from tests.contracts.servers import MAX_LEN, Server, running
 from tests.contracts.test_server_contract import (
     canary,

@@ -17,8 +17,8 @@ import psutil
 import torch
 import yaml
 
-from lachesis.environments.arithmetic import problems
-from lachesis.metrics.tape import read_groups, tape_files
+from lachesis.environments.shipped.arithmetic import problems
+from lachesis.metrics.sinks.tape import read_groups, tape_files
 from tests.e2e.runs import environment, metrics, rewards
 from tests.ports import free_port
 from tests.tiny import EOS_ID, tiny_model, tiny_tokenizer

@@ -16,10 +16,10 @@ import yaml
 from safetensors.torch import load_file
 
 import lachesis
+from lachesis.cli.doctor import write_proof
 from lachesis.config.load import load_config
-from lachesis.doctor import write_proof
-from lachesis.metrics.jsonl import MetricsLog, read_metrics
-from lachesis.run import RunSummary, train
+from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
+from lachesis.run.train import RunSummary, train
 from tests.waiting import LONG_S
 
 # What a run measures with a clock; all else has to be the same in two equal runs.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lachesis.metrics.console import BARS
+from lachesis.metrics.sinks.console import BARS
 from tests.e2e.runs import COMMAND, environment, state, write_reward, write_run
 from tests.waiting import LONG_S
 

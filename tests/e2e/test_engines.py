@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lachesis.deadline import Deadline
-from lachesis.engines.control import ServerControl
+from lachesis.common.deadline import Deadline
+from lachesis.engines.http.control import ServerControl
 from tests.contracts.servers import SOURCE, process
 from tests.contracts.vllm_server import ENVIRONMENT, entry_point, needs_vllm
 from tests.e2e.runs import Main, Outcome, environment, files, metrics, rewards, state, write_reward, write_run

@@ -17,23 +17,24 @@ import pytest
 from tests.contracts.servers import CHAT_TEMPLATE, EMBEDDED
 from tests.contracts.servers import process as server_process
 from tests.e2e.runs import environment
+from tests.paths import EXAMPLES
 from tests.ports import free_port
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.api.processes import Server, ours
 from tests.waiting import LONG_S
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "environments"
+ENVIRONMENTS = EXAMPLES / "environments"
 CODE = """
 import sys
-from lachesis import env_cli
-from lachesis.errors import LachesisError
+from lachesis.run.train import environments as env_cli
+from lachesis.common.errors import LachesisError
 try:
     sys.exit(env_cli.run(sys.argv[1], sys.argv[2], sys.argv[3:], say=lambda line: print(line, flush=True)))
 except LachesisError as error:
     sys.exit(f"error: {error}")
 """
 CUSTOM = """
-from lachesis.environments.arithmetic import Arithmetic
+from lachesis.environments.shipped.arithmetic import Arithmetic
 
 class Mine(Arithmetic):
     name = "mine"
@@ -206,7 +207,7 @@ def test_an_environment_of_ones_own(url: str, tmp_path: Path) -> None:
 def test_the_examples(url: str, tmp_path: Path) -> None:
     """One answer a problem, and several turns whose hints are not trained on."""
     flags = [f"--openai.base_url={url}", "--env.total_steps=2"]
-    done = run(tmp_path, f"{EXAMPLES / 'largest.py'}:Largest", "process", *flags, "--env.digits", "2")
+    done = run(tmp_path, f"{ENVIRONMENTS / 'largest.py'}:Largest", "process", *flags, "--env.digits", "2")
     assert done.returncode == 0, done.stderr
     for line in (tmp_path / "data" / "largest.jsonl").read_text().splitlines():
         group = json.loads(line)
@@ -214,7 +215,7 @@ def test_the_examples(url: str, tmp_path: Path) -> None:
         assert len(asked["content"]) == 4 and answered["role"] == "assistant" and len(group["scores"]) == 8
         assert all(score in (0.0, 0.5, 1.0) for score in group["scores"])
 
-    done = run(tmp_path, f"{EXAMPLES / 'guess.py'}:Guess", "process", *flags, "--env.max_turns", "3")
+    done = run(tmp_path, f"{ENVIRONMENTS / 'guess.py'}:Guess", "process", *flags, "--env.max_turns", "3")
     assert done.returncode == 0, done.stderr
     for line in (tmp_path / "data" / "guess.jsonl").read_text().splitlines():
         group = json.loads(line)

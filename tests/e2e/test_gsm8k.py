@@ -17,17 +17,18 @@ import yaml
 from transformers import AutoTokenizer
 
 from lachesis import cli
-from lachesis.environments.gsm8k_data import load_split
-from lachesis.metrics.jsonl import StepLine
-from lachesis.metrics.tape import read_groups, tape_files
-from lachesis.rollouts.imports import load_function
-from lachesis.types import Group
+from lachesis.common.imports import load_function
+from lachesis.common.types import Group
+from lachesis.environments.shipped.gsm8k_data import load_split
+from lachesis.metrics.sinks.jsonl import StepLine
+from lachesis.metrics.sinks.tape import read_groups, tape_files
 from tests import gsm8k
 from tests.e2e.atropos_runs import Stage, answers, stage, wait_for
 from tests.e2e.runs import Main, Outcome, checkpoints, metrics, state
 from tests.logs import handlers_kept
+from tests.paths import EXAMPLES
 
-CONFIG = Path(__file__).parents[2] / "examples" / "gsm8k" / "config.yaml"
+CONFIG = EXAMPLES / "gsm8k" / "config.yaml"
 REWARDS = CONFIG.with_name("rewards.py")
 STEPS = 3
 GROUP = 8

@@ -11,8 +11,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2ForCausalLM
 
-from lachesis import doctor
-from lachesis.metrics.tape import read_groups, tape_files
+from lachesis.cli import doctor
+from lachesis.metrics.sinks.tape import read_groups, tape_files
 from tests.e2e.runs import Main, metrics, rewards, run_here, write_run
 
 LETTER_A = 2

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lachesis.config.load import load_config
 from lachesis.config.rules import check
 from tests.e2e.runs import Main, metrics, tape
+from tests.paths import EXAMPLES
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart"
+EXAMPLE = EXAMPLES / "quickstart"
 LAST_LINE = re.compile(
     r"held-out accuracy (\d\.\d\d) -> (\d\.\d\d) \((\d+) problems, (\d+) steps, (\d+) s\); report: (\S+/report\.html)"
 )

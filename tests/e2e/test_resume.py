@@ -247,7 +247,7 @@ def test_what_works_together_goes_on_exactly_after_kill_9(tmp_path: Path, featur
 
 
 MOMENTS = {
-    "before the new one is in place": ("lachesis.files", "_fsync_tree"),
+    "before the new one is in place": ("lachesis.common.files", "_fsync_tree"),
     "before the old one is deleted": ("lachesis.train.checkpoint.CheckpointManager", "_prune"),
 }
 KILLED_AT_SECOND_CALL = """

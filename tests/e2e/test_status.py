@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from lachesis.status import read_status
+from lachesis.run.status import read_status
 from tests.e2e.atropos_runs import wait_for
 from tests.e2e.runs import COMMAND, Main, environment, write_reward, write_run
 from tests.ports import free_port

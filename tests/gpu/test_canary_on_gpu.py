@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lachesis.train.canary import CanaryReader
-from lachesis.train.forward import plan_forward
+from lachesis.train.model.forward import plan_forward
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

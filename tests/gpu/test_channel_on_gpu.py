@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lachesis.deadline import Deadline
-from lachesis.engines.channel import Channel
-from lachesis.engines.channel_links import open_door
-from lachesis.engines.digest import digests
-from lachesis.engines.serving.served import ReceivedTensor
-from lachesis.errors import EngineError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError
+from lachesis.transport.channel import Channel
+from lachesis.transport.digest import digests
+from lachesis.transport.links import open_door
+from lachesis.transport.records import ReceivedTensor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

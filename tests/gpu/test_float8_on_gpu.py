@@ -15,16 +15,16 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from lachesis.config.schema import LoraAdapter, ModelConfig, NoAdapter, OptimizerConfig
-from lachesis.train.backends.single import SingleDevice
 from lachesis.train.batch import Batch, idle_micro_batch, pack
-from lachesis.train.float8 import Float8Scaling, compute_in_float8
-from lachesis.train.forward import target_logprobs
-from lachesis.train.loss_options import LossOptions
-from lachesis.train.model import load_model
-from lachesis.train.optimizer import build_optimizer
+from lachesis.train.distributed.single import SingleDevice
+from lachesis.train.losses.options import LossOptions
+from lachesis.train.model.float8 import Float8Scaling, compute_in_float8
+from lachesis.train.model.forward import target_logprobs
+from lachesis.train.model.loading import load_model
+from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
 from tests.tiny import PAD_ID, tiny_model, tiny_tokenizer
-from tests.unit.train.test_forward import random_groups
+from tests.unit.train.model.test_forward import random_groups
 
 pytest.importorskip("torchao")
 pytestmark = pytest.mark.skipif(

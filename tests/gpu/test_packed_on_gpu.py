@@ -8,14 +8,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lachesis.deadline import Deadline
-from lachesis.engines.embedded import EmbeddedEngine
-from lachesis.train.attention import plan_buckets
+from lachesis.common.deadline import Deadline
+from lachesis.common.types import GenerationRequest, Sample, SamplingParams
+from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.train.batch import pack
-from lachesis.train.forward import plan_forward, target_logprobs
-from lachesis.types import GenerationRequest, Sample, SamplingParams
+from lachesis.train.model.attention import plan_buckets
+from lachesis.train.model.forward import plan_forward, target_logprobs
 from tests.tiny import EOS_ID, PAD_ID, tiny_model
-from tests.unit.train.test_forward import random_groups
+from tests.unit.train.model.test_forward import random_groups
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from lachesis.bridges.names import map_parameters
-from lachesis.deadline import Deadline
-from lachesis.engines.bridge_file import read_bridge_file
-from lachesis.engines.digest import digests
-from lachesis.engines.shared_tensors import Attachments
-from lachesis.errors import EngineError
-from lachesis.train.weight_update import stochastic_round_
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError
+from lachesis.train.optim.weight_update import stochastic_round_
+from lachesis.transport.bridge_file import read_bridge_file
+from lachesis.transport.digest import digests
+from lachesis.transport.shared_tensors import Attachments
 from tests.tiny import tiny_model
 from tests.unit.bridges.test_shared import fused_shapes
-from tests.unit.engines.sharing import exporter
+from tests.unit.transport.sharing import exporter
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

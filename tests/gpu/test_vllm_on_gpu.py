@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 import torch
 
-from lachesis.build import build_policy
-from lachesis.build_engine import EngineSide, RunPlace, build_servers
+from lachesis.common.errors import LachesisError
+from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.vllm.compat import can_reload_under_lora
-from lachesis.errors import LachesisError
+from lachesis.run.engine import EngineSide, RunPlace, build_servers
+from lachesis.run.parts import build_policy
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
-from lachesis.types import GenerationRequest, SamplingParams
 from tests.contracts.servers import CHAT_TEMPLATE, Server, running
 from tests.contracts.test_server_contract import canary, soon
 from tests.contracts.vllm_server import VLLM_SERVER, start_vllm
 from tests.ports import free_port
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.unit.train.test_forward import random_groups
+from tests.unit.train.model.test_forward import random_groups
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

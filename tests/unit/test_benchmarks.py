@@ -10,8 +10,8 @@ from types import ModuleType
 import pytest
 
 from lachesis.config.rules import check
+from tests.paths import BENCHMARKS
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 # Where a step of a run spent its time: 0.1 s of waiting in an asynchronous one, whose generation ran beside it.
 STEP = {
     "step_time": 1.0, "data_fetch_time": 0.1, "train_time": 0.6, "sync_time": 0.2, "transfer_time": 0.05,

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from lachesis import serve
 from lachesis.cli import app
+from lachesis.common.errors import ConfigError
 from lachesis.config.dialects.atropos_names import SERVER, SPELLINGS, TRAINER
 from lachesis.config.dialects.environment import ENVIRONMENT
 from lachesis.config.explain import explain
 from lachesis.config.load import load_argv, load_config
 from lachesis.config.schema import LachesisConfig
-from lachesis.engines.bridge_file import search_places
 from lachesis.engines.vllm.launch import plan_launch
 from lachesis.engines.vllm.plugin import SHARED_VARIABLE
-from lachesis.errors import ConfigError
-from lachesis.grpo import help_text, split_words
-from lachesis.launch import load_words
+from lachesis.run import serve
+from lachesis.run.grpo import help_text, split_words
+from lachesis.run.services import load_words
+from lachesis.transport.bridge_file import search_places
+from tests.paths import EXAMPLES
 
 # Of the documents, and then of the trainer's code beyond them.
 _NAMES = """
@@ -306,7 +307,7 @@ def test_the_launchers_variables_say_whose_they_are(name: str):
 
 
 def test_the_number_of_processes_counts_in_batches(monkeypatch: pytest.MonkeyPatch):
-    path = Path(__file__).parents[2] / "examples" / "axolotl" / "gsm8k.yaml"
+    path = EXAMPLES / "axolotl" / "gsm8k.yaml"
     one = load_config(path).config.batch.prompts_per_step
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert load_config(path).config.batch.prompts_per_step == 2 * one

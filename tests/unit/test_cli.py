@@ -14,10 +14,11 @@ import pytest
 import typer
 
 import lachesis
-from lachesis import cli, errors
+from lachesis import cli
 from lachesis.cli.base import stop_on_signals
-from lachesis.metrics.jsonl import JsonlSink
-from lachesis.types import EvalResult, StepRecord
+from lachesis.common import errors
+from lachesis.common.types import EvalResult, StepRecord
+from lachesis.metrics.sinks.jsonl import JsonlSink
 from tests.logs import handlers_kept
 from tests.waiting import LONG_S
 

@@ -15,16 +15,17 @@ import pytest
 import typer
 import yaml
 
-from lachesis import errors, launch
 from lachesis.cli import app
+from lachesis.common import errors
+from lachesis.common.errors import LachesisError
 from lachesis.config.load import load_argv, load_config
 from lachesis.config.rules import check
-from lachesis.env_cli import find
 from lachesis.environments.flags import parse_options
-from lachesis.errors import LachesisError
-from lachesis.grpo import HELP_FLAGS, split_words
+from lachesis.run import services as launch
+from lachesis.run.environments import find
+from lachesis.run.grpo import HELP_FLAGS, split_words
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Flags of `vllm serve` in the pages, which our server hands on.

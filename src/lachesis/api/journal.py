@@ -23,8 +23,8 @@ from lachesis.api.exchange import inflate
 from lachesis.api.records import Change, HeldGroup, ScoredGroup, Snapshot
 from lachesis.api.refusals import StoreFailed
 from lachesis.api.wire import parse_group
-from lachesis.errors import ConfigError
-from lachesis.files import fsync_path
+from lachesis.common.errors import ConfigError
+from lachesis.common.files import fsync_path
 
 logger = logging.getLogger(__name__)
 

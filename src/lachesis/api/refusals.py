@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lachesis.errors import DataError, LachesisError
+from lachesis.common.errors import DataError, LachesisError
 
 
 class Refusal(DataError):

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from lachesis.api.checks import UNTRAINED
 from lachesis.api.records import HeldGroup
-from lachesis.errors import ConfigError
+from lachesis.common.errors import ConfigError
 
 Pieces: TypeAlias = Callable[[Sequence[int]], list[str]]
 

@@ -26,7 +26,7 @@ from lachesis.api.refusals import Refusal, StoreFailed
 from lachesis.api.rollout_view import load_pieces
 from lachesis.api.routes import RECOVERY_S, Endpoints
 from lachesis.api.state import Limits, RolloutState
-from lachesis.errors import ConfigError
+from lachesis.common.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

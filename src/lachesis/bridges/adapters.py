@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lachesis.errors import EngineError, ModelError
-from lachesis.files import clean_leftovers
+from lachesis.common.errors import EngineError, ModelError
+from lachesis.common.files import clean_leftovers
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from lachesis.bridges.proof import SyncProof
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError, LachesisError, StaleWeights
 from lachesis.config.capabilities import BridgeCapabilities
-from lachesis.deadline import Deadline
 from lachesis.engines.base import Engine, PauseMode
-from lachesis.errors import EngineError, LachesisError, StaleWeights
 
 PolicyT = TypeVar("PolicyT")
 

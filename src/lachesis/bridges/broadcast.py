@@ -26,14 +26,15 @@ from lachesis.bridges.extract import (
     lora_tensors,
     tensor_list,
 )
-from lachesis.deadline import Deadline
-from lachesis.engines.bridge_file import ChannelFile, write_channel_file
-from lachesis.engines.channel import Channel
-from lachesis.engines.channel_links import Aborted, Rendezvous, open_door
-from lachesis.engines.client import HttpEngine
-from lachesis.engines.control import ServerControl, ServerInfo
-from lachesis.engines.serving.served import ChannelBackend, LoraSpec, ReceivedTensor, ReceiverSpec, TransferKind
-from lachesis.errors import DeadlineExceeded, EngineError, LachesisError, StaleWeights
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, StaleWeights
+from lachesis.engines.http.client import HttpEngine
+from lachesis.engines.http.control import ServerControl, ServerInfo
+from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
+from lachesis.transport.bridge_file import ChannelFile, write_channel_file
+from lachesis.transport.channel import Channel
+from lachesis.transport.links import Aborted, Rendezvous, open_door
+from lachesis.transport.records import ChannelBackend, ReceivedTensor
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lachesis.bridges.names import Slice, map_parameters
-from lachesis.deadline import Deadline
-from lachesis.engines.bridge_file import (
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError, EngineError, ModelError
+from lachesis.engines.http.control import ServerInfo
+from lachesis.transport.bridge_file import (
     BRIDGE_FILE,
     BridgeFile,
     check_session,
@@ -21,15 +23,13 @@ from lachesis.engines.bridge_file import (
     read_bridge_file,
     search_places,
 )
-from lachesis.engines.control import ServerInfo
-from lachesis.engines.shared_tensors import Attachments, dtype_name
-from lachesis.errors import ConfigError, EngineError, ModelError
+from lachesis.transport.shared_tensors import Attachments, dtype_name
 
 _log = logging.getLogger(__name__)
 
 
 class SharingServer(Protocol):
-    """What is needed of a server; :class:`lachesis.engines.control.ServerControl` has it."""
+    """What is needed of a server; :class:`lachesis.engines.http.control.ServerControl` has it."""
 
     def info(self, *, deadline: Deadline) -> ServerInfo: ...
 
@@ -228,6 +228,6 @@ def _real(buffer: Tensor, name: str) -> Tensor:
     if buffer.is_meta:
         raise EngineError(
             f"the buffer {name} is on the meta device and no engine shares it",
-            remedy="build the model with lachesis.train.attach.empty_transformer",
+            remedy="build the model with lachesis.train.model.attach.empty_transformer",
         )
     return buffer

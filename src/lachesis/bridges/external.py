@@ -9,7 +9,7 @@ from lachesis.bridges.base import Bridge, PolicyT
 from lachesis.bridges.owned import OwnedEngine
 from lachesis.bridges.proof import SyncProof
 from lachesis.config.capabilities import bridge_capabilities
-from lachesis.engines.client import HttpEngine
+from lachesis.engines.http.client import HttpEngine
 
 ProofBuilder = Callable[[PolicyT, HttpEngine], SyncProof]
 

@@ -15,10 +15,11 @@ from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from lachesis.engines.digest import digests, served_lora_b
-from lachesis.engines.serving.served import LoraSpec, ReceivedTensor
-from lachesis.engines.shared_tensors import dtype_name
-from lachesis.errors import ModelError
+from lachesis.common.errors import ModelError
+from lachesis.engines.serving.served import LoraSpec
+from lachesis.transport.digest import digests, served_lora_b
+from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.shared_tensors import dtype_name
 
 _WRAPPER = "base_model.model."
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from lachesis.bridges.base import Bridge, PolicyT
 from lachesis.bridges.proof import SyncProof
+from lachesis.common.deadline import Deadline
 from lachesis.config.capabilities import bridge_capabilities
-from lachesis.deadline import Deadline
 from lachesis.engines.base import Engine
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from lachesis.bridges.base import PolicyT
 from lachesis.bridges.external import RestartingBridge
 from lachesis.bridges.lora_swap import LoraSwapBridge
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from lachesis.bridges.adapters import VersionedDirectories, save_adapter
 from lachesis.bridges.base import PolicyT
 from lachesis.bridges.external import ExternalBridge, ProofBuilder
-from lachesis.deadline import Deadline
-from lachesis.engines.client import HttpEngine
+from lachesis.common.deadline import Deadline
+from lachesis.engines.http.client import HttpEngine
 
 logger = logging.getLogger(__name__)
 

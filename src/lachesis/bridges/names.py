@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from lachesis.common.errors import ModelError
 from lachesis.engines.serving.served import DigestSlice
-from lachesis.errors import ModelError
 
 Shape = tuple[int, ...]
 

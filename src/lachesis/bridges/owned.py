@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lachesis.deadline import Deadline
-from lachesis.engines.client import HttpEngine
-from lachesis.engines.process import EngineProcess
-from lachesis.errors import EngineError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError
+from lachesis.common.process import EngineProcess
+from lachesis.engines.http.client import HttpEngine
 
 # The command that serves the checkpoint in a directory, for the server of that number.
 Command = Callable[[int, Path], Sequence[str]]

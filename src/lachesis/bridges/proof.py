@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from lachesis.errors import StaleWeights
-from lachesis.types import CanaryReading
+from lachesis.common.errors import StaleWeights
+from lachesis.common.types import CanaryReading
 
 # Largest absolute difference of a canary logprob between two code paths over the same weights, by dtype.
 TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}

@@ -17,8 +17,8 @@ from lachesis.bridges.adapters import VersionedDirectories, write_safetensors
 from lachesis.bridges.base import PolicyT
 from lachesis.bridges.external import ExternalBridge, ProofBuilder, RestartingBridge
 from lachesis.bridges.owned import Command
-from lachesis.deadline import Deadline
-from lachesis.engines.client import HttpEngine
+from lachesis.common.deadline import Deadline
+from lachesis.engines.http.client import HttpEngine
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ import torch
 from lachesis.bridges.base import PolicyT
 from lachesis.bridges.engine_weights import EngineWeights
 from lachesis.bridges.external import ExternalBridge, ProofBuilder
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError
 from lachesis.engines.base import PauseMode
-from lachesis.engines.client import HttpEngine
-from lachesis.errors import ConfigError
+from lachesis.engines.http.client import HttpEngine
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import typer
 
 from lachesis.cli import environments, inspection, serving, training
 from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, app, console, error_console, fail
-from lachesis.errors import LachesisError, TrainingError
+from lachesis.common.errors import LachesisError, TrainingError
 
 __all__ = [
     "app",

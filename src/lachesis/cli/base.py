@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from lachesis.errors import LachesisError, StopRequested
-from lachesis.train.distributed.world import World, find_world
-from lachesis.types import Finding
+from lachesis.common.errors import LachesisError, StopRequested
+from lachesis.common.types import Finding
+from lachesis.common.world import World, find_world
 
 app = typer.Typer(
     help="Lachesis trains language models with GRPO.",
@@ -119,7 +119,7 @@ def world_of_leader() -> World | None:
     world = find_world(os.environ)
     if world is None or world.rank == 0:
         return world
-    from lachesis.build_ranks import ToldLeader, follow
+    from lachesis.run.ranks import ToldLeader, follow
 
     hide_progress_bars()
     logging.getLogger("lachesis").setLevel(logging.ERROR)

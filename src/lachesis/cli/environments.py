@@ -20,7 +20,7 @@ from lachesis.cli.base import (
 )
 
 if TYPE_CHECKING:
-    from lachesis.run import RunSummary
+    from lachesis.run.train import RunSummary
 
 # Every word is the command's own to read, --help too.
 _ALL_WORDS = {**PASS_ON, "help_option_names": []}
@@ -33,7 +33,7 @@ def env(
     command: Annotated[str, typer.Argument(help="serve, process or evaluate.")] = "--help",
 ) -> None:
     """Serve, process or evaluate an environment; `lachesis env NAME --help` lists its flags."""
-    from lachesis import env_cli
+    from lachesis.run.train import environments as env_cli
 
     code = env_cli.run(name, command, context.args, say=console.print)
     if code:
@@ -43,7 +43,7 @@ def env(
 @app.command(context_settings=_ALL_WORDS)
 def grpo(context: typer.Context) -> None:
     """Train with the Atropos trainer's flags; --help lists them."""
-    from lachesis.grpo import grpo as train_with_flags
+    from lachesis.run.grpo import grpo as train_with_flags
 
     hide_progress_bars()
     world = world_of_leader()
@@ -57,7 +57,7 @@ def grpo(context: typer.Context) -> None:
 @app.command("run", context_settings=_ALL_WORDS)
 def run_everything(context: typer.Context) -> None:
     """Start rollout API, engine, environment and trainer, as a configuration or flags say, and stop them."""
-    from lachesis.launch import run_all
+    from lachesis.run.services import run_all
 
     hide_progress_bars()
     world = world_of_leader()

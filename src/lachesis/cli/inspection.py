@@ -22,7 +22,7 @@ app.add_typer(rewards_app, name="rewards")
 @app.command()
 def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) -> None:
     """Write report.html of a run anew."""
-    from lachesis.metrics.report import write_report
+    from lachesis.metrics.report.page import write_report
 
     console.print(f"report: {shown(write_report(run_dir))}")
 
@@ -33,7 +33,7 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="All that is known, as JSON.")] = False,
 ) -> None:
     """Say how a run stands and what it waits for. Exit code 1 where it has ended unfinished, or was suspended."""
-    from lachesis.status import read_status, status_json, status_lines
+    from lachesis.run.status import read_status, status_json, status_lines
 
     found = read_status(run_dir)
     if as_json:
@@ -76,7 +76,7 @@ def doctor(
     proof: Annotated[bool, typer.Option("--proof/--no-proof", help="Train a small model for about a minute.")] = True,
 ) -> None:
     """Check the installation and the devices, and prove in about a minute that training learns."""
-    from lachesis import doctor as checks
+    from lachesis.cli import doctor as checks
 
     hide_progress_bars()
     findings = checks.inspect_installation()
@@ -105,12 +105,12 @@ def data_check(
 ) -> None:
     """Look for everything that is wrong with a dataset."""
     from lachesis.config.schema import ModelConfig
-    from lachesis.rollouts.check_data import check_data
     from lachesis.rollouts.datasets import Dataset
+    from lachesis.rollouts.datasets.check import check_data
 
     loaded = None
     if tokenizer is not None:
-        from lachesis.train.model import load_tokenizer
+        from lachesis.train.model.loading import load_tokenizer
 
         loaded = load_tokenizer(ModelConfig(path=tokenizer))
     dataset = Dataset(file, name, split, data_format, transform, prompt_column)  # type: ignore[arg-type]
@@ -127,9 +127,9 @@ def rewards_check(
 ) -> None:
     """Run the reward functions on right, empty, cut, exchanged and repeated answers."""
     loaded = load_config(config, overrides=overrides or []).config
-    from lachesis.build import build_reward_functions, load_data
-    from lachesis.rollouts.check_rewards import VARIANTS, check_rewards
-    from lachesis.train.model import load_tokenizer
+    from lachesis.rollouts.rewards.check import VARIANTS, check_rewards
+    from lachesis.run.parts import build_reward_functions, load_data
+    from lachesis.train.model.loading import load_tokenizer
 
     checked = check_rewards(
         build_reward_functions(loaded),

@@ -71,7 +71,7 @@ def serve(
     Any further flag is handed on to `vllm serve`. Routes that change weights need the token of the session, which
     clients of the same user on this machine find by themselves.
     """
-    from lachesis import serve as serving
+    from lachesis.run import serve as serving
 
     options = serving.ServeOptions(
         model=model,
@@ -111,7 +111,7 @@ def vllm_serve(
 
     Any further flag is handed on to `vllm serve`.
     """
-    from lachesis import serve as serving
+    from lachesis.run import serve as serving
 
     options, loaded = serving.config_options(
         config, overrides=overrides or [], served_by=engine, port=port, arguments=context.args

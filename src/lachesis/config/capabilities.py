@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from lachesis.errors import ConfigError
+from lachesis.common.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

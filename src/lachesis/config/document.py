@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from lachesis.errors import ConfigError
+from lachesis.common.errors import ConfigError
 
 Place = tuple[str | int, ...]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.templates import CONFIG, MODEL, PROBLEMS, REWARDS
-from lachesis.errors import ConfigError
 
 
 def problem_lines(count: int) -> str:

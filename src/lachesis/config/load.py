@@ -11,6 +11,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from lachesis.common.types import Finding
+from lachesis.common.world import world_size
 from lachesis.config.dialects import (
     DialectName,
     ManagedEngine,
@@ -26,8 +28,6 @@ from lachesis.config.keys import all_sections
 from lachesis.config.paths import resolve_all, resolve_path
 from lachesis.config.problems import config_error, missing_problems, schema_problems
 from lachesis.config.schema import LachesisConfig
-from lachesis.train.distributed.world import world_size
-from lachesis.types import Finding
 
 __all__ = ["LoadedConfig", "dump_config", "load_argv", "load_config", "resolve_path", "validate"]
 

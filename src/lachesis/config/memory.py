@@ -15,7 +15,7 @@ from lachesis.config.shape import DTYPE_BYTES, ModelShape
 Place = Literal["trainer", "engine"]
 # Of NF4: weights that share a scale, scales that share one in float32, and bytes of tables that each matrix has.
 _NF4_BLOCK, _NF4_SCALES, _NF4_TABLES = 64, 256, 1092
-# As in lachesis.train.head: one chunk of logits in float32, and its gradient.
+# As in lachesis.train.model.head: one chunk of logits in float32, and its gradient.
 _CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
 
 _SHARDED = ("weights", "gradients", "adapter", "optimizer states", "reference")

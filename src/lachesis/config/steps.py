@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.schema import LachesisConfig
-from lachesis.errors import ConfigError
 
 
 def steps_of(*, epochs: float, problems: int, prompts_per_step: int, num_iterations: int) -> int:

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from lachesis.deadline import Deadline
-from lachesis.types import CanaryReading, Completion, EngineHealth, GenerationRequest
+from lachesis.common.deadline import Deadline
+from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
 
 PauseMode = Literal["keep", "drain", "abort"]
 

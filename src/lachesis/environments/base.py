@@ -10,12 +10,12 @@ from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.types import EvalResult, Message, SamplingParams
 from lachesis.environments.client import InferenceClient
 from lachesis.environments.records import ScoredGroup, Trajectory, scored_group
 from lachesis.environments.settings import EnvironmentConfig
 from lachesis.environments.tokenizer import text_of
-from lachesis.errors import ConfigError, DataError
-from lachesis.types import EvalResult, Message, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

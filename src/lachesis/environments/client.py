@@ -13,15 +13,16 @@ from typing import Any
 
 import httpx
 
-from lachesis.deadline import Deadline
-from lachesis.engines.control import server_url, tls
-from lachesis.engines.generation_calls import request_body
-from lachesis.engines.replies import malformed
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
+from lachesis.common.http import server_url
+from lachesis.common.types import GenerationRequest, SamplingParams
+from lachesis.engines.http.control import tls
+from lachesis.engines.http.generation import request_body
+from lachesis.engines.http.replies import malformed
 from lachesis.environments.records import Sampled
 from lachesis.environments.replies import read_completions, read_generate
 from lachesis.environments.settings import ServerConfig, SlurmConfig
-from lachesis.errors import ConfigError, DeadlineExceeded, EngineError
-from lachesis.types import GenerationRequest, SamplingParams
 
 Say = Callable[[str], None]
 

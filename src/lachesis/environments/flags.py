@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from lachesis.common.errors import ConfigError
 from lachesis.environments.settings import EnvironmentConfig, ServerConfig, Settings, SlurmConfig
-from lachesis.errors import ConfigError
 
 _SECTIONS = ("env", "openai", "slurm")
 _CONFIG = "config"

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.types import EvalResult
 from lachesis.environments.records import ScoredGroup
-from lachesis.errors import ConfigError, DependencyError
-from lachesis.types import EvalResult
 
 
 class JsonLines:

@@ -14,9 +14,9 @@ from markupsafe import Markup
 
 from lachesis import __version__
 from lachesis.api.checks import UNTRAINED
+from lachesis.common.errors import DataError
+from lachesis.common.files import write_atomic
 from lachesis.environments.tokenizer import pieces_of
-from lachesis.errors import DataError
-from lachesis.files import write_atomic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

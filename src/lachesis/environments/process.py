@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lachesis.common.errors import DataError
 from lachesis.environments.base import Environment
-from lachesis.environments.crew import Crew
+from lachesis.environments.counters import Tally
 from lachesis.environments.outputs import JsonLines
 from lachesis.environments.page import write_page
 from lachesis.environments.records import ScoredGroup
-from lachesis.environments.tally import Tally
-from lachesis.errors import DataError
+from lachesis.environments.workers import Crew
 
 _AT_ONCE = 16
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lachesis.api.checks import NO_LOGPROB, UNTRAINED, why_unusable
-from lachesis.errors import DataError
-from lachesis.types import FinishReason, Message, VersionSpan
+from lachesis.common.errors import DataError
+from lachesis.common.types import FinishReason, Message, VersionSpan
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lachesis.engines.replies import malformed
+from lachesis.common.errors import EngineError
+from lachesis.common.types import FinishReason, VersionSpan
+from lachesis.engines.http.replies import malformed
 from lachesis.environments.records import Sampled
-from lachesis.errors import EngineError
-from lachesis.types import FinishReason, VersionSpan
 
 # A rounding error of a log-softmax; anything above is no logprob.
 _ROUNDING = 1e-4

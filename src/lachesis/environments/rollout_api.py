@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 
-from lachesis.deadline import Deadline
-from lachesis.engines.control import tls
-from lachesis.errors import DataError, EngineError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DataError, EngineError
+from lachesis.engines.http.control import tls
 
 Say = Callable[[str], None]
 

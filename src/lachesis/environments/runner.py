@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError, DataError
 from lachesis.environments.base import Environment
-from lachesis.environments.crew import Crew
+from lachesis.environments.counters import Tally
 from lachesis.environments.outputs import Outputs
 from lachesis.environments.rollout_api import SETTING, NotRegistered, QueueStatus, Registered, RolloutApi
 from lachesis.environments.sender import Membership, Sender
-from lachesis.environments.tally import Tally
 from lachesis.environments.throttle import room_for_groups
-from lachesis.errors import ConfigError, DataError
+from lachesis.environments.workers import Crew
 
 _POLL_S = 0.1
 _GOODBYE_S = 5.0

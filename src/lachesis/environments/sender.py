@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from lachesis.environments.counters import Tally
 from lachesis.environments.outputs import Outputs
 from lachesis.environments.records import ScoredGroup
 from lachesis.environments.rollout_api import PostRefused, QueueFull, Registered, RolloutApi
 from lachesis.environments.settings import EnvironmentConfig
-from lachesis.environments.tally import Tally
 
 _GROUPS_A_POST = 32
 _TOKENS_A_POST = 500_000

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from lachesis.errors import ConfigError
+from lachesis.common.errors import ConfigError
 
 ServerType = Literal["vllm", "openai"]
 

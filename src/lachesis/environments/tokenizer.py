@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lachesis.errors import ConfigError
-from lachesis.types import Message
+from lachesis.common.errors import ConfigError
+from lachesis.common.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

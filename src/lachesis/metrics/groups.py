@@ -6,8 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from lachesis.common.types import UNKNOWN_VERSIONS, Group
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum
-from lachesis.types import UNKNOWN_VERSIONS, Group
 
 
 def group_metrics(groups: Sequence[Group], *, reward_names: Sequence[str], version: int) -> dict[str, MetricValue]:

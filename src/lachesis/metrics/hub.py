@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from lachesis.metrics.base import Sink
-from lachesis.metrics.health import HealthMonitor
-from lachesis.types import EvalResult, Finding, StepRecord
+from lachesis.common.types import EvalResult, Finding, StepRecord
+from lachesis.metrics.health.monitor import HealthMonitor
+from lachesis.metrics.sinks.base import Sink
 
 logger = logging.getLogger("lachesis")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from lachesis.common.types import EvalResult, Group, StepRecord
 from lachesis.metrics.groups import group_metrics
 from lachesis.metrics.hub import MetricsHub
 from lachesis.metrics.values import Mean, MetricValue, Sum, merge_metrics
-from lachesis.types import EvalResult, Group, StepRecord
 
 # Counters that are seconds: a mean over ranks says more than their sum.
 _SECONDS = ("generation_time", "reward_time", "hidden_reward_time")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
 
 
 class Slots:

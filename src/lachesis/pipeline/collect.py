@@ -6,12 +6,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
-from lachesis.deadline import Deadline
-from lachesis.errors import ConfigError
-from lachesis.metrics.tape import decode_group, encode_group
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError
+from lachesis.common.types import Group, Prompt
+from lachesis.metrics.sinks.tape import decode_group, encode_group
 from lachesis.pipeline.filters import failed_entirely, has_signal
 from lachesis.rollouts.base import RolloutSource
-from lachesis.types import Group, Prompt
 
 
 class Collector:

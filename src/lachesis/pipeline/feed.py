@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
+from lachesis.common.types import Group
 from lachesis.pipeline.buffer import Slots
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.replay import ReplayBuffer
-from lachesis.types import Group
 
 BatchT = TypeVar("BatchT")
 

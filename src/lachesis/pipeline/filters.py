@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lachesis.types import Group
+from lachesis.common.types import Group
 
 
 def has_signal(group: Group) -> bool:

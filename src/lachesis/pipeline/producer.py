@@ -7,14 +7,14 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from lachesis.deadline import Deadline
-from lachesis.errors import LachesisError
-from lachesis.metrics.tape import decode_group, encode_group
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import LachesisError
+from lachesis.common.types import Group
+from lachesis.metrics.sinks.tape import decode_group, encode_group
 from lachesis.pipeline.buffer import Slots
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import BatchT, Feed, Finisher
 from lachesis.pipeline.filters import fresh
-from lachesis.types import Group
 
 _JOIN_S = 10.0
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from lachesis.errors import CheckpointError
-from lachesis.metrics.tape import decode_group, encode_group
+from lachesis.common.errors import CheckpointError
+from lachesis.common.types import Group
+from lachesis.metrics.sinks.tape import decode_group, encode_group
 from lachesis.pipeline.filters import given_advantages, has_signal
-from lachesis.types import Group
 
 
 class ReplayBuffer:

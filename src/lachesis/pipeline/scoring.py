@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from lachesis.errors import RewardError
-from lachesis.types import Group
+from lachesis.common.errors import RewardError
+from lachesis.common.types import Group
 
 # From rewards [N][K] (None: the function abstained) and group numbers [N] to advantages [N].
 AdvantageFunction = Callable[[Sequence[Sequence[float | None]], Sequence[int]], list[float]]

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from lachesis.deadline import Deadline
-from lachesis.types import Group
+from lachesis.common.deadline import Deadline
+from lachesis.common.types import Group
 
 
 class RolloutSource(ABC):

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, EngineError
+from lachesis.common.imports import describe_exception
+from lachesis.common.types import Group, Prompt, Sample, SamplingParams, VersionSpan
 from lachesis.engines.base import Engine
-from lachesis.errors import DeadlineExceeded, EngineError
 from lachesis.rollouts.generation import generate_groups, request_seed
-from lachesis.rollouts.imports import describe_exception
 from lachesis.rollouts.local import LocalSource
-from lachesis.rollouts.reward_attempts import Item, own
-from lachesis.rollouts.reward_calls import CallThread
-from lachesis.rollouts.reward_state import TrainerState
+from lachesis.rollouts.rewards.attempts import Item, own
+from lachesis.rollouts.rewards.calls import CallThread
+from lachesis.rollouts.rewards.state import TrainerState
 from lachesis.rollouts.rollout_fields import Fields, read_fields
-from lachesis.types import Group, Prompt, Sample, SamplingParams, VersionSpan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DataError, RewardError
+from lachesis.common.types import EvalResult, Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
-from lachesis.errors import DataError, RewardError
 from lachesis.rollouts.generation import TextDecoder, generate_groups, request_seed
-from lachesis.rollouts.rewards import Rewarder
-from lachesis.types import EvalResult, Group, Prompt, SamplingParams
+from lachesis.rollouts.rewards.rewarder import Rewarder
 
 
 class Evaluator:

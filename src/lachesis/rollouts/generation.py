@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError
+from lachesis.common.types import Completion, GenerationRequest, Group, Prompt, Sample, SamplingParams
 from lachesis.engines.base import Engine
-from lachesis.errors import EngineError
-from lachesis.types import Completion, GenerationRequest, Group, Prompt, Sample, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import RewardError
+from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
-from lachesis.errors import RewardError
 from lachesis.rollouts.base import RolloutSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.generation import TextDecoder, generate_groups, nested_deadline, request_seed
-from lachesis.rollouts.reward_attempts import Item
-from lachesis.rollouts.rewards import Rewarder, Scored
-from lachesis.types import Group, Prompt, SamplingParams
+from lachesis.rollouts.rewards.attempts import Item
+from lachesis.rollouts.rewards.rewarder import Rewarder, Scored
 
 # A batch without a single usable group may be bad luck; this many in a row are a broken reward function.
 _MOST_EMPTY_BATCHES = 10

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lachesis.errors import EngineError
-from lachesis.rollouts.reward_calls import shorten
+from lachesis.common.errors import EngineError
+from lachesis.rollouts.rewards.calls import shorten
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 # Rounding may lift the logprob of a certain token a little above 0.

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lachesis.deadline import Deadline
-from lachesis.errors import EngineError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError
+from lachesis.common.types import Completion, Prompt
 from lachesis.rollouts.generation import generation_requests, read_groups
 from lachesis.rollouts.local import LocalSource, Rollouts, tokens_in
 from lachesis.rollouts.overlap import Overlap
-from lachesis.rollouts.rewards import Scored
-from lachesis.types import Completion, Prompt
+from lachesis.rollouts.rewards.rewarder import Scored
 
 # A request that is complete: its place in the call, and its completions.
 Answer = tuple[int, list[Completion]]

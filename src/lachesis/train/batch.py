@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from lachesis.errors import TrainingError
-from lachesis.types import UNKNOWN_VERSIONS, Group, Sample
+from lachesis.common.errors import TrainingError
+from lachesis.common.types import UNKNOWN_VERSIONS, Group, Sample
 
 OldLogprobs = Literal["sampler", "trainer"]
 """Whose logprobs the importance ratio compares with: what the samples came with, or the trainer's at first use."""

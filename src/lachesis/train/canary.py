@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lachesis.train.batch import MicroBatch, plain_micro_batch
-from lachesis.train.forward import ForwardPlan, target_logprobs
-from lachesis.train.quantized import looks_at_inputs
+from lachesis.train.model.forward import ForwardPlan, target_logprobs
+from lachesis.train.model.quantized import looks_at_inputs
 
 _log = logging.getLogger(__name__)
 

@@ -35,8 +35,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lachesis.errors import CheckpointError, LachesisError
-from lachesis.files import atomic_directory, clean_leftovers, restore_replaced
+from lachesis.common.errors import CheckpointError, LachesisError
+from lachesis.common.files import atomic_directory, clean_leftovers, restore_replaced
 
 logger = logging.getLogger(__name__)
 

@@ -31,11 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lachesis.errors import CheckpointError, TrainingError
-from lachesis.metrics.tape import decode_group, encode_group
+from lachesis.common.errors import CheckpointError, TrainingError
+from lachesis.common.types import Group
+from lachesis.metrics.sinks.tape import decode_group, encode_group
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch, MicroBatch
-from lachesis.types import Group
 
 
 class OldLogprobStore:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from lachesis.bridges.base import Bridge
-from lachesis.errors import StopRequested
+from lachesis.common.errors import StopRequested
+from lachesis.common.types import EvalResult, Group
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch
 from lachesis.train.policy import Policy
-from lachesis.types import EvalResult, Group
 
 
 class Evaluation(Protocol):

@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum
-from lachesis.train.backends.base import Backend
 from lachesis.train.batch import Batch, MicroBatch, idle_micro_batch
 from lachesis.train.canary import CanaryReader
-from lachesis.train.custom_loss import CustomLoss
-from lachesis.train.forward import ForwardPlan, Packing, loss_token_logprobs, plan_forward
-from lachesis.train.head import TokenLogprobs
+from lachesis.train.distributed.strategy import Backend
 from lachesis.train.iterations import OldLogprobStore
-from lachesis.train.loss import PolicyLoss, high_entropy_threshold, policy_loss, require_token_correction
-from lachesis.train.loss_options import LossOptions
-from lachesis.train.model import LoadedModel
-from lachesis.train.optimizer import PolicyOptimizer
-from lachesis.train.reference import (
+from lachesis.train.losses.custom import CustomLoss
+from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss, require_token_correction
+from lachesis.train.losses.options import LossOptions
+from lachesis.train.losses.reference import (
     ReferenceOptions,
     SamplerReference,
     build_reference,
     load_reference,
     second_model,
 )
+from lachesis.train.model.forward import ForwardPlan, Packing, loss_token_logprobs, plan_forward
+from lachesis.train.model.head import TokenLogprobs
+from lachesis.train.model.loading import LoadedModel
+from lachesis.train.optim.optimizer import PolicyOptimizer
 
 
 class OptimizerBuilder(Protocol):

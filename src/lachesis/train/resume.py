@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lachesis.errors import CheckpointError
+from lachesis.common.errors import CheckpointError
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import Checkpoint, CheckpointManager, capture_rng, restore_rng

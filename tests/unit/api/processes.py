@@ -14,10 +14,10 @@ from typing import Any
 
 import httpx
 
+from tests.paths import SOURCE
 from tests.ports import free_port
 from tests.waiting import LONG_S
 
-SOURCE = Path(__file__).parents[3] / "src"
 START_S = 120.0
 OURS = """
 import sys

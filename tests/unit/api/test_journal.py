@@ -12,7 +12,7 @@ import pytest
 from lachesis.api.journal import Journal, sync_and_close
 from lachesis.api.records import Change, HeldGroup, ScoredGroup, Snapshot
 from lachesis.api.refusals import StoreFailed
-from lachesis.errors import ConfigError
+from lachesis.common.errors import ConfigError
 from tests.unit.api.processes import scored
 
 

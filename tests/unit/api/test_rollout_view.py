@@ -8,7 +8,7 @@ from tokenizers.decoders import ByteLevel
 
 from lachesis.api.records import HeldGroup, ScoredGroup
 from lachesis.api.rollout_view import load_pieces, view
-from lachesis.errors import ConfigError
+from lachesis.common.errors import ConfigError
 from tests.unit.api.processes import scored
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lachesis.api.server import ServerOptions, _listen, build_app, serve
-from lachesis.errors import ConfigError
+from lachesis.common.errors import ConfigError
 from tests.unit.api.processes import ours
 from tests.waiting import LONG_S
 

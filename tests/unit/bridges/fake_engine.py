@@ -17,16 +17,16 @@ from torch import Tensor
 
 from lachesis.bridges.extract import full_weights, lora_tensors
 from lachesis.bridges.proof import SyncProof
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError, LachesisError
+from lachesis.common.types import CanaryReading
 from lachesis.config.schema import LoraAdapter
-from lachesis.deadline import Deadline
-from lachesis.engines.channel import Channel
-from lachesis.engines.client import HttpEngine
-from lachesis.engines.control import DigestReading, ServerControl, ServerInfo
-from lachesis.engines.digest import digests
+from lachesis.engines.http.client import HttpEngine
+from lachesis.engines.http.control import DigestReading, ServerControl, ServerInfo
 from lachesis.engines.serving.served import ModelInfo, ReceiverSpec, ReceiverStatus, Refused
-from lachesis.errors import EngineError, LachesisError
-from lachesis.train.model import add_lora
-from lachesis.types import CanaryReading
+from lachesis.train.model.loading import add_lora
+from lachesis.transport.channel import Channel
+from lachesis.transport.digest import digests
 from tests.tiny import tiny_model
 from tests.waiting import LONG_S
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lachesis.bridges.broadcast import BroadcastBridge, WeightSource, full_source, lora_source
 from lachesis.bridges.extract import lora_tensors
-from lachesis.engines.bridge_file import read_channel_file
-from lachesis.engines.channel_links import open_door
+from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
 from lachesis.engines.serving.served import Refused
-from lachesis.errors import DeadlineExceeded, EngineError, StaleWeights
+from lachesis.transport.bridge_file import read_channel_file
+from lachesis.transport.links import open_door
 from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,
     FakePolicy,

@@ -16,10 +16,10 @@ from lachesis.bridges.extract import (
     lora_tensors,
     tensor_list,
 )
+from lachesis.common.errors import ModelError
 from lachesis.config.schema import LoraAdapter
-from lachesis.engines.digest import digest
-from lachesis.errors import ModelError
-from lachesis.train.model import add_lora
+from lachesis.train.model.loading import add_lora
+from lachesis.transport.digest import digest
 from tests.tiny import tiny_model
 
 Q = "model.layers.0.self_attn.q_proj"

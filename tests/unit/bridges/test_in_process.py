@@ -6,8 +6,8 @@ import pytest
 
 from lachesis.bridges.in_process import InProcessBridge
 from lachesis.bridges.proof import SyncProof
-from lachesis.errors import EngineError, StaleWeights, TrainingError
-from lachesis.types import CanaryReading
+from lachesis.common.errors import EngineError, StaleWeights, TrainingError
+from lachesis.common.types import CanaryReading
 from tests.fakes import FakeEngine
 
 

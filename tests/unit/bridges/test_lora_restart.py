@@ -11,8 +11,8 @@ from lachesis.bridges.adapters import adapter_config
 from lachesis.bridges.extract import lora_tensors
 from lachesis.bridges.lora_restart import LoraRestartBridge
 from lachesis.bridges.owned import OwnedEngine
+from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.engines.serving.served import Refused
-from lachesis.errors import EngineError, StaleWeights
 from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,
     FakePolicy,

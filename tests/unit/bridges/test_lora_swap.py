@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from lachesis.bridges.adapters import VersionedDirectories, adapter_config, save_adapter, write_safetensors
 from lachesis.bridges.extract import lora_tensors
 from lachesis.bridges.lora_swap import LoraSwapBridge
+from lachesis.common.errors import EngineError, ModelError, StaleWeights
 from lachesis.engines.serving.adapter_files import read_adapter
 from lachesis.engines.serving.served import Refused
-from lachesis.errors import EngineError, ModelError, StaleWeights
 from tests.tiny import tiny_model
 from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from lachesis.bridges.names import VLLM_ARCHITECTURES, Slice, check_same_model, describe, map_parameters
-from lachesis.errors import ModelError
+from lachesis.common.errors import ModelError
 
 # 32 wide, 4 heads of 16 (not 32 / 4), 2 heads of keys and values, 48 wide inside, 100 tokens padded to 128.
 LAYER = "model.layers.0"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lachesis.bridges.owned import OwnedEngine
-from lachesis.deadline import Deadline
-from lachesis.errors import EngineError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError
 from tests.unit.bridges.fake_engine import FakeHttpEngine, FakeProcess, FakeServer
 from tests.waiting import LONG_S
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from lachesis.bridges.proof import QUANTIZED_TOLERANCE, TOLERANCE, SyncProof, largest_difference
-from lachesis.errors import EngineError, StaleWeights
-from lachesis.types import CanaryReading
+from lachesis.common.errors import EngineError, StaleWeights
+from lachesis.common.types import CanaryReading
 
 TOKENS = (5, 12, 19)
 

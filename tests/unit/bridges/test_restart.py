@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from lachesis.bridges.extract import full_weights
 from lachesis.bridges.owned import OwnedEngine
 from lachesis.bridges.restart import ReloadBridge, RestartBridge, save_companions, write_checkpoint
+from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.engines.serving.served import Refused
-from lachesis.errors import EngineError, StaleWeights
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,

@@ -13,20 +13,20 @@ from transformers import PreTrainedModel
 from lachesis.bridges.engine_weights import EngineWeights
 from lachesis.bridges.proof import SyncProof
 from lachesis.bridges.shared import SharedBridge
+from lachesis.common.errors import ConfigError, EngineError, ModelError, StaleWeights, TrainingError
 from lachesis.config.schema import LoraAdapter, ModelConfig
-from lachesis.engines import bridge_file as bridge_file_module
-from lachesis.engines.bridge_file import BRIDGE_FILE, write_bridge_file
-from lachesis.engines.control import ServerInfo
-from lachesis.engines.digest import digests
+from lachesis.engines.http.control import ServerInfo
 from lachesis.engines.serving.served import ModelInfo
-from lachesis.engines.shared_file import SharedFile, share_module_parameters, share_tensors
-from lachesis.engines.shared_tensors import export_from_file
-from lachesis.errors import ConfigError, EngineError, ModelError, StaleWeights, TrainingError
-from lachesis.train.attach import attached_transformer
-from lachesis.train.model import add_lora
+from lachesis.train.model.attach import attached_transformer
+from lachesis.train.model.loading import add_lora
+from lachesis.transport import bridge_file as bridge_file_module
+from lachesis.transport.bridge_file import BRIDGE_FILE, write_bridge_file
+from lachesis.transport.digest import digests
+from lachesis.transport.shared_file import SharedFile, share_module_parameters, share_tensors
+from lachesis.transport.shared_tensors import export_from_file
 from tests.fakes import FakeEngine
 from tests.tiny import tiny_model
-from tests.unit.engines.sharing import SESSION, bridge_file, exporter
+from tests.unit.transport.sharing import SESSION, bridge_file, exporter
 
 TOKENS = torch.arange(5, 25)[None]
 

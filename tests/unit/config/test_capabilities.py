@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.capabilities import BRIDGES, bridge_capabilities
 from lachesis.config.keys import find_section
-from lachesis.errors import ConfigError
 
 
 def test_every_bridge_of_the_schema_declares_itself():

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.document import apply_overrides, describe, dotted, parse_document, read_document, to_yaml
-from lachesis.errors import ConfigError
 
 
 def parse(text: str):

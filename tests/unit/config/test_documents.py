@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.dialects import recognize
 from lachesis.config.load import LoadedConfig, load_config
 from lachesis.config.rules import check
-from lachesis.errors import ConfigError
 
 DOCUMENTS = Path(__file__).with_name("documents")
 FRAGMENTS = sorted(path.stem for path in (DOCUMENTS / "fragments").glob("*.yaml"))

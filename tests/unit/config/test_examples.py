@@ -10,8 +10,8 @@ import pytest
 from lachesis.config.capabilities import BRIDGES
 from lachesis.config.load import load_argv, load_config
 from lachesis.config.rules import check
+from tests.paths import EXAMPLES
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 FILES = sorted(path for path in EXAMPLES.rglob("*.yaml") if ".cache" not in path.parts and "runs" not in path.parts)
 
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.dialects.table import Dialect, Entry, cannot, nothing
 from lachesis.config.explain import Alias, explain
-from lachesis.errors import ConfigError
 
 TRAINER = Dialect(
     "trainer",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.load import dump_config, load_config
-from lachesis.errors import ConfigError
 from tests.waiting import LONG_S
 
 

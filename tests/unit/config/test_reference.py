@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from lachesis.config.dialects import DIALECTS
 from lachesis.config.keys import all_keys
+from tests.paths import DOCS
 
-GENERATOR = Path(__file__).parents[3] / "docs" / "generate_reference.py"
+GENERATOR = DOCS / "generate_reference.py"
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.steps import steps_of, with_steps
-from lachesis.errors import ConfigError
 
 
 @pytest.mark.parametrize(

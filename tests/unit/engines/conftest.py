@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lachesis.engines import control, generation_calls
+from lachesis.engines.http import control
+from lachesis.engines.http import generation as generation_calls
 from tests.unit.engines.fake_server import FakeServer
 
 

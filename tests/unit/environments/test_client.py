@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from starlette.responses import JSONResponse, Response
 
+from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
+from lachesis.common.types import SamplingParams, VersionSpan
 from lachesis.environments import client as client_module
 from lachesis.environments.client import InferenceClient
 from lachesis.environments.settings import ServerConfig, SlurmConfig
-from lachesis.errors import ConfigError, DeadlineExceeded, EngineError
-from lachesis.types import SamplingParams, VersionSpan
 from tests.unit.environments.servers import inference
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.8)

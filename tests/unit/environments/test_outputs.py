@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.types import EvalResult
+from lachesis.environments.counters import Tally
 from lachesis.environments.outputs import Outputs
-from lachesis.environments.tally import Tally
-from lachesis.errors import ConfigError, DependencyError
-from lachesis.types import EvalResult
 
 RESULT = EvalResult(step=7, accuracy=0.5, mean_reward=0.25, problems=4, mean_length=3.0, seconds=1.0)
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
+from lachesis.common.errors import DataError
+from lachesis.common.types import VersionSpan
 from lachesis.environments.records import Sampled, ScoredGroup, Trajectory, scored_group
 from lachesis.environments.tokenizer import chat_prompt
-from lachesis.errors import DataError
-from lachesis.types import VersionSpan
 from tests.tiny import tiny_tokenizer
 
 

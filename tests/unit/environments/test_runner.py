@@ -16,19 +16,19 @@ import pytest
 from starlette.responses import JSONResponse
 
 from lachesis.api import intake
+from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, EngineError, LachesisError
+from lachesis.common.types import Message
 from lachesis.environments import rollout_api as api_module
 from lachesis.environments import runner as runner_module
 from lachesis.environments.base import SingleTurn
 from lachesis.environments.client import InferenceClient
+from lachesis.environments.counters import Tally
 from lachesis.environments.outputs import Outputs
 from lachesis.environments.records import ScoredGroup
 from lachesis.environments.rollout_api import QueueStatus, RolloutApi
 from lachesis.environments.runner import Runner, Summary
 from lachesis.environments.sender import Membership, Sender
 from lachesis.environments.settings import EnvironmentConfig, ServerConfig
-from lachesis.environments.tally import Tally
-from lachesis.errors import ConfigError, DataError, DeadlineExceeded, EngineError, LachesisError
-from lachesis.types import Message
 from tests.ports import free_port
 from tests.tiny import tiny_tokenizer
 from tests.unit.environments.servers import Api, inference, rollout_api

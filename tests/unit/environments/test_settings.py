@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lachesis.environments.arithmetic import ArithmeticConfig
+from lachesis.common.errors import ConfigError
 from lachesis.environments.flags import describe, parse_options
-from lachesis.environments.gsm8k import Gsm8kConfig
-from lachesis.errors import ConfigError
+from lachesis.environments.shipped.arithmetic import ArithmeticConfig
+from lachesis.environments.shipped.gsm8k import Gsm8kConfig
 
 # As the documents write them.
 DOCUMENTED = """

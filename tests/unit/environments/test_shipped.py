@@ -12,22 +12,23 @@ from typing import Any
 
 import pytest
 
-from lachesis.environments import math_scoring
-from lachesis.environments.arithmetic import Arithmetic, problems
+from lachesis.common.errors import ConfigError, DataError, DependencyError, EngineError
+from lachesis.common.types import SamplingParams
 from lachesis.environments.base import endless, together
-from lachesis.environments.calculator import Calculator, problem_of
 from lachesis.environments.client import InferenceClient
-from lachesis.environments.gsm8k import Gsm8k
-from lachesis.environments.gsm8k_data import MathProblem, load_split
-from lachesis.environments.math_scoring import MathScorer
 from lachesis.environments.settings import ServerConfig
-from lachesis.errors import ConfigError, DataError, DependencyError, EngineError
-from lachesis.types import SamplingParams
+from lachesis.environments.shipped import math_scoring
+from lachesis.environments.shipped.arithmetic import Arithmetic, problems
+from lachesis.environments.shipped.calculator import Calculator, problem_of
+from lachesis.environments.shipped.gsm8k import Gsm8k
+from lachesis.environments.shipped.gsm8k_data import MathProblem, load_split
+from lachesis.environments.shipped.math_scoring import MathScorer
+from tests.paths import EXAMPLES
 from tests.tiny import EOS_ID, tiny_tokenizer
 from tests.unit.environments.servers import FakeInference, inference
 
 TOKENIZER = tiny_tokenizer()
-QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart" / "setup.py"
+QUICKSTART = EXAMPLES / "quickstart" / "setup.py"
 
 
 def ids(text: str, *, end: bool = True) -> list[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.types import Group, Prompt, Sample, VersionSpan
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 
 
 def build_group(

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from lachesis.common.types import UNKNOWN_VERSIONS, Group, VersionSpan
 from lachesis.metrics.groups import group_metrics
 from lachesis.metrics.values import Max, Mean, reduce_metrics
-from lachesis.types import UNKNOWN_VERSIONS, Group, VersionSpan
 
 MakeGroup = Callable[..., Group]
 

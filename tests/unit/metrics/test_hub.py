@@ -5,10 +5,10 @@ import logging
 
 import pytest
 
-from lachesis.metrics.base import Sink
-from lachesis.metrics.health import HealthMonitor
+from lachesis.common.types import EvalResult, Finding, StepRecord
+from lachesis.metrics.health.monitor import HealthMonitor
 from lachesis.metrics.hub import MetricsHub
-from lachesis.types import EvalResult, Finding, StepRecord
+from lachesis.metrics.sinks.base import Sink
 
 
 class Recorder(Sink):

@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from lachesis.metrics.base import Sink
+from lachesis.common.types import EvalResult, Group, StepRecord
 from lachesis.metrics.hub import MetricsHub
+from lachesis.metrics.sinks.base import Sink
 from lachesis.metrics.telemetry import Telemetry, throughput
 from lachesis.metrics.values import Mean, MetricValue, Sum, reduce_metrics
-from lachesis.types import EvalResult, Group, StepRecord
 
 EVALUATION = EvalResult(step=0, accuracy=0.5, mean_reward=0.5, problems=4, mean_length=3.0, seconds=0.1)
 

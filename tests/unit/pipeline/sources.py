@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.rollouts.base import RolloutSource
-from lachesis.types import Group, Prompt, Sample, VersionSpan
 
 Rewards = Sequence[float | None]
 

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from lachesis.deadline import Deadline
-from lachesis.errors import DeadlineExceeded
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded
 from lachesis.pipeline.buffer import Slots
 from tests.waiting import LONG_S
 

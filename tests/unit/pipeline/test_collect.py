@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lachesis.deadline import Deadline
-from lachesis.errors import ConfigError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError
 from lachesis.pipeline.collect import Collector, Reroll
 from tests.unit.pipeline.sources import ScriptedSource
 from tests.waiting import LONG_S

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from lachesis.deadline import Deadline
-from lachesis.errors import DeadlineExceeded, RewardError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, RewardError
+from lachesis.common.types import Group, Prompt
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import Finisher, SynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.rollouts.base import RolloutSource
-from lachesis.types import Group, Prompt
 from tests.unit.pipeline.sources import ScriptedSource
 from tests.waiting import LONG_S
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from lachesis.common.types import Group
 from lachesis.pipeline.filters import any_reward_differs, failed_entirely, fresh, has_signal
-from lachesis.types import Group
 from tests.unit.pipeline.sources import group
 
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lachesis.errors import DeadlineExceeded, EngineError, LachesisError
+from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import Finisher
 from lachesis.pipeline.producer import AsynchronousFeed

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from lachesis.errors import CheckpointError
+from lachesis.common.errors import CheckpointError
+from lachesis.common.types import Group, Prompt
 from lachesis.pipeline.filters import any_reward_differs
 from lachesis.pipeline.replay import ReplayBuffer, score
 from lachesis.train.batch import pack
-from lachesis.types import Group, Prompt
 from tests.unit.pipeline.sources import group
 from tests.unit.train.test_batch import sequences
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from lachesis.errors import RewardError
+from lachesis.common.errors import RewardError
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.pipeline.scoring import assign_advantages
-from lachesis.types import Group, Prompt, Sample, VersionSpan
 
 
 def group(name: str, *rewards: tuple[float | None, ...]) -> Group:

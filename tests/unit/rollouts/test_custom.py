@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from lachesis.deadline import Deadline
-from lachesis.errors import DeadlineExceeded, EngineError, RewardError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
+from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.rollouts.custom import CustomSource
 from lachesis.rollouts.datasets import PromptStream
-from lachesis.rollouts.rewards import NamedReward, Rewarder
-from lachesis.types import Group, Prompt, SamplingParams
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from tests.fakes import FakeEngine
 from tests.tiny import EOS_ID, VOCAB_SIZE, tiny_tokenizer
 from tests.waiting import LONG_S

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lachesis.errors import DataError, DeadlineExceeded, RewardError
+from lachesis.common.errors import DataError, DeadlineExceeded, RewardError
+from lachesis.common.types import GenerationRequest, Prompt, SamplingParams
 from lachesis.rollouts.evaluate import Evaluator
-from lachesis.rollouts.rewards import NamedReward, Rewarder
-from lachesis.types import GenerationRequest, Prompt, SamplingParams
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from tests.fakes import FakeEngine
 
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0)

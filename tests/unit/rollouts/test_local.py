@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from lachesis.deadline import Deadline
-from lachesis.errors import CheckpointError, DataError, DeadlineExceeded, EngineError, RewardError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import CheckpointError, DataError, DeadlineExceeded, EngineError, RewardError
+from lachesis.common.types import Completion, GenerationRequest, Group, Prompt, SamplingParams
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.generation import nested_deadline, request_seed, text_decoder
 from lachesis.rollouts.local import LocalSource
-from lachesis.rollouts.rewards import NamedReward, Rewarder
-from lachesis.types import Completion, GenerationRequest, Group, Prompt, SamplingParams
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from tests.fakes import FakeEngine, random_tokens
 from tests.tiny import BOS_ID, EOS_ID, tiny_tokenizer
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from lachesis.deadline import Deadline
-from lachesis.errors import DeadlineExceeded, RewardError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, RewardError
 from lachesis.rollouts.overlap import Overlap
 from tests.waiting import LONG_S
 

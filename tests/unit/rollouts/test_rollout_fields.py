@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from lachesis.errors import EngineError
+from lachesis.common.errors import EngineError
 from lachesis.rollouts.rollout_fields import Fields, read_fields
 
 GOOD: dict[str, Any] = {

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from lachesis.deadline import Deadline
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
+from lachesis.common.types import Completion, GenerationRequest, Group
 from lachesis.engines.base import Finished
-from lachesis.errors import DeadlineExceeded, EngineError, RewardError
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.local import LocalSource
-from lachesis.rollouts.rewards import NamedReward, Rewarder
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.streaming import StreamingSource
-from lachesis.types import Completion, GenerationRequest, Group
 from tests.fakes import FakeEngine
 from tests.unit.rollouts.test_local import FOREVER, PARAMS, decode, length, prompts
 from tests.waiting import LONG_S

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.train.batch import Batch, MicroBatch
-from lachesis.types import Group, Prompt, Sample, VersionSpan
 from tests.tiny import VOCAB_SIZE
-from tests.unit.train.test_forward import plain_logprobs
+from tests.unit.train.model.test_forward import plain_logprobs
 
 
 @torch.no_grad()

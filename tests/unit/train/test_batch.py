@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lachesis.errors import TrainingError
+from lachesis.common.errors import TrainingError
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.train.batch import MicroBatch, pack
-from lachesis.types import Group, Prompt, Sample, VersionSpan
 
 
 def sample(prompt, completion, *, advantage=1.0, mask=None, logprob=-1.0, temperature=1.0, finish_reason="stop"):

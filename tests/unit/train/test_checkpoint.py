@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from lachesis.common.errors import CheckpointError
 from lachesis.config.schema import OptimizerConfig
-from lachesis.errors import CheckpointError
 from lachesis.train import checkpoint
 from lachesis.train.checkpoint import CheckpointManager, capture_rng, restore_rng, save_model
-from lachesis.train.optimizer import build_optimizer
+from lachesis.train.optim.optimizer import build_optimizer
 from tests.waiting import LONG_S
 
 
@@ -181,7 +181,7 @@ def test_disk_that_fills_while_writing(tmp_path: Path, monkeypatch: pytest.Monke
 FULL_DISK = """
 import os, sys, torch
 from pathlib import Path
-from lachesis.errors import CheckpointError
+from lachesis.common.errors import CheckpointError
 from lachesis.train import checkpoint
 
 disk = Path(sys.argv[1])

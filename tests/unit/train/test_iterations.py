@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from lachesis.errors import CheckpointError, TrainingError
+from lachesis.common.errors import CheckpointError, TrainingError
+from lachesis.common.types import Group
 from lachesis.metrics.values import reduce_metrics
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch, pack
 from lachesis.train.iterations import OldLogprobStore, RepeatedFeed
-from lachesis.train.loss_options import LossOptions
+from lachesis.train.losses.options import LossOptions
 from lachesis.train.policy import Policy
-from lachesis.types import Group
 from tests.tiny import tiny_model
 from tests.unit.train.drifted import drifted_groups, tokens_of, used
 from tests.unit.train.test_policy import make_policy

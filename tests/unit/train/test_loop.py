@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from lachesis.bridges.base import SyncReport
-from lachesis.errors import StaleWeights, StopRequested, TrainingError
+from lachesis.common.errors import StaleWeights, StopRequested, TrainingError
+from lachesis.common.types import EvalResult, Group, Prompt
 from lachesis.metrics.values import Mean, Sum
 from lachesis.train.batch import Batch
 from lachesis.train.loop import Clock, Trainer
-from lachesis.types import EvalResult, Group, Prompt
 
 
 @dataclass

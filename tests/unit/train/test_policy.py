@@ -9,21 +9,21 @@ from functools import partial
 import pytest
 import torch
 
+from lachesis.common.types import UNKNOWN_VERSIONS, Group, VersionSpan
 from lachesis.config.schema import LoraAdapter, OptimizerConfig
 from lachesis.metrics.values import reduce_metrics
-from lachesis.train.backends.base import Backend
-from lachesis.train.backends.single import SingleDevice
 from lachesis.train.batch import pack
-from lachesis.train.custom_loss import CustomLoss
-from lachesis.train.loss_options import LossOptions
-from lachesis.train.model import LoadedModel, add_lora
-from lachesis.train.optimizer import build_optimizer
+from lachesis.train.distributed.single import SingleDevice
+from lachesis.train.distributed.strategy import Backend
+from lachesis.train.losses.custom import CustomLoss
+from lachesis.train.losses.options import LossOptions
+from lachesis.train.losses.reference import ReferenceOptions
+from lachesis.train.model.loading import LoadedModel, add_lora
+from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
-from lachesis.train.reference import ReferenceOptions
-from lachesis.types import UNKNOWN_VERSIONS, Group, VersionSpan
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.train.drifted import drifted_groups, used
-from tests.unit.train.test_forward import random_groups
+from tests.unit.train.model.test_forward import random_groups
 
 LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from lachesis.errors import CheckpointError
+from lachesis.common.errors import CheckpointError
 from lachesis.train.batch import pack
 from lachesis.train.checkpoint import CheckpointManager
-from lachesis.train.loss_options import LossOptions
+from lachesis.train.losses.options import LossOptions
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
-from tests.unit.train.test_forward import random_groups
+from tests.unit.train.model.test_forward import random_groups
 from tests.unit.train.test_policy import make_policy
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.dialects import axolotl, trl
 from lachesis.config.dialects.accelerate import ACCELERATE
 from lachesis.config.dialects.atropos import ManagedEngine, translate_argv
@@ -15,7 +16,6 @@ from lachesis.config.dialects.table import Dialect, Entry, Translation
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document
 from lachesis.config.schema import LachesisConfig
-from lachesis.errors import ConfigError
 
 __all__ = [
     "DIALECTS",

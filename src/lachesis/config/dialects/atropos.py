@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.dialects.atropos_names import (
     ADAPTER_FLAGS,
     ENGINE_FLAGS,
@@ -17,7 +18,6 @@ from lachesis.config.dialects.atropos_names import (
 from lachesis.config.dialects.convert import run_directory
 from lachesis.config.dialects.table import Translation
 from lachesis.config.document import Document, parse_document
-from lachesis.errors import ConfigError
 
 ManagedEngine = Literal["vllm", "embedded_server"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.dialects.convert import DTYPES, OPTIMIZERS, devices, layer_numbers, module_names, one_of
 from lachesis.config.dialects.table import UNSET, Dialect, Entry, cannot, nothing, refused, together
-from lachesis.errors import ConfigError
 
 SPELLINGS = {
     "lr": "learning-rate",

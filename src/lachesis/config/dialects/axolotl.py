@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.dialects.axolotl_names import AXOLOTL
 from lachesis.config.dialects.batches import check_generation_batch, put_batch
 from lachesis.config.dialects.convert import engine_address, one_of, run_directory
@@ -25,7 +26,6 @@ from lachesis.config.dialects.table import Translation
 from lachesis.config.document import Document, describe
 from lachesis.config.schema import PipelineConfig
 from lachesis.config.staleness import oldest_sample
-from lachesis.errors import ConfigError
 
 _ROW_KEYS = ("path", "name", "split")
 _FLOAT8_RECIPES = {"tensorwise": "float8", "rowwise": "float8_rowwise"}

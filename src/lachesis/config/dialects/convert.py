@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.document import describe
 from lachesis.config.suggest import nearest
-from lachesis.errors import ConfigError
 
 OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(

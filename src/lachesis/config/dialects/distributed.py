@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lachesis.common.errors import ConfigError
+from lachesis.common.world import HOW_TO_START
 from lachesis.config.dialects.table import Entry, Translation, nothing, together
 from lachesis.config.document import describe
-from lachesis.errors import ConfigError
-from lachesis.train.distributed.world import HOW_TO_START
 
 # FSDP's own options, with and without the prefix that they have in some files.
 _OPTIONS = ("reshard_after_forward", "sharding_strategy", "offload_params", "cpu_offload", "activation_checkpointing")

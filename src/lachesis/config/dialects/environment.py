@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lachesis.common.types import Finding
 from lachesis.config.dialects.table import Dialect, nothing, together
-from lachesis.types import Finding
 
 ENVIRONMENT = Dialect(
     "the environment",

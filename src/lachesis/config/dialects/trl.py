@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.dialects.batches import check_generation_batch, put_batch
 from lachesis.config.dialects.convert import (
     DTYPES,
@@ -35,7 +36,6 @@ from lachesis.config.dialects.grpo import (
 from lachesis.config.dialects.serving import Serving, put_serving
 from lachesis.config.dialects.table import Dialect, Entry, Translation, cannot, nothing, refused, together
 from lachesis.config.document import Document, describe
-from lachesis.errors import ConfigError
 
 _MANAGED = {
     "vllm_gpu_memory_utilization": "gpu_memory_utilization",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lachesis.common.types import Finding
 from lachesis.config.capabilities import BRIDGES, BridgeCapabilities, bridge_capabilities
 from lachesis.config.problems import config_error
 from lachesis.config.rules.algorithm import ALGORITHM_RULES
@@ -19,7 +20,6 @@ from lachesis.config.rules.process import PROCESS_RULES
 from lachesis.config.rules.rollout_api import ROLLOUT_API_RULES
 from lachesis.config.rules.serving import SERVING_RULES, check_bridge
 from lachesis.config.schema import LachesisConfig
-from lachesis.types import Finding
 
 __all__ = ["RULES", "check", "learning_rate"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from lachesis.common.types import Finding
 from lachesis.config.schema import LachesisConfig
-from lachesis.types import Finding
 
 Rule = Callable[[LachesisConfig], Iterator[Finding]]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.schema import LachesisConfig, LoraBroadcastBridge, LoraSwapBridge, SharedBridge
-from lachesis.errors import ConfigError
 
 # Their states are of whole tensors, rows and columns or blocks, which parts of a tensor have not.
 _WHOLE_TENSOR_OPTIMIZERS = ("adamw_8bit", "adafactor")

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from lachesis.common.types import Finding
 from lachesis.config.keys import find_section
 from lachesis.config.paths import is_model_spec
 from lachesis.config.rules.base import Rule, changed, note, problem, warning
 from lachesis.config.schema import LachesisConfig
-from lachesis.types import Finding
 
 _FUNCTION_SPEC = re.compile(r"^(?:.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)$")
 

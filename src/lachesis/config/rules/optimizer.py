@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lachesis.common.types import Finding
 from lachesis.config.rules.base import Rule, note, problem, warning
 from lachesis.config.schema import LachesisConfig, OptimizerConfig
-from lachesis.types import Finding
 
 DEFAULT_LEARNING_RATE = 1e-6
 DEFAULT_LORA_LEARNING_RATE = 1e-5

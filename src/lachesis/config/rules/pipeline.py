@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from lachesis.common.types import Finding
 from lachesis.config.rules.base import Rule, changed, note, problem, warning
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.staleness import oldest_sample
-from lachesis.types import Finding
 
 
 def _prefetch(config: LachesisConfig) -> Iterator[Finding]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lachesis.common.types import Finding
 from lachesis.config.rules.base import Rule, note, warning
 from lachesis.config.schema import CheckpointConfig, LachesisConfig
-from lachesis.types import Finding
 
 
 def _microbatch(config: LachesisConfig) -> Iterator[Finding]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lachesis.common.types import Finding
 from lachesis.config.rules.base import Rule, changed, note, problem, warning
 from lachesis.config.schema import LachesisConfig, SamplingConfig
-from lachesis.types import Finding
 
 # Of the sampling section, what the trainer itself counts with.
 _COUNTS = ("num_generations", "max_completion_length")

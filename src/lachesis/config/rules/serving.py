@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lachesis.common.types import Finding
 from lachesis.config.capabilities import BridgeCapabilities
 from lachesis.config.rules.base import Rule, note, problem, warning
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
-from lachesis.types import Finding
 
 _STARTED_BY_THE_RUN = ("vllm", "embedded_server")
 _OTHER_BRIDGES = "shared_vllm, broadcast or none, or lora_only with LoRA"

@@ -8,15 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lachesis.engines.serving.bodies import Body
-from lachesis.engines.serving.served import (
-    AdapterStatus,
-    LoraSpec,
-    ReceivedTensor,
-    ReceiverSpec,
-    ReceiverStatus,
-    Refused,
-    TensorInfo,
-)
+from lachesis.engines.serving.served import AdapterStatus, LoraSpec, ReceiverSpec, ReceiverStatus, Refused, TensorInfo
+from lachesis.transport.records import ReceivedTensor
 
 DEFAULT_ADAPTER = "policy"
 MAX_VERSION = (1 << 53) - 1

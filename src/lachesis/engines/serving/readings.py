@@ -9,11 +9,11 @@ from dataclasses import asdict
 from typing import Any
 
 import lachesis
+from lachesis.common.errors import EngineError
 from lachesis.engines.serving.control import Control
 from lachesis.engines.serving.control_wire import adapter_document, receiver_document, state_dict_document
 from lachesis.engines.serving.served import GenerateRequest, Refused
 from lachesis.engines.serving.wire import finite, parse_canary, parse_digests
-from lachesis.errors import EngineError
 
 Document = Mapping[str, Any]
 _PROBE_S = 30.0

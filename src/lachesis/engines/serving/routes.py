@@ -15,13 +15,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
 from lachesis.engines.serving import changes, readings
 from lachesis.engines.serving.bodies import parse_object
 from lachesis.engines.serving.control import Control
 from lachesis.engines.serving.served import GenerateChunk, GenerateRequest, Refused, ServedEngine
 from lachesis.engines.serving.session import Session
 from lachesis.engines.serving.wire import check_model, check_prompt, chunk_document, parse_generate, result_document
-from lachesis.errors import DeadlineExceeded, EngineError, LachesisError
 
 logger = logging.getLogger(__name__)
 

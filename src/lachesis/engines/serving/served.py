@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from lachesis.common.errors import EngineError
+from lachesis.common.types import FinishReason
 from lachesis.engines.base import PauseMode
-from lachesis.errors import EngineError
-from lachesis.types import FinishReason
+from lachesis.transport.records import ChannelBackend, ReceivedTensor
 
 ReceiverState = Literal["idle", "connecting", "connected", "error"]
-ChannelBackend = Literal["nccl", "gloo", "ipc"]
 TransferKind = Literal["lora", "full"]
 
 
@@ -153,15 +153,6 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str
     device: str
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedTensor:
-    """A tensor that comes over a channel; of its name in the trainer, peft's or Hugging Face's."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True, slots=True)

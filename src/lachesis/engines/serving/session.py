@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from lachesis.errors import EngineError
-from lachesis.files import write_atomic
+from lachesis.common.errors import EngineError
+from lachesis.common.files import write_atomic
+from lachesis.common.process import process_exists
 
 TOKEN_VARIABLE = "LACHESIS_SESSION_TOKEN"
 DIRECTORY_VARIABLE = "LACHESIS_SESSION_DIR"
@@ -159,15 +160,4 @@ def _is_local(host: str) -> bool:
                 probe.bind((address, 0))
     except OSError:
         return False
-    return True
-
-
-def process_exists(pid: int) -> bool:
-    """Whether a process of that number runs on this machine."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
     return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 
-from lachesis.types import VersionSpan
+from lachesis.common.types import VersionSpan
 
 
 class VersionClock:

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from lachesis.common.errors import EngineError
 from lachesis.engines.serving.bodies import Body
 from lachesis.engines.serving.served import (
     AdapterStatus,
@@ -20,7 +21,6 @@ from lachesis.engines.serving.served import (
     Refused,
 )
 from lachesis.engines.serving.versions import VersionClock
-from lachesis.errors import EngineError
 
 POLICY = "policy"
 MAX_N = 1024

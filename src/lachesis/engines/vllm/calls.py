@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import lachesis.errors
-from lachesis.engines.serving.served import DigestSlice, LoraSpec, ReceivedTensor, ReceiverSpec, Refused
-from lachesis.errors import EngineError, LachesisError
+import lachesis.common.errors
+from lachesis.common.errors import EngineError, LachesisError
+from lachesis.engines.serving.served import DigestSlice, LoraSpec, ReceiverSpec, Refused
+from lachesis.transport.records import ReceivedTensor
 
 
 def answer(call: Callable[[], Any]) -> str:
@@ -34,7 +35,7 @@ def read_answer(text: str) -> Any:
         return document["result"]
     if error["status"] is not None:
         raise Refused(error["message"], status=error["status"], remedy=error["remedy"])
-    kind = getattr(lachesis.errors, error["type"], EngineError)
+    kind = getattr(lachesis.common.errors, error["type"], EngineError)
     raise kind(error["message"], remedy=error["remedy"])
 
 

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+from lachesis.common.errors import EngineError
+from lachesis.common.types import FinishReason
 from lachesis.engines.serving.served import (
     GenerateChunk,
     GeneratedSequence,
@@ -16,8 +18,6 @@ from lachesis.engines.serving.served import (
     Refused,
 )
 from lachesis.engines.vllm import compat
-from lachesis.errors import EngineError
-from lachesis.types import FinishReason
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 
+from lachesis.common.errors import ConfigError, DependencyError, LachesisError
 from lachesis.engines.vllm.plugin import ROOTS_VARIABLE
-from lachesis.errors import ConfigError, DependencyError, LachesisError
 
 OLDEST = (0, 26)
 ENTRY_POINT = "lachesis"

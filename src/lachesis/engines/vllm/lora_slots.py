@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lachesis.common.errors import EngineError
 from lachesis.engines.serving.served import LoraSpec, Refused
-from lachesis.errors import EngineError
 
 # vLLM counts its own adapters up from 1.
 ADAPTER_ID = 1_000_003

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lachesis.engines.digest import digests
 from lachesis.engines.serving.served import DigestSlice, Refused
-from lachesis.engines.shared_tensors import dtype_name, export_cuda
+from lachesis.transport.digest import digests
+from lachesis.transport.shared_tensors import dtype_name, export_cuda
 
 _REPACKED = (
     "vLLM on the CPU repacks the weights of linear layers and leaves the parameters empty, so that {}",
@@ -61,7 +61,7 @@ def digest_slices(model: nn.Module, slices: Mapping[str, DigestSlice] | None) ->
 
 
 def export(model: nn.Module, *, device: torch.device, tensor_parallel_size: int) -> dict[str, dict[str, Any]]:
-    """CUDA IPC handles of every parameter, as :class:`~lachesis.engines.shared_tensors.SharedTensor` JSON.
+    """CUDA IPC handles of every parameter, as :class:`~lachesis.transport.shared_tensors.SharedTensor` JSON.
 
     Raises:
         Refused: (409) the parameters of this engine cannot be shared.

@@ -8,9 +8,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from lachesis.engines.bridge_file import default_directory
 from lachesis.engines.serving.routes import engine_routes
 from lachesis.engines.serving.session import new_session, remove_session, write_session
+from lachesis.transport.bridge_file import default_directory
 
 ROOTS_VARIABLE = "LACHESIS_ADAPTER_ROOTS"
 SHARED_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
@@ -35,7 +35,7 @@ class LachesisPlugin:
         Raises:
             LachesisError: the engine cannot be served as it was started. vLLM then ends.
         """
-        from lachesis.engines.vllm.backend import VllmEngine
+        from lachesis.engines.vllm.served import VllmEngine
 
         roots = adapter_roots(os.environ.get(ROOTS_VARIABLE))
         session = new_session(host=args.host or "0.0.0.0", port=args.port, adapter_roots=roots)

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from lachesis.deadline import Deadline
-from lachesis.engines.channel import Channel
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError, LachesisError
 from lachesis.engines.serving.served import ReceiverSpec, ReceiverState, Refused
-from lachesis.errors import EngineError, LachesisError
+from lachesis.transport.channel import Channel
 
 _JOIN_S = 600.0
 # The channel notices at once when the trainer has gone; this is for one that hangs.

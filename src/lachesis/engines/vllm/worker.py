@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lachesis.engines.digest import digests
+from lachesis.common.errors import StaleWeights
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
 from lachesis.engines.serving.served import LoraSpec, Refused
 from lachesis.engines.vllm import parameters
@@ -24,7 +24,7 @@ from lachesis.engines.vllm.calls import answer, parse_receiver_spec, parse_slice
 from lachesis.engines.vllm.checkpoint import check_architecture, check_fits, read_shapes, read_tensors, served_shapes
 from lachesis.engines.vllm.lora_slots import LoraSlots
 from lachesis.engines.vllm.receiver import Receiver
-from lachesis.errors import StaleWeights
+from lachesis.transport.digest import digests
 
 # Models that tie it to the embedding have no parameter of that name, and their checkpoints may.
 OUTPUT_HEAD = "lm_head.weight"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lachesis.errors import DataError
+from lachesis.common.errors import DataError
 from lachesis.rollouts.datasets.rows import Row, aligned, describe_type
 
 _LINE_REMEDY = "write one JSON object a line, each on one line, without commas or brackets around them"

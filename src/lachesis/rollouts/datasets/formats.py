@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, cast, get_args
 
-from lachesis.errors import ConfigError, DataError
+from lachesis.common.errors import ConfigError, DataError
 from lachesis.rollouts.datasets.rows import Row, describe_type, is_blank
 
 logger = logging.getLogger(__name__)

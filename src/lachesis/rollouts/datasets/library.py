@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lachesis.errors import DataError
+from lachesis.common.errors import DataError
 from lachesis.rollouts.datasets.rows import Row
 
 _DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".tsv", ".parquet", ".ndjson", ".txt"})

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lachesis import __version__
-from lachesis.errors import DataError
-from lachesis.files import write_atomic
-from lachesis.types import Prompt
+from lachesis.common.errors import DataError
+from lachesis.common.files import write_atomic
+from lachesis.common.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from lachesis.errors import DataError
+from lachesis.common.errors import DataError
+from lachesis.common.types import Prompt
 from lachesis.rollouts.datasets.files import read_bytes, read_file
 from lachesis.rollouts.datasets.formats import Format, Problem, detect_format, to_problems
 from lachesis.rollouts.datasets.library import is_hub_name, read_library, select
@@ -22,7 +23,6 @@ from lachesis.rollouts.datasets.rendering import Rendered, check_template_kwargs
 from lachesis.rollouts.datasets.rows import Row, aligned, column_names
 from lachesis.rollouts.datasets.stream import FOLLOW_UP
 from lachesis.rollouts.datasets.transforms import TransformSpec, source_digest, transform_rows
-from lachesis.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lachesis.errors import ConfigError, DataError
+from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.imports import nearest
+from lachesis.common.types import Message
 from lachesis.rollouts.datasets.formats import Problem
 from lachesis.rollouts.datasets.rows import describe_type
-from lachesis.rollouts.imports import nearest
-from lachesis.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from lachesis.errors import CheckpointError, ConfigError, DataError
-from lachesis.types import Prompt
+from lachesis.common.errors import CheckpointError, ConfigError, DataError
+from lachesis.common.types import Prompt
 
 # In the id of a prompt: what follows is the number of the turn within the row.
 FOLLOW_UP = "+"

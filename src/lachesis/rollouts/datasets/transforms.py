@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lachesis.errors import ConfigError, DataError
+from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.imports import describe_exception, load_function
 from lachesis.rollouts.datasets.config_view import ConfigView
 from lachesis.rollouts.datasets.rows import Row, describe_type
-from lachesis.rollouts.imports import describe_exception, load_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

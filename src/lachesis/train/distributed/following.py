@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lachesis.deadline import Deadline
-from lachesis.errors import DeadlineExceeded, LachesisError, TrainingError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError
 from lachesis.train.distributed import commands
 from lachesis.train.distributed.links import Gone, Link
 from lachesis.train.policy import Policy

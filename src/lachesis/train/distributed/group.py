@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lachesis.errors import ConfigError, DeadlineExceeded
-from lachesis.train.distributed.world import HOW_TO_START, World
+from lachesis.common.errors import ConfigError, DeadlineExceeded
+from lachesis.common.world import HOW_TO_START, World
 
 
 def rank_device(world: World, *, wanted: str) -> torch.device:

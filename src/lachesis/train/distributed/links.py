@@ -15,8 +15,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from lachesis.deadline import Deadline
-from lachesis.errors import DeadlineExceeded, TrainingError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, TrainingError
 from lachesis.train.distributed.messages import decode, encode
 
 _LENGTH = struct.Struct("!Q")

@@ -12,11 +12,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lachesis.deadline import Deadline
-from lachesis.errors import DeadlineExceeded
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded
+from lachesis.common.world import World
 from lachesis.train.distributed.links import Address, Link, Listener, connect
 from lachesis.train.distributed.team import Team
-from lachesis.train.distributed.world import World
 
 _KEY = "lachesis/leader"
 

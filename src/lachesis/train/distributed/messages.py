@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from lachesis.errors import TrainingError
+from lachesis.common.errors import TrainingError
 from lachesis.metrics.values import Max, Mean, Sum
 from lachesis.train.batch import Batch, MicroBatch
 from lachesis.train.distributed import commands

@@ -7,8 +7,8 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, TypeVar
 
+from lachesis.common.types import Group
 from lachesis.train.batch import Batch, pack
-from lachesis.types import Group
 
 T = TypeVar("T")
 

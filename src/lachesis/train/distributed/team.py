@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lachesis.deadline import Deadline
-from lachesis.errors import DeadlineExceeded, LachesisError, TrainingError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError
 from lachesis.train.distributed.commands import Alive, Command, Done, End, Failed
 from lachesis.train.distributed.links import Gone, Link
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lachesis.bridges.extract import Whole, as_it_is
-from lachesis.train.model import LoadedModel
+from lachesis.train.model.loading import LoadedModel
 from lachesis.train.policy import Policy
 
 

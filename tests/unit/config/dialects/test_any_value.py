@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.dialects import Dialect, translate
 from lachesis.config.dialects.atropos import translate_argv
 from lachesis.config.dialects.atropos_names import TRAINER
@@ -11,7 +12,6 @@ from lachesis.config.dialects.axolotl_names import AXOLOTL
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document
 from lachesis.config.load import validate
-from lachesis.errors import ConfigError
 
 VALUES = ["text", 3, -1, 0.5, True, [1], ["a"], {"a": 1}, [{"a": 1}], None]
 REQUIRED = {

@@ -4,10 +4,10 @@ import shlex
 
 import pytest
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.dialects import translate_argv
 from lachesis.config.load import load_argv
 from lachesis.config.rules import check
-from lachesis.errors import ConfigError
 
 
 def config_of(flags: str):

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.dialects import recognize, translate
 from lachesis.config.document import parse_document
 from lachesis.config.load import validate
 from lachesis.config.schema import LachesisConfig
-from lachesis.errors import ConfigError
 
 BASE = """\
 base_model: org/model

@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import pytest
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.dialects import translate
 from lachesis.config.document import parse_document
 from lachesis.config.load import validate
 from lachesis.config.schema import LachesisConfig
-from lachesis.errors import ConfigError
 
 BASE = "model_name_or_path: org/model\ndataset_name: org/data\nreward_funcs: rewards.exact\nmax_steps: 10\n"
 

@@ -12,9 +12,9 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from lachesis.common.errors import DeadlineExceeded, EngineError
 from lachesis.engines.serving.routes import engine_routes
 from lachesis.engines.serving.served import Refused
-from lachesis.errors import DeadlineExceeded, EngineError
 from tests.unit.engines.serving.fakes import SESSION, FakeServed
 from tests.waiting import LONG_S
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from lachesis.common.errors import EngineError
 from lachesis.engines.serving.session import (
     new_session,
     read_session,
@@ -17,7 +18,6 @@ from lachesis.engines.serving.session import (
     session_token,
     write_session,
 )
-from lachesis.errors import EngineError
 
 URL = "http://127.0.0.1:4321"
 

@@ -6,9 +6,10 @@ import pytest
 
 from lachesis.engines.serving.bodies import Body, parse_object
 from lachesis.engines.serving.control_wire import parse_adapter_load, parse_receiver
-from lachesis.engines.serving.served import AdapterStatus, LoraSpec, ReceivedTensor, Refused
+from lachesis.engines.serving.served import AdapterStatus, LoraSpec, Refused
 from lachesis.engines.serving.versions import VersionClock
 from lachesis.engines.serving.wire import check_model, check_prompt, parse_digests, parse_generate
+from lachesis.transport.records import ReceivedTensor
 from tests.unit.engines.serving.fakes import FIELDS, INFO
 
 

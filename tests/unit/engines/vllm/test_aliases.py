@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from lachesis.common.errors import EngineError
 from lachesis.engines.serving.served import AdapterStatus, ModelInfo
 from lachesis.engines.vllm.aliases import ModelAliases, rewritten
-from lachesis.errors import EngineError
 
 INFO = ModelInfo(
     model="/models/base", served_names=("base", "other"), dtype="float32", vocab_size=9, max_model_len=8,

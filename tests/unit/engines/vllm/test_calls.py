@@ -5,9 +5,10 @@ from dataclasses import asdict
 
 import pytest
 
-from lachesis.engines.serving.served import DigestSlice, LoraSpec, ReceivedTensor, ReceiverSpec, Refused
+from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
+from lachesis.engines.serving.served import DigestSlice, LoraSpec, ReceiverSpec, Refused
 from lachesis.engines.vllm.calls import answer, parse_receiver_spec, parse_slices, read_answer
-from lachesis.errors import DeadlineExceeded, EngineError, StaleWeights
+from lachesis.transport.records import ReceivedTensor
 
 
 def raising(error: Exception):

@@ -6,10 +6,10 @@ from importlib import metadata
 
 import pytest
 
+from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.engines.vllm import launch
 from lachesis.engines.vllm.launch import check_installed, main, plan_launch
 from lachesis.engines.vllm.plugin import adapter_roots
-from lachesis.errors import ConfigError, DependencyError
 
 
 def value(arguments: tuple[str, ...], flag: str) -> str:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from lachesis.common.errors import EngineError
 from lachesis.engines.serving.served import LoraSpec, Refused
 from lachesis.engines.vllm.lora_slots import ADAPTER_ID, LoraSlots, release_output_heads
-from lachesis.errors import EngineError
 
 IN, OUT, RANK = 6, 4, 3
 SPEC = LoraSpec(r=2, alpha=4.0, target_modules=("q_proj", "o_proj"), name="tuned")

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from lachesis.engines.digest import digest
 from lachesis.engines.serving.served import DigestSlice, Refused
 from lachesis.engines.vllm.parameters import describe, digest_slices, export, named_parameters, repack_tied
+from lachesis.transport.digest import digest
 
 
 class Model(nn.Module):

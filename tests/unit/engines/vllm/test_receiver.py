@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from lachesis.engines.serving.served import ReceivedTensor, ReceiverSpec, Refused
+from lachesis.common.errors import EngineError
+from lachesis.engines.serving.served import ReceiverSpec, Refused
 from lachesis.engines.vllm.receiver import Receiver
-from lachesis.errors import EngineError
+from lachesis.transport.records import ReceivedTensor
 from tests.waiting import LONG_S
 
 SPEC = ReceiverSpec(

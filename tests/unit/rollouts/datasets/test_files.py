@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from lachesis.errors import DataError
+from lachesis.common.errors import DataError
 from lachesis.rollouts.datasets.files import read_file
 
 ROWS = [{"prompt": "1", "answer": "2"}, {"prompt": "3", "answer": None}]

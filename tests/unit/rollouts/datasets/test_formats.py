@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.errors import ConfigError, DataError
+from lachesis.common.errors import ConfigError, DataError
 from lachesis.rollouts.datasets.formats import Problem, detect_format, to_problems
 from lachesis.rollouts.datasets.rows import Row
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 
-from lachesis.errors import DataError
+from lachesis.common.errors import DataError
 from lachesis.rollouts.datasets import Dataset
 from lachesis.rollouts.datasets.library import is_hub_name, read_library, select
 from lachesis.rollouts.datasets.problems import read_rows

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from lachesis.errors import DataError
+from lachesis.common.errors import DataError
+from lachesis.common.types import Prompt
 from lachesis.rollouts.datasets import load_problems, problems
 from lachesis.rollouts.datasets.prepared import tokenizer_digest
-from lachesis.types import Prompt
 from tests.tiny import tiny_tokenizer
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}{{ mood }}"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import processors
 
-from lachesis.errors import ConfigError, DataError
+from lachesis.common.errors import ConfigError, DataError
 from lachesis.rollouts.datasets import Dataset, load_problems, rendering
 from tests.tiny import BOS, BOS_ID, tiny_tokenizer
 

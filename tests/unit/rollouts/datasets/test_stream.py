@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lachesis.errors import CheckpointError, ConfigError, DataError
+from lachesis.common.errors import CheckpointError, ConfigError, DataError
+from lachesis.common.types import Prompt
 from lachesis.rollouts.datasets import PromptStream, split_eval
-from lachesis.types import Prompt
 
 
 def numbered(count: int) -> list[Prompt]:

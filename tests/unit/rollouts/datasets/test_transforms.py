@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from lachesis.common.errors import ConfigError, DataError
 from lachesis.config.schema import LachesisConfig
-from lachesis.errors import ConfigError, DataError
 from lachesis.rollouts.datasets.config_view import ConfigView, axolotl_names
 from lachesis.rollouts.datasets.rows import Row
 from lachesis.rollouts.datasets.transforms import TransformSpec, load_transform, source_digest, transform_rows

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from lachesis.errors import TrainingError
+from lachesis.common.errors import TrainingError
 from lachesis.metrics.values import Max, Mean, Sum
 from lachesis.train.batch import idle_micro_batch, pack
 from lachesis.train.distributed import commands
 from lachesis.train.distributed.links import Gone, Link
 from lachesis.train.distributed.messages import decode, encode
 from lachesis.train.distributed.split import split
-from tests.unit.train.test_forward import random_groups
+from tests.unit.train.model.test_forward import random_groups
 
 
 def assert_same(found: Any, expected: Any) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lachesis.deadline import Deadline
-from lachesis.errors import DeadlineExceeded, LachesisError, TrainingError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError
 from lachesis.train.distributed import following
 from lachesis.train.distributed.commands import Build, Canary, Done, End, Step
 from lachesis.train.distributed.following import Follower

@@ -6,7 +6,7 @@ import pytest
 
 from lachesis.train.batch import pack
 from lachesis.train.distributed.split import collect, deal, pack_for_ranks, passes_cost, split
-from tests.unit.train.test_forward import random_groups
+from tests.unit.train.model.test_forward import random_groups
 
 GROUPS = random_groups(groups=5, samples=4, longest=8)
 

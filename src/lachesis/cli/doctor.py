@@ -1,0 +1,160 @@
+"""What `lachesis doctor` checks: the installation, the devices, a configuration, and that training learns."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import yaml
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from lachesis.common.errors import LachesisError
+from lachesis.config.load import load_config
+from lachesis.config.rules import check
+from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.run.train import train
+
+logger = logging.getLogger("lachesis")
+
+REQUIRED = ("torch", "transformers", "peft", "datasets", "safetensors", "pydantic", "typer", "rich", "jinja2")
+OPTIONAL = {
+    "tensorboard": "TensorBoard sink",
+    "wandb": "Weights & Biases sink",
+    "torchao": "8-bit optimizers, float8 products",
+    "bitsandbytes": "8-bit optimizer, quantized base weights",
+}
+# The proof's reward is the share of one letter among four: 0.25 by chance.
+PROOF_STEPS, PROOF_RISE = 30, 0.3
+_REWARD = """
+def share_of_a(completions, **columns):
+    texts = [completion[0]["content"] for completion in completions]
+    return [text.count("a") / max(len(text), 1) for text in texts]
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the doctor's answer."""
+
+    subject: str
+    message: str
+    failed: bool = False
+
+
+def inspect_installation() -> list[Check]:
+    """Versions of what is needed, devices, and free disk space."""
+    checks = [_version_check(name) for name in REQUIRED]
+    for name, purpose in OPTIONAL.items():
+        version = _version(name)
+        checks.append(Check(name, f"{version} ({purpose})" if version else f"not installed ({purpose})"))
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            device = torch.cuda.get_device_properties(i)
+            free = torch.cuda.mem_get_info(i)[0] / 2**30
+            bf16 = "bf16" if torch.cuda.is_bf16_supported() else "no bf16"
+            checks.append(
+                Check(f"cuda:{i}", f"{device.name}, {free:.0f} of {device.total_memory / 2**30:.0f} GiB free, {bf16}")
+            )
+    else:
+        checks.append(Check("gpu", f"none seen by torch {torch.__version__}; training runs on the CPU"))
+    checks.append(Check("cpu", f"{torch.get_num_threads()} threads"))
+    free = shutil.disk_usage(".").free / 2**30
+    checks.append(Check("disk", f"{free:.1f} GiB free in the current directory", failed=free < 1.0))
+    return checks
+
+
+def inspect_config(path: Path) -> list[Check]:
+    """Does a configuration parse, do its parts fit together, and is what it needs installed."""
+    try:
+        config = load_config(path).config
+        findings = check(config)
+    except LachesisError as error:
+        return [Check(str(path), str(error), failed=True)]
+    missing = []
+    if config.model.quantization != "none" and _version("bitsandbytes") is None:
+        needed = f"not installed, and model.quantization {config.model.quantization} needs it: pip install bitsandbytes"
+        missing = [Check("bitsandbytes", needed, failed=True)]
+    if config.model.matmul_dtype != "auto" and _version("torchao") is None:
+        needed = f"not installed, and model.matmul_dtype {config.model.matmul_dtype} needs it: pip install torchao"
+        missing.append(Check("torchao", needed, failed=True))
+    return [Check(str(path), "valid"), *missing, *(Check(finding.rule, finding.message) for finding in findings)]
+
+
+def prove_learning() -> Check:
+    """Train a small random model for about half a minute; its reward must rise by PROOF_RISE."""
+    with tempfile.TemporaryDirectory(prefix="lachesis-doctor-") as directory:
+        config = write_proof(Path(directory))
+        # What a run's log warns of (a high learning rate, no saved weights) is meant here.
+        logger.disabled = True
+        try:
+            summary = train(load_config(config))
+        except LachesisError as error:
+            return Check("learning", str(error), failed=True)
+        finally:
+            logger.disabled = False
+        steps = read_metrics(summary.run_dir / "metrics.jsonl").steps
+    rewards = [line.values["reward"] for line in steps]
+    first, last = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
+    message = f"reward {first:.2f} -> {last:.2f} in {len(rewards)} steps ({summary.seconds:.0f} s)"
+    return Check("learning", message, failed=not last - first >= PROOF_RISE)
+
+
+def write_proof(directory: Path) -> Path:
+    """Write model, problems, reward and configuration of the proof; returns the configuration's path."""
+    torch.manual_seed(0)
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *"abcd"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
+        directory / "model"
+    )
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(vocabulary),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            max_position_embeddings=32,
+            pad_token_id=0,
+            bos_token_id=None,
+            eos_token_id=1,
+        )
+    )
+    model.save_pretrained(directory / "model")
+    prompts = [f"{a}{b}" for a in "abcd" for b in "abcd"]
+    (directory / "problems.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    (directory / "share.py").write_text(_REWARD)
+    config = {
+        "run": {"name": "proof", "dir": str(directory / "runs"), "steps": PROOF_STEPS},
+        "model": {"path": str(directory / "model")},
+        "data": {"path": str(directory / "problems.jsonl")},
+        "rewards": {"functions": [f"{directory / 'share.py'}:share_of_a"]},
+        "sampling": {"num_generations": 8, "max_completion_length": 8},
+        "batch": {"prompts_per_step": 16},
+        "optimizer": {"learning_rate": 3e-3},
+        "checkpoint": {"save_final": False},
+    }
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _version_check(package: str) -> Check:
+    version = _version(package)
+    return Check(package, version or "not installed: run make install, or pip install lachesis", failed=version is None)

@@ -1,0 +1,171 @@
+"""Functions that a configuration names: `module.function`, or `FILE.py:FUNCTION` beside the configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lachesis.common.errors import ConfigError
+
+# Examples name the functions of this module; who has written it has others under the same names.
+_BUILT_IN = "grpo_code"
+_BUILT_IN_ROOM = "lachesis.rollouts.rewards"
+
+
+def load_function(spec: str, base_dir: Path | None = None) -> Callable[..., Any]:
+    """The function that ``spec`` names.
+
+    Args:
+        spec: ``package.module.function``, or ``FILE.py:FUNCTION`` with FILE relative to ``base_dir``.
+            A module ``grpo_code`` that is nowhere to be found is this package's own.
+        base_dir: usually the directory of the configuration, the current one if unset; its modules win over
+            installed ones of the same name while the import runs.
+
+    Raises:
+        ConfigError: the spec has neither form, the module cannot be found or imported, or it has no such
+            function.
+    """
+    base_dir = (base_dir or Path()).resolve()
+    if ":" in spec:
+        file_name, _, attribute = spec.rpartition(":")
+        _check_form(spec, file_name.endswith(".py") and attribute.isidentifier())
+        module = _load_file(spec, (base_dir / Path(file_name).expanduser()).resolve())
+    else:
+        module_name, _, attribute = spec.rpartition(".")
+        _check_form(spec, all(part.isidentifier() for part in spec.split(".")) and bool(module_name))
+        module = _load_module(spec, module_name, base_dir)
+    return _callable_of(module, attribute, spec)
+
+
+def describe_exception(error: BaseException, file: str | None) -> str:
+    """``KeyError: 'answer' (rewards.py:12)``: the innermost place in ``file``, else the innermost of all."""
+    ours = str(Path(__file__).parents[1])
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((ours, "<frozen"))]
+    own = [frame for frame in frames if frame.filename == file] or frames
+    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    text = str(error)
+    return f"{type(error).__name__}{': ' + text if text else ''}{place}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that looks most like ``name``, if any does."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
+
+
+def _check_form(spec: str, good: bool) -> None:
+    if not good:
+        raise ConfigError(
+            f"{spec!r} names no function",
+            remedy="write `module.function`, or `FILE.py:FUNCTION` with FILE relative to the configuration",
+        )
+
+
+def _load_file(spec: str, file: Path) -> ModuleType:
+    """Import a file under a name of its own; the same file with the same content is imported once."""
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"{spec!r}: cannot read {file}: {error.strerror}",
+            remedy="check the path; it is relative to the directory of the configuration",
+        ) from error
+    name = f"_lachesis_{file.stem}_{hashlib.sha256(str(file).encode() + content).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    plan = importlib.util.spec_from_file_location(name, file)
+    if plan is None or plan.loader is None:
+        raise ConfigError(f"{spec!r}: {file} is no Python file", remedy="name a file that ends in .py")
+    module = importlib.util.module_from_spec(plan)
+    sys.modules[name] = module  # dataclasses and pickle look the module up while it runs
+    with _import_errors(spec, file=str(file)), _first_on_path(file.parent):
+        try:
+            # Not the loader's: its bytecode cache takes a file changed within the second for the one before.
+            exec(compile(content, str(file), "exec", dont_inherit=True), module.__dict__)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return module
+
+
+def _load_module(spec: str, name: str, base_dir: Path) -> ModuleType:
+    """Import by name. A module of that name that was loaded from elsewhere is refused, not used."""
+    own = next((path for path in _candidates(name, base_dir) if path.is_file()), None)
+    loaded = sys.modules.get(name)
+    if own and loaded and Path(getattr(loaded, "__file__", None) or "").resolve() != own:
+        raise ConfigError(
+            f"{spec!r}: {own} cannot be imported as {name!r}, a module of that name is loaded already",
+            remedy=f"name the file: {own.name}:{spec.rpartition('.')[2]}",
+        )
+    with _import_errors(spec, file=str(own) if own else None), _first_on_path(base_dir):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
+                raise  # the module is there, but something that it imports is not
+            if error.name == _BUILT_IN:
+                return importlib.import_module(f"{_BUILT_IN_ROOM}.{name}")
+            raise ConfigError(
+                f"{spec!r}: no module {error.name!r} in {base_dir} or among the installed packages",
+                remedy="check the spelling, or name the file: FILE.py:FUNCTION",
+            ) from error
+
+
+def _candidates(name: str, base_dir: Path) -> tuple[Path, Path]:
+    stem = base_dir.joinpath(*name.split("."))
+    return stem.with_name(stem.name + ".py"), stem / "__init__.py"
+
+
+@contextlib.contextmanager
+def _import_errors(spec: str, *, file: str | None) -> Iterator[None]:
+    """Whatever goes wrong in the user's module is an error of the configuration that names it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(
+            f"{spec!r}: importing it raised {describe_exception(error, file)}",
+            remedy="fix the module, or install what it needs",
+        ) from error
+
+
+@contextlib.contextmanager
+def _first_on_path(directory: Path) -> Iterator[None]:
+    """Search ``directory`` first during an import, and last from then on.
+
+    First, because the user's modules import their neighbours as a script would. Only last afterwards, because
+    a ``datasets.py`` of theirs must not replace a package that is imported lazily much later.
+    """
+    entry = str(directory)
+    sys.path.insert(0, entry)
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the module may have changed sys.path itself
+            sys.path.remove(entry)
+        if entry not in sys.path:
+            sys.path.append(entry)
+
+
+def _callable_of(module: ModuleType, attribute: str, spec: str) -> Callable[..., Any]:
+    place = getattr(module, "__file__", None) or module.__name__
+    found = getattr(module, attribute, None)
+    if callable(found):
+        return found
+    names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+    close = nearest(attribute, names)
+    problem = "no function" if found is None else f"a {type(found).__name__}, no function,"
+    raise ConfigError(
+        f"{spec!r}: {place} has {problem} {attribute!r}",
+        remedy=f"did you mean {close!r}?" if close else f"name one of: {', '.join(names) or '(it has none)'}",
+    )

@@ -1,0 +1,359 @@
+"""A server process that this process starts, watches, and stops; and no other."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+from urllib.parse import urlsplit
+
+import httpx
+import psutil
+
+from lachesis.common import logs
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
+from lachesis.common.http import server_url
+
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+# What the supervisor itself may take, besides the grace that its command gets.
+_SUPERVISOR_S = 30.0
+_HEALTH_S = 5.0
+
+OnDeath = Callable[[EngineError], None]
+
+
+class EngineProcess:
+    """Runs a server in a process group of its own; see :mod:`lachesis.common.supervisor` for how.
+
+    However this process ends, kill -9 included, the server's group is ended too. Thread-safe, except that one
+    thread at a time may start and stop.
+
+    Args:
+        command: of the server, program first.
+        url: where it is going to listen; ``/health`` there answers when it is able to serve.
+        log_path: its output is appended here.
+        env: added to this process's environment; ``None`` as a value removes a variable.
+        grace_s: how long it may take to end before it is killed, in seconds.
+        on_death: called from another thread, once a start, if it ends without having been asked to.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        url: str,
+        log_path: Path,
+        env: Mapping[str, str | None] | None = None,
+        grace_s: float = 20.0,
+        on_death: OnDeath | None = None,
+    ) -> None:
+        self.command = tuple(map(str, command))
+        self.url = server_url(url)
+        self.log_path = Path(log_path)
+        self._env = dict(env or {})
+        self._grace_s = grace_s
+        self._on_death = on_death
+        self._life: _Life | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server, which leads its process group; ``None`` while it does not run."""
+        life = self._life
+        return None if life is None or life.ended.is_set() else life.pid
+
+    def start(self, *, deadline: Deadline) -> None:
+        """Start the server and wait until it is able to serve. If that fails, it is stopped again.
+
+        Raises:
+            EngineError: its port is taken, the command cannot be run, or it died; with the last lines of its log.
+            DeadlineExceeded: it was not able to serve in time.
+        """
+        self.launch()
+        try:
+            self.wait_ready(deadline=deadline)
+        except BaseException:
+            self.stop()
+            raise
+
+    def launch(self) -> None:
+        """Start the server without waiting for it. Raises EngineError as :meth:`start`."""
+        if self.pid is not None:
+            raise EngineError(f"the server at {self.url} runs already (pid {self.pid})", remedy="stop it first")
+        check_port_free(self.url)
+        environment = {**os.environ, **{key: value for key, value in self._env.items() if value is not None}}
+        for key, value in self._env.items():
+            if value is None:
+                environment.pop(key, None)
+        if shutil.which(self.command[0], path=environment.get("PATH")) is None:
+            raise EngineError(
+                f"the command {self.command[0]!r} of the server at {self.url} is not there",
+                remedy="install it, or give its full path",
+            )
+        self._life = _Life(
+            self.command, log_path=self.log_path, env=environment, grace_s=self._grace_s, died=self._died
+        )
+        _running.add(self)
+
+    def wait_ready(self, *, deadline: Deadline) -> None:
+        """Return once ``/health`` answers. Raises as :meth:`start`."""
+        pause_s = 0.05
+        with httpx.Client(trust_env=False) as client:
+            while True:
+                self.check()
+                if _answers(client, f"{self.url}/health"):
+                    self.check()  # not before: another server may have answered while this one died
+                    return
+                self._check_time(deadline)
+                assert self._life is not None
+                self._life.ended.wait(pause_s)
+                pause_s = min(0.5, pause_s * 1.3)
+
+    def check(self) -> None:
+        """Raise EngineError, with the last lines of the log, unless the server runs."""
+        life = self._life
+        if life is None or life.stopping:
+            raise EngineError(f"the server at {self.url} was not started, or was stopped", remedy="start it")
+        if life.ended.is_set():
+            raise self._death(life)
+
+    def restart(self, command: Sequence[str] | None = None, *, deadline: Deadline) -> None:
+        """Stop the server and start it again, with another command if one is given. Raises as :meth:`start`."""
+        self.stop()
+        if command is not None:
+            self.command = tuple(map(str, command))
+        self.start(deadline=deadline)
+
+    def stop(self) -> None:
+        """End the server's process group: SIGTERM, after ``grace_s`` SIGKILL. Idempotent."""
+        life = self._life
+        if life is not None:
+            life.stop(timeout_s=self._grace_s + _SUPERVISOR_S)
+        _running.discard(self)
+
+    def close(self) -> None:
+        """The same as :meth:`stop`."""
+        self.stop()
+
+    def last_lines(self) -> list[str]:
+        """The end of what the server has written since its last start."""
+        return logs.last_lines(self.log_path, start=self._life.log_start if self._life else 0)
+
+    def _died(self, life: _Life) -> None:
+        if self._on_death is not None:
+            self._on_death(self._death(life))
+
+    def _death(self, life: _Life) -> EngineError:
+        lines = logs.last_lines(self.log_path, start=life.log_start)
+        shown = "".join(f"\n  | {line}" for line in lines) or " (nothing)"
+        return EngineError(
+            f"the server at {self.url} (pid {life.pid}, {shlex.join(self.command[:3])} ...) {life.ending()}; "
+            f"the end of its log {self.log_path}:{shown}",
+            remedy=logs.remedy(lines, killed=life.code == -signal.SIGKILL) or f"read {self.log_path}",
+        )
+
+    def _check_time(self, deadline: Deadline) -> None:
+        try:
+            deadline.check()
+        except DeadlineExceeded as error:
+            shown = "".join(f"\n  | {line}" for line in self.last_lines()) or " (nothing)"
+            raise DeadlineExceeded(
+                f"{error.message}: {self.url}/health does not answer, pid {self.pid} still runs; "
+                f"the end of its log {self.log_path}:{shown}",
+                remedy=error.remedy,
+            ) from error
+
+
+class _Life:
+    """One start of the server, to its end. ``code`` is Popen's: negative for a signal, ``None`` if unknown."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log_path: Path,
+        env: Mapping[str, str],
+        grace_s: float,
+        died: Callable[[_Life], None],
+    ) -> None:
+        self.pid = -1
+        self.code: int | None = None
+        self.stopping = False
+        self.ended = threading.Event()
+        self._owner = os.getpid()
+        self._started = time.monotonic()
+        self._lifetime_s = 0.0
+        self._died = died
+        self._link, theirs = socket.socketpair()
+        arguments = [theirs.fileno(), self._owner, grace_s, *command]
+        with theirs, _open_log(log_path) as log:
+            self.log_start = log.seek(0, os.SEEK_END)
+            # -I and -S: nothing but the standard library is needed, and starting takes no longer for it.
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_SUPERVISOR), *map(str, arguments)],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._lines = self._link.makefile("r")
+        self.pid = self._first_pid(command)
+        self._server = _process(self.pid)
+        threading.Thread(target=self._watch, name=f"lachesis-engine-{self.pid}", daemon=True).start()
+
+    def _first_pid(self, command: Sequence[str]) -> int:
+        """What the supervisor says first. Raises EngineError where it could not run the command, or is silent."""
+        self._link.settimeout(_SUPERVISOR_S)
+        try:
+            word, _, value = self._lines.readline().strip().partition(" ")
+        except TimeoutError:
+            word, value = "failed", f"its supervisor said nothing for {_SUPERVISOR_S:g} s"
+        if word == "started":
+            self._link.settimeout(None)
+            return int(value)
+        self._link.close()
+        self._supervisor.kill()
+        self._supervisor.wait()
+        raise EngineError(
+            f"the server's command {shlex.join(command[:3])} cannot be run: {value or 'its supervisor ended'}",
+            remedy="correct the command",
+        )
+
+    def ending(self) -> str:
+        """How it ended, in words."""
+        after = f"{self._lifetime_s:.1f} s after its start"
+        if self.code is None:
+            return f"lost its supervisor {after} and was killed"
+        if self.code < 0:
+            return f"was ended by {signal.Signals(-self.code).name} {after}"
+        return f"ended with exit code {self.code} {after}"
+
+    def stop(self, *, timeout_s: float) -> None:
+        # A forked copy of this process has the object too, but not the right to stop the server.
+        if os.getpid() != self._owner:
+            return
+        self.stopping = True
+        with suppress(OSError):  # it has ended
+            self._link.shutdown(socket.SHUT_WR)
+        if not self.ended.wait(timeout_s):
+            self._kill()
+            self.ended.wait(_SUPERVISOR_S)
+
+    def _watch(self) -> None:
+        with suppress(ConnectionError):  # as the end of the stream
+            for line in self._lines:
+                word, _, value = line.partition(" ")
+                if word == "exited":
+                    self.code = int(value)
+        # End of the stream: the supervisor has ended, or was killed and can end nothing any more.
+        if self.code is None:
+            self._kill()
+        self._supervisor.wait()
+        self._lifetime_s = time.monotonic() - self._started
+        self._link.close()
+        self.ended.set()
+        if not self.stopping:
+            self._died(self)
+
+    def _kill(self) -> None:
+        """Without the supervisor's help, and only if the pid is still that of the server we started."""
+        self._supervisor.kill()
+        if self._server is not None and self._server.is_running():
+            with suppress(ProcessLookupError):  # it ended by itself just now
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+def check_port_free(url: str) -> None:
+    """Raise EngineError, naming who listens, if something listens where a server is to be started.
+
+    An address of another machine passes: whether it is free shows when the server starts.
+    """
+    parts = urlsplit(url)
+    host, port = parts.hostname or "127.0.0.1", 80 if parts.port is None else parts.port
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"the host of {url} is not known: {error}", remedy="correct the address") from error
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # Connections of a server that has just ended do not keep its port.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return
+            raise EngineError(
+                f"port {port} of {host} is taken by {who_listens(port)}",
+                remedy="stop that process if it is yours, or choose another port",
+            ) from error
+
+
+def who_listens(port: int) -> str:
+    """The pid and command of the process that listens on a port, as far as this user may know."""
+    try:
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.pid and tuple(connection.laddr)[1:2] == (port,):
+                return f"pid {connection.pid} ({shlex.join(psutil.Process(connection.pid).cmdline()) or '?'})"
+    except psutil.Error:
+        pass
+    return "a process of another user"
+
+
+def process_exists(pid: int) -> bool:
+    """Whether a process of that number runs on this machine."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _answers(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(url, timeout=_HEALTH_S).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _process(pid: int) -> psutil.Process | None:
+    """The process with the time of its start, by which it is told from a later one with the same pid."""
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        raise EngineError(
+            f"the log {path} cannot be written: {error.strerror}", remedy="give another directory"
+        ) from error
+
+
+_running: weakref.WeakSet[EngineProcess] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    for process in list(_running):
+        process.stop()

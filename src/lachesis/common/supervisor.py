@@ -1,0 +1,108 @@
+"""Runs one command in a process group of its own, and never leaves it behind.
+
+Not to be imported: :mod:`lachesis.common.process` runs this file with a bare Python. The arguments are a file
+descriptor (one end of a socket pair), the pid of the process that asked, the seconds that the command gets to
+end, and the command. Down the socket go ``started PID``, then ``exited CODE`` with the code of Popen, or
+``failed REASON``. Up comes nothing but the end of the stream: the command is to stop, or who asked has died.
+
+Why a process in between, and not prctl(PR_SET_PDEATHSIG): that signal is sent when the *thread* that started
+the child ends, it reaches the child but not what the child has started (an engine has workers, and they hold
+the GPU), it cannot be followed by a stronger one, and only Linux has it. A closed socket is seen everywhere,
+however the other side died, and from here the whole group can be ended and waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+# Other children that the process that asked has forked may hold its end of the socket open when it has died: so
+# its pid is looked at too.
+_LOOK_S = 1.0
+# How long what got SIGKILL may take to be gone: giving back GPU memory is part of it.
+_REAP_S = 20.0
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def supervise(link: socket.socket, parent: int, grace_s: float, command: list[str]) -> None:
+    """Run ``command`` until it ends, or is to be stopped; then end what is left of its group."""
+    wake, awake = socket.socketpair()
+    for end in (wake, awake):
+        end.setblocking(False)
+    # Signals to this process (a terminal's, a session's end) are not for it: it ends after its command.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(awake.fileno(), warn_on_full_buffer=False)
+    _adopt_orphans()
+    try:
+        child = subprocess.Popen(command, start_new_session=True, preexec_fn=_default_signals)
+    except OSError as error:
+        _tell(link, f"failed {error}")
+        return
+    _tell(link, f"started {child.pid}")
+    while child.poll() is None:
+        ready, _, _ = select.select([link, wake], [], [], _LOOK_S)
+        if wake in ready:
+            wake.recv(4096)
+        if link in ready or os.getppid() != parent:
+            _end(child, grace_s)
+            break
+    # The leader's number stays the group's while anyone is left in it, and is not given out again at once.
+    _signal_group(child.pid, signal.SIGKILL)
+    code = child.wait()
+    _reap_group(child.pid)
+    _tell(link, f"exited {code}")
+
+
+def _end(child: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Ask the group to end, and return when its leader has, or after ``grace_s``."""
+    _signal_group(child.pid, signal.SIGTERM)
+    until = time.monotonic() + grace_s
+    while time.monotonic() < until and child.poll() is None:
+        time.sleep(0.02)
+
+
+def _signal_group(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS refuses where only the dead leader is left
+        os.killpg(pid, number)
+
+
+def _adopt_orphans() -> None:
+    """Become the parent of what the command leaves behind, so that its end can be waited for (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _reap_group(pid: int) -> None:
+    until = time.monotonic() + _REAP_S
+    with contextlib.suppress(ChildProcessError):  # none is left
+        while time.monotonic() < until:
+            if os.waitpid(-pid, os.WNOHANG) == (0, 0):
+                time.sleep(0.02)
+
+
+def _default_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _tell(link: socket.socket, line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody is there any more
+        link.sendall(f"{line}\n".encode())
+
+
+if __name__ == "__main__":
+    supervise(
+        socket.socket(fileno=int(sys.argv[1])),
+        parent=int(sys.argv[2]),
+        grace_s=float(sys.argv[3]),
+        command=sys.argv[4:],
+    )

@@ -1,0 +1,71 @@
+"""Who this process is among those that torchrun started. Imports no torch: every command asks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lachesis.common.errors import ConfigError
+
+# What torchrun sets for its workers. The servers that a run starts are none of them.
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+HOW_TO_START = "torchrun --nproc-per-node N -m lachesis train CONFIG.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """``size`` ranks over all nodes, ``local_size`` of them here; this is ``rank``, on device ``local_rank``."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+    @property
+    def one_node(self) -> bool:
+        return self.local_size == self.size
+
+
+def world_size(environment: Mapping[str, str]) -> int:
+    """The processes that torchrun or accelerate started this one among, itself included.
+
+    Raises:
+        ConfigError: WORLD_SIZE is no number of processes.
+    """
+    text = environment.get("WORLD_SIZE") or "1"
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {text!r}, which is no number of processes",
+            remedy=f"unset it, or start several devices with {HOW_TO_START}",
+        )
+    return int(text)
+
+
+def find_world(environment: Mapping[str, str]) -> World | None:
+    """Who torchrun says that this process is; None where it is alone.
+
+    Raises:
+        ConfigError: the variables are there in part, or are no numbers that belong together.
+    """
+    size = world_size(environment)
+    if size <= 1:
+        return None
+    try:
+        rank = int(environment["RANK"])
+        world = World(
+            rank=rank,
+            size=size,
+            local_rank=int(environment.get("LOCAL_RANK", rank)),
+            local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
+        )
+    except (KeyError, ValueError) as error:
+        raise ConfigError(
+            f"WORLD_SIZE is {environment['WORLD_SIZE']}, and what else torchrun sets is missing or no number: {error}",
+            remedy=f"start several devices with {HOW_TO_START}, or unset WORLD_SIZE",
+        ) from error
+    if not 0 <= world.rank < world.size or not 0 <= world.local_rank < world.local_size <= world.size:
+        raise ConfigError(
+            f"rank {world.rank} of {world.size} (local rank {world.local_rank} of {world.local_size}) cannot be",
+            remedy=f"start several devices with {HOW_TO_START}",
+        )
+    return world

@@ -1,0 +1,166 @@
+"""One batch of sequences in a transformers causal language model: prefill, fork, extend."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from lachesis.engines.embedded.kv_cache import can_pick_rows, let_grow
+
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTraits:
+    """What a model's forward pass takes.
+
+    ``cache_argument`` is the name of its cache, ``None`` where it has none that rows can be picked from.
+    ``pads`` says that prompts of different length may share a batch; ``extends`` that several tokens at once
+    may follow a cache; ``keeps_last`` that it computes the logits of the last positions alone if asked to.
+    """
+
+    cache_argument: str | None
+    takes_use_cache: bool
+    pads: bool
+    extends: bool
+    keeps_last: bool
+    vocab_size: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel | PeftModel) -> ModelTraits:
+        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        arguments = inspect.signature(base.forward).parameters
+        config = base.config.get_text_config(decoder=True)
+        cache_argument = next((name for name in ("past_key_values", "cache_params") if name in arguments), None)
+        if hasattr(base, "_setup_cache"):  # RecurrentGemma keeps its state in its modules, where rows stay put
+            cache_argument = None
+        other_layers = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+        # In a recurrent layer padding would enter the state.
+        recurrent = bool(other_layers) or bool(getattr(base, "_is_stateful", False))
+        return cls(
+            cache_argument=cache_argument,
+            takes_use_cache=cache_argument is not None or "use_cache" in arguments,
+            pads=not recurrent and {"attention_mask", "position_ids"} <= set(arguments),
+            extends=not recurrent,
+            keeps_last="logits_to_keep" in arguments,
+            vocab_size=config.vocab_size,
+        )
+
+
+class Decoder:
+    """N sequences that grow together, left-padded where their lengths differ.
+
+    Where the model has no cache, or one that rows cannot be picked from (see :func:`can_pick_rows`), every
+    extension computes the sequences from their start: slow, and right for any causal model.
+
+    Args:
+        model: in :func:`generation_mode`.
+        traits: of that model.
+        prompts: N token sequences, of one length unless ``traits.pads``.
+        pad_token_id: what to pad with; it is masked, so any token of the vocabulary serves.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        *,
+        traits: ModelTraits,
+        prompts: Sequence[Sequence[int]],
+        pad_token_id: int,
+    ) -> None:
+        self._model = model
+        self._traits = traits
+        lengths = [len(prompt) for prompt in prompts]
+        width = max(lengths)
+        padded = [[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+        self._ids = torch.tensor(padded, device=model.device)
+        self._mask: Tensor | None = None
+        if min(lengths) < width:
+            length = torch.tensor(lengths, device=model.device)
+            self._mask = (torch.arange(width, device=model.device) >= width - length[:, None]).long()
+        self._cache: DynamicCache | None = None
+        self._caches = traits.cache_argument is not None
+
+    def prefill(self, *, last_only: bool = True) -> Tensor:
+        """Logits [N, V] after the prompts, or [N, P, V] at all their positions."""
+        return self._forward(self._ids, keep=1 if last_only else self._ids.shape[1], last_only=last_only)
+
+    def fork(self, rows: Tensor) -> None:
+        """Sequence i becomes what sequence ``rows[i]`` was; ``rows`` [M] may repeat and leave out."""
+        if self._cache is not None:
+            self._cache.reorder_cache(rows)  # type: ignore[arg-type]
+        else:
+            self._ids = self._ids.index_select(0, rows)
+        if self._mask is not None:
+            self._mask = self._mask.index_select(0, rows)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Append one token [N] to each sequence; logits [N, V] after it."""
+        return self._append(tokens[:, None], last_only=True)
+
+    def extend(self, tokens: Tensor) -> Tensor:
+        """Append tokens [N, L]; logits [N, L, V] after each of them."""
+        if self._cache is None or self._traits.extends:
+            return self._append(tokens, last_only=False)
+        return torch.stack([self.step(column) for column in tokens.unbind(1)], dim=1)
+
+    def _append(self, tokens: Tensor, *, last_only: bool) -> Tensor:
+        if self._mask is not None:
+            self._mask = torch.cat([self._mask, torch.ones_like(tokens)], dim=1)
+        if self._cache is None:
+            self._ids = torch.cat([self._ids, tokens], dim=1)
+        return self._forward(
+            tokens if self._cache is not None else self._ids, keep=tokens.shape[1], last_only=last_only
+        )
+
+    def _forward(self, ids: Tensor, *, keep: int, last_only: bool) -> Tensor:
+        """Run ``ids`` (all of them without a cache, else the new ones); logits of the last ``keep``."""
+        name = self._traits.cache_argument
+        arguments: dict[str, Any] = {"input_ids": ids}
+        if self._traits.takes_use_cache:
+            arguments["use_cache"] = self._caches
+        if name is not None and self._caches:
+            arguments[name] = self._cache
+        if self._traits.keeps_last and keep < ids.shape[1]:
+            arguments["logits_to_keep"] = keep
+        # Without padding the model needs neither mask nor positions, and saves the work of building a mask.
+        if self._mask is not None:
+            positions = (self._mask.cumsum(1) - 1).clamp_(min=0)
+            arguments |= {"attention_mask": self._mask, "position_ids": positions[:, -ids.shape[1] :]}
+        output = self._model(**arguments)
+        if name is not None and self._caches:
+            cache = getattr(output, name, None)
+            self._caches = can_pick_rows(cache)
+            self._cache = cache if self._caches else None
+            if self._cache is not None:
+                let_grow(self._cache)
+        logits = output.logits[:, -keep:]
+        return logits[:, -1] if last_only else logits
+
+
+@contextmanager
+def generation_mode(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients or compiled layers; afterwards every module is in its mode again.
+
+    Not ``inference_mode``: what a module caches in there (rotary tables) could not be used in training.
+    Layers that training compiled run as they stand, since a growing cache would compile them again and again.
+    """
+    training = [module for module in model.modules() if module.training]
+    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+    for module in training:
+        module.training = False
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            yield
+    finally:
+        for module in training:
+            module.training = True

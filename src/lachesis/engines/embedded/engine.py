@@ -1,0 +1,390 @@
+"""The embedded engine: generation in the trainer's process, with the trainer's own module."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError
+from lachesis.common.types import CanaryReading, Completion, EngineHealth, FinishReason, GenerationRequest
+from lachesis.engines.base import Engine, Finished, PauseMode
+from lachesis.engines.embedded.checks import check_request, check_tokens
+from lachesis.engines.embedded.decoder import Decoder, ModelTraits, generation_mode
+from lachesis.engines.embedded.gate import TokenGate
+from lachesis.engines.embedded.guided import RegexGuide, token_pieces
+from lachesis.engines.embedded.histories import Histories
+from lachesis.engines.embedded.rows import Rows, Share, branch, plan_batches
+from lachesis.engines.embedded.sampling import RowSampling, draw_uniforms, process_logits, sample
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One token more of L sequences.
+
+    ``requests`` and ``completions`` [L] say which sequences, as indices into the call and into a request's
+    ``n``; ``token_ids`` and ``logprobs`` [L] what they took; ``reasons`` [L] why they end, ``None`` where they go
+    on. ``top_ids`` and ``top_logprobs`` [L, K] are the likeliest tokens, where asked for.
+    """
+
+    requests: np.ndarray
+    completions: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    reasons: Sequence[FinishReason | None]
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
+
+
+# Is told of every step, in the thread that generates; returns the requests that nobody waits for any more.
+Listener = Callable[[Step], Collection[int]]
+
+
+class EmbeddedEngine(Engine):
+    """Samples from a causal language model that the trainer goes on training.
+
+    Sequences that begin alike are computed once: a prompt is prefilled once for its ``n`` completions, and
+    these share one row of the batch until they differ. Rows leave when all their sequences have ended. The
+    model runs in evaluation mode without gradients (see :func:`generation_mode`) and uses its KV cache, also
+    with gradient checkpointing on in training.
+
+    Any causal model of transformers works. Those with recurrent layers (Mamba) batch only prompts of equal
+    length; those whose cache cannot be picked apart by row (RecurrentGemma, xLSTM, encoder-decoder caches)
+    or that have none (GPT) compute every sequence from its start at every token.
+
+    Threads: one call generates at a time. The other methods may come from other threads; what needs the model
+    gets it between two tokens.
+
+    Args:
+        model: causal language model, or a peft model around one.
+        eos_token_ids: tokens that end every completion.
+        pad_token_id: filler of shorter prompts; masked.
+        max_batch_size: most sequences decoded at the same time.
+        max_context: most tokens of prompt and completion together.
+        decode: token ids to text; needed for ``stop`` strings and regular expressions only.
+        special_token_ids: tokens that are no text, which no regular expression allows.
+        session_id: who this engine is in canary readings; random if unset.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | PeftModel,
+        *,
+        eos_token_ids: Sequence[int],
+        pad_token_id: int,
+        max_batch_size: int,
+        max_context: int,
+        decode: Decode | None = None,
+        special_token_ids: Collection[int] = (),
+        session_id: str | None = None,
+    ) -> None:
+        self._model: PreTrainedModel | PeftModel | None = model
+        self._traits = ModelTraits.of(model)
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._pad_token_id = pad_token_id
+        self._max_batch_size = max_batch_size
+        self._max_context = max_context
+        self._decode = decode
+        self._special_token_ids = frozenset(special_token_ids)
+        self._guides: dict[str, RegexGuide] = {}
+        self._texts: list[str] = []
+        self._session_id = session_id or uuid.uuid4().hex
+        self._version = 0
+        self._gate = TokenGate()
+
+    def generate(
+        self,
+        requests: Sequence[GenerationRequest],
+        *,
+        deadline: Deadline,
+        finished: Finished | None = None,
+        listener: Listener | None = None,
+        top_logprobs: int = 0,
+    ) -> list[list[Completion]]:
+        """See :meth:`Engine.generate`. The end token is part of ``token_ids``, and so has a logprob.
+
+        Args:
+            requests: what to complete.
+            deadline: checked at every decoding step.
+            finished: told of each request that is complete, between two tokens of the others.
+            listener: follows the call token by token.
+            top_logprobs: how many of the likeliest tokens the listener is told of at each step.
+
+        Raises:
+            EngineError: closed, paused, a request that cannot be sampled, or logits that are not finite.
+            DeadlineExceeded: the deadline passed.
+        """
+        with self._gate.generating(deadline), ExitStack() as mode:
+            model = self._open_model()
+            for i, request in enumerate(requests):
+                self.check(request, where=f"request {i}")
+            results: list[list[Completion]] = [[] for _ in requests]
+            total = sum(request.n for request in requests)
+            call = _Call(model, deadline, mode, listener, top_logprobs, finished, total=total)
+            mode.enter_context(generation_mode(model))
+            for shares in plan_batches(requests, max_rows=self._max_batch_size, equal_lengths=not self._traits.pads):
+                rows = self._run(call, shares)
+                call.done += len(rows.all)
+                for share, completions in zip(shares, rows.completions(), strict=True):
+                    results[share.index].extend(completions)
+                    call.finish(share, results[share.index])
+            return results
+
+    def check(self, request: GenerationRequest, *, where: str = "the request") -> None:
+        """Raise EngineError for a request that cannot be sampled."""
+        check_request(
+            where,
+            request,
+            vocab_size=self._traits.vocab_size,
+            max_context=self._max_context,
+            can_decode=self._decode is not None,
+        )
+
+    def canary(self, token_ids: Sequence[int]) -> CanaryReading:
+        """See :meth:`Engine.canary`. Half of the sequence is prefilled, the rest goes through the KV cache.
+
+        Works while paused, and between two tokens of a call that generates.
+
+        Raises:
+            EngineError: closed, or fewer than two tokens, or tokens that the model does not know.
+        """
+        if len(token_ids) < 2:
+            self._open_model()
+            raise EngineError(f"a canary of {len(token_ids)} tokens has no logprob", remedy="give at least two tokens")
+        logprobs = self.score("the canary", token_ids)
+        targets = torch.tensor(token_ids[1:], device=logprobs.device)
+        read = logprobs.gather(-1, targets[:, None]).squeeze(-1).tolist()
+        return CanaryReading(tuple(read), version=self._version, session_id=self._session_id)
+
+    def score(self, what: str, token_ids: Sequence[int]) -> Tensor:
+        """Logprobs [T - 1, V] at temperature 1 of what follows each of ``token_ids`` [T] but the last.
+
+        Computed by the code that generates. ``what`` names the sequence in errors.
+        """
+        with self.exclusive() as model:
+            check_tokens(what, token_ids, vocab_size=self._traits.vocab_size, max_context=self._max_context)
+            with generation_mode(model):
+                return self._score(model, list(token_ids))
+
+    @contextmanager
+    def exclusive(self) -> Iterator[PreTrainedModel | PeftModel]:
+        """The model to oneself, to read or to change; generation goes on afterwards. Works while paused."""
+        with self._gate.guest():
+            yield self._open_model()
+
+    def set_version(self, version: int) -> None:
+        """See :meth:`Engine.set_version`."""
+        self._open_model()
+        self._version = version
+
+    def health(self) -> EngineHealth:
+        """See :meth:`Engine.health`."""
+        self._open_model()
+        return EngineHealth(
+            ready=not self._gate.paused,
+            version=self._version,
+            session_id=self._session_id,
+            paused=self._gate.paused,
+            detail="paused" if self._gate.paused else "",
+        )
+
+    def pause(self, *, mode: PauseMode = "keep") -> None:
+        """Refuse new calls, and return when none computes any more.
+
+        ``keep`` holds what another thread is generating between two tokens, until :meth:`resume`; ``drain``
+        lets it finish; ``abort`` ends it at its next token: what is unfinished gets the finish reason ``abort``.
+        """
+        self.begin_pause(mode)
+        self._gate.wait_for_pause(mode)
+
+    def begin_pause(self, mode: PauseMode) -> None:
+        """The first half of :meth:`pause`: returns at once, while calls may still compute."""
+        self._open_model()
+        self._gate.begin_pause(mode)
+
+    def resume(self) -> None:
+        """See :meth:`Engine.resume`."""
+        self._open_model()
+        self._gate.resume()
+
+    def close(self) -> None:
+        """Let go of the model. A call that is still running in another thread ends with EngineError."""
+        self._gate.close()
+        self._model = None
+
+    def _run(self, call: _Call, shares: Sequence[Share]) -> Rows:
+        """Generate one batch. ``live`` [R] are rows still growing, ``node`` [R] the decoder's row of each."""
+        model, device = call.model, call.model.device
+        self._give_way(call)
+        rows = Rows(shares, end_token_ids=self._eos_token_ids, decode=self._decode, version=self._version)
+        if self._gate.aborting:
+            return rows
+        prompts = [share.request.prompt_ids for share in shares]
+        params = [share.request.params for share in shares]
+        uniforms = _draw(shares, rows.max_tokens)
+        live, node = rows.all, rows.share
+        decoder = Decoder(model, traits=self._traits, prompts=prompts, pad_token_id=self._pad_token_id)
+        logits = decoder.prefill()
+        sampling = RowSampling.of(params, vocab_size=logits.shape[-1], device=device)
+        histories = Histories(
+            shares,
+            sampling=sampling,
+            logits=logits,
+            end_token_ids=self._eos_token_ids,
+            guide=self._guide,
+            pieces=self._pieces,
+        )
+        for step in range(rows.max_tokens):
+            banned = histories.banned(node, length=step)
+            distributions = process_logits(
+                logits, sampling, seen=histories.seen, counts=histories.counts, banned=banned
+            )
+            tokens, logprobs = _sample_rows(distributions, node, uniforms[live, step], sampling=sampling)
+            if not np.isfinite(logprobs).all():
+                raise EngineError(
+                    f"the model's logits are not finite at completion token {step + 1}",
+                    remedy="the weights have NaN or infinite values: lower the learning rate or resume earlier",
+                )
+            growing = rows.record(live, step=step, tokens=tokens, logprobs=logprobs, version=self._version)
+            if call.listener is not None:
+                growing &= call.tell(rows, live, tokens, logprobs, distributions=distributions, node=node)
+            ended, live, node, tokens = live[~growing], live[growing], node[growing], tokens[growing]
+            if call.finished is not None and ended.size:
+                for share, completions in rows.complete(ended, live):
+                    call.finish(share, completions)
+            if live.size == 0 or self._gate.aborting:
+                break
+            call.deadline.check(f"{call.done + len(rows.all) - live.size} of {call.total} sequences finished")
+            # Between a token and the forward pass on it, so that a token's version is that of its logits.
+            self._give_way(call)
+            if self._gate.aborting:
+                break
+            parents, inputs, node = branch(
+                node, tokens, width=logits.shape[0], vocab_size=logits.shape[1], filler=self._pad_token_id
+            )
+            fed = torch.from_numpy(inputs).to(device)
+            if parents is not None:
+                picked = torch.from_numpy(parents).to(device)
+                decoder.fork(picked)
+                sampling = sampling.take(picked)
+                histories.fork(parents, picked)
+            histories.append(inputs, fed)
+            logits = decoder.step(fed)
+        return rows
+
+    def _pieces(self) -> list[str]:
+        """The text of each token; found once."""
+        assert self._decode is not None  # check() sees to it
+        if not self._texts:
+            size = self._traits.vocab_size
+            self._texts = token_pieces(self._decode, vocab_size=size, special_token_ids=self._special_token_ids)
+        return self._texts
+
+    def _guide(self, pattern: str) -> RegexGuide:
+        if pattern not in self._guides:
+            guide = RegexGuide(pattern, pieces=self._pieces(), end_token_ids=self._eos_token_ids)
+            self._guides = {pattern: guide}  # a run has one
+        return self._guides[pattern]
+
+    def _give_way(self, call: _Call) -> None:
+        def enter() -> AbstractContextManager[None]:
+            return generation_mode(call.model)
+
+        self._gate.between_tokens(call.deadline, mode=call.mode, enter=enter)
+
+    def _score(self, model: PreTrainedModel | PeftModel, token_ids: list[int]) -> Tensor:
+        split = max(1, len(token_ids) // 2)
+        decoder = Decoder(model, traits=self._traits, prompts=[token_ids[:split]], pad_token_id=self._pad_token_id)
+        logits = [decoder.prefill(last_only=False)]
+        decoder.fork(torch.zeros(1, dtype=torch.int64, device=model.device))
+        if rest := token_ids[split:-1]:
+            logits.append(decoder.extend(torch.tensor([rest], device=model.device)))
+        return torch.cat(logits, dim=1)[0, : len(token_ids) - 1].float().log_softmax(-1)
+
+    def _open_model(self) -> PreTrainedModel | PeftModel:
+        self._gate.check_open()
+        assert self._model is not None
+        return self._model
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of ``generate``: what goes along with its batches. ``done`` of ``total`` sequences have ended."""
+
+    model: PreTrainedModel | PeftModel
+    deadline: Deadline
+    mode: ExitStack
+    listener: Listener | None
+    top_logprobs: int
+    finished: Finished | None
+    total: int
+    done: int = 0
+    told: set[int] = field(default_factory=set)
+
+    def finish(self, share: Share, completions: list[Completion]) -> None:
+        """Tell of the share's request, once, if these are all of its completions."""
+        if self.finished is not None and share.index not in self.told and len(completions) == share.request.n:
+            self.told.add(share.index)
+            self.finished(share.index, completions)
+
+    def tell(
+        self,
+        rows: Rows,
+        live: np.ndarray,
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        *,
+        distributions: Tensor,
+        node: np.ndarray,
+    ) -> np.ndarray:
+        """Tell the listener of a step of the rows ``live`` [L]; bool [L], false for those nobody waits for."""
+        assert self.listener is not None
+        top_ids = top_logprobs = None
+        if self.top_logprobs:
+            top = distributions.topk(min(self.top_logprobs, distributions.shape[-1]), dim=-1)
+            top_ids, top_logprobs = top.indices.cpu().numpy()[node], top.values.cpu().numpy()[node]
+        dropped = self.listener(
+            Step(
+                requests=rows.request[live],
+                completions=rows.completion[live],
+                token_ids=tokens,
+                logprobs=logprobs,
+                reasons=rows.reasons(live),
+                top_ids=top_ids,
+                top_logprobs=top_logprobs,
+            )
+        )
+        return ~np.isin(rows.request[live], list(dropped))
+
+
+def _draw(shares: Sequence[Share], steps: int) -> np.ndarray:
+    """Uniforms [rows, steps] of all completions of the shares; see :func:`draw_uniforms`."""
+    keys = [(share.request.seed, j) for share in shares for j in range(share.first, share.first + share.count)]
+    return draw_uniforms(keys, steps)
+
+
+def _sample_rows(
+    logprobs: Tensor, node: np.ndarray, uniforms: np.ndarray, *, sampling: RowSampling
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and logprobs [R] of rows that draw from distributions ``node`` [R] of ``logprobs`` [N, V]."""
+    device = logprobs.device
+    # Past its last fork the batch has one sequence to a row, in order: nothing to pick.
+    if node.size != logprobs.shape[0] or not np.array_equal(node, np.arange(node.size)):
+        picked = torch.from_numpy(node).to(device)
+        logprobs = logprobs.index_select(0, picked)
+        greedy = None if sampling.greedy is None else sampling.greedy.index_select(0, picked)
+    else:
+        greedy = sampling.greedy
+    drawn = None if sampling.all_greedy else torch.from_numpy(uniforms).to(device)
+    tokens, chosen = sample(logprobs, drawn, greedy=greedy)
+    return tokens.cpu().numpy(), chosen.cpu().numpy()

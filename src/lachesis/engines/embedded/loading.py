@@ -1,0 +1,93 @@
+"""A transformers model and its tokenizer from a directory, as an inference server needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from lachesis.common.errors import ConfigError, ModelError
+
+
+def load_causal_lm(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
+    """The model in evaluation mode, every weight of it read from safetensors; no code comes with it.
+
+    Args:
+        path: directory, or hub id.
+        dtype: torch's name; ``auto`` is that of the checkpoint, and float32 on the CPU.
+        device: torch's name; ``auto`` is the GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+        ModelError: there is no such model, or its weights are not whole.
+    """
+    place = _place(device)
+    chosen: Any = dtype
+    if dtype == "auto" and place.type == "cpu":
+        chosen = "float32"
+    with _loading(path):
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            str(path),
+            dtype=chosen if chosen == "auto" else getattr(torch, chosen),
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    model, loaded = found
+    for what in ("missing_keys", "mismatched_keys"):
+        if names := sorted(map(str, loaded.get(what) or ())):
+            raise ModelError(
+                f"the checkpoint {path} is not whole: {what.replace('_', ' ')} {', '.join(names[:3])}",
+                remedy="save the whole model there again",
+            )
+    return model.requires_grad_(False).eval().to(place)
+
+
+def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer in ``path``. Raises ModelError where there is none."""
+    with _loading(path):
+        return AutoTokenizer.from_pretrained(str(path))
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Tokens that end a completion: the generation config's and the tokenizer's."""
+    configured = model.generation_config.eos_token_id if model.generation_config else None
+    ids = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
+    return tuple(sorted({i for i in ids if isinstance(i, int)}))
+
+
+def context_length(model: PreTrainedModel) -> int:
+    """Tokens that the model has positions for; architectures without a limit get a very large number."""
+    config = model.config.get_text_config(decoder=True)
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    return next((limit for limit in limits if limit), 1 << 30)
+
+
+def _place(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    remedy = "use auto, cpu, cuda or cuda:N"
+    if device.partition(":")[0] not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {device} is not known", remedy=remedy)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"--device {device} cannot be used: {reason}", remedy=remedy) from error
+    return torch.device(device)
+
+
+@contextmanager
+def _loading(path: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelError(
+            f"nothing can be loaded from {str(path)!r}: {lines[0]}",
+            remedy="name a directory with config.json, tokenizer and model.safetensors",
+        ) from error

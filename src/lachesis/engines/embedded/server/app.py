@@ -1,0 +1,219 @@
+"""The embedded engine as a server process: the HTTP contract of the vLLM server, on any machine."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from lachesis.common.errors import ConfigError
+from lachesis.engines.embedded.engine import EmbeddedEngine
+from lachesis.engines.embedded.loading import context_length, end_token_ids, load_causal_lm, load_tokenizer
+from lachesis.engines.embedded.server.openai import OpenAIRoutes
+from lachesis.engines.embedded.server.served import EmbeddedBackend
+from lachesis.engines.embedded.server.weights import EmbeddedWeights
+from lachesis.engines.serving.routes import engine_routes
+from lachesis.engines.serving.served import ModelInfo
+from lachesis.engines.serving.session import Session, new_session, remove_session, write_session
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_S = 75
+_SHUTDOWN_S = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedServerOptions:
+    """Options of ``lachesis serve --engine embedded``.
+
+    Args:
+        model: directory or hub id of a causal language model in safetensors.
+        tokenizer: of another place than the model's.
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+        dtype: of the weights; ``auto`` is the checkpoint's on a GPU, float32 on the CPU.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        max_model_len: most tokens of prompt and completion together; the model's own limit if unset.
+        max_num_seqs: completions generated at the same time.
+        enable_lora: whether adapters may be loaded.
+        max_lora_rank: of the adapters.
+        adapter_roots: directories that adapters and checkpoints are loaded from, and bridge files written to.
+        served_model_name: what clients call the model; its path if unset.
+        session_token: secret of the weight-changing routes; from LACHESIS_SESSION_TOKEN, or random, if unset.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 9001
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    enable_lora: bool = False
+    max_lora_rank: int = 64
+    adapter_roots: tuple[Path, ...] = ()
+    served_model_name: str | None = None
+    session_token: str | None = None
+
+
+def serve_embedded(options: EmbeddedServerOptions, *, on_ready: Callable[[str], None] | None = None) -> None:
+    """Load the model and serve it until SIGINT or SIGTERM; the signal is raised anew at the end.
+
+    Args:
+        options: what to serve, and where.
+        on_ready: called with the address, as in ``http://127.0.0.1:9001``, once the model is loaded.
+
+    Raises:
+        ConfigError: an option cannot be used, or the port is taken.
+        ModelError: the model or its tokenizer cannot be loaded.
+        EngineError: the session file cannot be written.
+    """
+    _check(options)
+    listener = _listen(options)
+    session: Session | None = None
+    backend: EmbeddedBackend | None = None
+    try:
+        session = new_session(
+            host=options.host,
+            port=listener.getsockname()[1],
+            adapter_roots=options.adapter_roots,
+            token=options.session_token,
+        )
+        backend = build_backend(options, session=session)
+        write_session(session)
+        if on_ready is not None:
+            on_ready(session.url)
+        config = uvicorn.Config(
+            build_app(backend, session=session), log_config=None, access_log=False, http="httptools", ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_SHUTDOWN_S, server_header=False,
+        )  # fmt: skip
+        uvicorn.Server(config).run(sockets=[listener])
+    finally:
+        listener.close()
+        if backend is not None:
+            backend.close()
+        if session is not None:
+            remove_session(session)
+
+
+def build_backend(options: EmbeddedServerOptions, *, session: Session) -> EmbeddedBackend:
+    """Load the model, and an engine around it.
+
+    Raises:
+        ConfigError: ``max_model_len`` is more than the model has positions for.
+        ModelError: it cannot be loaded.
+    """
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
+    model = load_causal_lm(options.model, dtype=options.dtype, device=options.device)
+    limit = context_length(model)
+    max_model_len = limit if options.max_model_len is None else options.max_model_len
+    if max_model_len > limit:
+        raise ConfigError(
+            f"--max-model-len {max_model_len} is more than the model's {limit} positions", remedy="lower it"
+        )
+    ends = end_token_ids(model, tokenizer)
+    pad = tokenizer.pad_token_id
+    engine = EmbeddedEngine(
+        model,
+        eos_token_ids=ends,
+        pad_token_id=pad if isinstance(pad, int) else 0,
+        max_batch_size=options.max_num_seqs,
+        max_context=max_model_len,
+        decode=lambda ids: str(tokenizer.decode(list(ids))),
+        special_token_ids=tokenizer.all_special_ids,
+        session_id=session.session_id,
+    )
+    max_rank = options.max_lora_rank if options.enable_lora else 0
+    weights = EmbeddedWeights(engine, model, path=options.model, max_lora_rank=max_rank)
+    info = ModelInfo(
+        model=options.model,
+        served_names=(options.served_model_name or options.model,),
+        dtype=weights.dtype,
+        vocab_size=weights.vocab_size,
+        max_model_len=max_model_len,
+        tensor_parallel_size=1,
+        device=weights.device,
+        lora_enabled=options.enable_lora,
+        max_lora_rank=max_rank,
+    )
+    return EmbeddedBackend(
+        engine=engine,
+        weights=weights,
+        tokenizer=tokenizer,
+        info=info,
+        session=session,
+        max_num_seqs=options.max_num_seqs,
+    )
+
+
+def build_app(backend: EmbeddedBackend, *, session: Session) -> Starlette:
+    """The application over a backend; when it ends, so do the backend and the session."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            # Here, for after this uvicorn raises the signal anew, which ends the process.
+            remove_session(session)
+            backend.close()
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        document = {"error": {"type": "EngineError", "message": message, "remedy": "check the path and the method"}}
+        return JSONResponse(document, status_code=error.status_code, headers=error.headers)
+
+    return Starlette(
+        routes=[
+            *engine_routes(backend, session=session, adapter_roots=session.adapter_roots),
+            *OpenAIRoutes(backend).routes(),
+        ],
+        lifespan=lifespan,
+        exception_handlers={HTTPException: refuse},
+    )
+
+
+def _listen(options: EmbeddedServerOptions) -> socket.socket:
+    """The port, taken but refusing connections: those are accepted once the model is loaded."""
+    bound = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((options.host, options.port))
+        # Connections inherit it. asyncio sets it only where a socket names its protocol, and without it the body of
+        # every answer waits 40 ms for the acknowledgement of its head.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return bound
+    except OSError as error:
+        bound.close()
+        raise ConfigError(
+            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}",
+            remedy="choose another --port, or stop what uses this one",
+        ) from error
+
+
+def _check(options: EmbeddedServerOptions) -> None:
+    positive = {
+        "--max-model-len": options.max_model_len,
+        "--max-num-seqs": options.max_num_seqs,
+        "--max-lora-rank": options.max_lora_rank,
+    }
+    for name, value in positive.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}", remedy="give a number of 1 or above")
+    if options.dtype not in ("auto", "float32", "float16", "bfloat16", "float64"):
+        raise ConfigError(f"--dtype {options.dtype} is not known", remedy="use auto, bfloat16, float16 or float32")
+    for root in options.adapter_roots:
+        # One that is not there yet may come: a run makes its directory once everything else has been checked.
+        if root.exists() and not root.is_dir():
+            raise ConfigError(f"--adapter-root {root} is no directory", remedy="name one")

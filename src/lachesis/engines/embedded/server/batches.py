@@ -1,0 +1,233 @@
+"""Requests of many clients, gathered into batches for one embedded engine. None is lost, whatever pauses."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError, LachesisError
+from lachesis.common.types import FinishReason, GenerationRequest
+from lachesis.engines.base import PauseMode
+from lachesis.engines.embedded.engine import EmbeddedEngine, Step
+from lachesis.engines.embedded.gate import EnginePaused
+
+logger = logging.getLogger(__name__)
+
+# Requests that are sent together arrive some milliseconds apart; a batch that has begun takes in no others.
+_GATHER_S = 0.005
+
+
+@dataclass(slots=True)
+class Growing:
+    """One completion that grows. ``times`` [T] are ``time.monotonic()`` at each token."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[dict[int, float]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    reason: FinishReason | None = None
+
+
+class Job:
+    """One request on its way: filled by the engine's thread, read by its client.
+
+    Args:
+        request: what to generate.
+        top_logprobs: how many of the likeliest tokens to note at each place.
+        notify: called from the engine's thread when there is something new.
+    """
+
+    def __init__(self, request: GenerationRequest, *, top_logprobs: int, notify: Callable[[], None]) -> None:
+        self.request = request
+        self.top_logprobs = top_logprobs
+        self.sequences = [Growing() for _ in range(request.n)]
+        self.submitted = time.monotonic()
+        self.error: LachesisError | None = None
+        self.cancelled = False
+        self._notify = notify
+
+    @property
+    def done(self) -> bool:
+        """Whether every completion has ended, or the request has failed."""
+        return self.error is not None or all(sequence.reason for sequence in self.sequences)
+
+    def tell(self) -> None:
+        """Wake the client, unless it has gone."""
+        if not self.cancelled:
+            self._notify()
+
+    def end(self, error: LachesisError | None = None) -> None:
+        """End what has not ended: with ``error``, or with the finish reason ``abort``."""
+        if self.done:
+            return
+        self.error = error
+        for sequence in self.sequences:
+            sequence.reason = sequence.reason or "abort"
+        self.tell()
+
+
+class BatchRunner:
+    """A thread that generates one batch after the other.
+
+    Args:
+        engine: used by this thread alone, but for pauses and what goes in between tokens.
+        max_sequences: completions gathered into one batch.
+    """
+
+    def __init__(self, engine: EmbeddedEngine, *, max_sequences: int) -> None:
+        self._engine = engine
+        self._max_sequences = max_sequences
+        self._changed = threading.Condition()
+        self._queue: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._mode: PauseMode | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="embedded-generation", daemon=True)
+        self._thread.start()
+
+    @property
+    def paused(self) -> bool:
+        """Whether requests wait."""
+        return self._mode is not None
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests are still served."""
+        return self._thread.is_alive() and not self._closed
+
+    def submit(self, job: Job) -> None:
+        """Queue a request; while paused it waits. Raises EngineError once closed."""
+        with self._changed:
+            if self._closed:
+                raise EngineError("the server is shutting down", remedy="start it again")
+            self._queue.append(job)
+            self._changed.notify_all()
+
+    def pause(self, mode: PauseMode) -> None:
+        """Let ``abort`` end all requests, ``drain`` finish those that have begun, ``keep`` hold them."""
+        with self._changed:
+            self._mode = mode
+            # Both at once, so that a resume comes before both or after both.
+            self._engine.begin_pause(mode)
+            waiting = list(self._queue) if mode == "abort" else []
+            if mode == "abort":
+                self._queue.clear()
+        for job in waiting:
+            job.end()
+        self._engine.pause(mode=mode)
+
+    def resume(self) -> None:
+        """Go on with what was held, then with what waits."""
+        with self._changed:
+            self._mode = None
+            self._engine.resume()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End everything; requests that have not ended fail. Idempotent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._engine.close()
+        self._thread.join(timeout=10)
+        for job in [*self._running, *self._queue]:
+            job.end(EngineError("the server is shutting down", remedy="start it again"))
+
+    def _run(self) -> None:
+        while jobs := self._gather():
+            self._running = jobs
+            try:
+                self._generate(jobs)
+            except EnginePaused:
+                self._put_back(jobs)
+            except LachesisError as error:
+                logger.error("a batch of %d requests failed: %s", len(jobs), error)
+                _end(jobs, error)
+            except Exception as error:
+                logger.exception("a batch of %d requests failed", len(jobs))
+                failure = EngineError(
+                    f"generation failed: {type(error).__name__}: {error}", remedy="see the server's log"
+                )
+                _end(jobs, failure)
+            self._running = []
+
+    def _gather(self) -> list[Job]:
+        """The next batch; none once closed."""
+        with self._changed:
+            while not self._closed:
+                self._changed.wait_for(lambda: self._closed or (self._queue and not self._mode))
+                arrived = -1
+                # As long as more of them come, and the batch is not full.
+                while not self._closed and arrived < len(self._queue) < self._max_sequences:
+                    arrived = len(self._queue)
+                    self._changed.wait(_GATHER_S)
+                jobs = self._take()
+                if jobs:
+                    return jobs
+            return []
+
+    def _take(self) -> list[Job]:
+        jobs: list[Job] = []
+        room = self._max_sequences
+        while self._queue and not self._mode and not self._closed:
+            if jobs and self._queue[0].request.n > room:
+                break
+            job = self._queue.popleft()
+            if not job.cancelled:
+                jobs.append(job)
+                room -= job.request.n
+        return jobs
+
+    def _put_back(self, jobs: Sequence[Job]) -> None:
+        """A pause came between gathering and generating: nothing of these has begun."""
+        with self._changed:
+            aborted = self._mode == "abort"
+            if not aborted:
+                self._queue.extendleft(reversed(jobs))
+        if aborted:
+            _end(jobs, None)
+
+    def _generate(self, jobs: Sequence[Job]) -> None:
+        def listener(step: Step) -> Collection[int]:
+            _note(jobs, step)
+            return [i for i, job in enumerate(jobs) if job.cancelled]
+
+        self._engine.generate(
+            [job.request for job in jobs],
+            deadline=Deadline("generation of a batch", None),
+            listener=listener,
+            top_logprobs=max(job.top_logprobs for job in jobs),
+        )
+        # Those that a pause has cut short were not among the steps.
+        _end(jobs, None)
+
+
+def _note(jobs: Sequence[Job], step: Step) -> None:
+    """Write a step into the jobs and wake their clients."""
+    now = time.monotonic()
+    columns = (step.requests, step.completions, step.token_ids, step.logprobs)
+    told: dict[int, Job] = {}
+    for row, (request, index, token, logprob) in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        job = jobs[request]
+        sequence = job.sequences[index]
+        if job.top_logprobs and step.top_ids is not None and step.top_logprobs is not None:
+            likeliest = zip(step.top_ids[row].tolist(), step.top_logprobs[row].tolist(), strict=True)
+            sequence.top.append({token: logprob} | dict(list(likeliest)[: job.top_logprobs]))
+        sequence.logprobs.append(logprob)
+        sequence.times.append(now)
+        # Last, for a client that reads meanwhile takes its length as the length of all.
+        sequence.token_ids.append(token)
+        sequence.reason = step.reasons[row]
+        told[request] = job
+    for job in told.values():
+        job.tell()
+
+
+def _end(jobs: Sequence[Job], error: LachesisError | None) -> None:
+    for job in jobs:
+        job.end(error)

@@ -1,0 +1,361 @@
+"""The embedded engine behind a server's routes."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import PreTrainedTokenizerBase
+
+from lachesis.common.errors import EngineError
+from lachesis.common.types import GenerationRequest, SamplingParams
+from lachesis.engines.base import PauseMode
+from lachesis.engines.embedded.engine import EmbeddedEngine
+from lachesis.engines.embedded.server.batches import BatchRunner, Growing, Job
+from lachesis.engines.embedded.server.receiver import Receiver
+from lachesis.engines.embedded.server.text import GrowingText, cut_at_stop
+from lachesis.engines.embedded.server.weights import EmbeddedWeights
+from lachesis.engines.serving.served import (
+    AdapterStatus,
+    DigestRequest,
+    GenerateChunk,
+    GeneratedSequence,
+    GenerateRequest,
+    GenerateResult,
+    ModelInfo,
+    ReceiverSpec,
+    ReceiverStatus,
+    Refused,
+    ServedEngine,
+    TensorInfo,
+)
+from lachesis.engines.serving.session import Session
+
+T = TypeVar("T")
+
+# vLLM's fields that this engine knows in one value only.
+_NEUTRAL: Mapping[str, Any] = {
+    "ignore_eos": False, "detokenize": True, "spaces_between_special_tokens": True,
+}  # fmt: skip
+_FIELDS = frozenset(_NEUTRAL) | {
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output",
+    "structured_outputs",
+}  # fmt: skip
+_MAX_TOKENS = 16  # vLLM's, where a request says nothing
+_CONTROL_THREADS = 16
+
+
+class EmbeddedBackend(ServedEngine):
+    """A :class:`ServedEngine` over an embedded engine.
+
+    Args:
+        engine: with a decoder of text, used by nobody else.
+        weights: of the same engine.
+        tokenizer: of the same model.
+        info: what the server says about the model.
+        session: of the server.
+        max_num_seqs: completions generated at the same time.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: EmbeddedEngine,
+        weights: EmbeddedWeights,
+        tokenizer: PreTrainedTokenizerBase,
+        info: ModelInfo,
+        session: Session,
+        max_num_seqs: int,
+    ) -> None:
+        self._engine = engine
+        self._weights = weights
+        self._tokenizer = tokenizer
+        self._info = info
+        self._session = session
+        self._runner = BatchRunner(engine, max_sequences=max_num_seqs)
+        self._receiver = Receiver(device=weights.device)
+        self._threads = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="embedded-control")
+        self._paused = self._asleep = False
+
+    @property
+    def kind(self) -> str:
+        return "embedded"
+
+    @property
+    def sampling_fields(self) -> frozenset[str]:
+        return _FIELDS
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """For routes that render chats."""
+        return self._tokenizer
+
+    def model_info(self) -> ModelInfo:
+        return self._info
+
+    async def generate(self, request: GenerateRequest) -> GenerateResult:
+        job, news = self._submit(request)
+        try:
+            while not job.done:
+                await news.wait()
+                news.clear()
+        finally:
+            job.cancelled = not job.done
+        if job.error is not None:
+            raise job.error
+        return GenerateResult(
+            prompt=request.prompt,
+            prompt_token_ids=job.request.prompt_ids,
+            completions=tuple(self._completion(sequence, job=job, request=request) for sequence in job.sequences),
+            prompt_logprobs=await self._prompt_logprobs(job.request.prompt_ids, request.prompt_logprobs),
+        )
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+        if request.prompt_logprobs is not None:
+            raise Refused("prompt_logprobs cannot be streamed", remedy="send stream: false")
+        job, news = self._submit(request)
+        texts = [self._text(request) for _ in job.sequences]
+        sent = [0] * len(texts)
+        open_ones = set(range(len(texts)))
+        first = True
+        try:
+            while open_ones:
+                await news.wait()
+                news.clear()
+                if job.error is not None:
+                    raise job.error
+                for index in sorted(open_ones):
+                    sequence = job.sequences[index]
+                    # In this order: what ends comes after all tokens are there.
+                    reason, length = sequence.reason, len(sequence.token_ids)
+                    if reason is None and length == sent[index]:
+                        continue
+                    chunk = self._chunk(
+                        index, sequence, job=job, request=request, start=sent[index], stop=length, text=texts[index]
+                    )
+                    sent[index] = length
+                    yield replace(chunk, prompt_token_ids=job.request.prompt_ids) if first else chunk
+                    first = False
+                    if chunk.finish_reason is not None:
+                        open_ones.discard(index)
+        finally:
+            job.cancelled = not job.done
+
+    async def canary(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        return (await self._in_thread(lambda: self._engine.canary(token_ids))).logprobs
+
+    async def digests(self, request: DigestRequest) -> dict[str, int]:
+        return await self._in_thread(lambda: self._weights.digests(request))
+
+    async def load_adapter(self, *, name: str, path: Path) -> None:
+        await self._in_thread(lambda: self._weights.load_adapter(name=name, path=path))
+
+    async def unload_adapter(self, *, name: str) -> None:
+        await self._in_thread(lambda: self._weights.unload_adapter(name=name))
+
+    def adapter(self) -> AdapterStatus | None:
+        return self._weights.adapter
+
+    async def start_receiver(self, spec: ReceiverSpec) -> None:
+        await self._in_thread(lambda: self._weights.check_receivable(spec))
+        self._receiver.start(spec)
+
+    def receiver(self) -> ReceiverStatus:
+        return self._receiver.status
+
+    async def receive(self) -> None:
+        def receive() -> None:
+            self._weights.apply(*self._receiver.receive())
+
+        await self._in_thread(receive)
+
+    async def stop_receiver(self) -> None:
+        await self._in_thread(self._receiver.stop)
+
+    async def export_shared(self, path: Path) -> None:
+        await self._in_thread(lambda: self._weights.export_shared(path, session=self._session, engine=self.kind))
+
+    async def state_dict_info(self) -> dict[str, TensorInfo]:
+        return self._weights.state_dict_info()
+
+    async def reload(self, path: Path) -> None:
+        await self._in_thread(lambda: self._weights.reload(path))
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._paused = True
+        await self._in_thread(lambda: self._runner.pause(mode))
+
+    async def resume(self) -> None:
+        self._paused = False
+        if not self._asleep:
+            self._runner.resume()
+
+    async def is_paused(self) -> bool:
+        return self._paused
+
+    async def sleep(self, level: int) -> None:
+        """Both levels move the weights to the host, where they are on a GPU; level 2 need not forget them."""
+        if not self._asleep:
+            self._asleep = True
+            await self._in_thread(lambda: self._runner.pause("keep"))
+            try:
+                await self._in_thread(lambda: self._weights.move("cpu"))
+            except EngineError:
+                await self.wake_up()
+                raise
+
+    async def wake_up(self) -> None:
+        if self._asleep:
+            await self._in_thread(lambda: self._weights.move(self._info.device))
+            self._asleep = False
+            if not self._paused:
+                self._runner.resume()
+
+    async def is_sleeping(self) -> bool:
+        return self._asleep
+
+    async def reset_prefix_cache(self) -> None:
+        """This engine keeps no prefixes from one batch to the next."""
+
+    async def health(self) -> None:
+        if not self._runner.alive:
+            raise EngineError("the engine's thread has ended", remedy="start the server again")
+
+    def close(self) -> None:
+        """End everything. Idempotent."""
+        self._receiver.stop()
+        self._runner.close()
+        self._weights.close()
+        self._threads.shutdown(wait=False)
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def _submit(self, request: GenerateRequest) -> tuple[Job, asyncio.Event]:
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
+
+        def notify() -> None:
+            with suppress(RuntimeError):  # the loop was closed, and the client with it
+                loop.call_soon_threadsafe(news.set)
+
+        job = Job(self._request(request), top_logprobs=request.logprobs or 0, notify=notify)
+        self._runner.submit(job)
+        return job, news
+
+    def _request(self, request: GenerateRequest) -> GenerationRequest:
+        """The engine's request. Refused (400) where it cannot be sampled."""
+        sampling = request.sampling
+        for name, neutral in _NEUTRAL.items():
+            if sampling.get(name, neutral) != neutral:
+                raise Refused(f"the embedded engine does not know {name}", remedy=f"leave it at {neutral}, or use vLLM")
+        prompt_ids = request.prompt_token_ids
+        if prompt_ids is None:
+            prompt_ids = tuple(self._tokenizer(request.prompt)["input_ids"])  # type: ignore[arg-type]
+        room = self._info.max_model_len - len(prompt_ids)
+        wanted = GenerationRequest(
+            prompt_ids,
+            SamplingParams(
+                max_tokens=sampling.get("max_tokens", max(1, min(_MAX_TOKENS, room))),
+                top_k=max(0, sampling.get("top_k", 0)),
+                stop=tuple(sampling.get("stop", ())),
+                stop_token_ids=tuple(sampling.get("stop_token_ids", ())),
+                temperature=float(sampling.get("temperature", 1.0)),
+                top_p=float(sampling.get("top_p", 1.0)),
+                min_p=float(sampling.get("min_p", 0.0)),
+                repetition_penalty=float(sampling.get("repetition_penalty", 1.0)),
+                min_tokens=sampling.get("min_tokens", 0),
+                presence_penalty=float(sampling.get("presence_penalty", 0.0)),
+                frequency_penalty=float(sampling.get("frequency_penalty", 0.0)),
+                guided_regex=_regex(sampling.get("structured_outputs")),
+            ),
+            n=request.n,
+            seed=sampling.get("seed", secrets.randbits(63)),
+        )
+        try:
+            self._engine.check(wanted)
+        except EngineError as error:
+            raise Refused(error.message, remedy=error.remedy) from error
+        return wanted
+
+    def _decode(self, request: GenerateRequest) -> Callable[[Sequence[int]], str]:
+        skip = request.sampling.get("skip_special_tokens", True)
+        return lambda ids: str(self._tokenizer.decode(list(ids), skip_special_tokens=skip))
+
+    def _text(self, request: GenerateRequest) -> GrowingText:
+        sampling = request.sampling
+        return GrowingText(
+            self._decode(request),
+            stop=sampling.get("stop", ()),
+            include_stop=sampling.get("include_stop_str_in_output", False),
+        )
+
+    def _completion(self, sequence: Growing, *, job: Job, request: GenerateRequest) -> GeneratedSequence:
+        sampling = request.sampling
+        text = self._decode(request)(sequence.token_ids)
+        return GeneratedSequence(
+            text=cut_at_stop(text, sampling.get("stop", ()), include=sampling.get("include_stop_str_in_output", False)),
+            token_ids=tuple(sequence.token_ids),
+            finish_reason=sequence.reason or "abort",
+            token_logprobs=tuple(sequence.logprobs),
+            top_logprobs=tuple(sequence.top) if request.logprobs else None,
+            first_token_time=sequence.times[0] if sequence.times else job.submitted,
+            last_token_time=sequence.times[-1] if sequence.times else job.submitted,
+        )
+
+    def _chunk(
+        self,
+        index: int,
+        sequence: Growing,
+        *,
+        job: Job,
+        request: GenerateRequest,
+        start: int,
+        stop: int,
+        text: GrowingText,
+    ) -> GenerateChunk:
+        reason = sequence.reason if len(sequence.token_ids) == stop else None
+        return GenerateChunk(
+            index=index,
+            text=text.more(sequence.token_ids[:stop], finished=reason is not None),
+            token_ids=tuple(sequence.token_ids[start:stop]),
+            token_logprobs=tuple(sequence.logprobs[start:stop]),
+            top_logprobs=tuple(sequence.top[start:stop]) if request.logprobs else None,
+            finish_reason=reason,
+            time=sequence.times[stop - 1] if stop else job.submitted,
+        )
+
+    async def _prompt_logprobs(
+        self, prompt_ids: Sequence[int], top: int | None
+    ) -> tuple[Mapping[int, float] | None, ...] | None:
+        """Logprobs of the prompt's tokens, and of the ``top`` likeliest at each place."""
+        if top is None:
+            return None
+        if len(prompt_ids) == 1:
+            return (None,)
+        logprobs = await self._in_thread(lambda: self._engine.score("the prompt", prompt_ids).cpu())
+        likeliest = logprobs.topk(min(top, logprobs.shape[-1]), dim=-1)
+        rows: list[Mapping[int, float] | None] = [None]
+        for row, token in enumerate(prompt_ids[1:]):
+            best = zip(likeliest.indices[row].tolist(), likeliest.values[row].tolist(), strict=True)
+            rows.append({token: float(logprobs[row, token])} | dict(best))
+        return tuple(rows)
+
+
+def _regex(structured: Any) -> str | None:
+    """The regular expression of a request's ``structured_outputs``; Refused (400) for what is something else."""
+    if structured is None:
+        return None
+    pattern = structured.get("regex") if isinstance(structured, Mapping) and len(structured) == 1 else None
+    if not isinstance(pattern, str):
+        raise Refused(
+            "structured_outputs: the embedded engine follows a regular expression only",
+            remedy='give {"regex": "..."}, or use vLLM',
+        )
+    return pattern

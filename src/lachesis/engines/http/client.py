@@ -1,0 +1,340 @@
+"""An engine that lives in one or several server processes, reached over HTTP. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError, EngineError, EngineUnreachable, LachesisError, StaleWeights
+from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
+from lachesis.engines.base import Engine, Finished, PauseMode
+from lachesis.engines.http.control import DigestReading, ServerControl, ServerInfo
+from lachesis.engines.http.generation import GenerationCalls
+
+T = TypeVar("T")
+logger = logging.getLogger("lachesis")
+_AGAIN_S = 1.0
+
+
+class HttpEngine(Engine):
+    """One engine out of servers that hold the same weights. Thread-safe.
+
+    Each request goes, with all its ``n`` completions and its seed, to the server with the fewest sequences in
+    flight. What changes weights goes to all servers; what proves them is asked of all, and they have to agree.
+    The sessions are those of the first contact: an answer of another one means that a server was started again
+    and has other weights, and raises :class:`StaleWeights` until :meth:`connect` is called.
+
+    A paused server lets requests wait: :meth:`generate` returns once it is resumed, or raises at its deadline.
+
+    Args:
+        urls: the servers, with or without ``/v1``; their order is that of :attr:`session_ids`.
+        token: of their sessions; by default looked up for each server.
+        control_s: the longest one of the calls that take no deadline may last, in seconds.
+        setting: the configuration key that holds ``control_s``.
+        canary_tolerance: largest difference of a canary logprob between two servers, in nats.
+        max_in_flight: most requests sent at the same time; further ones wait here.
+
+    Raises:
+        ConfigError: no address, a wrong one, or one given twice.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str | None = None,
+        control_s: float = 300.0,
+        setting: str = "deadlines.sync_s",
+        canary_tolerance: float = 0.05,
+        max_in_flight: int = 512,
+    ) -> None:
+        self.controls = tuple(ServerControl(url, token=token) for url in urls)
+        addresses = [control.url for control in self.controls]
+        if not addresses or len(set(addresses)) < len(addresses):
+            raise ConfigError(f"the engine's servers are {addresses}", remedy="name at least one, and each once")
+        self._control_s = control_s
+        self._setting = setting
+        self._tolerance = canary_tolerance
+        self._sessions: tuple[str, ...] = ()
+        self._calls = GenerationCalls(self.controls, max_in_flight=max_in_flight, check_session=self._check_session)
+        self._loop = _LoopThread("lachesis-engine-client")
+        self._threads = ThreadPoolExecutor(len(self.controls), thread_name_prefix="lachesis-engine-control")
+        self._closed = False
+
+    def connect(self, *, deadline: Deadline) -> tuple[ServerInfo, ...]:
+        """Learn who the servers are, and from now on insist on these sessions.
+
+        Raises:
+            EngineError: a server does not answer, or they serve different models.
+        """
+        infos = tuple(self.on_all(lambda server: server.info(deadline=deadline)))
+        for info in infos[1:]:
+            ours, theirs = (_model_identity(which) for which in (infos[0], info))
+            if ours != theirs:
+                raise EngineError(
+                    f"the servers serve different models: {infos[0].url} has {ours}, {info.url} has {theirs}",
+                    remedy="start all of them with the same model and dtype",
+                )
+        self._sessions = tuple(info.session_id for info in infos)
+        return infos
+
+    def connect_when_up(self, *, wait_s: float, deadline: Deadline) -> tuple[ServerInfo, ...]:
+        """:meth:`connect`, asking again for ``wait_s`` seconds while a server gives no answer.
+
+        Raises:
+            EngineError: as :meth:`connect`; of a server without an answer once that time is over.
+            DeadlineExceeded: ``deadline`` passed first.
+        """
+        patience = Deadline("the trainer's wait for the inference servers", wait_s, "engine.wait_s")
+        told = False
+        with patience.waiting():
+            while True:
+                try:
+                    return self.connect(deadline=deadline)
+                except EngineUnreachable as error:
+                    if not patience.remaining_s():
+                        raise
+                    deadline.check(error.message)
+                    if not told:
+                        logger.warning("%s; waiting for it, at most %g s", error.message, wait_s)
+                    told = True
+                time.sleep(min(_AGAIN_S, wait_s))
+
+    @property
+    def session_ids(self) -> tuple[str, ...]:
+        """The servers' sessions, in the order of their addresses. Connects if need be."""
+        if not self._sessions:
+            self.connect(deadline=self._deadline("learning the sessions"))
+        return self._sessions
+
+    @property
+    def session_id(self) -> str:
+        """All sessions as one, joined by commas: what canary readings and health say."""
+        return ",".join(self.session_ids)
+
+    def on_all(self, call: Callable[[ServerControl], T]) -> list[T]:
+        """Call every server at the same time; results in the order of the servers.
+
+        Raises:
+            The first error of a server, without waiting for the others, which may hang for the same reason.
+        """
+        self._check_open()
+        if len(self.controls) == 1:
+            return [call(self.controls[0])]
+        futures = [self._threads.submit(call, control) for control in self.controls]
+        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            if future in done and (error := future.exception()) is not None:
+                raise error
+        return [future.result() for future in futures]
+
+    def claim(self, owner: str, *, takeover: bool = False, deadline: Deadline) -> None:
+        """Claim every server for ``owner``, see :meth:`ServerControl.claim`."""
+        self.on_all(lambda server: server.claim(owner, takeover=takeover, deadline=deadline))
+
+    def release(self, owner: str, *, deadline: Deadline) -> None:
+        """Give the claims of ``owner`` back, see :meth:`ServerControl.release`."""
+        self.on_all(lambda server: server.release(owner, deadline=deadline))
+
+    def generate(
+        self, requests: Sequence[GenerationRequest], *, deadline: Deadline, finished: Finished | None = None
+    ) -> list[list[Completion]]:
+        """See :meth:`Engine.generate`. One failed request fails the call, and the others are cancelled."""
+        self._check_open()
+        if not requests:
+            return []
+        _ = self.session_ids
+        completions = self._loop.run(self._calls.generate(requests, deadline=deadline, finished=finished))
+        deadline.check(f"all {len(requests)} requests have finished, too late")
+        return completions
+
+    def canary(self, token_ids: Sequence[int], *, deadline: Deadline | None = None) -> CanaryReading:
+        """The first server's reading, which all others agree with.
+
+        Raises:
+            StaleWeights: they differ in version, or by more than the tolerance, or one was started again.
+        """
+        sessions = self.session_ids
+        limit = deadline or self._deadline("reading the canary")
+        readings = self.on_all(lambda server: server.canary(token_ids, deadline=limit))
+        self._check_same(sessions, [(reading.session_id, reading.version) for reading in readings])
+        first = readings[0]
+        for control, reading in zip(self.controls[1:], readings[1:], strict=True):
+            worst = _largest_difference(first.logprobs, reading.logprobs)
+            if not worst <= self._tolerance:
+                raise StaleWeights(
+                    f"at version {first.version} the canary logprobs of {control.url} and {self.controls[0].url} "
+                    f"differ by up to {worst:.4g} (allowed {self._tolerance:g})",
+                    remedy="one of the servers did not get the weights; look at their logs",
+                )
+        return CanaryReading(first.logprobs, version=first.version, session_id=",".join(sessions))
+
+    def digests(self, *arguments: Any, deadline: Deadline, **options: Any) -> DigestReading:
+        """As :meth:`ServerControl.digests`, of all servers, which have to agree on every one.
+
+        Raises:
+            StaleWeights: they do not.
+        """
+        sessions = self.session_ids
+        readings = self.on_all(lambda server: server.digests(*arguments, deadline=deadline, **options))
+        self._check_same(sessions, [(reading.session_id, reading.version) for reading in readings])
+        first = readings[0]
+        for control, reading in zip(self.controls[1:], readings[1:], strict=True):
+            names = sorted(first.digests.keys() | reading.digests.keys())
+            other = [name for name in names if first.digests.get(name) != reading.digests.get(name)]
+            if other:
+                raise StaleWeights(
+                    f"at version {first.version} {len(other)} of {len(names)} tensors of {control.url} are not "
+                    f"those of {self.controls[0].url}: {', '.join(other[:3])}{', ...' if len(other) > 3 else ''}",
+                    remedy="one of the servers did not get the weights; look at their logs",
+                )
+        return DigestReading(first.digests, version=first.version, session_id=",".join(sessions))
+
+    def set_version(self, version: int) -> None:
+        """See :meth:`Engine.set_version`."""
+        deadline = self._deadline(f"announcing weight version {version}")
+        self.on_all(lambda server: server.set_version(version, deadline=deadline))
+
+    def health(self) -> EngineHealth:
+        """Ready if all servers are. ``detail`` says which is not, and how it was last seen; see also Engine."""
+        sessions = self.session_ids
+        deadline = self._deadline("asking for the engine's health")
+        found = self.on_all(lambda server: _info_or_reason(server, deadline))
+        infos = [entry for entry in found if isinstance(entry, ServerInfo)]
+        details = [entry for entry in found if isinstance(entry, str)]
+        details += [f"{info.url} is paused" for info in infos if info.paused]
+        details += [f"{info.url} is asleep" for info in infos if info.sleeping]
+        versions = {info.weight_version for info in infos}
+        if len(versions) > 1:
+            details.append("the servers are at weight versions " + ", ".join(map(str, sorted(versions))))
+        now = tuple(info.session_id for info in infos)
+        if len(infos) == len(found) and now != sessions:
+            details.append(f"a server was started again: sessions {','.join(now)}, at first {','.join(sessions)}")
+        return EngineHealth(
+            ready=not details,
+            version=min(versions, default=-1),
+            session_id=",".join(sessions),
+            paused=any(info.paused for info in infos),
+            detail="; ".join(details),
+        )
+
+    def pause(self, *, mode: PauseMode = "keep") -> None:
+        """See :meth:`Engine.pause`. If a server cannot be paused, none stays so."""
+        deadline = self._deadline("pausing the engine")
+        try:
+            self.on_all(lambda server: server.pause(mode=mode, deadline=deadline))
+        except LachesisError:
+            with suppress(LachesisError):  # what went wrong first is the error
+                self.resume()
+            raise
+
+    def resume(self) -> None:
+        """See :meth:`Engine.resume`."""
+        deadline = self._deadline("resuming the engine")
+        self.on_all(lambda server: server.resume(deadline=deadline))
+
+    def close(self) -> None:
+        """Close the connections; requests in flight end with EngineError. The servers go on."""
+        if self._closed:
+            return
+        self._closed = True
+        self._loop.close(self._calls.close)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for control in self.controls:
+            control.close()
+
+    def _deadline(self, what: str) -> Deadline:
+        self._check_open()
+        return Deadline(f"{what} ({len(self.controls)} inference servers)", self._control_s, self._setting)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("the engine client is closed", remedy="make a new one")
+
+    def _check_session(self, control: ServerControl, session_id: str) -> None:
+        expected = self._sessions[self.controls.index(control)]
+        if session_id != expected:
+            raise StaleWeights(
+                f"the server at {control.url} is of session {session_id}, this run works with {expected}",
+                remedy="it was started again or replaced: bring it the weights anew, or stop what took its port",
+            )
+
+    def _check_same(self, sessions: Sequence[str], readings: Sequence[tuple[str, int]]) -> None:
+        """Raise StaleWeights unless each server is of its session and all are at one version."""
+        for control, (session, _) in zip(self.controls, readings, strict=True):
+            self._check_session(control, session)
+        if len({version for _, version in readings}) > 1:
+            shown = ", ".join(f"{c.url}: {v}" for c, (_, v) in zip(self.controls, readings, strict=True))
+            raise StaleWeights(
+                f"the servers are at different weight versions ({shown})",
+                remedy="a transfer did not reach all of them; look at their logs",
+            )
+
+
+class _LoopThread:
+    """An event loop in a daemon thread, started at its first use."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, which is cancelled where the wait for it is interrupted."""
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise EngineError("the engine client is closed", remedy="make a new one")
+            future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._started())
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``last`` and stop the thread."""
+        with self._lock:
+            self._closed = True
+            loop, thread = self._loop, self._thread
+        if loop is None or thread is None:
+            return
+        asyncio.run_coroutine_threadsafe(last(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+            self._thread.start()
+        return self._loop
+
+
+def _info_or_reason(server: ServerControl, deadline: Deadline) -> ServerInfo | str:
+    try:
+        return server.info(deadline=deadline)
+    except LachesisError as error:
+        return error.message
+
+
+def _model_identity(info: ServerInfo) -> str:
+    return f"{info.model.model} ({info.model.dtype}, {info.model.vocab_size} tokens)"
+
+
+def _largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
+    """max |a - b|, NaN if any is NaN, infinite if the lengths differ."""
+    if len(a) != len(b):
+        return float("inf")
+    differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    return float("nan") if any(d != d for d in differences) else max(differences, default=0.0)

@@ -1,0 +1,345 @@
+"""The control routes of one inference server, a method each. Synchronous; every call has a deadline. No torch."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable
+from lachesis.common.http import server_url
+from lachesis.common.types import CanaryReading
+from lachesis.engines.base import PauseMode
+from lachesis.engines.http.replies import malformed, read_reply
+from lachesis.engines.serving.served import DigestSlice, ModelInfo, ReceiverSpec, ReceiverStatus, TensorInfo
+from lachesis.engines.serving.session import session_token
+
+# Connecting is tried this often again: until then nothing has been sent, so nothing can happen twice.
+CONNECT_RETRIES = 2
+_CONNECT_S = 10.0
+# Shorter than the 5 s after which uvicorn closes idle connections, so that none is used that is about to close.
+KEEP_ALIVE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What a server says of itself. ``adapter`` is that of the answer: its name, rank and path, or ``None``."""
+
+    url: str
+    session_id: str
+    weight_version: int
+    paused: bool
+    sleeping: bool
+    owner: str | None
+    engine: str
+    pid: int
+    model: ModelInfo
+    adapter: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class DigestReading:
+    """Exact digests of a server's tensors by name, and the weights that they are of."""
+
+    digests: Mapping[str, int]
+    version: int
+    session_id: str
+
+
+def tls(url: str) -> ssl.SSLContext | bool:
+    """How the server at ``url`` is verified. Made where it is needed, for certificates take long to load."""
+    return httpx.create_ssl_context() if url.startswith("https:") else False
+
+
+class ServerControl:
+    """Talks to one server. Thread-safe.
+
+    Each method raises :class:`EngineError` with the server's own message and remedy
+    (:class:`~lachesis.engines.serving.served.Refused`, which knows the HTTP status, where the server calls it
+    the caller's fault), an EngineError with the server's last known state where it does not answer, and
+    :class:`DeadlineExceeded` once the deadline passes. Nothing is sent twice, except what only reads.
+
+    Args:
+        url: of the server, with or without ``/v1``.
+        token: its session's; by default looked up when needed, as :func:`session_token` does.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None) -> None:
+        self.url = server_url(url)
+        self._given_token = token
+        self._token = token
+        self._seen: tuple[float, str] | None = None
+        # No proxies: a server is this run's own, and the environment's proxy often cannot reach it.
+        self._http = httpx.Client(
+            transport=httpx.HTTPTransport(
+                verify=tls(self.url),
+                retries=CONNECT_RETRIES,
+                limits=httpx.Limits(keepalive_expiry=KEEP_ALIVE_S),
+            ),
+            trust_env=False,
+        )
+
+    def info(self, *, deadline: Deadline) -> ServerInfo:
+        """Who the server is and how it stands."""
+        reply = self._get("/bridge/info", deadline=deadline)
+        names = {field.name for field in fields(ModelInfo)}
+        try:
+            model = ModelInfo(**{name: value for name, value in reply.items() if name in names} | _tuples(reply))
+            info = ServerInfo(
+                url=self.url,
+                session_id=str(reply["session_id"]),
+                weight_version=int(reply["weight_version"]),
+                paused=bool(reply["paused"]),
+                sleeping=bool(reply["sleeping"]),
+                owner=reply.get("owner"),
+                engine=str(reply["engine"]),
+                pid=int(reply["pid"]),
+                model=model,
+                adapter=reply.get("adapter"),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise malformed(self.url, "/bridge/info", error) from error
+        state = " paused," * info.paused + " asleep," * info.sleeping
+        self.saw(f"{state} at weight version {info.weight_version}, session {info.session_id}".lstrip())
+        return info
+
+    def claim(self, owner: str, *, takeover: bool = False, deadline: Deadline) -> None:
+        """Make ``owner`` the only run that may change this engine's weights. Refused (409) if another one is."""
+        self._change("/bridge/claim", {"owner": owner, "takeover": takeover}, deadline=deadline)
+
+    def release(self, owner: str, *, deadline: Deadline) -> None:
+        """Give a claim back: any run may claim the engine again. Idempotent; the claim of another run stays."""
+        self._change("/bridge/release", {"owner": owner}, deadline=deadline)
+
+    def canary(self, token_ids: Sequence[int], *, deadline: Deadline) -> CanaryReading:
+        """Logprobs of a fixed sequence under the current weights, at temperature 1; also while paused."""
+        reply = self._read("/bridge/canary", {"token_ids": list(token_ids)}, deadline=deadline)
+        try:
+            reading = CanaryReading(
+                logprobs=tuple(float(value) for value in reply["logprobs"]),
+                version=int(reply["weight_version"]),
+                session_id=str(reply["session_id"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise malformed(self.url, "/bridge/canary", error) from error
+        self.saw(f"at weight version {reading.version}, session {reading.session_id}")
+        return reading
+
+    def digests(
+        self, slices: Mapping[str, DigestSlice] | None = None, *, adapter: bool = False, deadline: Deadline
+    ) -> DigestReading:
+        """Digests of slices of the engine's tensors (all tensors without ``slices``), and of its adapter's."""
+        wanted = None
+        if slices is not None:
+            wanted = {name: {"name": s.name, "start": s.start, "rows": s.rows} for name, s in slices.items()}
+        reply = self._read("/bridge/digests", {"slices": wanted, "adapter": adapter}, deadline=deadline)
+        try:
+            return DigestReading(
+                digests={name: int(text, 16) for name, text in reply["digests"].items()},
+                version=int(reply["weight_version"]),
+                session_id=str(reply["session_id"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise malformed(self.url, "/bridge/digests", error) from error
+
+    def load_adapter(self, path: Path, *, name: str, version: int, deadline: Deadline) -> None:
+        """Put the adapter in ``path`` in force as ``version``; the server must see the path too."""
+        body = {"adapter_path": str(path), "adapter_name": name, "weight_version": version}
+        self._change("/lora/load", body, deadline=deadline)
+
+    def unload_adapter(self, *, name: str, version: int, deadline: Deadline) -> None:
+        """Serve the base weights again, as ``version``."""
+        self._change("/lora/unload", {"adapter_name": name, "weight_version": version}, deadline=deadline)
+
+    def start_receiver(self, spec: ReceiverSpec, *, deadline: Deadline) -> None:
+        """Have the engine join a channel; it does so in the background, see :meth:`receiver_status`."""
+        self._change("/nccl/start_receiver", _receiver_body(spec), deadline=deadline)
+
+    def receiver_status(self, *, deadline: Deadline) -> ReceiverStatus:
+        """Where the receiver stands; its ``spec`` is not in the answer."""
+        reply = self._get("/nccl/status", deadline=deadline)
+        state, detail = reply.get("status"), reply.get("detail")
+        if state not in ("idle", "connecting", "connected", "error"):
+            raise malformed(self.url, "/nccl/status", ValueError(f"the status {state!r}"))
+        return ReceiverStatus(state, str(detail or ""), updates=int(reply.get("updates") or 0))
+
+    def receive(self, version: int, *, deadline: Deadline) -> None:
+        """Have the engine read one update off the channel; returns once it is loaded as ``version``."""
+        self._change("/nccl/receive", {"weight_version": version}, deadline=deadline)
+
+    def stop_receiver(self, *, deadline: Deadline) -> None:
+        """Have the engine leave the channel. Idempotent."""
+        self._change("/nccl/stop_receiver", {}, deadline=deadline)
+
+    def export_shared(self, path: Path, *, deadline: Deadline) -> None:
+        """Have the engine write the bridge file by which this process attaches to its tensors."""
+        self._change("/bridge/export", {"path": str(path)}, deadline=deadline)
+
+    def state_dict_info(self, *, deadline: Deadline) -> dict[str, TensorInfo]:
+        """Shape, dtype and device of the engine's parameters, under its own names."""
+        reply = self._get("/bridge/state_dict_info", deadline=deadline)
+        try:
+            return {
+                name: TensorInfo(tuple(map(int, entry["shape"])), str(entry["dtype"]), str(entry["device"]))
+                for name, entry in reply["param_mappings"].items()
+            }
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise malformed(self.url, "/bridge/state_dict_info", error) from error
+
+    def pause(self, *, mode: PauseMode = "keep", deadline: Deadline) -> None:
+        """Stop generating. Idempotent."""
+        self._change("/bridge/pause", {"mode": mode}, deadline=deadline)
+
+    def resume(self, *, deadline: Deadline) -> None:
+        """Generate again. Idempotent."""
+        self._change("/bridge/resume", {}, deadline=deadline)
+
+    def sleep(self, *, level: int = 1, deadline: Deadline) -> None:
+        """Have the engine give its memory back. Idempotent."""
+        self._change("/bridge/sleep", {"level": level}, deadline=deadline)
+
+    def wake_up(self, *, deadline: Deadline) -> None:
+        """Have the engine take its memory again. Idempotent."""
+        self._change("/bridge/wake_up", {}, deadline=deadline)
+
+    def reload(self, path: Path, *, version: int, deadline: Deadline) -> None:
+        """Load a checkpoint directory into the running engine as ``version``; the server must see it too."""
+        self._change("/bridge/reload", {"path": str(path), "weight_version": version}, deadline=deadline)
+
+    def set_version(self, version: int, *, deadline: Deadline) -> None:
+        """Say that the weights have been changed in place and are now ``version``."""
+        self._change("/bridge/set_version", {"weight_version": version}, deadline=deadline)
+
+    def close(self) -> None:
+        """Close the connections. Idempotent. The server goes on."""
+        self._http.close()
+
+    def saw(self, state: str) -> None:
+        """Note how the server stood in an answer of just now, for errors to come."""
+        self._seen = (time.monotonic(), state)
+
+    @property
+    def last_state(self) -> str:
+        """How the server stood when it was last heard of, in words."""
+        if self._seen is None:
+            return "it has not answered this process before"
+        when, state = self._seen
+        return f"last seen {time.monotonic() - when:.1f} s ago {state}"
+
+    def unreachable(self, error: Exception) -> EngineUnreachable:
+        """The error for a server that gave no answer."""
+        return EngineUnreachable(
+            f"the inference server at {self.url} does not answer ({type(error).__name__}: {error}); {self.last_state}",
+            remedy="look at its log, and start it with `lachesis serve` if it is gone",
+        )
+
+    def expired(self, deadline: Deadline, route: str) -> DeadlineExceeded:
+        """The error for an answer that did not come in time."""
+        detail = f"{self.url}{route} has not answered; {self.last_state}"
+        try:
+            deadline.check(detail)
+        except DeadlineExceeded as error:
+            return error
+        return DeadlineExceeded(f"{deadline.name}: {detail}", remedy="look at the engine's log")
+
+    def _get(self, route: str, *, deadline: Deadline) -> dict[str, Any]:
+        return self._reading("GET", route, None, deadline=deadline)
+
+    def _read(self, route: str, body: Mapping[str, Any], *, deadline: Deadline) -> dict[str, Any]:
+        """A POST that changes nothing."""
+        return self._reading("POST", route, body, deadline=deadline)
+
+    def _reading(
+        self, method: str, route: str, body: Mapping[str, Any] | None, *, deadline: Deadline
+    ) -> dict[str, Any]:
+        """Asked again, once, where the connection broke: it changes nothing."""
+        try:
+            return self._answer(self._send(method, route, body, {}, deadline=deadline), route)
+        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+            pass
+        except httpx.TransportError as error:
+            raise self.unreachable(error) from error
+        try:
+            return self._answer(self._send(method, route, body, {}, deadline=deadline), route)
+        except httpx.TransportError as error:
+            raise self.unreachable(error) from error
+
+    def _change(self, route: str, body: Mapping[str, Any], *, deadline: Deadline) -> None:
+        """A POST that needs the token."""
+        token = self._token or session_token(self.url)
+        response = self._authorized(route, body, token, deadline=deadline)
+        if response.status_code == 401 and self._given_token is None:
+            # A server that was started again has another token; what it refused it has not done.
+            token, before = session_token(self.url), token
+            if token != before:
+                response = self._authorized(route, body, token, deadline=deadline)
+        self._answer(response, route)
+        self._token = token
+
+    def _authorized(self, route: str, body: Mapping[str, Any], token: str, *, deadline: Deadline) -> httpx.Response:
+        try:
+            return self._send("POST", route, body, {"Authorization": f"Bearer {token}"}, deadline=deadline)
+        except httpx.TransportError as error:
+            raise self.unreachable(error) from error
+
+    def _send(
+        self,
+        method: str,
+        route: str,
+        body: Mapping[str, Any] | None,
+        headers: Mapping[str, str],
+        *,
+        deadline: Deadline,
+    ) -> httpx.Response:
+        """Raises DeadlineExceeded, EngineError (no connection in time), and httpx's other TransportErrors."""
+        deadline.check(f"{self.url}{route} was not asked")
+        remaining = deadline.remaining_s()
+        connect_s = _CONNECT_S if remaining is None else min(_CONNECT_S, remaining)
+        timeout = httpx.Timeout(remaining, connect=connect_s)
+        try:
+            return self._http.request(method, f"{self.url}{route}", json=body, headers=headers, timeout=timeout)
+        except httpx.ConnectTimeout as error:
+            raise self.unreachable(error) from error
+        except httpx.TimeoutException as error:
+            raise self.expired(deadline, route) from error
+        except RuntimeError as error:  # httpx's, for a client that was closed
+            raise EngineError(f"the client of {self.url} is closed", remedy="make a new one") from error
+
+    def _answer(self, response: httpx.Response, route: str) -> dict[str, Any]:
+        reply = read_reply(response, url=self.url, route=route)
+        if self._seen is None:
+            self.saw("in order")
+        return reply
+
+
+def _tuples(reply: Mapping[str, Any]) -> dict[str, Any]:
+    return {"served_names": tuple(reply["served_names"])}
+
+
+def _receiver_body(spec: ReceiverSpec) -> dict[str, Any]:
+    """A channel and the tensors of an update as ``/nccl/start_receiver`` takes them."""
+    lora = None
+    if spec.lora is not None:
+        lora = {field.name: getattr(spec.lora, field.name) for field in fields(spec.lora)}
+        lora["target_modules"] = list(spec.lora.target_modules)
+    return {
+        "init_method": spec.init_method,
+        "world_size": spec.world_size,
+        "rank": spec.rank,
+        "backend": spec.backend,
+        "kind": spec.kind,
+        "param_metadata": {
+            "param_names": [tensor.name for tensor in spec.tensors],
+            "param_shapes": [list(tensor.shape) for tensor in spec.tensors],
+            "param_dtypes": [tensor.dtype for tensor in spec.tensors],
+            "num_params": len(spec.tensors),
+        },
+        "param_mappings": dict(spec.param_mappings),
+        "lora": lora,
+    }

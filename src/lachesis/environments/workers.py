@@ -1,0 +1,114 @@
+"""Groups in the making: many at a time, each given up after a while, and failures that are counted, not hidden."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, EngineError, LachesisError
+from lachesis.environments.base import Environment
+from lachesis.environments.counters import Tally
+from lachesis.environments.records import ScoredGroup
+
+# What will not be better with the next problem.
+_FATAL = (ConfigError, DeadlineExceeded, DependencyError, EngineError)
+_IN_A_ROW = 10
+
+
+class Crew:
+    """Makes groups of an environment, on its event loop.
+
+    Args:
+        environment: whose :meth:`~Environment.collect_trajectories` is called.
+        limit_s: seconds after which a group is given up.
+        deliver: called with each group.
+        tally: where failures are counted.
+        say: told of each failure, in a sentence.
+    """
+
+    def __init__(
+        self,
+        environment: Environment[Any, Any],
+        *,
+        limit_s: float,
+        deliver: Callable[[ScoredGroup], None],
+        tally: Callable[[], Tally],
+        say: Callable[[str], None],
+    ) -> None:
+        self._environment = environment
+        self._limit_s = limit_s
+        self._deliver = deliver
+        self._tally = tally
+        self._say = say
+        self._in_a_row = 0
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.exhausted = False
+
+    async def fill(self, room: int) -> None:
+        """Begin groups until ``room`` of them are in the making, or there are no more problems."""
+        while len(self.tasks) < room and not self.exhausted:
+            item = await self._environment.get_next_item()
+            if item is None:
+                self.exhausted = True
+                return
+            self.tasks.add(asyncio.create_task(self._make(item)))
+
+    def reap(self) -> None:
+        """Forget the groups that are done. Raises the first error that ends the environment."""
+        done = {task for task in self.tasks if task.done()}
+        self.tasks -= done
+        # Several may fail for the same reason; all are looked at, one is told.
+        errors = [error for task in done if (error := task.exception()) is not None]
+        if errors:
+            raise errors[0]
+
+    async def stop(self) -> None:
+        """Give up everything in the making."""
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        self.tasks.clear()
+
+    async def _make(self, item: Any) -> None:
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._limit_s):
+                group = await self._collect(item)
+        except _FATAL:
+            raise
+        except TimeoutError:
+            self._failed(
+                DataError(
+                    f"a group took longer than {self._limit_s:g} s and was given up",
+                    remedy="raise --env.worker_timeout or lower --env.max_new_tokens",
+                )
+            )
+        except LachesisError as error:
+            self._failed(error)
+        else:
+            self._in_a_row = 0
+            self._tally().group_seconds += time.monotonic() - started
+            if group is not None:
+                self._deliver(group)
+
+    async def _collect(self, item: Any) -> ScoredGroup | None:
+        try:
+            return await self._environment.collect_trajectories(item)
+        except (LachesisError, TimeoutError):
+            raise
+        except Exception as error:
+            name = self._environment.name
+            raise DataError(
+                f"the environment {name} raised {type(error).__name__}: {error}", remedy="correct its code"
+            ) from error
+
+    def _failed(self, error: LachesisError) -> None:
+        self._tally().failures += 1
+        self._in_a_row += 1
+        self._say(f"no group: {error}")
+        if self._in_a_row == _IN_A_ROW:
+            raise DataError(
+                f"{_IN_A_ROW} groups in a row failed, the last one: {error.message}", remedy=error.remedy
+            ) from error

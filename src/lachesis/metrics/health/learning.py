@@ -1,0 +1,262 @@
+"""Health rules on learning: is the policy moving, in the right direction and not too fast?
+
+Small pure functions that look at one step and say, in plain words, what to change. Ranges are those that the
+field documents for GRPO: ratio 0.8 to 1.2, KL 0.01 to 0.1, clipped tokens below 0.3, reward above 0.15 by
+step 20, entropy 0.05 to 0.5, gradient norm 0.001 to 1.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean, median
+
+from lachesis.metrics.health.causes import all_same_text, explain_zero_variance
+from lachesis.metrics.health.types import Alarm, Observation, Rule
+from lachesis.metrics.names import format_number, format_share, reward_functions
+
+
+def not_finite(seen: Observation) -> Alarm | None:
+    """Loss or gradient norm are NaN or infinite."""
+    broken = [name for name in ("loss", "grad_norm") if not math.isfinite(seen.values.get(name, 0.0))]
+    if not broken:
+        return None
+    return Alarm(
+        "problem",
+        f"{' and '.join(broken)} at step {seen.step} is not a number: lower optimizer.learning_rate, clip "
+        "with optimizer.max_grad_norm, and use float32 or bfloat16 (model.dtype), not float16",
+    )
+
+
+def loss_explodes(seen: Observation) -> Alarm | None:
+    """The loss is more than 20 times its usual size."""
+    size = abs(seen.values.get("loss", 0.0))
+    usual = [abs(loss) for loss in seen.recent("loss", 21)[:-1] if math.isfinite(loss)]
+    if not math.isfinite(size) or len(usual) < 5 or size <= max(5.0, 20.0 * median(usual)):
+        return None
+    return Alarm(
+        "problem",
+        f"the loss jumped to {format_number(size)}, from {format_number(median(usual))} in the steps "
+        "before: lower optimizer.learning_rate, or raise optimizer.warmup_steps",
+        size,
+    )
+
+
+def ratio_off(seen: Observation) -> Alarm | None:
+    """The mean probability ratio is outside 0.8 to 1.2: trainer and sampler disagree."""
+    ratio = seen.values.get("mean_ratio")
+    if ratio is None or 0.8 <= ratio <= 1.2:
+        return None
+    return Alarm(
+        "problem" if not 0.5 <= ratio <= 2.0 else "warning",
+        f"mean_ratio is {format_number(ratio)} (healthy: 0.8 to 1.2): the policy is far from the one that "
+        "sampled; lower optimizer.learning_rate, and check that sampling cuts nothing (sampling.top_p, "
+        "sampling.top_k, sampling.min_p)",
+        abs(math.log(ratio)) if ratio > 0 else math.inf,
+    )
+
+
+def kl_high(seen: Observation) -> Alarm | None:
+    """The policy has moved more than 0.1 nats (a problem: 0.5) from the one that sampled."""
+    kl = seen.values.get("mean_kl")
+    if kl is None or kl <= 0.1:
+        return None
+    return Alarm(
+        "problem" if kl > 0.5 else "warning",
+        f"mean_kl is {format_number(kl)} (healthy: 0.01 to 0.1, bad: above 0.5): the policy moves too fast; "
+        "lower optimizer.learning_rate or set algorithm.beta",
+        kl,
+    )
+
+
+def clipped_much(seen: Observation) -> Alarm | None:
+    """More than 30 % (a problem: 50 %) of the ratios are clipped."""
+    share = seen.values.get("clipped_fraction")
+    if share is None or share <= 0.3:
+        return None
+    return Alarm(
+        "problem" if share > 0.5 else "warning",
+        f"{format_share(share)} of the tokens are clipped (healthy: below 30 %): the learning rate is too "
+        "high; lower optimizer.learning_rate",
+        share,
+    )
+
+
+def reward_stays_low(seen: Observation) -> Alarm | None:
+    """The mean reward is still below 0.15 after step 20 and does not rise."""
+    rewards = seen.recent("reward", seen.step)
+    if seen.step < 20 or len(rewards) < 10:
+        return None
+    now, start = fmean(rewards[-10:]), fmean(rewards[:5])
+    if now > 0.15 or now - start > 0.05:
+        return None
+    parts = [f"{name} {format_number(seen.values[f'rewards/{name}/mean'])}" for name in reward_functions(seen.values)]
+    detail = f" ({', '.join(parts)})" if len(parts) > 1 else ""
+    return Alarm(
+        "warning",
+        f"the mean reward is {format_number(now)} after {seen.step} steps{detail} (expected: above 0.15 by "
+        "step 20): call the functions of rewards.functions on answers you know to be right; if they score "
+        "well, the problems are too hard for this model",
+    )
+
+
+def zero_variance(seen: Observation) -> Alarm | None:
+    """No group has rewards that differ, told apart by cause: truncation, equal answers, a constant reward."""
+    share = seen.values.get("zero_std_fraction")
+    if seen.groups:
+        return explain_zero_variance(seen.groups)
+    if share is None or share < 1.0:
+        return None
+    return Alarm(
+        "problem",
+        "all groups have zero variance: every completion of a prompt got the same reward, so there is "
+        "nothing to learn; raise sampling.temperature, or choose problems that are solved sometimes",
+    )
+
+
+def one_text_for_all(seen: Observation) -> Alarm | None:
+    """All completions of a batch are the same text."""
+    text = all_same_text(seen.groups)
+    if text is None:
+        return None
+    return Alarm(
+        "problem",
+        f"every completion of {len(seen.groups)} prompts is the same text ({text}): the policy has "
+        "collapsed; go back to an earlier checkpoint, then lower optimizer.learning_rate or set "
+        "algorithm.beta",
+    )
+
+
+def entropy_off(seen: Observation) -> Alarm | None:
+    """Entropy is below 0.01 (one answer for everything, unless the task is solved) or above 2."""
+    entropy = seen.values.get("entropy")
+    if entropy is None or 0.01 <= entropy <= 2.0:
+        return None
+    if entropy > 2.0:
+        return Alarm(
+            "note",
+            f"entropy is {format_number(entropy)} (usual: 0.05 to 0.5): completions are close to random "
+            "text; lower sampling.temperature if they read like it",
+            entropy,
+        )
+    rewards = seen.recent("reward", 50)
+    solved = bool(rewards) and rewards[-1] >= 0.9 and rewards[-1] >= 0.9 * max(rewards)
+    if solved:
+        return Alarm(
+            "note",
+            f"entropy is {format_number(entropy)} while the reward is {format_number(rewards[-1])}: the "
+            "policy is sure of its answers and learns little more; stop here or choose harder problems",
+        )
+    return Alarm(
+        "problem",
+        f"entropy is {format_number(entropy)} (mode collapse below 0.01): the policy gives one answer only; "
+        "raise sampling.temperature or algorithm.epsilon_high, or lower optimizer.learning_rate",
+        1.0 / max(entropy, 1e-9),
+    )
+
+
+def gradient_large(seen: Observation) -> Alarm | None:
+    """The gradient norm is above 10 (a problem: 100)."""
+    norm = seen.values.get("grad_norm")
+    if norm is None or not math.isfinite(norm) or norm <= 10.0:
+        return None
+    return Alarm(
+        "problem" if norm > 100.0 else "warning",
+        f"grad_norm is {format_number(norm)} (healthy: 0.001 to 1, unstable: above 10): lower "
+        "optimizer.learning_rate, raise batch.prompts_per_step, or set optimizer.max_grad_norm",
+        norm,
+    )
+
+
+def gradient_vanished(seen: Observation) -> Alarm | None:
+    """The gradient is 0 although rewards differ, or stays below 0.001 for ten steps."""
+    norms = seen.recent("grad_norm", 10)
+    if not norms or seen.values.get("zero_std_fraction") == 1.0:
+        return None  # a gradient of 0 is right where all advantages are 0, which zero_variance reports
+    if norms[-1] == 0.0 and "zero_std_fraction" in seen.values:
+        return Alarm(
+            "problem",
+            "grad_norm is 0 although some groups have advantages: nothing reaches the weights; check that "
+            "completions are not masked out, and that adapter.targets names layers of the model",
+        )
+    if len(norms) == 10 and max(norms) < 0.001:
+        return Alarm(
+            "note",
+            f"grad_norm stayed below 0.001 for 10 steps (now {format_number(norms[-1])}): little is "
+            "learned; look at the share of groups without spread",
+        )
+    return None
+
+
+def reward_function_constant(seen: Observation) -> Alarm | None:
+    """A reward function gave every completion of the last steps the same value."""
+    steps = 20
+    for name in reward_functions(seen.values):
+        means = seen.recent(f"rewards/{name}/mean", steps)
+        deviations = seen.recent(f"rewards/{name}/std", steps)
+        if len(means) < steps or max(means) - min(means) > 1e-9 or max(deviations, default=1.0) > 1e-9:
+            continue
+        if means[-1] >= 1.0:
+            return Alarm(
+                "note",
+                f"the reward function {name} gave {format_number(means[-1])} to every completion of the "
+                f"last {steps} steps: it teaches nothing any more",
+            )
+        return Alarm(
+            "warning",
+            f"the reward function {name} gave {format_number(means[-1])} to every completion of the last "
+            f"{steps} steps: call it on an answer you know to be right, or take it out of rewards.functions",
+        )
+    return None
+
+
+def accuracy_fell(seen: Observation) -> Alarm | None:
+    """Held-out accuracy is more than 10 points below its best; a fall to under 60 % of it is a collapse."""
+    if len(seen.evaluations) < 2:
+        return None
+    best, last = max(seen.evaluations, key=lambda result: result.accuracy), seen.evaluations[-1]
+    drop = best.accuracy - last.accuracy
+    if last.step != seen.step or drop <= 0.1:
+        return None
+    collapsed = drop > 0.2 and last.accuracy < 0.6 * best.accuracy
+    return Alarm(
+        "problem" if collapsed else "warning",
+        f"held-out accuracy fell from {format_share(best.accuracy)} (step {best.step}) to "
+        f"{format_share(last.accuracy)}: {'the policy collapsed' if collapsed else 'training hurts it'}; "
+        "set algorithm.beta or lower optimizer.learning_rate, and go on from a checkpoint before the fall",
+        drop,
+    )
+
+
+def reward_fell(seen: Observation) -> Alarm | None:
+    """The mean reward fell to half of its best."""
+    rewards = seen.recent("reward", 50)
+    if len(rewards) < 15:
+        return None
+    means = [fmean(rewards[end - 5 : end]) for end in range(5, len(rewards) + 1)]
+    best, now = max(means), means[-1]
+    if best < 0.2 or now > 0.5 * best:
+        return None
+    return Alarm(
+        "problem",
+        f"the reward fell from {format_number(best)} to {format_number(now)} within {len(rewards)} steps: "
+        "set algorithm.beta or lower optimizer.learning_rate",
+        best - now,
+    )
+
+
+LEARNING_RULES: tuple[Rule, ...] = (
+    not_finite,
+    loss_explodes,
+    ratio_off,
+    kl_high,
+    clipped_much,
+    reward_stays_low,
+    zero_variance,
+    one_text_for_all,
+    entropy_off,
+    gradient_large,
+    gradient_vanished,
+    reward_function_constant,
+    accuracy_fell,
+    reward_fell,
+)

@@ -1,0 +1,86 @@
+"""Health in plain words: runs the rules over each step and does not repeat itself."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lachesis.common.types import EvalResult, Finding, StepRecord
+from lachesis.metrics.health.learning import LEARNING_RULES
+from lachesis.metrics.health.rollouts import ROLLOUT_RULES
+from lachesis.metrics.health.types import Alarm, Limits, Observation, Rule
+
+LEVELS = ("note", "warning", "problem")
+WORSE = 1.5
+RULES: Mapping[str, Rule] = {rule.__name__: rule for rule in (*LEARNING_RULES, *ROLLOUT_RULES)}
+
+
+def alarms(seen: Observation) -> dict[str, Alarm]:
+    """What each rule says about a step, by rule; silent ones are left out. Pure."""
+    return {name: alarm for name, rule in RULES.items() if (alarm := rule(seen)) is not None}
+
+
+def findings(seen: Observation) -> list[Finding]:
+    """The same as :class:`Finding` records, the worst first."""
+    return _sorted([Finding(alarm.level, name, alarm.message) for name, alarm in alarms(seen).items()])
+
+
+@dataclass(frozen=True, slots=True)
+class _Reported:
+    step: int
+    alarm: Alarm
+
+
+class HealthMonitor:
+    """Keeps the short history that the rules need, and reports a finding anew only when that helps.
+
+    A finding of the same rule is repeated after ``repeat_after`` steps, or at once when its level rises or
+    its severity grows by half.
+
+    Args:
+        limits: thresholds of the run.
+        repeat_after: steps until an unchanged finding is reported again.
+        history: steps that are remembered.
+    """
+
+    def __init__(self, *, limits: Limits | None = None, repeat_after: int = 20, history: int = 50) -> None:
+        self._limits = limits or Limits()
+        self._repeat_after = repeat_after
+        self._history: deque[Mapping[str, float]] = deque(maxlen=history)
+        self._evaluations: list[EvalResult] = []
+        self._reported: dict[str, _Reported] = {}
+
+    def evaluation(self, result: EvalResult) -> None:
+        """Remember an evaluation that belongs to no step (before the first, or of before a resume)."""
+        self._evaluations.append(result)
+
+    def examine(self, record: StepRecord) -> tuple[Finding, ...]:
+        """Findings of a finished step, the worst first; those reported lately are left out."""
+        if record.evaluation is not None:
+            self._evaluations.append(record.evaluation)
+        seen = Observation(
+            step=record.step,
+            values=record.values,
+            groups=record.groups,
+            history=tuple(self._history),
+            evaluations=tuple(self._evaluations),
+            limits=self._limits,
+        )
+        self._history.append(record.values)
+        fresh = {name: alarm for name, alarm in alarms(seen).items() if self._is_news(name, alarm, record.step)}
+        self._reported |= {name: _Reported(record.step, alarm) for name, alarm in fresh.items()}
+        return tuple(_sorted([Finding(alarm.level, name, alarm.message) for name, alarm in fresh.items()]))
+
+    def _is_news(self, name: str, alarm: Alarm, step: int) -> bool:
+        last = self._reported.get(name)
+        return (
+            last is None
+            or step - last.step >= self._repeat_after
+            or LEVELS.index(alarm.level) > LEVELS.index(last.alarm.level)
+            or alarm.severity > WORSE * last.alarm.severity
+        )
+
+
+def _sorted(found: list[Finding]) -> list[Finding]:
+    return sorted(found, key=lambda finding: -LEVELS.index(finding.level))

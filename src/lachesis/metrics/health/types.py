@@ -1,0 +1,53 @@
+"""What the health rules see of a run, and what they say about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from lachesis.common.types import EvalResult, Group
+
+Level = Literal["note", "warning", "problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Thresholds that depend on the run.
+
+    ``staleness`` in weight versions; ``canary_error`` and ``logprob_diff`` in nats (means of absolute
+    differences between trainer and engine; 16-bit weights on two different kernels differ by about 0.01).
+    """
+
+    staleness: float = 4.0
+    canary_error: float = 0.1
+    logprob_diff: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the rules see of one step. ``history`` holds the values of earlier steps, oldest first."""
+
+    step: int
+    values: Mapping[str, float]
+    groups: Sequence[Group] = ()
+    history: Sequence[Mapping[str, float]] = ()
+    evaluations: Sequence[EvalResult] = ()
+    limits: Limits = field(default_factory=Limits)
+
+    def recent(self, name: str, count: int) -> list[float]:
+        """The values of the last ``count`` steps with this one, oldest first, where it was measured."""
+        steps = (*self.history, self.values)[-count:] if count else ()
+        return [step[name] for step in steps if name in step]
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """What a rule says. ``severity`` compares alarms of the same rule: larger is worse."""
+
+    level: Level
+    message: str
+    severity: float = 1.0
+
+
+Rule: TypeAlias = Callable[[Observation], Alarm | None]

@@ -1,0 +1,340 @@
+"""What the report shows, as JSON-safe values: read from a run directory, cut to size. No HTML here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lachesis.common.errors import DataError
+from lachesis.common.types import EvalResult
+from lachesis.metrics.names import describe, format_number, format_seconds, format_share, reward_functions
+from lachesis.metrics.sinks.base import run_paths
+from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine, read_metrics
+
+MAX_POINTS = 2000
+MAX_BARS = 400
+LEVELS = ("problem", "warning", "note")
+
+TRAINING = (("train_time", "Training"), ("sync_time", "Optimizer and sync"))
+SAMPLING = (("generation_time", "Generation"), ("reward_time", "Rewards"))
+# In the place of sampling where that goes on elsewhere: beside training, or in environments.
+WAITING = (("data_fetch_time", "Waiting for a batch"),)
+
+# What a line is called beside others in one chart.
+LABELS = {
+    "mean_kl": "sampler",
+    "kl_reference": "base model",
+    "clipped_fraction": "all",
+    "clip_fraction_low": "below",
+    "clip_fraction_high": "above",
+    "completion_length/mean": "mean",
+    "completion_length/max": "longest",
+    "generation_tokens_per_s": "generation",
+    "train_tokens_per_s": "training",
+    "logprob_diff_mean": "mean",
+    "logprob_diff_max": "largest",
+    "gpu_memory_gb": "used",
+    "gpu_memory_reserved_gb": "reserved",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ChartPlan:
+    """One chart: the metrics drawn in it, the first of which gives title, unit and healthy range.
+
+    ``band`` names the metric whose size is drawn on both sides of the line, ``log`` allows a logarithmic
+    axis, ``exact`` forbids smoothing, ``floor`` and ``ceiling`` are ends that the axis shows,
+    ``least`` is the smallest range it covers, so that noise does not look like news.
+    """
+
+    names: tuple[str, ...]
+    title: str = ""
+    band: str = ""
+    wide: bool = False
+    log: bool = False
+    exact: bool = False
+    floor: float | None = None
+    ceiling: float | None = None
+    least: float = 0.0
+
+
+CHARTS = (
+    ChartPlan(("reward",), band="reward_std", wide=True, floor=0.0),
+    ChartPlan(("evaluation/accuracy",), wide=True, floor=0.0, ceiling=1.0),
+    ChartPlan(("mean_kl", "kl_reference"), title="KL divergence", floor=0.0, least=1e-3),
+    ChartPlan(("mean_ratio",), least=0.02),
+    ChartPlan(("clipped_fraction", "clip_fraction_low", "clip_fraction_high"), floor=0.0, least=0.01),
+    ChartPlan(("entropy",), floor=0.0),
+    ChartPlan(("completion_length/mean", "completion_length/max"), floor=0.0),
+    ChartPlan(("grad_norm",), log=True),
+    ChartPlan(("learning_rate",), exact=True, floor=0.0),
+    ChartPlan(("generation_tokens_per_s", "train_tokens_per_s"), title="Speed", floor=0.0),
+    ChartPlan(("zero_std_fraction",), floor=0.0, ceiling=1.0),
+    ChartPlan(("loss",), least=1e-4),
+    ChartPlan(("truncated_fraction",), floor=0.0, least=0.01),
+    ChartPlan(("logprob_diff_mean", "logprob_diff_max"), title="Trainer against engine", log=True),
+    ChartPlan(("gpu_memory_gb", "gpu_memory_reserved_gb"), floor=0.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The files of a run, read."""
+
+    directory: Path
+    config: Mapping[str, Any]
+    log: MetricsLog
+
+
+def read_run(run_dir: Path) -> Run:
+    """Read configuration and metrics; a run without config.yaml is shown without its settings.
+
+    Raises:
+        DataError: no metrics.jsonl, or one of the files is malformed.
+    """
+    paths = run_paths(Path(run_dir))
+    config: Any = {}
+    if paths["config"].exists():
+        try:
+            config = yaml.safe_load(paths["config"].read_text(encoding="utf-8")) or {}
+        except yaml.YAMLError as error:
+            raise DataError(
+                f"{paths['config']} is no YAML: {' '.join(str(error).split())}",
+                remedy="restore the file, or remove it to see the report without settings",
+            ) from error
+    return Run(Path(run_dir), config if isinstance(config, Mapping) else {}, read_metrics(paths["metrics"]))
+
+
+def setting(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """The value under a dotted key of a resolved configuration."""
+    value: Any = config
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return default
+        value = value[part]
+    return value
+
+
+def run_seconds(steps: Sequence[StepLine]) -> float:
+    """Seconds in steps: their step_time where it was measured, else from the first to the last."""
+    if steps and all("step_time" in line.values for line in steps):
+        return sum(line.values["step_time"] for line in steps)
+    return steps[-1].time - steps[0].time if steps else 0.0
+
+
+def headline(log: MetricsLog) -> dict[str, Any]:
+    """The result in one figure: held-out accuracy where it was measured, else reward; first and last value."""
+    if log.evaluations:
+        first, last = log.evaluations[0], log.evaluations[-1]
+        return {
+            "label": "held-out accuracy",
+            "first": format_share(first.accuracy) if len(log.evaluations) > 1 else "",
+            "last": format_share(last.accuracy),
+            "better": last.accuracy >= first.accuracy,
+        }
+    rewards = [line.values["reward"] for line in log.steps if "reward" in line.values]
+    return {
+        "label": "mean reward",
+        "first": format_number(rewards[0]) if len(rewards) > 1 else "",
+        "last": format_number(rewards[-1]) if rewards else "–",
+        "better": not rewards or rewards[-1] >= rewards[0],
+    }
+
+
+def facts(run: Run) -> list[tuple[str, str]]:
+    """Label and value of the small figures under the headline."""
+    steps, evaluations = run.log.steps, run.log.evaluations
+    found = [("steps", _of_total(len(steps), steps, setting(run.config, "run.steps")))]
+    seconds = run_seconds(steps)
+    found.append(("time in steps", format_seconds(seconds)))
+    if steps and seconds:
+        found.append(("a step", format_seconds(seconds / len(steps)) if seconds >= len(steps) else
+                      f"{1000 * seconds / len(steps):.0f} ms"))  # fmt: skip
+    if evaluations:
+        found.append(("held-out problems", str(evaluations[-1].problems)))
+    rewards = [line.values["reward"] for line in steps if "reward" in line.values]
+    if rewards and evaluations:
+        found.append(("reward", f"{format_number(rewards[0])} → {format_number(rewards[-1])}"))
+    tokens = sum(line.values.get("tokens_generated", 0.0) for line in steps)
+    if tokens:
+        found.append(("tokens generated", format_number(tokens)))
+    return found
+
+
+def _of_total(count: int, steps: Sequence[StepLine], total: Any) -> str:
+    last = steps[-1].step if steps else count
+    return f"{last} of {total}" if isinstance(total, int) and last < total else str(last)
+
+
+def descriptors(config: Mapping[str, Any]) -> list[str]:
+    """What was trained and how, in a few words each; only what the configuration says."""
+    words = [_shortened(str(setting(config, "model.path", "")))]
+    if setting(config, "adapter.kind") == "lora":
+        words.append(f"LoRA r={setting(config, 'adapter.r')}")
+    elif setting(config, "adapter.kind") == "none":
+        words.append("all weights")
+    if loss := setting(config, "algorithm.loss_type"):
+        words.append(f"loss {loss}")
+    prompts, generations = (
+        setting(config, "batch.prompts_per_step"),
+        setting(config, "sampling.num_generations"),
+    )
+    if prompts and generations:
+        words.append(f"{prompts} × {generations} completions a step")
+    rate = setting(config, "optimizer.learning_rate")
+    if isinstance(rate, int | float):
+        words.append(f"learning rate {format_number(rate)}")
+    return [word for word in words if word]
+
+
+def _shortened(path: str) -> str:
+    """The end of a path on this machine; a hub id or a relative path as it is."""
+    return str(Path("…", *Path(path).parts[-3:])) if Path(path).is_absolute() else path
+
+
+def date_of(steps: Sequence[StepLine]) -> str:
+    """When the first step ended, in UTC; empty before it."""
+    if not steps:
+        return ""
+    return datetime.fromtimestamp(steps[0].time, tz=UTC).strftime("%d %B %Y, %H:%M UTC").lstrip("0")
+
+
+def findings(steps: Sequence[StepLine]) -> list[dict[str, Any]]:
+    """One entry a rule: its worst level, its latest message, where and how often; the worst first."""
+    entries: dict[str, dict[str, Any]] = {}
+    for line in steps:
+        for finding in line.findings:
+            entry = entries.setdefault(finding.rule, {"first": line.step, "count": 0, "level": finding.level})
+            entry |= {**asdict(finding), "level": min(entry["level"], finding.level, key=LEVELS.index)}
+            entry |= {"last": line.step, "count": entry["count"] + 1}
+    return sorted(entries.values(), key=lambda entry: (LEVELS.index(entry["level"]), entry["first"]))
+
+
+def charts(log: MetricsLog) -> list[dict[str, Any]]:
+    """All charts that have data."""
+    functions = reward_functions(log.steps[-1].values) if log.steps else []
+    by_function = ChartPlan(tuple(f"rewards/{name}/mean" for name in functions), title="Rewards by function")
+    plans = (*CHARTS[:2], by_function, *CHARTS[2:]) if len(functions) > 1 else CHARTS
+    return [chart for plan in plans if (chart := _chart(plan, log))["series"]]
+
+
+def _chart(plan: ChartPlan, log: MetricsLog) -> dict[str, Any]:
+    metric = describe(plan.names[0])
+    return {
+        "id": metric.name,
+        "title": plan.title or metric.title,
+        "unit": metric.unit,
+        "explanation": metric.explanation,
+        "healthy": None if metric.healthy is None else list(metric.healthy),
+        "wide": plan.wide,
+        "log": plan.log,
+        "exact": plan.exact,
+        "floor": plan.floor,
+        "ceiling": plan.ceiling,
+        "least": plan.least,
+        "series": [series for name in plan.names if (series := _series(name, plan.band, log)) is not None],
+    }
+
+
+def _series(name: str, band: str, log: MetricsLog) -> dict[str, Any] | None:
+    points = _points(name, log)
+    if not points:
+        return None
+    chosen = downsample([y for _, y in points], limit=MAX_POINTS)
+    series: dict[str, Any] = {
+        "name": name,
+        "label": LABELS.get(name) or describe(name).title.removeprefix("Reward "),
+        "x": [points[index][0] for index in chosen],
+        "y": [_rounded(points[index][1]) for index in chosen],
+    }
+    if band:
+        widths = {line.step: line.values[band] for line in log.steps if band in line.values}
+        series["band"] = [_rounded(widths.get(step, math.nan)) for step in series["x"]]
+    return series
+
+
+def _points(name: str, log: MetricsLog) -> list[tuple[int, float]]:
+    if name.startswith("evaluation/"):
+        field = name.removeprefix("evaluation/")
+        return [(result.step, getattr(result, field)) for result in log.evaluations]
+    return [(line.step, line.values[name]) for line in log.steps if name in line.values]
+
+
+def downsample(values: Sequence[float], *, limit: int) -> list[int]:
+    """Indices of at most ``limit`` values: the ends, and the lowest and highest of each stretch."""
+    count = len(values)
+    if count <= limit:
+        return list(range(count))
+    buckets = (limit - 2) // 2
+    chosen = {0, count - 1}
+    for bucket in range(buckets):
+        stretch = range(bucket * count // buckets, (bucket + 1) * count // buckets)
+        known = [index for index in stretch if math.isfinite(values[index])]
+        if known:
+            chosen |= {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}
+    return sorted(chosen)
+
+
+def timing(steps: Sequence[StepLine]) -> dict[str, Any] | None:
+    """Seconds a step by part, averaged over stretches of steps; None where steps were not timed.
+
+    The parts add up to the step: of sampling that goes on beside training, what the trainer waited for.
+    """
+    timed = [line for line in steps if "step_time" in line.values]
+    named = (*(WAITING if _sampled_elsewhere(timed) else SAMPLING), *TRAINING)
+    parts = [(name, title) for name, title in named if any(name in line.values for line in timed)]
+    if not timed or not parts:
+        return None
+    stretches = min(len(timed), MAX_BARS)
+    edges = [index * len(timed) // stretches for index in range(stretches + 1)]
+    rows = [timed[a:b] for a, b in pairwise(edges)]
+    columns = [(name, title, [_seconds(row, name) for row in rows]) for name, title in parts]
+    whole = [_mean(row, "step_time") for row in rows]
+    rest = [max(0.0, total - sum(column[index] for *_, column in columns)) for index, total in enumerate(whole)]
+    columns.append(("other", "Other", rest))
+    return {
+        "x": [row[-1].step for row in rows],
+        "parts": [
+            {"name": name, "label": title, "y": [_rounded(value) for value in column]}
+            for name, title, column in columns
+        ],
+        "mean": _rounded(_mean(timed, "step_time")),
+    }
+
+
+def _sampled_elsewhere(timed: Sequence[StepLine]) -> bool:
+    """Whether sampling was no part of what the trainer waited for, or more than that."""
+    sampling = sum(_seconds(timed, name) for name, _ in SAMPLING)
+    waited = any("data_fetch_time" in line.values for line in timed)
+    return waited and not 0 < sampling <= _mean(timed, "data_fetch_time")
+
+
+def _seconds(lines: Sequence[StepLine], name: str) -> float:
+    """Mean seconds of a part; of rewards, those in which nothing was generated."""
+    return _mean(lines, name) - (_mean(lines, "hidden_reward_time") if name == "reward_time" else 0.0)
+
+
+def _mean(lines: Sequence[StepLine], name: str) -> float:
+    values = [value for line in lines if math.isfinite(value := line.values.get(name, 0.0))]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _rounded(value: float) -> float | None:
+    """Five digits are more than a chart can show; JSON has no NaN."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
+
+
+def result_sentence(first: EvalResult | None, last: EvalResult | None, *, steps: int, seconds: float) -> str:
+    """ "held-out accuracy 0.44 -> 0.93 (512 problems, 300 steps, 62 s)", or what is known of it."""
+    span = f"{steps} steps, {format_seconds(seconds)}"
+    if last is None:
+        return f"no held-out problems ({span})"
+    start = f"{first.accuracy:.2f} -> " if first is not None and first.step != last.step else ""
+    return f"held-out accuracy {start}{last.accuracy:.2f} ({last.problems} problems, {span})"

@@ -1,0 +1,117 @@
+"""report.html: one page that shows a run. It loads nothing, so it opens from disk and can be sent around."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from lachesis import __version__
+from lachesis.common.files import write_atomic
+from lachesis.common.types import StepRecord
+from lachesis.metrics.report import data as report_data
+from lachesis.metrics.report.data import read_run, result_sentence, run_seconds, setting
+from lachesis.metrics.report.rollouts import rollouts
+from lachesis.metrics.sinks.base import Sink, run_paths
+
+TEMPLATES = Path(__file__).parent / "templates"
+GROUPS_A_STEP = 2
+
+
+class ReportSink(Sink):
+    """Rewrites the report every ``every_steps`` steps and at the end of the run.
+
+    It reads metrics.jsonl and the tape of ``run_dir``, so in a hub it comes after the sinks that write them.
+    """
+
+    def __init__(self, run_dir: Path, every_steps: int) -> None:
+        self._run_dir = Path(run_dir)
+        self._every = every_steps
+        self._unwritten = False
+
+    def write(self, record: StepRecord) -> None:
+        self._unwritten = True
+        if record.step % self._every == 0:
+            self._rewrite()
+
+    def close(self) -> None:
+        if self._unwritten:
+            self._rewrite()
+
+    def _rewrite(self) -> None:
+        write_report(self._run_dir)
+        self._unwritten = False
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write RUN/report.html from config.yaml, metrics.jsonl and the tape, and return its path.
+
+    Long runs are cut to size: at most 2,000 points a chart, 60 steps of rollouts.
+
+    Raises:
+        DataError: ``run_dir`` has no metrics.jsonl, or one of the files is malformed.
+        OSError: the page cannot be written; an old one is then still there.
+    """
+    path = run_paths(Path(run_dir))["report"]
+    # A lone surrogate in a completion has no place in UTF-8.
+    write_atomic(path, _render(Path(run_dir)).encode("utf-8", errors="replace"))
+    return path
+
+
+def _render(run_dir: Path) -> str:
+    run = read_run(run_dir)
+    steps, evaluations = run.log.steps, run.log.evaluations
+    groups = setting(run.config, "logging.report_groups", GROUPS_A_STEP)
+    data: dict[str, Any] = {
+        "charts": report_data.charts(run.log),
+        "timing": report_data.timing(steps),
+        "rollouts": rollouts(run_paths(run_dir)["rollouts"], groups=groups),
+    }
+    config_path = run_paths(run_dir)["config"]
+    return _template().render(
+        name=str(setting(run.config, "run.name", run_dir.resolve().name)),
+        words=report_data.descriptors(run.config),
+        date=report_data.date_of(steps),
+        headline=report_data.headline(run.log),
+        sentence=result_sentence(
+            evaluations[0] if evaluations else None,
+            evaluations[-1] if evaluations else None,
+            steps=len(steps),
+            seconds=run_seconds(steps),
+        ),
+        facts=report_data.facts(run),
+        findings=report_data.findings(steps),
+        config=config_path.read_text(encoding="utf-8") if config_path.exists() else "",
+        version=__version__,
+        has_timing=data["timing"] is not None,
+        has_rollouts=bool(data["rollouts"]),
+        data=embed(data),
+        style=_asset("report.css"),
+        charts_script=_asset("charts.js"),
+        rollouts_script=_asset("rollouts.js"),
+    )
+
+
+def embed(data: Any) -> Markup:
+    """JSON that is safe inside a script element: no character in it can end the element or start markup."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return Markup(text)
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
+    environment.undefined = jinja2.StrictUndefined
+    return environment.get_template("report.html.j2")
+
+
+@functools.cache
+def _asset(name: str) -> Markup:
+    """Our own style and scripts, put in as they are."""
+    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))

@@ -1,0 +1,106 @@
+"""Sample rollouts for the report: a few steps, groups and tokens of the tape, within a budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.types import UNKNOWN_VERSIONS
+from lachesis.metrics.sinks.tape import read_lines, tape_files
+
+MAX_STEPS = 60
+MAX_SAMPLES = 8
+MAX_TOKENS = 240_000
+MIN_TOKENS_A_SAMPLE = 160
+MAX_PROMPT_CHARACTERS = 2000
+MAX_PIECE_CHARACTERS = 60
+USUAL_PIECE_CHARACTERS = 6
+
+
+def rollouts(directory: Path, *, groups: int) -> list[dict[str, Any]]:
+    """Evenly spread steps of the tape, the first and the last among them, with ``groups`` groups each.
+
+    The number of completions and, if need be, their length are cut so that all steps together stay below
+    :data:`MAX_TOKENS` tokens. Within a group the best completions come first.
+
+    Raises:
+        DataError: a file of the tape is malformed.
+    """
+    files = tape_files(directory)
+    steps = _spread(list(files), limit=MAX_STEPS)
+    if not steps or groups < 1:
+        return []
+    tokens_a_group = MAX_TOKENS // (len(steps) * groups)
+    return [
+        {
+            "step": step,
+            "groups": [_group(line, budget=tokens_a_group) for line in read_lines(files[step], limit=groups)],
+        }
+        for step in steps
+    ]
+
+
+def _spread(steps: list[int], *, limit: int) -> list[int]:
+    if len(steps) <= limit:
+        return steps
+    return [steps[round(index * (len(steps) - 1) / (limit - 1))] for index in range(limit)]
+
+
+def _group(line: Mapping[str, Any], *, budget: int) -> dict[str, Any]:
+    samples = sorted(line["samples"], key=lambda sample: -_number(sample["reward"]))
+    longest = max((len(sample["completion_ids"]) for sample in samples), default=0)
+    kept = max(2, min(MAX_SAMPLES, budget // max(1, min(longest, MIN_TOKENS_A_SAMPLE))))
+    chosen = samples if len(samples) <= kept else [*samples[: kept - kept // 2], *samples[-(kept // 2) :]]
+    prompt = line["prompt"]
+    return {
+        "id": prompt["id"],
+        "prompt": _cut(prompt["text"], MAX_PROMPT_CHARACTERS),
+        "size": len(samples),
+        "samples": [_sample(sample, limit=max(16, budget // len(chosen))) for sample in chosen],
+    }
+
+
+def _sample(sample: Mapping[str, Any], *, limit: int) -> dict[str, Any]:
+    count = len(sample["completion_ids"])
+    shown: dict[str, Any] = {
+        "reward": sample["reward"],
+        "advantage": sample["advantage"],
+        "finish": sample["finish_reason"],
+        "tokens": count,
+        "version": "unknown" if sample["versions"][0] == UNKNOWN_VERSIONS.first else sample["versions"][0],
+    }
+    pieces = sample.get("pieces")
+    if pieces is None:
+        return shown | {"text": _cut(sample["text"], 4 * limit)}
+    mask, kept = sample["mask"], _within(pieces, limit=limit)
+    shown |= {
+        "pieces": kept,
+        "logprobs": [None if value is None else round(value, 3) for value in sample["logprobs"][: len(kept)]],
+        "cut": count - len(kept),
+    }
+    if mask is not None and not all(mask[: len(kept)]):
+        shown["given"] = [index for index, sampled in enumerate(mask[: len(kept)]) if not sampled]
+    return shown
+
+
+def _within(pieces: Sequence[str], *, limit: int) -> list[str]:
+    """The first ``limit`` pieces, or fewer where they are unusually long."""
+    kept: list[str] = []
+    characters = 0
+    for piece in pieces[:limit]:
+        kept.append(_cut(piece, MAX_PIECE_CHARACTERS))
+        characters += len(kept[-1])
+        if characters > USUAL_PIECE_CHARACTERS * limit:
+            break
+    return kept
+
+
+def _number(value: float | None) -> float:
+    """Completions without a reward go last."""
+    return -math.inf if value is None else value
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[:limit] + "…"

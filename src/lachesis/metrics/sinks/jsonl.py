@@ -1,0 +1,146 @@
+"""metrics.jsonl: a line a step, written as training goes on, and read back by report and status."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.errors import DataError
+from lachesis.common.files import write_atomic
+from lachesis.common.types import EvalResult, Finding, StepRecord
+from lachesis.metrics.sinks.base import Sink
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """One step as metrics.jsonl has it. Values that were not finite are read back as NaN."""
+
+    step: int
+    time: float
+    values: Mapping[str, float]
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsLog:
+    """A whole metrics.jsonl, both parts in the order of steps; of two lines for a step the later counts."""
+
+    steps: tuple[StepLine, ...]
+    evaluations: tuple[EvalResult, ...]
+
+
+class JsonlSink(Sink):
+    """Appends each record as a line of JSON and flushes it.
+
+    Args:
+        path: the file, usually RUN/metrics.jsonl.
+        resume_step: the last step that counts when a run is resumed; lines of later steps, and a last line
+            that was torn by a kill, are removed. ``None`` starts a new file in the place of an old one.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, path: Path, *, resume_step: int | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        kept = "" if resume_step is None or not path.exists() else _until(path, resume_step)
+        write_atomic(path, kept)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: StepRecord) -> None:
+        self._append(
+            {
+                "type": "step",
+                "step": record.step,
+                "time": self._clock(),
+                "values": {name: _finite(value) for name, value in record.values.items()},
+                "findings": [asdict(finding) for finding in record.findings],
+                "evaluation": None if record.evaluation is None else asdict(record.evaluation),
+            }
+        )
+
+    def evaluation(self, result: EvalResult) -> None:
+        self._append({"type": "evaluation", "time": self._clock(), **asdict(result)})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def read_metrics(path: Path) -> MetricsLog:
+    """Read a metrics.jsonl, also while it is being written: a last line without its end is left out.
+
+    Raises:
+        DataError: there is no such file, or a line in it is not one of ours.
+    """
+    steps: dict[int, StepLine] = {}
+    evaluations: dict[int, EvalResult] = {}
+    for number, _, line in _lines(path):
+        try:
+            if line["type"] == "step":
+                steps[line["step"]] = _step_line(line)
+                result = line.get("evaluation")
+            else:
+                result = {name: value for name, value in line.items() if name not in ("type", "time")}
+            if result is not None:
+                evaluations[result["step"]] = EvalResult(**result)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise _malformed(path, number, f"{type(error).__name__} {error}") from error
+    return MetricsLog(
+        steps=tuple(steps[step] for step in sorted(steps)),
+        evaluations=tuple(evaluations[step] for step in sorted(evaluations)),
+    )
+
+
+def _step_line(line: Mapping[str, Any]) -> StepLine:
+    return StepLine(
+        step=line["step"],
+        time=line["time"],
+        values={name: math.nan if value is None else value for name, value in line["values"].items()},
+        findings=tuple(Finding(**finding) for finding in line.get("findings", ())),
+    )
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Number, text and content of each whole line. Only the last may be torn, by a kill or a live writer."""
+    try:
+        texts = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{path} does not exist", remedy="give the directory of a run that has finished a step"
+        ) from error
+    for number, text in enumerate(texts, start=1):
+        if not text.endswith("\n"):
+            return
+        try:
+            line = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise _malformed(path, number, str(error)) from error
+        if not isinstance(line, dict):
+            raise _malformed(path, number, "not an object")
+        yield number, text, line
+
+
+def _malformed(path: Path, number: int, reason: str) -> DataError:
+    return DataError(
+        f"{path}, line {number}: not a line of metrics ({reason})",
+        remedy="remove the line, or restore the file; the rest of it is not needed to train",
+    )
+
+
+def _until(path: Path, step: int) -> str:
+    """The whole lines of steps up to and including ``step``."""
+    return "".join(text for _, text, line in _lines(path) if line.get("step", 0) <= step)

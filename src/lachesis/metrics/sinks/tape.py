@@ -1,0 +1,255 @@
+"""The tape: every rollout of every step, as rollouts/step_000001.jsonl with one group a line.
+
+From the tape rewards can be recomputed and a step replayed; the report shows samples of it. Only tokens,
+logprobs and numbers go in: what was generated, under which weights, and how it was scored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic_core import PydanticSerializationError, to_json
+
+from lachesis.common.errors import DataError
+from lachesis.common.files import write_atomic
+from lachesis.common.types import Group, Prompt, Sample, StepRecord, VersionSpan
+from lachesis.metrics.sinks.base import Sink
+
+TokenTexts = Callable[[Sequence[int]], Sequence[str]]
+
+
+class SupportsTokenText(Protocol):
+    """The part of a Hugging Face tokenizer that :func:`token_texts` needs."""
+
+    def convert_ids_to_tokens(self, ids: int) -> str: ...
+
+    def decode(self, token_ids: list[int], **options: Any) -> str: ...
+
+
+class TapeSink(Sink):
+    """Writes the groups of each step to a file of its own; a file is wholly there or not at all.
+
+    Args:
+        directory: usually RUN/rollouts.
+        resume_step: the last step that counts when a run is resumed; files of later steps are deleted.
+            ``None`` starts a new tape: all files of an old one are deleted.
+        report_groups: how many groups a step get the text of each token, for the report.
+        texts: maps token ids to their texts; see :func:`token_texts`. Without it no texts are written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        resume_step: int | None = None,
+        report_groups: int = 0,
+        texts: TokenTexts | None = None,
+    ) -> None:
+        self._directory = Path(directory)
+        self._report_groups = report_groups if texts is not None else 0
+        self._texts = texts
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for step, path in tape_files(self._directory).items():
+            if resume_step is None or step > resume_step:
+                path.unlink()
+
+    def write(self, record: StepRecord) -> None:
+        if not record.groups:
+            return
+        lines = [
+            _line(encode_group(group, texts=self._texts if index < self._report_groups else None))
+            for index, group in enumerate(record.groups)
+        ]
+        write_atomic(tape_path(self._directory, record.step), b"\n".join(lines) + b"\n")
+
+
+def tape_path(directory: Path, step: int) -> Path:
+    """Where the groups of a step are."""
+    return directory / f"step_{step:06d}.jsonl"
+
+
+def tape_files(directory: Path) -> dict[int, Path]:
+    """The tape files by step, in order; empty where there is no tape."""
+    found = {
+        int(number): path
+        for path in directory.glob("step_*.jsonl")
+        if (number := path.stem.removeprefix("step_")).isdecimal()
+    }
+    return dict(sorted(found.items()))
+
+
+def read_groups(path: Path) -> list[Group]:
+    """The groups of one step, equal to those that were written.
+
+    Two things come back changed: columns that JSON cannot hold are their ``repr``, and a logprob that was
+    not finite is NaN.
+
+    Raises:
+        DataError: no such file, or a line in it is not a group.
+    """
+    groups: list[Group] = []
+    for number, line in enumerate(read_lines(path), start=1):
+        try:
+            groups.append(decode_group(line))
+        except (KeyError, TypeError) as error:
+            raise _malformed(path, number, error) from error
+    return groups
+
+
+def read_lines(path: Path, *, limit: int | None = None) -> Iterator[dict[str, Any]]:
+    """The raw lines of one step (at most ``limit``), token texts under ``pieces``; errors as above."""
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            for number, text in enumerate(file, start=1):
+                if limit is not None and number > limit:
+                    return
+                yield _parse(path, number, text)
+    except FileNotFoundError as error:
+        raise DataError(
+            f"{path} does not exist", remedy="choose a step whose rollouts were written (logging.tape)"
+        ) from error
+
+
+def _parse(path: Path, number: int, text: str) -> dict[str, Any]:
+    try:
+        line = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _malformed(path, number, error) from error
+    if not isinstance(line, dict) or not {"prompt", "samples"} <= line.keys():
+        raise _malformed(path, number, "no prompt or no samples")
+    return line
+
+
+def _malformed(path: Path, number: int, reason: Exception | str) -> DataError:
+    words = reason if isinstance(reason, str) else f"{type(reason).__name__} {reason}"
+    return DataError(
+        f"{path}, line {number}: not a group ({words})",
+        remedy="delete this file of the tape; training does not need it",
+    )
+
+
+def encode_group(group: Group, *, texts: TokenTexts | None = None) -> dict[str, Any]:
+    """A group as JSON-safe values; ``texts`` adds the text of each completion token as ``pieces``."""
+    prompt = group.prompt
+    line: dict[str, Any] = {
+        "prompt": {
+            "id": prompt.id,
+            "text": prompt.text,
+            "token_ids": prompt.token_ids,
+            "columns": {str(name): json_safe(value) for name, value in prompt.columns.items()},
+        },
+        "samples": [_encode_sample(sample, prompt=prompt, texts=texts) for sample in group.samples],
+    }
+    if prompt.messages is not None:
+        line["prompt"]["messages"] = json_safe(prompt.messages)
+    if group.replaces is not None:
+        line["replaces"] = encode_group(group.replaces)
+    return line
+
+
+def _line(document: Mapping[str, Any]) -> bytes:
+    """As JSON on one line. A step has a number for each token of it, which the standard library takes long over."""
+    try:
+        return to_json(document)
+    except PydanticSerializationError:  # half a surrogate pair in a text, which UTF-8 cannot hold
+        return json.dumps(document).encode()
+
+
+def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None) -> dict[str, Any]:
+    line: dict[str, Any] = {} if sample.prompt_ids == prompt.token_ids else {"prompt_ids": sample.prompt_ids}
+    line |= {
+        "completion_ids": sample.completion_ids,
+        "logprobs": _finite(sample.logprobs),
+        "mask": sample.mask,
+        "text": sample.text,
+        "finish_reason": sample.finish_reason,
+        "versions": sample.versions,
+        "temperature": sample.temperature,
+        "rewards": _finite(sample.rewards),
+        "reward": _finite((sample.reward,))[0],
+        "advantage": _finite((sample.advantage,))[0],
+    }
+    if sample.token_advantages is not None:
+        line["token_advantages"] = sample.token_advantages
+    if texts is not None:
+        line["pieces"] = list(texts(sample.completion_ids))
+    return line
+
+
+def decode_group(line: Mapping[str, Any]) -> Group:
+    """The reverse of :func:`encode_group`."""
+    fields = line["prompt"]
+    messages = fields.get("messages")
+    prompt = Prompt(
+        id=fields["id"],
+        token_ids=tuple(fields["token_ids"]),
+        text=fields["text"],
+        messages=None if messages is None else tuple(messages),
+        columns=fields["columns"],
+    )
+    samples = tuple(_decode_sample(sample, prompt) for sample in line["samples"])
+    replaces = decode_group(line["replaces"]) if "replaces" in line else None
+    return Group(prompt=prompt, samples=samples, replaces=replaces)
+
+
+def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
+    mask, by_token = line["mask"], line.get("token_advantages")
+    return Sample(
+        prompt_ids=tuple(line.get("prompt_ids", prompt.token_ids)),
+        completion_ids=tuple(line["completion_ids"]),
+        logprobs=tuple(math.nan if value is None else value for value in line["logprobs"]),
+        finish_reason=line["finish_reason"],
+        versions=VersionSpan(*line["versions"]),
+        text=line["text"],
+        mask=None if mask is None else tuple(mask),
+        temperature=line["temperature"],
+        rewards=tuple(line["rewards"]),
+        reward=line["reward"],
+        advantage=line["advantage"],
+        token_advantages=None if by_token is None else tuple(by_token),
+    )
+
+
+def json_safe(value: Any) -> Any:
+    """``value`` as JSON can hold it: other libraries' numbers as Python's, what has no place as its repr."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real) and math.isfinite(float(value)):
+        return float(value)
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: json_safe(item) for key, item in value.items()}
+    return repr(value)
+
+
+def token_texts(tokenizer: SupportsTokenText) -> TokenTexts:
+    """The text of each single token, leading spaces kept, remembered by id.
+
+    A token that holds only a part of a character shows as the replacement character.
+    """
+    known: dict[int, str] = {}
+
+    def text_of(token_id: int) -> str:
+        if token_id not in known:
+            text = tokenizer.decode([token_id], skip_special_tokens=False)
+            # SentencePiece drops the space in front of a text, so also that of a single token.
+            marked = str(tokenizer.convert_ids_to_tokens(token_id)).startswith("\u2581")
+            known[token_id] = f" {text}" if marked and not text.startswith(" ") else text
+        return known[token_id]
+
+    return lambda token_ids: [text_of(token_id) for token_id in token_ids]
+
+
+def _finite(values: Sequence[float | None]) -> list[float | None]:
+    """JSON has no NaN; an unknown logprob is null."""
+    if None not in values and math.isfinite(sum(values)):  # as it is only where each of them is
+        return list(values)
+    return [value if value is not None and math.isfinite(value) else None for value in values]

@@ -1,0 +1,48 @@
+"""TensorBoard events of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lachesis.common.errors import DependencyError
+from lachesis.common.types import EvalResult, StepRecord
+from lachesis.metrics.names import evaluation_values
+from lachesis.metrics.sinks.base import Sink
+
+
+class TensorBoardSink(Sink):
+    """Writes every value as a scalar under its own name, and health findings as text.
+
+    Args:
+        directory: usually RUN/tensorboard.
+        resume_step: the last step that counts when a run is resumed; TensorBoard hides later ones.
+
+    Raises:
+        DependencyError: the package tensorboard is not installed.
+    """
+
+    def __init__(self, directory: Path, *, resume_step: int | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise DependencyError(
+                f"logging.tensorboard is on but TensorBoard cannot be imported: {error}",
+                remedy='pip install "lachesis[tensorboard]", or set logging.tensorboard to false',
+            ) from error
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(log_dir=str(directory), purge_step=purge_step)
+
+    def write(self, record: StepRecord) -> None:
+        for name, value in record.values.items():
+            self._writer.add_scalar(name, value, record.step)
+        if record.evaluation is not None:
+            self.evaluation(record.evaluation)
+        for finding in record.findings:
+            self._writer.add_text(f"health/{finding.rule}", f"{finding.level}: {finding.message}", record.step)
+
+    def evaluation(self, result: EvalResult) -> None:
+        for name, value in evaluation_values(result).items():
+            self._writer.add_scalar(name, value, result.step)
+
+    def close(self) -> None:
+        self._writer.close()

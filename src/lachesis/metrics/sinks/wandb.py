@@ -1,0 +1,108 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import importlib
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.files import write_atomic
+from lachesis.common.types import EvalResult, StepRecord
+from lachesis.config.schema import WandbConfig
+from lachesis.metrics.names import evaluation_values
+from lachesis.metrics.sinks.base import Sink
+from lachesis.metrics.sinks.completions import CompletionPicker
+
+
+class WandbSink(Sink):
+    """Logs every value of a step, drawn over our own step number.
+
+    The id of the W&B run is kept in RUN/wandb/lachesis_run_id, so that a resumed run goes on in the same one.
+
+    Args:
+        config: the section ``logging.wandb``.
+        run_dir: the run directory; W&B keeps its files under RUN/wandb.
+        run_name: used where the section names no run.
+        settings: the resolved configuration of the run, shown by W&B.
+        resume_step: not ``None`` where a run is resumed.
+        completions: which completions are logged, as the table ``completions``; ``None`` logs none.
+
+    Raises:
+        DependencyError: the package wandb is not installed.
+        ConfigError: W&B refused to start, for example because nobody is logged in.
+    """
+
+    def __init__(
+        self,
+        config: WandbConfig,
+        *,
+        run_dir: Path,
+        run_name: str,
+        settings: Mapping[str, Any],
+        resume_step: int | None = None,
+        completions: CompletionPicker | None = None,
+    ) -> None:
+        self._completions = completions
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            raise DependencyError(
+                f"logging.wandb is set but wandb cannot be imported: {error}",
+                remedy='pip install "lachesis[wandb]", or remove logging.wandb',
+            ) from error
+        self._wandb = wandb
+        run_id = _run_id(Path(run_dir), resumed=resume_step is not None)
+        try:
+            self._run = wandb.init(
+                project=config.project,
+                group=config.group,
+                name=config.name or run_name,
+                mode=config.mode,
+                dir=str(run_dir),
+                config=dict(settings),
+                id=run_id,
+                resume="allow",
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"Weights & Biases did not start: {type(error).__name__}: {error}",
+                remedy="run `wandb login`, or set logging.wandb.mode to offline",
+            ) from error
+        # Without a step of its own W&B refuses the steps between the resumed one and the last one logged.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, record: StepRecord) -> None:
+        values: dict[str, Any] = {"step": record.step, **record.values}
+        if record.evaluation is not None:
+            values |= evaluation_values(record.evaluation)
+        for finding in record.findings:
+            values[f"health/{finding.rule}"] = f"{finding.level}: {finding.message}"
+        if self._completions is not None and (shown := self._completions.pick(record)):
+            names = list(self._completions.reward_names)
+            values["completions"] = self._wandb.Table(
+                columns=["step", "prompt", "completion", "reward", *names],
+                data=[
+                    [record.step, one.prompt, one.completion, one.reward, *map(one.rewards.get, names)] for one in shown
+                ],
+            )
+        self._run.log(values)
+
+    def evaluation(self, result: EvalResult) -> None:
+        self._run.log({"step": result.step, **evaluation_values(result)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _run_id(run_dir: Path, *, resumed: bool) -> str:
+    """The id that W&B knows this run by: the stored one where the run is resumed, else a new one."""
+    path = run_dir / "wandb" / "lachesis_run_id"
+    if resumed and path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    run_id = uuid.uuid4().hex[:12]
+    write_atomic(path, run_id + "\n")
+    return run_id

@@ -1,0 +1,255 @@
+"""The rollout API as a trainer sees it: ours with its acknowledgements, or the original. Synchronous; no torch."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import httpx
+
+from lachesis.common.attended import Watch, attended
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError, DataError, EngineError
+from lachesis.engines.http.control import tls
+
+logger = logging.getLogger("lachesis")
+
+TRAINER_HEADER, HOLDS_HEADER = "X-Lachesis-Trainer", "X-Lachesis-Holds"
+_CONNECT_S = 5.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+# The original forms all possible batches in one request, which takes it a minute with a long queue, and loses the
+# batch of a client that does not wait.
+_PATIENCE_S = 600.0
+_START = "start it with `lachesis run-api --port 8002`, or give its address (source.url, --atropos-url)"
+
+
+class NotRegistered(EngineError):
+    """The API knows no trainer: it was started anew, or reset."""
+
+
+class Replaced(EngineError):
+    """The API does not take this trainer for the one that registered last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What a trainer tells the API, under the protocol's names. ``batch_size`` counts sequences."""
+
+    batch_size: int
+    max_token_len: int
+    checkpoint_dir: str
+    save_checkpoint_interval: int
+    starting_step: int
+    num_steps: int
+    wandb_project: str = ""
+    wandb_group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """How the API took a trainer up. ``acknowledges``: batches are the API's until they are acknowledged.
+
+    ``outstanding`` are the ids of batches that a trainer before had and did not acknowledge.
+    """
+
+    uuid: int
+    acknowledges: bool
+    outstanding: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """The groups of one batch, as they came off the wire. ``batch_id`` is None with the plain protocol."""
+
+    groups: Sequence[Mapping[str, Any]]
+    batch_id: int | None = None
+
+
+class RolloutApiClient:
+    """One rollout API. Each call is repeated while the API is away, until its deadline passes.
+
+    Args:
+        url: its address.
+        watch: called while an answer is awaited and after each failure, several times a second; what it raises ends
+            the call.
+    """
+
+    def __init__(self, url: str, *, watch: Watch = lambda: None) -> None:
+        self.url = api_url(url)
+        self._watch = watch
+        self._pause = threading.Event()
+        # Shorter than the 5 s after which uvicorn closes idle connections.
+        limits = httpx.Limits(keepalive_expiry=2.0)
+        self._http = httpx.Client(verify=tls(self.url), trust_env=False, limits=limits)
+
+    def require(self, *, limit_s: float) -> None:
+        """Return once the API answers.
+
+        Raises:
+            EngineError: it does not, for ``limit_s`` seconds, or something else listens there.
+            LachesisError: what ``watch`` raised.
+        """
+        deadline, said = Deadline("", limit_s), False
+        while True:
+            try:
+                response = self._http.get(f"{self.url}/info", timeout=_CONNECT_S)
+                break
+            except httpx.TransportError as error:
+                reason = f"Atropos API not reachable at {self.url} ({error or type(error).__name__})"
+                if deadline.remaining_s() == 0.0:
+                    raise EngineError(reason, remedy=_START) from error
+            if not said:
+                logger.warning("%s; trying for up to %g s", reason, limit_s)
+                said = True
+            self._watch()
+            self._wait(_FIRST_PAUSE_S)
+        if not response.is_success or "batch_size" not in response.text:
+            raise EngineError(
+                f"what answers at {self.url} is no rollout API: GET /info gives {response.status_code}", remedy=_START
+            )
+
+    def register(self, asked: Registration, *, deadline: Deadline) -> Registered:
+        """Register as the trainer, with acknowledgements where the API knows them.
+
+        Raises:
+            DataError: the API refuses what is asked.
+            DeadlineExceeded: it does not answer.
+        """
+        reply = self._ask("POST", "/register", deadline=deadline, body=asdict(asked) | {"acknowledge": True})
+        if "uuid" not in reply:
+            raise EngineError(f"the rollout API at {self.url} did not register the trainer: {reply}", remedy=_START)
+        outstanding = reply.get("outstanding")
+        return Registered(int(reply["uuid"]), outstanding is not None, tuple(outstanding or ()))
+
+    def queued(self, *, deadline: Deadline) -> int:
+        """How many groups wait for a trainer. Raises DeadlineExceeded where the API does not answer."""
+        return int(self._ask("GET", "/status", deadline=deadline).get("queue_size", 0))
+
+    def next_batch(
+        self, trainer: Registered, *, holds: Collection[int], deadline: Deadline
+    ) -> tuple[Delivery | None, str]:
+        """A batch, or None and what the API says it is waiting for, which may be nothing.
+
+        Args:
+            holds: ids of the batches that the trainer has and did not acknowledge.
+
+        Raises:
+            NotRegistered: the API knows no trainer any more.
+            Replaced: another trainer has registered.
+            DeadlineExceeded: the API does not answer.
+        """
+        headers = {}
+        if trainer.acknowledges:
+            headers = {TRAINER_HEADER: str(trainer.uuid), HOLDS_HEADER: ",".join(map(str, sorted(holds)))}
+        reply = self._ask("GET", "/batch", deadline=deadline, headers=headers)
+        if reply.get("status") == "error":
+            raise NotRegistered(f"the rollout API at {self.url} says: {reply.get('message')}")
+        if reply.get("batch") is None:
+            return None, str(reply.get("waiting") or "")
+        return Delivery(reply["batch"], reply.get("batch_id")), ""
+
+    def acknowledge(self, trainer: Registered, ids: Sequence[int], *, deadline: Deadline) -> None:
+        """Tell the API that these batches are the trainer's for good.
+
+        Raises:
+            Replaced: another trainer has registered, or the API was started anew without what it had.
+            DeadlineExceeded: the API does not answer.
+        """
+        self._ask("POST", "/batch/ack", deadline=deadline, body={"uuid": trainer.uuid, "batch_ids": list(ids)})
+
+    def situation(self) -> str:
+        """What the API says of itself, for a line while the trainer waits; it may be away."""
+        try:
+            status = self._send("GET", "/status", timeout=_CONNECT_S).json()
+            metrics = self._send("GET", "/metrics", timeout=_CONNECT_S)
+        except (httpx.TransportError, ValueError) as error:
+            return f"the API does not answer ({error or type(error).__name__})"
+        queued = int(status.get("queue_size", 0))
+        if metrics.is_success and "lachesis_api_environment_groups_total{" not in metrics.text:
+            return "no environment has registered yet"
+        if not queued:
+            return "the queue is empty: no environment has sent a group yet, or none is left"
+        return f"{queued} groups are queued, whose sizes do not add up to a batch yet"
+
+    def close(self) -> None:
+        """Close the connections. Idempotent."""
+        self._http.close()
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        *,
+        deadline: Deadline,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """The JSON answer; asked again while the API is away or overloaded."""
+        pause, failures = _FIRST_PAUSE_S, 0
+        while True:
+            try:
+                response = self._send(method, path, json=body, headers=headers, timeout=self._timeout(deadline))
+            except httpx.TransportError as error:
+                reason = f"Atropos API not reachable at {self.url}{path} ({error or type(error).__name__})"
+            else:
+                if response.is_success:
+                    if failures > 1:
+                        logger.warning("the rollout API at %s answers again", self.url)
+                    return _document(response)
+                reason = f"{self.url}{path} answers {response.status_code}: {' '.join(response.text.split())[:300]}"
+                self._refuse(response, reason)
+            failures += 1
+            # A single failure is no news: a connection that was idle may be closed at any time.
+            if failures == 2:
+                logger.warning("%s; trying again", reason)
+            deadline.check(reason)
+            self._watch()
+            self._wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        return attended(partial(self._http.request, method, self.url + path, **options), watch=self._watch)
+
+    def _refuse(self, response: httpx.Response, reason: str) -> None:
+        """Raise for an answer that will be the same next time."""
+        status = response.status_code
+        if status == 409:
+            raise Replaced(
+                f"another trainer has registered at the rollout API {self.url}, so this one gets no more batches",
+                remedy="give each trainer an API of its own, or stop the other and go on with --resume",
+            )
+        if 400 <= status < 500 and status not in (408, 425, 429, 499):
+            raise DataError(f"the rollout API refuses the trainer: {reason}", remedy="correct what it names")
+
+    def _timeout(self, deadline: Deadline) -> httpx.Timeout:
+        remaining = deadline.remaining_s()
+        return httpx.Timeout(_PATIENCE_S if remaining is None else min(_PATIENCE_S, remaining + 1), connect=_CONNECT_S)
+
+    def _wait(self, seconds: float) -> None:
+        self._pause.wait(seconds)
+
+
+def _document(response: httpx.Response) -> dict[str, Any]:
+    try:
+        document = response.json()
+    except ValueError as error:
+        raise EngineError(f"{response.request.url} answers with what is no JSON: {error}", remedy=_START) from error
+    if not isinstance(document, dict):
+        raise EngineError(f"{response.request.url} answers with {type(document).__name__}", remedy=_START)
+    return document
+
+
+def api_url(url: str) -> str:
+    """``http://host:port`` of a rollout API. Raises ConfigError where it is no address of one."""
+    wrong = ConfigError(f"{url!r} is no address of a rollout API", remedy="write it as http://127.0.0.1:8002")
+    try:
+        parts = httpx.URL(url.strip())
+    except httpx.InvalidURL as error:
+        raise wrong from error
+    if parts.scheme not in ("http", "https") or not parts.host or not 0 < (parts.port or 80) <= 65535:
+        raise wrong
+    return str(parts).rstrip("/")

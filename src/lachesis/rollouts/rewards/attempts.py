@@ -1,0 +1,245 @@
+"""One reward function with a deadline: if a call fails, who is to blame, and what can be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import RewardError
+from lachesis.common.imports import nearest
+from lachesis.common.types import Group
+from lachesis.rollouts.rewards.calls import BadValue, shorten
+from lachesis.rollouts.rewards.runners import HANG_REMEDY, VALUE_REMEDY, Answer, Call, Failure, RewardRunner, Signature
+from lachesis.rollouts.rewards.state import CallLog, TrainerState
+
+# Per-sample columns: a value per sample for each name.
+Extras: TypeAlias = Mapping[str, Sequence[Any]]
+
+# What a function is given beside the columns of the dataset.
+GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", *CallLog.NAMES)
+# Scoring group by group, to find the one that hangs, gives up after this many hangs in a row.
+_MOST_HANGS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A group to score, with columns that have a value per sample, where a rollout function gave some."""
+
+    group: Group
+    extras: Extras = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Rewards of one group's samples, and what the function logged per sample."""
+
+    rewards: list[float | None]
+    extras: Extras
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionScores:
+    """What one function said of each item, ``None`` where it failed, and what went wrong."""
+
+    judged: list[Judged | None]
+    errors: list[RewardError]
+    metrics: Mapping[str, list[float]]
+
+
+class RewardAttempts:
+    """Calls one function for all groups at once and, where that fails, for each group alone.
+
+    Args:
+        runner: runs it; with several calls at a time each gets whole groups.
+        timeout_s: deadline of one call.
+    """
+
+    def __init__(self, name: str, runner: RewardRunner, *, timeout_s: float) -> None:
+        self._name = name
+        self._runner = runner
+        self._timeout_s = timeout_s
+
+    def check_columns(self, columns: frozenset[str]) -> None:
+        """Raises RewardError where the function needs an argument that is neither given nor a column."""
+        known = sorted(columns.difference(GIVEN))
+        for name in self._runner.signature.required:
+            if name in columns or name in GIVEN:
+                continue
+            close = nearest(name, [*known, *GIVEN])
+            raise RewardError(
+                f"reward function {self._name!r} needs {name!r}, which is none of {', '.join(GIVEN)} "
+                f"and no column of the dataset ({', '.join(known) or 'it has none'})",
+                remedy=f"did you mean {close!r}?" if close else "add the column, or give it a default",
+            )
+
+    def score(self, items: Sequence[Item], *, fail_fast: bool, state: TrainerState) -> FunctionScores:
+        """Rewards of each item.
+
+        Raises:
+            RewardError: the first failure, with ``fail_fast``.
+        """
+        attempt = _Attempt(self._name, self._runner, self._timeout_s, fail_fast=fail_fast, state=state)
+        judged = attempt.score(items)
+        return FunctionScores(judged, attempt.errors, attempt.metrics)
+
+
+class _Attempt:
+    """The calls of one function for one batch."""
+
+    def __init__(
+        self, name: str, runner: RewardRunner, timeout_s: float, *, fail_fast: bool, state: TrainerState
+    ) -> None:
+        self._name = name
+        self._runner = runner
+        self._timeout_s = timeout_s
+        self._fail_fast = fail_fast
+        self._state = state
+        self._failures = 0
+        self.errors: list[RewardError] = []
+        self.metrics: dict[str, list[float]] = {}
+
+    def score(self, items: Sequence[Item]) -> list[Judged | None]:
+        judged: list[Judged | None] = []
+        shards = _shards(items, self._runner.width)
+        for shard, answer in zip(shards, self._run(shards), strict=True):
+            judged += self._judge(shard, answer)
+        return judged
+
+    def _judge(self, items: Sequence[Item], answer: Answer) -> list[Judged | None]:
+        if answer.failure is None:
+            return self._take(items, answer)
+        if len(items) == 1:
+            self._blame(items[0], answer.failure)
+            return [None]
+        errors_before = len(self.errors)
+        judged = self._one_by_one(items)
+        if len(self.errors) == errors_before:
+            where = f"on {len(items)} groups together, though on none of them alone"
+            self._note(answer.failure, where)
+        return judged
+
+    def _one_by_one(self, items: Sequence[Item]) -> list[Judged | None]:
+        judged: list[Judged | None] = []
+        costly = 0
+        for item in items:
+            if costly == _MOST_HANGS:
+                what = f"was not called any more, after {costly} calls in a row that hung or crashed,"
+                self._note(Failure(what, HANG_REMEDY), f"on {_describe(item.group, None)}")
+                judged.append(None)
+                continue
+            (answer,) = self._run([[item]])
+            if answer.failure is None:
+                judged += self._take([item], answer)
+                costly = 0
+            else:
+                self._blame(item, answer.failure)
+                judged.append(None)
+                costly = costly + 1 if answer.failure.costly else 0
+        return judged
+
+    def _run(self, shards: Sequence[Sequence[Item]]) -> list[Answer]:
+        calls = [_call(shard, self._runner.signature, self._state) for shard in shards]
+        with Deadline(f"the reward function {self._name}", self._timeout_s, "rewards.timeout_s").waiting():
+            return self._runner.run(calls, timeout_s=self._timeout_s)
+
+    def _take(self, items: Sequence[Item], answer: Answer) -> list[Judged | None]:
+        """The values of each item, unless one of them is no reward."""
+        judged: list[Judged | None] = []
+        for item, part in _parts(items):
+            values = answer.values[part]
+            bad = next(((i, value) for i, value in enumerate(values) if isinstance(value, BadValue)), None)
+            if bad is None:
+                rewards: list[float | None] = [value for value in values if not isinstance(value, BadValue)]
+                judged.append(Judged(rewards, {name: v[part] for name, v in answer.logged.extras.items()}))
+            else:
+                self._note(Failure(bad[1].what, VALUE_REMEDY), f"on {_describe(item.group, bad[0])}")
+                judged.append(None)
+        for name, numbers in answer.logged.metrics.items():
+            self.metrics.setdefault(name, []).extend(numbers)
+        return judged
+
+    def _blame(self, item: Item, failure: Failure) -> None:
+        """Report the failure of a group; in the first one the sample to blame is looked for too."""
+        culprit = self._culprit(item) if failure.traceable and self._failures == 0 else None
+        self._failures += 1
+        self._note(failure, f"on {_describe(item.group, culprit)}")
+
+    def _culprit(self, item: Item) -> int | None:
+        """The first sample for which the function fails when it gets that one alone."""
+        for index, sample in enumerate(item.group.samples):
+            extras = {name: values[index : index + 1] for name, values in item.extras.items()}
+            (answer,) = self._run([[Item(replace(item.group, samples=(sample,)), extras)]])
+            if answer.failure is not None:
+                return index
+        return None
+
+    def _note(self, failure: Failure, where: str) -> None:
+        error = RewardError(f"reward function {self._name!r} {failure.what} {where}", remedy=failure.remedy)
+        error.__cause__ = failure.cause
+        self.errors.append(error)
+        if self._fail_fast:
+            raise error
+
+
+def _shards(items: Sequence[Item], width: int) -> list[Sequence[Item]]:
+    """The items in at most ``width`` parts of nearly equal length, in order."""
+    count = min(width, len(items))
+    ends = [len(items) * (i + 1) // count for i in range(count)]
+    return [items[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _call(items: Sequence[Item], signature: Signature, state: TrainerState) -> Call:
+    """One call. Lists and what is in them are made for this call: a function may change them."""
+    groups = [item.group for item in items]
+
+    def per_sample(of_group: Sequence[Any]) -> list[Any]:
+        return [own(value) for group, value in zip(groups, of_group, strict=True) for _ in group.samples]
+
+    columns = dict.fromkeys(name for group in groups for name in group.prompt.columns)
+    arguments: dict[str, Any] = {
+        name: per_sample([group.prompt.columns.get(name) for group in groups])
+        for name in filter(signature.takes, columns)
+    }
+    for name in filter(signature.takes, dict.fromkeys(name for item in items for name in item.extras)):
+        of_items = (item.extras.get(name, [None] * len(item.group.samples)) for item in items)
+        arguments[name] = [own(value) for values in of_items for value in values]
+    samples = [sample for group in groups for sample in group.samples]
+    if signature.takes("completions"):
+        arguments["completions"] = [[{"role": "assistant", "content": sample.text}] for sample in samples]
+    if signature.takes("completion_ids"):
+        arguments["completion_ids"] = [list(sample.completion_ids) for sample in samples]
+    if signature.takes("prompts"):
+        prompts = [group.prompt for group in groups]
+        arguments["prompts"] = per_sample([list(p.messages) if p.messages else p.text for p in prompts])
+    if signature.takes("trainer_state"):
+        arguments["trainer_state"] = state
+    for name in CallLog.NAMES:
+        arguments.pop(name, None)
+    return Call(arguments, len(samples), tuple(filter(signature.takes, CallLog.NAMES)))
+
+
+def own(value: Any) -> Any:
+    """The value in lists and mappings of its own, at any depth: the dataset's stay as they are for the next call."""
+    if isinstance(value, dict):
+        return {name: own(entry) for name, entry in value.items()}
+    return [own(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _parts(items: Sequence[Item]) -> Iterator[tuple[Item, slice]]:
+    start = 0
+    for item in items:
+        end = start + len(item.group.samples)
+        yield item, slice(start, end)
+        start = end
+
+
+def _describe(group: Group, sample: int | None) -> str:
+    """Where it happened, short enough for one line: prompt id, completion text, columns."""
+    columns = ", ".join(f"{name}={shorten(value)}" for name, value in group.prompt.columns.items())
+    prompt = f"prompt {group.prompt.id!r} ({columns})" if columns else f"prompt {group.prompt.id!r}"
+    count = len(group.samples)
+    if sample is None:
+        return f"the {count} completions of {prompt}"
+    return f"completion {sample + 1} of {count} of {prompt}: {shorten(group.samples[sample].text, limit=120)}"

@@ -1,0 +1,308 @@
+"""Reward functions: what they are given, what they may return, and what happens when they fail.
+
+A failing function never becomes a reward of 0: it stops the run, or its groups are dropped and counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+from lachesis.common.errors import ConfigError, RewardError
+from lachesis.common.imports import load_function
+from lachesis.common.types import Group, Sample
+from lachesis.rollouts.rewards.attempts import Extras, Item, Judged, RewardAttempts
+from lachesis.rollouts.rewards.calls import CallThread
+from lachesis.rollouts.rewards.models import RewardModel, names_model
+from lachesis.rollouts.rewards.runners import RewardRunner, ThreadRunner
+from lachesis.rollouts.rewards.state import TrainerState
+from lachesis.rollouts.rewards.worker import ImportPath
+from lachesis.rollouts.rewards.workers import RewardWorkers, WorkerRunner
+
+logger = logging.getLogger(__name__)
+
+OnError: TypeAlias = Literal["fail", "drop_group"]
+RewardList: TypeAlias = Sequence[float | None]
+
+
+class RewardFunction(Protocol):
+    """``f(completions, **columns) -> list[float | None]``, a function or a coroutine function.
+
+    It is called with keywords, and only with those that it takes. With N completions in all:
+
+    - ``completions``: N lists of one message; the text is ``completions[i][0]["content"]``
+    - ``prompts``: N prompts, each a text, or a list of messages where the dataset has conversations
+    - ``completion_ids``: N lists of token ids
+    - each column of the dataset by its name: N values (a column named like one of these arguments is hidden)
+    - ``trainer_state``: a :class:`~lachesis.rollouts.rewards.state.TrainerState`, with ``global_step``
+    - ``log_extra(column, values)``: keep N values beside the completions
+    - ``log_metric(name, value)``: show the mean of a number
+
+    The completions of one prompt follow each other; a call has those of one prompt or of several. Lists and
+    mappings, nested ones too, are each completion's and call's own: a function may change them. It returns N
+    numbers, as a list, array or tensor, with ``None`` where it abstains. It runs on a thread of its own, or in
+    the main thread of a process of its own. It may be called again for a part of the same completions, when a
+    call failed and the culprit is looked for.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> RewardList | Awaitable[RewardList]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class NamedReward:
+    """A reward function and the name it has in metrics and messages."""
+
+    name: str
+    function: RewardFunction | ImportPath
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The groups with their rewards, and what became of the others.
+
+    ``kept`` has, for each group that is left, its place among those that were given.
+    ``errors`` has one per dropped group, and one for each call that failed though every group in it could be
+    scored alone. ``extras`` has, for each group that is left, what functions logged per sample; ``metrics`` the
+    mean of each metric that they logged.
+    """
+
+    groups: list[Group]
+    dropped: int
+    errors: list[RewardError]
+    kept: list[int] = field(default_factory=list)
+    extras: list[Extras] = field(default_factory=list)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def load_reward(
+    spec: str,
+    base_dir: Path | None = None,
+    *,
+    num_workers: int = 0,
+    model_device: str = "auto",
+    model_batch_size: int = 16,
+) -> NamedReward:
+    """The reward function, or model, that ``spec`` names.
+
+    A model is a directory or a hub id: what has a ``/`` and is no ``FILE.py:FUNCTION``. All else is
+    ``module.function`` or ``FILE.py:FUNCTION`` and has the function's name.
+
+    Args:
+        num_workers: with processes to run it, a function is not imported here but there.
+        model_device: of a model; ``auto`` takes a GPU if there is one.
+        model_batch_size: conversations that a model judges at once.
+
+    Raises:
+        ConfigError: it cannot be found or imported, or the model is none that gives one number.
+    """
+    base_dir = (base_dir or Path()).resolve()
+    if (path := names_model(spec, base_dir)) is not None:
+        model = RewardModel(path, device=model_device, batch_size=model_batch_size)
+        return NamedReward(Path(path).name, model)
+    name = spec.replace(":", ".").rpartition(".")[2]
+    return NamedReward(name, ImportPath(spec, base_dir) if num_workers else load_function(spec, base_dir))
+
+
+def load_rewards(
+    specs: Sequence[str],
+    base_dir: Path | None = None,
+    *,
+    num_workers: int = 0,
+    model_device: str = "auto",
+    model_batch_size: int = 16,
+) -> list[NamedReward]:
+    """All functions of a configuration; those that would share a name are called by their whole spec."""
+    rewards = [
+        load_reward(
+            spec,
+            base_dir,
+            num_workers=num_workers,
+            model_device=model_device,
+            model_batch_size=model_batch_size,
+        )
+        for spec in specs
+    ]
+    names = [reward.name for reward in rewards]
+    return [
+        dataclasses.replace(reward, name=spec) if names.count(reward.name) > 1 else reward
+        for spec, reward in zip(specs, rewards, strict=True)
+    ]
+
+
+class Rewarder:
+    """Scores groups with several functions: a reward for each function, and their weighted sum.
+
+    Each function is called once for all groups (or once in each process, with a part of the groups). When that
+    fails it is called group by group, to name the culprit and, with ``drop_group``, to keep the others.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[NamedReward],
+        weights: Sequence[float] | None = None,
+        *,
+        timeout_s: float = 60.0,
+        on_error: OnError = "fail",
+        num_workers: int = 0,
+        max_steps: int = 0,
+    ) -> None:
+        """
+        Args:
+            weights: one per function; all 1 if ``None``.
+            timeout_s: deadline of one call of one function.
+            on_error: ``fail`` raises, ``drop_group`` leaves out the groups that a function fails on.
+            num_workers: processes for the functions that are import paths; at least one if there are any.
+            max_steps: of the run, for functions that ask.
+
+        Raises:
+            ConfigError: the weights do not fit the functions, two functions have one name, or a process cannot
+                import a function.
+        """
+        self.names = tuple(reward.name for reward in functions)
+        self._weights = tuple(weights) if weights is not None else (1.0,) * len(functions)
+        _check_setup(self.names, self._weights)
+        self._thread = CallThread("rewards")
+        self._workers = _start_workers(functions, num_workers)
+        self._functions = tuple(
+            RewardAttempts(reward.name, runner, timeout_s=timeout_s)
+            for reward, runner in zip(functions, self._runners(functions), strict=True)
+        )
+        self._on_error: OnError = on_error
+        self._state = TrainerState(max_steps=max_steps)
+
+    def check_columns(self, columns: Iterable[str]) -> None:
+        """Before anything is generated: each function gets the arguments that it cannot do without.
+
+        Raises:
+            RewardError: a function needs a column that the dataset does not have.
+        """
+        known = frozenset(columns)
+        for function in self._functions:
+            function.check_columns(known)
+
+    def report_step(self, step: int) -> None:
+        """Training has done ``step`` optimizer steps, which functions may ask for."""
+        self._state = dataclasses.replace(self._state, global_step=step)
+
+    def score(
+        self, groups: Sequence[Group], *, extras: Sequence[Extras] = (), on_error: OnError | None = None
+    ) -> Scored:
+        """The groups with ``Sample.rewards`` (one per function) and ``Sample.reward`` set.
+
+        ``reward`` is Σ w_k·r_k over the functions that did not abstain, ``None`` where all did.
+
+        Args:
+            extras: for each group, further columns with a value per sample.
+            on_error: overrides the rewarder's own.
+
+        Raises:
+            RewardError: a function failed and the policy is ``fail``; or it needs a column that there is not.
+        """
+        if not groups:
+            return Scored(groups=[], dropped=0, errors=[])
+        fail_fast = (on_error or self._on_error) == "fail"
+        kept = [Item(group, given) for group, given in zip(groups, extras or [{}] * len(groups), strict=True)]
+        self.check_columns({name for item in kept for name in (*item.group.prompt.columns, *item.extras)})
+        places = list(range(len(groups)))
+        tables: list[list[Judged]] = [[] for _ in kept]  # [group][function]
+        errors: list[RewardError] = []
+        metrics: dict[str, list[float]] = {}
+        for function in self._functions:
+            if not kept:
+                break
+            scores = function.score(kept, fail_fast=fail_fast, state=self._state)
+            errors += scores.errors
+            for name, numbers in scores.metrics.items():
+                metrics.setdefault(name, []).extend(numbers)
+            good = [(index, judged) for index, judged in enumerate(scores.judged) if judged is not None]
+            tables = [[*tables[index], judged] for index, judged in good]
+            kept = [kept[index] for index, _ in good]
+            places = [places[index] for index, _ in good]
+        dropped = len(groups) - len(kept)
+        if errors:
+            logger.warning("dropped %d of %d groups; first error: %s", dropped, len(groups), errors[0])
+        return Scored(
+            groups=[self._with_rewards(item.group, table) for item, table in zip(kept, tables, strict=True)],
+            dropped=dropped,
+            errors=errors,
+            kept=places,
+            extras=[{name: v for judged in table for name, v in judged.extras.items()} for table in tables],
+            metrics={name: sum(numbers) / len(numbers) for name, numbers in metrics.items()},
+        )
+
+    def close(self) -> None:
+        """End the thread and the processes that functions run in. Idempotent."""
+        self._thread.close()
+        if self._workers is not None:
+            self._workers.close()
+
+    def _runners(self, functions: Sequence[NamedReward]) -> list[RewardRunner]:
+        specs = _remote_specs(functions)
+        return [
+            WorkerRunner(self._workers, specs.index(reward.function))
+            if isinstance(reward.function, ImportPath) and self._workers is not None
+            else ThreadRunner(reward.function, self._thread)  # type: ignore[arg-type]
+            for reward in functions
+        ]
+
+    def _with_rewards(self, group: Group, table: Sequence[Judged]) -> Group:
+        """``table[k].rewards[i]`` is the reward of sample i by function k."""
+        samples = [
+            _rewarded(sample, rewards, _total(rewards, self._weights))
+            for sample, rewards in zip(group.samples, zip(*(one.rewards for one in table), strict=True), strict=True)
+        ]
+        return dataclasses.replace(group, samples=tuple(samples))
+
+
+def _remote_specs(functions: Sequence[NamedReward]) -> list[ImportPath]:
+    return [reward.function for reward in functions if isinstance(reward.function, ImportPath)]
+
+
+def _start_workers(functions: Sequence[NamedReward], num_workers: int) -> RewardWorkers | None:
+    remote = _remote_specs(functions)
+    if not remote:
+        return None
+    return RewardWorkers(remote, count=max(1, num_workers))
+
+
+def _rewarded(sample: Sample, rewards: tuple[float | None, ...], reward: float | None) -> Sample:
+    """The sample with its rewards. ``dataclasses.replace`` takes twice as long, for every sample of a run."""
+    return Sample(
+        prompt_ids=sample.prompt_ids,
+        completion_ids=sample.completion_ids,
+        logprobs=sample.logprobs,
+        finish_reason=sample.finish_reason,
+        versions=sample.versions,
+        text=sample.text,
+        mask=sample.mask,
+        temperature=sample.temperature,
+        rewards=rewards,
+        reward=reward,
+        advantage=sample.advantage,
+        token_advantages=sample.token_advantages,
+    )
+
+
+def _total(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
+    """Σ w_k·r_k over the rewards that are there; ``None`` where none is."""
+    parts = [weight * reward for weight, reward in zip(weights, rewards, strict=True) if reward is not None]
+    return sum(parts) if parts else None
+
+
+def _check_setup(names: Sequence[str], weights: Sequence[float]) -> None:
+    if not names:
+        raise ConfigError("rewards.functions is empty", remedy="name at least one reward function")
+    if len(weights) != len(names):
+        raise ConfigError(
+            f"rewards.weights has {len(weights)} values for {len(names)} functions",
+            remedy="give one weight per function, or leave them out",
+        )
+    if bad := [weight for weight in weights if not math.isfinite(weight)]:
+        raise ConfigError(f"rewards.weights has a weight of {bad[0]}", remedy="give finite numbers")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"two reward functions are called {twice[0]!r}", remedy="name each function once")

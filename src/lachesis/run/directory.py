@@ -1,0 +1,203 @@
+"""The run directory: where a run keeps its files, and who may write there."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.deadline import Wait, waits_now
+from lachesis.common.errors import CheckpointError, ConfigError
+from lachesis.common.files import write_atomic
+from lachesis.metrics.sinks.base import run_paths
+
+logger = logging.getLogger("lachesis")
+
+# How long a wait has to last to be named in live.json, and how often that is written even where nothing has changed,
+# as a sign of life: seconds.
+_WORTH_NAMING_S = 1.0
+_SIGN_OF_LIFE_S = 30.0
+# Written by an engine for a run that is being built (engines.bridge_file, which loads torch): all that is left of one
+# that failed there.
+LEFT_BEHIND = "vllm_bridge_config.json"
+
+
+@dataclass
+class RunDirectory:
+    """A directory with ``config.yaml``, ``metrics.jsonl``, ``rollouts/`` and so on; state.json says how it stands."""
+
+    path: Path
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files of the run by name."""
+        return run_paths(self.path)
+
+    def begin(self, *, resume: bool) -> None:
+        """Make the directory; what an earlier run left in it goes, unless this run goes on with it.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        try:
+            if self.path.is_dir() and not resume:
+                shutil.rmtree(self.path)
+                self.state = {}
+            self.state.pop("error", None)
+            self.files["logs"].mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        now = time.time()
+        self.update(
+            status="starting",
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            started=self.state.get("started", now),
+            began=now,
+        )
+
+    def update(self, **changes: Any) -> None:
+        """Change state.json.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self.state |= changes | {"updated": time.time()}
+        try:
+            write_atomic(self.files["state"], json.dumps(self.state, indent=2) + "\n")
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+
+@contextmanager
+def live_file(path: Path, *, every_s: float = 1.0) -> Iterator[None]:
+    """Within it a thread looks every ``every_s`` seconds what this process waits for, and writes it to ``live.json``.
+
+    It is written when the waits change, also while the caller is blocked, and removed at the end. A process that is
+    killed leaves it behind: what it waited for last.
+    """
+    ended = threading.Event()
+    loop = threading.get_ident()
+    thread = threading.Thread(target=_keep_live, args=(path, loop, every_s, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=5.0)  # longer only where the disk hangs
+        with suppress(OSError):  # left there they are those of a run that has ended, which nobody reads
+            path.unlink(missing_ok=True)
+            _half_written(path).unlink(missing_ok=True)
+
+
+def _keep_live(path: Path, loop: int, every_s: float, ended: threading.Event) -> None:
+    said: tuple[Wait, ...] | None = None
+    said_at = 0.0
+    while True:
+        waits = tuple(wait for wait in waits_now() if wait.deadline.elapsed_s() >= _WORTH_NAMING_S)
+        if waits != said or time.monotonic() - said_at >= _SIGN_OF_LIFE_S:
+            try:
+                _write_live(path, waits, loop=loop)
+            except OSError as error:
+                logger.warning(
+                    "%s cannot be written, so `lachesis status` does not know what is waited for: %s", path, error
+                )
+                return
+            said, said_at = waits, time.monotonic()
+        if ended.wait(every_s):
+            return
+
+
+def _write_live(path: Path, waits: tuple[Wait, ...], *, loop: int) -> None:
+    now = time.time()
+    lines = [
+        {
+            "name": wait.deadline.name,
+            "since": now - wait.deadline.elapsed_s(),
+            "limit_s": wait.deadline.limit_s,
+            "setting": wait.deadline.setting,
+            "background": wait.thread != loop,
+        }
+        for wait in waits
+    ]
+    # Whole or not at all for readers, but not forced to disk: a power cut takes the process with it.
+    temporary = _half_written(path)
+    temporary.write_text(json.dumps({"pid": os.getpid(), "time": now, "waits": lines}) + "\n")
+    os.replace(temporary, path)
+
+
+def _half_written(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+def cannot_write(path: Path, error: OSError) -> CheckpointError:
+    """What to raise where a run directory cannot be written."""
+    return CheckpointError(
+        f"the run directory {path} cannot be written: {error.strerror}",
+        remedy="choose another run.dir, or free space on that disk",
+    )
+
+
+def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
+    """Find out whether a run may use a directory; nothing is written or deleted.
+
+    Raises:
+        ConfigError: it holds a run and neither ``resume`` nor ``overwrite`` says what to do with it, or other
+            files; a process works in it; or there is nothing to resume.
+    """
+    run = RunDirectory(path)
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file, not a run directory", remedy="choose another run.name or run.dir")
+    holds_run = run.files["state"].is_file()
+    if holds_run:
+        run.state = _read_state(run.files["state"])
+        _refuse_running(run)
+    if resume:
+        if not holds_run:
+            raise ConfigError(f"there is no run to resume in {path}", remedy="leave --resume out to start it")
+        return run
+    if path.is_dir() and any(entry.name != LEFT_BEHIND for entry in path.iterdir()):
+        if not holds_run:
+            raise ConfigError(f"{path} is not empty and holds no run", remedy="choose another run.name or run.dir")
+        if not overwrite:
+            raise ConfigError(
+                f"{path} holds a run already ({run.state.get('status')} at step {run.state.get('step', 0)})",
+                remedy="go on with --resume, start anew with --overwrite, or choose another run.name",
+            )
+    return run
+
+
+def _refuse_running(run: RunDirectory) -> None:
+    pid = run.state.get("pid")
+    if run.state.get("status") not in ("starting", "running") or not isinstance(pid, int) or pid == os.getpid():
+        return
+    if "lachesis" in _command_line(pid):
+        raise ConfigError(
+            f"process {pid} is training in {run.path} right now", remedy="wait for it, or choose another run.name"
+        )
+
+
+def _command_line(pid: int) -> str:
+    """What a process was started as; empty where there is none (a pid may belong to another program by now)."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        state = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", remedy="start anew with another run.name") from error
+    return state if isinstance(state, dict) else {}

@@ -1,0 +1,373 @@
+"""One part of a run from its section of the configuration. :mod:`lachesis.run.train` wires the parts together."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lachesis.bridges.base import Bridge
+from lachesis.bridges.in_process import InProcessBridge
+from lachesis.bridges.proof import SyncProof
+from lachesis.common.attended import Watch
+from lachesis.common.errors import ConfigError
+from lachesis.common.imports import load_function
+from lachesis.common.types import Group, Prompt
+from lachesis.config import schema
+from lachesis.config.rules import learning_rate
+from lachesis.config.rules.rollout_api import evaluates
+from lachesis.config.schema import LachesisConfig
+from lachesis.engines.base import Engine
+from lachesis.engines.embedded.engine import EmbeddedEngine
+from lachesis.pipeline.collect import Collector, Reroll, WholeBatches
+from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
+from lachesis.pipeline.filters import any_reward_differs, has_signal
+from lachesis.pipeline.producer import AsynchronousFeed
+from lachesis.pipeline.replay import ReplayBuffer
+from lachesis.pipeline.scoring import assign_advantages
+from lachesis.rollouts.atropos.convert import Conversion
+from lachesis.rollouts.atropos.source import build_atropos_source, keep_given_advantages
+from lachesis.rollouts.base import RolloutSource
+from lachesis.rollouts.custom import CustomSource
+from lachesis.rollouts.datasets import Dataset, PromptStream, load_problems, split_eval
+from lachesis.rollouts.datasets.config_view import axolotl_names
+from lachesis.rollouts.evaluate import Evaluator, ScheduledEvaluation
+from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.local import LocalSource
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
+from lachesis.rollouts.streaming import StreamingSource
+from lachesis.run.engine import EngineSide, RunPlace, build_servers
+from lachesis.run.options import advantage_function, loss_options, sampling_params, steps
+from lachesis.train.batch import Batch
+from lachesis.train.distributed.single import SingleDevice
+from lachesis.train.distributed.split import pack_for_ranks
+from lachesis.train.distributed.strategy import Backend
+from lachesis.train.distributed.whole import WholeModel
+from lachesis.train.iterations import RepeatedFeed
+from lachesis.train.losses.custom import load_custom_loss
+from lachesis.train.losses.reference import ReferenceOptions
+from lachesis.train.model.attach import WeightSource
+from lachesis.train.model.loading import LoadedModel, context_length, eos_token_ids, load_model, load_tokenizer
+from lachesis.train.optim.sharded import build_sharded_optimizer
+from lachesis.train.policy import Policy
+
+
+def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Problems to train on, none where environments have their own, and those held out.
+
+    Raises:
+        ConfigError: the model's context has no room for a prompt and a completion, or a transform is none.
+        DataError: as :func:`load_problems`, or nothing would remain to train on.
+    """
+    trains = config.source.kind == "local"  # environments have problems of their own
+    if not trains and not evaluates(config):
+        return [], []
+    room = context_length(config.model) - config.sampling.max_completion_length
+    if room < 1:
+        raise ConfigError(
+            f"sampling.max_completion_length is {config.sampling.max_completion_length} and the model's context "
+            f"{context_length(config.model)} tokens: no prompt fits",
+            remedy="lower sampling.max_completion_length",
+        )
+    data = config.data
+    path = data.path or data.eval_path
+    assert path is not None, "config.load and config.rules demand one"
+    load = partial(
+        load_problems,
+        tokenizer=load_tokenizer(config.model),
+        system_prompt=data.system_prompt,
+        chat_template_kwargs=data.chat_template_kwargs,
+        max_prompt_length=min(room, data.max_prompt_length or room),
+        overlong=data.overlong_prompts,
+        prepared_path=data.prepared_path,
+        processes=data.processes,
+        transform_config=axolotl_names(config),
+    )
+    first = Dataset(path, data.name, data.split, data.format, data.transform, data.prompt_column)
+    apart = data.eval_path is not None or data.eval_split is not None
+    problems: list[Prompt] = []
+    if trains or not apart:
+        problems = load(first, more=[Dataset(**one.model_dump()) for one in data.more])
+    if not apart:
+        problems, held_out = split_eval(problems, data.eval_size, seed=config.run.seed)
+    else:
+        held_out = load(replace(first, path=data.eval_path or path, split=data.eval_split or "train"))
+    return problems if trains else [], held_out
+
+
+def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
+    """The reward functions and models, by name."""
+    rewards = config.rewards
+    return load_rewards(
+        rewards.functions,
+        num_workers=rewards.num_workers,
+        model_device=rewards.model_device,
+        model_batch_size=rewards.model_batch_size,
+    )
+
+
+def build_rewarder(config: LachesisConfig) -> Rewarder:
+    """The reward functions with their weights."""
+    return Rewarder(
+        build_reward_functions(config),
+        weights=config.rewards.weights,
+        timeout_s=config.rewards.timeout_s,
+        on_error=config.rewards.on_error,
+        num_workers=config.rewards.num_workers,
+        max_steps=config.run.steps or 0,
+    )
+
+
+def build_policy(
+    config: LachesisConfig,
+    *,
+    weights: WeightSource | None = None,
+    backend: Backend | None = None,
+    make: Callable[..., Policy] = Policy,
+) -> Policy:
+    """Load the model, or attach it to ``weights``, and make it learn.
+
+    Args:
+        backend: of several ranks, all of which build; this process alone, if unset.
+        make: the policy's class.
+    """
+    backend = backend or SingleDevice()
+    loaded = load_model(config.model, config.adapter, weights=weights, on_cpu=backend.sharded)
+    on_gpu = backend.device(loaded.transformer).type == "cuda"
+    return make(
+        loaded,
+        backend=backend,
+        optimizer_builder=partial(
+            build_sharded_optimizer,
+            config=config.optimizer,
+            backend=backend,
+            learning_rate=learning_rate(config),
+            total_steps=steps(config),
+        ),
+        options=loss_options(config),
+        packing=config.model.packing,
+        compile_layers=config.model.compile == "on" or (config.model.compile == "auto" and on_gpu),
+        reference=ReferenceOptions(
+            kind=config.algorithm.kl_reference,
+            mixup_alpha=config.algorithm.ref_mixup_alpha,
+            sync_steps=config.algorithm.ref_sync_steps,
+        ),
+        custom_loss=load_custom_loss(config.algorithm.loss) if config.algorithm.loss else None,
+    )
+
+
+def build_engine_side(
+    config: LachesisConfig, *, place: RunPlace, sharded: bool = False, watch: Callable[[], None] | None = None
+) -> EngineSide:
+    """The bridge with its engine. One in this process is built once the policy exists, others run when this returns.
+
+    Args:
+        sharded: the policy's model is cut over ranks; an engine in this process gets a whole one of its own.
+        watch: called while servers are waited for; what it raises ends the wait.
+
+    Raises:
+        EngineError, DeadlineExceeded: as :func:`build_servers`.
+    """
+    if config.engine.kind != "embedded":
+        return build_servers(config, place=place, watch=watch)
+    options: dict[str, Any] = {
+        "proof_builder": partial(build_proof, config) if config.bridge.proof else None,
+        "sync_s": config.deadlines.sync_s,
+    }
+    bridge: Bridge[Policy]
+    if sharded:
+        second = WholeModel(load_model(config.model, config.adapter))
+        bridge = InProcessBridge(
+            engine_builder=lambda policy: build_engine(config, second.loaded), bring=second.take, **options
+        )
+    else:
+        bridge = InProcessBridge(engine_builder=lambda policy: build_engine(config, policy.loaded), **options)
+    return EngineSide(bridge=bridge)
+
+
+def build_engine(config: LachesisConfig, loaded: LoadedModel) -> Engine:
+    """The embedded engine around the policy's model, or a whole one beside a policy whose model is sharded."""
+    return EmbeddedEngine(
+        loaded.transformer,
+        eos_token_ids=eos_token_ids(loaded),
+        pad_token_id=loaded.tokenizer.pad_token_id,
+        max_batch_size=config.engine.max_batch_size,
+        max_context=context_length(config.model),
+        decode=loaded.tokenizer.decode,
+        special_token_ids=loaded.tokenizer.all_special_ids,
+        session_id=secrets.token_hex(8),
+    )
+
+
+def build_proof(config: LachesisConfig, policy: Policy, engine: Engine) -> SyncProof:
+    """Proof of sync on a fixed prompt of ordinary tokens."""
+    vocab_size = policy.transformer.config.get_text_config().vocab_size
+    return SyncProof(
+        token_ids=[(7 * i + 5) % vocab_size for i in range(min(16, context_length(config.model)))],
+        trainer=policy.canary,
+        engine=engine.canary,
+        session_id=engine.health().session_id,
+        dtype=str(policy.transformer.dtype).removeprefix("torch."),
+    )
+
+
+def build_atropos_feed(
+    config: LachesisConfig, *, policy: Policy, run_dir: Path, watch: Watch, reachable: bool
+) -> Feed[Batch]:
+    """The way from a rollout API to packed batches, each as large as the API makes them.
+
+    Args:
+        watch: called while a batch is waited for; raises where that has become useless.
+        reachable: whether the API has to answer by now.
+
+    Raises:
+        EngineError: the API does not answer.
+    """
+    assert isinstance(config.source, schema.AtroposSource)
+    source = build_atropos_source(
+        config,
+        conversion=Conversion(
+            decode=text_decoder(policy.loaded.tokenizer),
+            vocab_size=policy.transformer.config.get_text_config().vocab_size,
+            max_length=context_length(config.model),
+            eos_token_ids=frozenset(eos_token_ids(policy.loaded)),
+        ),
+        checkpoint_dir=str(run_dir / "checkpoints"),
+        watch=watch,
+        reachable=reachable,
+    )
+    pack_groups = partial(pack_batch, config=config, policy=policy)
+    assign = partial(assign_advantages, compute=advantage_function(config))
+    feed = SynchronousFeed(
+        collector=WholeBatches(source, count=config.batch.prompts_per_step),
+        finisher=Finisher(advantages=keep_given_advantages(assign), pack=pack_groups, replay=build_replay(config)),
+        batch_deadline_s=max(config.deadlines.batch_s, config.source.wait_s),
+    )
+    return repeated(feed, config, pack=pack_groups)
+
+
+def repeated(feed: Feed[Batch], config: LachesisConfig, *, pack: Callable[[Sequence[Group]], Batch]) -> Feed[Batch]:
+    """Each batch as often as the algorithm uses it; a checkpoint looks the same whether that is once or more."""
+    return RepeatedFeed(feed, num_iterations=config.algorithm.num_iterations, pack=pack)
+
+
+def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
+    size = config.pipeline.replay_size
+    return ReplayBuffer(size=size, seed=config.run.seed, signal=signal_function(config)) if size else None
+
+
+def signal_function(config: LachesisConfig) -> Callable[[Group], bool]:
+    """Which groups can be learned from, by how their rewards become advantages."""
+    return any_reward_differs if config.algorithm.aggregation == "normalize_then_sum" else has_signal
+
+
+def build_feed(
+    config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
+) -> Feed[Batch]:
+    """The way from problems to packed batches."""
+    source = build_source(config, problems=problems, policy=policy, engine=engine, rewarder=rewarder)
+    pipeline = config.pipeline
+    pack_groups = partial(pack_batch, config=config, policy=policy)
+    collector = Collector(
+        source,
+        count=config.batch.prompts_per_step,
+        refill_rounds=pipeline.refill_zero_signal,
+        reroll=build_reroll(config),
+        signal=signal_function(config),
+    )
+    finisher = Finisher(
+        advantages=partial(assign_advantages, compute=advantage_function(config)),
+        pack=pack_groups,
+        replay=build_replay(config),
+    )
+    feed: Feed[Batch] = SynchronousFeed(
+        collector=collector, finisher=finisher, batch_deadline_s=config.deadlines.batch_s
+    )
+    if pipeline.async_prefetch:
+        feed = AsynchronousFeed(
+            collector=collector,
+            finisher=finisher,
+            depth=pipeline.prefetch_depth,
+            max_staleness=pipeline.max_staleness,
+            batch_deadline_s=config.deadlines.batch_s,
+            uses=config.algorithm.num_iterations,
+        )
+    return repeated(feed, config, pack=pack_groups)
+
+
+def build_source(
+    config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
+) -> RolloutSource:
+    """Prompts of a dataset, and completions by the engine or by a function of the user."""
+    assert isinstance(config.source, schema.LocalSource)
+    common: dict[str, Any] = {
+        "stream": PromptStream(problems, seed=config.run.seed, shuffle=config.data.shuffle),
+        "engine": engine,
+        "rewarder": rewarder,
+        "decode": text_decoder(policy.loaded.tokenizer),
+        "params": sampling_params(config),
+        "num_generations": config.sampling.num_generations,
+        "seed": config.run.seed,
+        "generation_s": config.deadlines.generation_s,
+    }
+    if config.source.rollout_func is None and config.pipeline.streaming:
+        return StreamingSource(min_groups=config.pipeline.streaming_min_groups, **common)
+    if config.source.rollout_func is None:
+        return LocalSource(**common)
+    return CustomSource(
+        rollout_func=load_function(config.source.rollout_func),
+        name=config.source.rollout_func,
+        tokenizer=policy.loaded.tokenizer,
+        eos_token_ids=eos_token_ids(policy.loaded),
+        vocab_size=policy.transformer.config.get_text_config().vocab_size,
+        **common,
+    )
+
+
+def build_reroll(config: LachesisConfig) -> Reroll | None:
+    """Prompts that failed are tried again once the given share of the run is over; never where that is all of it."""
+    start = config.pipeline.reroll_start_fraction
+    if start >= 1:
+        return None
+    return Reroll(start_step=math.ceil(steps(config) * start), max_groups=config.pipeline.reroll_max_groups)
+
+
+def build_evaluation(
+    config: LachesisConfig, *, held_out: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder | None
+) -> ScheduledEvaluation:
+    """One completion for each held-out problem, greedy unless configured otherwise; never, without problems."""
+    evaluator = None
+    if held_out and rewarder is not None:
+        evaluator = Evaluator(
+            held_out,
+            engine=engine,
+            rewarder=rewarder,
+            decode=text_decoder(policy.loaded.tokenizer),
+            params=replace(sampling_params(config), temperature=config.evaluation.temperature),
+            samples=config.evaluation.samples_per_problem,
+            success_reward=config.evaluation.success_reward,
+            limit=config.evaluation.max_problems,
+            seed=config.run.seed,
+            generation_s=config.deadlines.generation_s,
+        )
+    return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=steps(config))
+
+
+def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Policy) -> Batch:
+    """Pack as the batch section says; sequences are left out only where that changes nothing."""
+    algorithm = config.algorithm
+    return pack_for_ranks(
+        groups,
+        ranks=policy.backend.world_size,
+        max_tokens=config.batch.max_tokens_per_microbatch,
+        max_rows=config.batch.micro_batch_size,
+        skip_zero_advantage=algorithm.skip_zero_advantage and policy.ignores_zero_advantage,
+        mask_truncated=algorithm.mask_truncated,
+        share_prompts=policy.plan.packed,
+        old_logprobs="trainer" if algorithm.sampler_correction != "none" else "sampler",
+        replayed_old_logprobs="trainer" if config.pipeline.replay_recompute_logps else "sampler",
+    )

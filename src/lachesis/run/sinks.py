@@ -1,0 +1,107 @@
+"""What a run's steps are told to: files, consoles, dashboards, and the health rules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console
+from transformers import PreTrainedTokenizerBase
+
+from lachesis.common.types import StepRecord
+from lachesis.config.schema import LachesisConfig
+from lachesis.metrics.health.monitor import HealthMonitor
+from lachesis.metrics.hub import MetricsHub
+from lachesis.metrics.report.page import ReportSink
+from lachesis.metrics.sinks.base import Sink
+from lachesis.metrics.sinks.completions import CompletionPicker, CompletionsSink
+from lachesis.metrics.sinks.console import ConsoleSink
+from lachesis.metrics.sinks.jsonl import JsonlSink, read_metrics
+from lachesis.metrics.sinks.tape import TapeSink, token_texts
+from lachesis.metrics.sinks.tensorboard import TensorBoardSink
+from lachesis.metrics.sinks.wandb import WandbSink
+from lachesis.rollouts.generation import text_decoder
+from lachesis.run.directory import RunDirectory
+from lachesis.run.options import health_limits, steps
+
+
+def build_sinks(
+    config: LachesisConfig,
+    *,
+    run: RunDirectory,
+    start: int,
+    consoles: Sequence[Console | None],
+    tokenizer: PreTrainedTokenizerBase,
+    reward_names: Sequence[str],
+) -> MetricsHub:
+    """Everything that is told of a step, and the health rules.
+
+    Args:
+        config: the configuration, its number of steps known.
+        run: whose directory is written to.
+        start: steps that are done; what is there up to it is kept.
+        consoles: where progress is shown.
+        tokenizer: makes texts of tokens, for the tape and for completions that are shown.
+        reward_names: of the reward functions, in the order of a sample's rewards.
+    """
+    files, logging_config = run.files, config.logging
+    resume_step = start if start > 0 else None
+    completions = _completion_picker(config, reward_names=reward_names, tokenizer=tokenizer)
+    sinks: list[Sink] = [JsonlSink(files["metrics"], resume_step=resume_step)]
+    if logging_config.tape:
+        texts, report_groups = token_texts(tokenizer), logging_config.report_groups
+        sinks.append(TapeSink(files["rollouts"], resume_step=resume_step, report_groups=report_groups, texts=texts))
+    if logging_config.tensorboard:
+        sinks.append(TensorBoardSink(files["tensorboard"], resume_step=resume_step))
+    if logging_config.wandb is not None:
+        sinks.append(
+            WandbSink(
+                logging_config.wandb,
+                run_dir=run.path,
+                run_name=config.run.name,
+                settings=config.model_dump(mode="json"),
+                resume_step=resume_step,
+                completions=completions,
+            )
+        )
+    sinks += [StateSink(run), ReportSink(run.path, logging_config.report_every_steps)]
+    for console in consoles:
+        if console is not None:
+            every = logging_config.every_steps
+            sinks.append(ConsoleSink(console, steps(config), every_steps=every, title=config.run.name))
+            sinks += [CompletionsSink(console, completions)] if completions is not None else []
+    monitor = HealthMonitor(limits=health_limits(config))
+    if resume_step is not None:
+        # What was reached before counts when a fall from the best accuracy is looked for.
+        for result in read_metrics(files["metrics"]).evaluations:
+            monitor.evaluation(result)
+    return MetricsHub(sinks, monitor=monitor)
+
+
+def _completion_picker(
+    config: LachesisConfig, *, reward_names: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> CompletionPicker | None:
+    """Which completions people are shown; ``None`` where none are."""
+    count, decode = config.logging.completions, text_decoder(tokenizer)
+    if count == 0:
+        return None
+    return CompletionPicker(
+        count=None if count == "all" else count,
+        reward_names=reward_names,
+        decode=lambda token_ids: decode([list(token_ids)])[0],
+        every_steps=config.logging.every_steps,
+    )
+
+
+class StateSink(Sink):
+    """Keeps state.json up to date, to a second: it is forced to disk each time."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._written = 0.0
+
+    def write(self, record: StepRecord) -> None:
+        self._run.state["step"] = record.step  # for whoever writes next
+        if time.monotonic() - self._written >= 1.0:
+            self._run.update(step=record.step)
+            self._written = time.monotonic()

@@ -1,0 +1,332 @@
+"""How a run stands, read from its directory: nothing is loaded, and nothing is asked of its process."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import psutil
+
+from lachesis.common.errors import ConfigError
+from lachesis.common.types import Finding
+from lachesis.metrics.names import format_number, format_seconds
+from lachesis.metrics.sinks.base import run_paths
+from lachesis.metrics.sinks.jsonl import StepLine, read_metrics
+
+RunState = Literal["loading", "running", "suspended", "finished", "stopped", "failed", "gone"]
+# What state.json calls it, and what it is as long as its process lives.
+_STATES: dict[str, RunState] = {
+    "starting": "loading",
+    "running": "running",
+    "finished": "finished",
+    "stopped": "stopped",
+    "failed": "failed",
+}
+_GOING_ON = ("loading", "running")
+
+MAIN_METRICS = ("reward", "loss", "grad_norm", "entropy", "mean_kl")
+# In the order of a step. Where the trainer generates itself, its waiting for data is generation and rewards.
+SECONDS = {
+    "step_time": "whole",
+    "data_fetch_time": "waiting for data",
+    "generation_time": "generation",
+    "reward_time": "rewards",
+    "train_time": "training",
+    "sync_time": "sync",
+    "eval_time": "evaluation",
+    "checkpoint_time": "checkpoint",
+}
+# The expected remaining time is from the mean of so many steps.
+_RECENT_STEPS = 20
+# A process with the run's id that began later than the run is another one, if by more than clocks are put right.
+_CLOCK_SLACK_S = 60.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedWait:
+    """A wait: ``name`` says who waits for whom; times in seconds, ``since`` from 1970.
+
+    ``limit_s`` is ``None`` where it has no end, ``setting`` the key that holds it (may be empty); ``background``
+    tells waits of other threads than the training loop's.
+    """
+
+    name: str
+    since: float
+    limit_s: float | None
+    setting: str
+    background: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunStatus:
+    """How a run stands. ``None`` is what is not known (yet); times are in seconds.
+
+    Args:
+        state: ``gone`` is a process that ended without a last word, ``suspended`` one that a signal has stopped.
+        note: what else is to be known of the state; may be empty.
+        error: of a run that failed, with its remedy.
+        elapsed_s: since this process began with the run.
+        remaining_s: expected, from the last steps; of a run that goes on.
+        silent_s: since the run last wrote anything.
+        values: all metrics of the last step.
+        waits: under way, the outermost first; the last ones of a run that is gone.
+    """
+
+    run_dir: Path
+    state: RunState
+    note: str
+    error: str
+    pid: int | None
+    host: str | None
+    step: int
+    steps: int | None
+    weight_version: int | None
+    elapsed_s: float | None
+    remaining_s: float | None
+    silent_s: float
+    values: Mapping[str, float]
+    findings: tuple[Finding, ...]
+    checkpoint: Path | None
+    waits: tuple[NamedWait, ...] | None
+    logs: tuple[Path, ...]
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run works, as far as can be seen from here."""
+        return self.state in _GOING_ON
+
+
+def read_status(run_dir: Path, *, now: float | None = None) -> RunStatus:
+    """How the run in ``run_dir`` stands at ``now`` (seconds since 1970; the present, if ``None``).
+
+    Raises:
+        ConfigError: it is no directory of a run, or state.json or live.json is damaged.
+        DataError: metrics.jsonl is damaged.
+    """
+    files = run_paths(run_dir)
+    now = time.time() if now is None else now
+    facts = _Facts(files["state"], _read_state(run_dir, files["state"]))
+    live = _Facts(files["live"], _read_object(files["live"]) if files["live"].is_file() else {})
+    lines = read_metrics(files["metrics"]).steps if files["metrics"].is_file() else ()
+    pid, host = facts.get("pid", int), facts.get("host", str)
+    mine = live.get("pid", int) == pid  # or it was left by a process before
+    state, note = _state(facts, pid=pid, host=host)
+    if state == "gone":  # unless it ended while this was read: by now its last word is there
+        facts = _Facts(files["state"], _read_state(run_dir, files["state"]))
+        state, note = _state(facts, pid=pid, host=host)
+    updated, began = facts.get("updated", float) or 0.0, facts.get("began", float)
+    heard = max(updated, (live.get("time", float) or 0.0) if mine else 0.0, lines[-1].time if lines else 0.0)
+    end = now if state in (*_GOING_ON, "suspended") else heard
+    step = max(facts.get("step", int) or 0, lines[-1].step if lines else 0)
+    steps = facts.get("steps", int)
+    values = lines[-1].values if lines else {}
+    version = values.get("weight_version")
+    return RunStatus(
+        run_dir=run_dir,
+        state=state,
+        note=note,
+        error=facts.get("error", str) or "",
+        pid=pid,
+        host=host,
+        step=step,
+        steps=steps,
+        weight_version=None if version is None or math.isnan(version) else int(version),
+        elapsed_s=None if began is None else max(0.0, end - began),
+        remaining_s=_remaining_s(lines, step=step, steps=steps) if state in _GOING_ON else None,
+        silent_s=max(0.0, now - heard),
+        values=values,
+        findings=lines[-1].findings if lines else (),
+        checkpoint=_last_checkpoint(files["checkpoints"]),
+        waits=_waits(live) if mine and live.content else None,
+        logs=tuple(sorted(files["logs"].glob("*.log"))),
+    )
+
+
+def _read_state(run_dir: Path, path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(
+            f"{run_dir} is no run directory: it has no state.json",
+            remedy="give run.dir/run.name of a configuration; a new run that still loads its model has none yet",
+        )
+    return _read_object(path)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:  # the run has just ended and taken it away
+        return {}
+    except (OSError, ValueError) as error:
+        raise _damaged(path, str(error)) from error
+    if not isinstance(content, dict):
+        raise _damaged(path, "it holds no object")
+    return content
+
+
+def _damaged(path: Path, reason: str) -> ConfigError:
+    remedy = "the run's own files tell more: metrics.jsonl, logs/trainer.log"
+    return ConfigError(f"how the run stands cannot be read from {path}: {reason}", remedy=remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """A file's content, whose values have the type that they should have."""
+
+    path: Path
+    content: Mapping[str, Any]
+
+    def get(self, name: str, kind: type[T]) -> T | None:
+        """``None`` where it is not there. Raises ConfigError where it is something else."""
+        value = self.content.get(name)
+        if kind is float and type(value) is int:
+            value = float(value)
+        if value is not None and type(value) is not kind:  # a bool is no number here
+            raise _damaged(self.path, f"{name} is {value!r}")
+        return value
+
+    def list(self, name: str) -> list[Any]:
+        value = self.content.get(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise _damaged(self.path, f"{name} is {value!r}")
+        return value
+
+
+def _state(facts: _Facts, *, pid: int | None, host: str | None) -> tuple[RunState, str]:
+    """The state, and what else is to be said of it."""
+    name = facts.get("status", str)
+    if name not in _STATES:
+        raise _damaged(facts.path, f"status is {name!r}")
+    state = _STATES[name]
+    if state not in _GOING_ON:
+        return state, ""
+    if pid is None or host is None:
+        return state, "which process it is was not recorded, so whether it lives cannot be checked"
+    if host != socket.gethostname():
+        return state, f"whether its process lives cannot be checked from here: it runs on {host}"
+    condition = _condition(pid, began=facts.get("began", float))
+    if condition == "gone":
+        return "gone", f"the process (pid {pid}) has ended without saying why: see logs/trainer.log"
+    if condition == "suspended":
+        return "suspended", f"a signal has stopped the process; it goes on with: kill -CONT {pid}"
+    return state, ""
+
+
+def _condition(pid: int, *, began: float | None) -> Literal["alive", "suspended", "gone"]:
+    """Of the process that has worked as ``pid`` since ``began``. A process of another program with its id is none."""
+    try:
+        process = psutil.Process(pid)
+        if began is not None and process.create_time() > began + _CLOCK_SLACK_S:
+            return "gone"
+        status = process.status()
+    except (psutil.NoSuchProcess, ValueError, OverflowError):  # the latter two: no number of a process
+        return "gone"
+    except psutil.AccessDenied:
+        return "alive"
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "gone"
+    return "suspended" if status == psutil.STATUS_STOPPED else "alive"
+
+
+def _remaining_s(lines: tuple[StepLine, ...], *, step: int, steps: int | None) -> float | None:
+    seconds = [line.values["step_time"] for line in lines[-_RECENT_STEPS:] if "step_time" in line.values]
+    if steps is None or not seconds:
+        return None
+    return max(0, steps - step) * sum(seconds) / len(seconds)
+
+
+def _last_checkpoint(directory: Path) -> Path | None:
+    """Those that are there are whole: they are renamed into their place."""
+    found = [path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdigit()]
+    return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
+
+
+def _waits(live: _Facts) -> tuple[NamedWait, ...]:
+    facts = [_Facts(live.path, item) for item in live.list("waits")]
+    return tuple(
+        NamedWait(
+            name=item.get("name", str) or "",
+            since=item.get("since", float) or 0.0,
+            limit_s=item.get("limit_s", float),
+            setting=item.get("setting", str) or "",
+            background=item.get("background", bool) is True,
+        )
+        for item in facts
+    )
+
+
+def status_json(status: RunStatus) -> str:
+    """All of it as JSON; what is not finite is null."""
+    values = {name: value if math.isfinite(value) else None for name, value in status.values.items()}
+    content = asdict(status) | {"values": values, "goes_on": status.goes_on}
+    return json.dumps(content, indent=2, default=str, allow_nan=False)
+
+
+def status_lines(status: RunStatus, *, now: float | None = None) -> list[tuple[str, str]]:
+    """What people want to know of it, as a title and a text a line; an empty title goes on with the one before."""
+    now = time.time() if now is None else now
+    of = "" if status.steps is None else f" of {status.steps}"
+    version = "" if status.weight_version is None else f", weight version {status.weight_version}"
+    lines = [("state", f"{status.state}, step {status.step}{of}{version}")]
+    lines += [("", text) for text in (status.note, status.error) if text]
+    if status.pid is not None:
+        lines.append(("process", f"pid {status.pid}" + (f" on {status.host}" if status.host else "")))
+    lines += [("time", text) for text in [_times(status)] if text]
+    lines += [("last step", text) for text in [_metrics(status.values)] if text]
+    lines += [("seconds", text) for text in [_seconds(status.values)] if text]
+    lines += _titled("health", [f"{finding.level}: {finding.message}" for finding in status.findings])
+    lines.append(("checkpoint", "none yet" if status.checkpoint is None else str(status.checkpoint)))
+    if status.state in (*_GOING_ON, "suspended", "gone"):
+        lines += _titled("waited in" if status.state == "gone" else "waits in", _wait_texts(status, now=now))
+    lines += _titled("logs", [str(path) for path in status.logs])
+    return lines
+
+
+def _titled(title: str, texts: list[str]) -> list[tuple[str, str]]:
+    return [(title if index == 0 else "", text) for index, text in enumerate(texts)]
+
+
+def _times(status: RunStatus) -> str:
+    word = "so far" if status.goes_on else "in all"
+    parts = [] if status.elapsed_s is None else [f"{format_seconds(status.elapsed_s)} {word}"]
+    if status.remaining_s is not None:
+        parts.append(f"about {format_seconds(status.remaining_s)} left")
+    parts.append(f"last heard of {format_seconds(status.silent_s)} ago")
+    return ", ".join(parts)
+
+
+def _metrics(values: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {format_number(values[name])}" for name in MAIN_METRICS if name in values)
+
+
+def _seconds(values: Mapping[str, float]) -> str:
+    shown = {title: values[name] for name, title in SECONDS.items() if values.get(name)}
+    return ", ".join(
+        f"{title} {format_seconds(seconds) if seconds >= 10 else f'{format_number(seconds)} s'}"
+        for title, seconds in shown.items()
+    )
+
+
+def _wait_texts(status: RunStatus, *, now: float) -> list[str]:
+    if status.waits is None:
+        return ["not known: there is no live.json of this process"]
+    texts = [_wait(wait, now=None if status.state == "gone" else now) for wait in status.waits]
+    return texts or ["nothing that takes longer than a second"]
+
+
+def _wait(wait: NamedWait, *, now: float | None) -> str:
+    """In words; without ``now`` it is over, and nobody knows since when."""
+    beside = " (in the background)" if wait.background else ""
+    if now is None:
+        return f"{wait.name}{beside}"
+    since = time.strftime("%H:%M:%S", time.localtime(wait.since))
+    key = f" ({wait.setting})" if wait.setting else ""
+    limit = "no deadline" if wait.limit_s is None else f"deadline {format_seconds(wait.limit_s)}{key}"
+    return f"{wait.name}{beside}: for {format_seconds(max(0.0, now - wait.since))}, since {since}, {limit}"

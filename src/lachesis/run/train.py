@@ -1,0 +1,360 @@
+"""The composition root: opens the run directory, wires the parts, runs the loop. No algorithm."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from lachesis.common.errors import CheckpointError, EngineError, LachesisError, StopRequested
+from lachesis.common.files import write_atomic
+from lachesis.common.imports import load_function
+from lachesis.common.types import EvalResult
+from lachesis.common.world import World
+from lachesis.config.load import LoadedConfig, dump_config
+from lachesis.config.rules import check
+from lachesis.config.schema import LachesisConfig
+from lachesis.config.steps import with_steps
+from lachesis.metrics.hub import DISK_FULL, MetricsHub
+from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.metrics.telemetry import Telemetry
+from lachesis.pipeline.feed import Feed
+from lachesis.rollouts.atropos.watch import EngineWatch
+from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
+from lachesis.run.engine import EngineSide, RunPlace, engine_log
+from lachesis.run.options import loss_options, steps
+from lachesis.run.parts import (
+    build_atropos_feed,
+    build_engine_side,
+    build_evaluation,
+    build_feed,
+    build_policy,
+    build_rewarder,
+    load_data,
+)
+from lachesis.run.ranks import Leadership, leading
+from lachesis.run.recovery import RecoveringEvaluation, RecoveringFeed, Recovery, unclaimed_on_error
+from lachesis.run.sinks import build_sinks
+from lachesis.train.batch import Batch
+from lachesis.train.checkpoint import CheckpointManager, save_model
+from lachesis.train.loop import Evaluation, Trainer
+from lachesis.train.policy import Policy
+from lachesis.train.resume import RunCheckpoints
+
+logger = logging.getLogger("lachesis")
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """How a run ended. ``evaluations`` are those on held-out problems, from before the first step on."""
+
+    run_dir: Path
+    report: Path
+    steps: int
+    finished: bool
+    seconds: float
+    evaluations: tuple[EvalResult, ...]
+
+
+class Companions(Protocol):
+    """Processes that a run needs besides its engine, such as the environments that generate."""
+
+    @property
+    def starts_api(self) -> bool: ...
+
+    def start(self, run_dir: Path) -> None: ...
+
+    def watch(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def train(
+    loaded: LoadedConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+    companions: Companions | None = None,
+    world: World | None = None,
+) -> RunSummary:
+    """Train as the configuration says, in its run directory.
+
+    Args:
+        loaded: the configuration.
+        resume: go on from the last checkpoint in the run directory.
+        overwrite: replace a run that is there already, once all parts of the new one are built.
+        console: where progress is shown; ``None`` shows nothing.
+        stop_requested: asked after each step, and while environments are waited for; True saves a checkpoint and
+            ends the run early.
+        companions: started once the run directory is there, stopped at the end.
+        world: the ranks of which this is the first; the others call :func:`lachesis.run.ranks.follow`.
+
+    Raises:
+        LachesisError: one of its subclasses, for everything that can be wrong; what was trained until the last
+            checkpoint is kept.
+    """
+    config = loaded.config
+    findings = [*loaded.findings, *check(config)]
+    for finding in findings:
+        logger.log(logging.INFO if finding.level == "note" else logging.WARNING, "%s", finding.message)
+    run = claim_run(Path(config.run.dir) / config.run.name, resume=resume, overwrite=overwrite)
+    seed_everything(config.run.seed)
+    if config.run.setup is not None:
+        load_function(config.run.setup)(config.model.path)
+    with ExitStack() as closing:
+        leadership = None if world is None else closing.enter_context(leading(world, config))
+        # Everything that can be wrong with the input shows here, before the run directory is touched.
+        config, parts = build_parts(
+            config,
+            run=run,
+            closing=closing,
+            stop_requested=stop_requested,
+            companions=companions,
+            leadership=leadership,
+        )
+        with begin_run(run, config, resume=resume) as log:
+            for finding in findings:
+                log.print(f"{finding.level}: {finding.message}", markup=False)
+            run.update(owner=parts.place.owner)
+            parts.side.keep_log(run.files["logs"] / "engine.log")
+            checkpoints = build_checkpoints(config, run=run, parts=parts)
+            start = checkpoints.restore() if resume else 0
+            write_atomic(run.files["config"], dump_config(config))
+            hub = build_sinks(
+                config,
+                run=run,
+                start=start,
+                consoles=[console, log],
+                tokenizer=parts.policy.loaded.tokenizer,
+                reward_names=parts.reward_names,
+            )
+            closing.callback(hub.close)
+            trainer = build_trainer(parts, checkpoints=checkpoints, hub=hub, stop_requested=stop_requested)
+            if companions is not None:
+                closing.callback(companions.stop)
+                companions.start(run.path)
+            return run_to_end(run, config, trainer=trainer, start=start, hub=hub)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a run is made of before its directory is touched."""
+
+    place: RunPlace
+    side: EngineSide
+    policy: Policy
+    feed: Feed[Batch]
+    evaluation: Evaluation
+    reward_names: Sequence[str]
+
+
+def build_checkpoints(config: LachesisConfig, *, run: RunDirectory, parts: Parts) -> RunCheckpoints:
+    """What saves and restores the run."""
+    return RunCheckpoints(
+        CheckpointManager(run.files["checkpoints"], keep_last=config.checkpoint.keep_last),
+        policy=parts.policy,
+        feed=parts.feed,
+        every_steps=config.checkpoint.every_steps,
+    )
+
+
+def build_trainer(
+    parts: Parts, *, checkpoints: RunCheckpoints, hub: MetricsHub, stop_requested: Callable[[], bool]
+) -> Trainer:
+    """The loop over the parts of a run."""
+    policy = parts.policy
+    telemetry = Telemetry(
+        hub=hub,
+        reduce=policy.backend.reduce,
+        reward_names=parts.reward_names,
+        device_memory=_device_memory if policy.device.type == "cuda" else None,
+    )
+    return Trainer(
+        policy=policy,
+        feed=parts.feed,
+        bridge=parts.side.bridge,
+        evaluation=parts.evaluation,
+        checkpoints=checkpoints,
+        telemetry=telemetry,
+        stop_requested=stop_requested,
+    )
+
+
+def build_parts(
+    config: LachesisConfig,
+    *,
+    run: RunDirectory,
+    closing: ExitStack,
+    stop_requested: Callable[[], bool],
+    companions: Companions | None,
+    leadership: Leadership | None,
+) -> tuple[LachesisConfig, Parts]:
+    """Load the data, start the engine, build the policy on it. ``closing`` gets what has to be closed.
+
+    Returns:
+        The configuration with its number of steps, and the parts.
+
+    Raises:
+        LachesisError: one of its subclasses, for whatever is wrong with the input.
+    """
+    loss_options(config)
+    problems, held_out = load_data(config)
+    config = with_steps(config, problems=len(problems))
+    environments = config.source.kind == "atropos"
+    rewarder = None if environments and not held_out else build_rewarder(config)
+    if rewarder is not None:
+        closing.callback(rewarder.close)
+    place = run_place(run)
+    sharded = leadership is not None and config.distributed.strategy == "shard"
+    build = build_policy if leadership is None else leadership.build_policy
+    with unclaimed_on_error(config, owner=place.owner, claimed_before="owner" in run.state):
+        stop = partial(raise_if_asked, stop_requested)
+        side = build_engine_side(config, place=place, sharded=sharded, watch=stop)
+        closing.callback(side.close)
+        bridge = side.bridge
+        policy = bridge.prepare(partial(build, config, weights=side.weights))
+        feed: Feed[Batch]
+        if environments or rewarder is None:
+            feed = build_atropos_feed(
+                config,
+                policy=policy,
+                run_dir=place.directory,
+                watch=partial(watch_over, side, EngineWatch(bridge.engine, watch=stop), companions, stop),
+                reachable=companions is None or not companions.starts_api,
+            )
+        else:
+            feed = build_feed(config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder)
+        closing.callback(feed.close)
+        evaluation: Evaluation = build_evaluation(
+            config, held_out=held_out, policy=policy, engine=bridge.engine, rewarder=rewarder
+        )
+        if side.owned is not None:
+            recovery = bridge.recover = Recovery(side, start_s=config.deadlines.engine_start_s)
+            feed = RecoveringFeed(feed, recovery=recovery)
+            evaluation = RecoveringEvaluation(evaluation, recovery=recovery)
+        names = () if environments or rewarder is None else rewarder.names
+        return config, Parts(place, side, policy, feed, evaluation, names)
+
+
+def raise_if_asked(stop_requested: Callable[[], bool]) -> None:
+    """Raise StopRequested where the run is to end."""
+    if stop_requested():
+        raise StopRequested("the run was asked to stop while it waited for its engine or for environments")
+
+
+def watch_over(side: EngineSide, engine: EngineWatch, companions: Companions | None, stop: Callable[[], None]) -> None:
+    """Raise where a batch would be waited for in vain: ``stop`` does, or the engine or a companion has died."""
+    stop()
+    if side.owned is None:
+        engine()
+    elif side.owned.died(within_s=0.0):
+        raise EngineError("the engine died while the environments were generating", remedy="read its log")
+    if companions is not None:
+        companions.watch()
+
+
+def run_place(run: RunDirectory) -> RunPlace:
+    """Where the run meets its engine. A resumed run has the name under which it claimed engines before."""
+    directory = Path(os.path.abspath(run.path))
+    return RunPlace(
+        directory=directory,
+        engine_log=engine_log(directory),
+        owner=run.state.get("owner") or f"{directory.name}-{secrets.token_hex(4)}",
+    )
+
+
+def run_to_end(
+    run: RunDirectory, config: LachesisConfig, *, trainer: Trainer, start: int, hub: MetricsHub
+) -> RunSummary:
+    """Train to the end (or until asked to stop), save the model, close the sinks."""
+    run.update(status="running", step=start, steps=steps(config))
+    started = time.perf_counter()
+    step = trainer.train(start=start, steps=steps(config))
+    seconds = time.perf_counter() - started
+    finished = step >= steps(config)
+    if finished and config.checkpoint.save_final:
+        save_policy(trainer.policy, run.files["final"])
+    hub.close()  # which also writes the report
+    run.update(status="finished" if finished else "stopped", step=step)
+    evaluations = read_metrics(run.files["metrics"]).evaluations
+    return RunSummary(run.path, run.files["report"], step, finished, seconds, evaluations)
+
+
+def save_policy(policy: Policy, directory: Path) -> None:
+    """Save the model, or the adapter alone where it has one, and the tokenizer."""
+    weights = policy.weights(frozen=policy.model is policy.transformer) if policy.backend.sharded else None
+    save_model(policy.model, policy.loaded.tokenizer, directory, weights=weights)
+
+
+@contextmanager
+def begin_run(run: RunDirectory, config: LachesisConfig, *, resume: bool) -> Iterator[Console]:
+    """Within it the run directory is this run's. What is logged (by libraries too) and an error go into its log.
+
+    Yields a console that writes into that log.
+    """
+    run.begin(resume=resume)
+    handler = _LogFile(run.files["logs"] / "trainer.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        with live_file(run.files["live"]):
+            yield Console(file=handler.stream, width=1000, highlight=False, soft_wrap=True)
+    except BaseException as error:
+        full = isinstance(error, OSError) and error.errno in DISK_FULL
+        failure = cannot_write(run.path, error) if full else error
+        reason = _reason(failure)
+        handler.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, reason, (), None))
+        with suppress(CheckpointError):  # what went wrong before says more than that the disk is full
+            run.update(status="failed", error=reason)
+        if failure is error:
+            raise
+        raise failure from error
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def _reason(failure: BaseException) -> str:
+    """What ended the run, in words."""
+    if isinstance(failure, KeyboardInterrupt):
+        return "it was stopped at once, by a second signal, without a checkpoint of the step it was in"
+    return str(failure) if isinstance(failure, LachesisError) else f"{type(failure).__name__}: {failure}"
+
+
+class _LogFile(logging.FileHandler):
+    """A log that a full disk ends without a word: what goes into it is shown on the screen too."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the global generators. Sampling and data order have generators of their own."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _device_memory() -> tuple[int, int]:
+    """Bytes allocated at the peak since the last call, and reserved."""
+    allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+    torch.cuda.reset_peak_memory_stats()
+    return allocated, reserved

@@ -1,0 +1,124 @@
+"""The model sharded over ranks by PyTorch's FSDP2: each has a part of every parameter, and of all that goes with it.
+
+A decoder layer's parameters are gathered when it runs and, if asked for, let go again until its backward pass; what
+is outside of the layers (embeddings, last norm, head; tied ones as one) stays gathered from a pass's forward to its
+backward. The policy reads the head's weight itself, so that the whole pass is run as the model's forward
+(:func:`~lachesis.train.distributed.within.run_within`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import MethodType
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Parameter
+from transformers import PreTrainedModel
+
+from lachesis.config.schema import DistributedConfig
+from lachesis.train.distributed.ranks import Ranks
+from lachesis.train.distributed.single import decoder_layers
+from lachesis.train.distributed.within import METHOD, Function
+
+
+class Fsdp2(Ranks):
+    """Shards over all ranks, or over groups of ``shard_size`` that hold replicas of one another.
+
+    Args:
+        device: of this rank.
+        config: how to shard.
+    """
+
+    sharded = True
+
+    def __init__(self, device: torch.device, config: DistributedConfig) -> None:
+        super().__init__(device)
+        self._config = config
+        self.mesh = _mesh(device.type, self.world_size, shard_size=config.shard_size or self.world_size)
+
+    def place(self, model: PreTrainedModel) -> None:
+        options = {
+            "mesh": self.mesh,
+            "reshard_after_forward": self._config.reshard_after_forward,
+            # Whatever the weights are in, ranks' gradients are added up in float32.
+            "mp_policy": MixedPrecisionPolicy(
+                reduce_dtype=torch.promote_types(model.dtype, torch.float32), cast_forward_inputs=False
+            ),
+            "offload_policy": self._offload_policy(),
+        }
+        for layer in decoder_layers(model):
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        for module in _sharded_modules(model):
+            # The loss is normalized by counts over all ranks: their gradients add up, where FSDP takes the mean.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        setattr(model, METHOD, MethodType(_call, model))
+        register_fsdp_forward_method(model, METHOD)
+        setattr(model, METHOD, _Resharding(model, getattr(model, METHOD)))
+
+    def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
+        return None  # the backward pass has done it
+
+    @torch.no_grad()
+    def whole(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        if tensor.device.type != self._device.type:  # offloaded: the mesh is where collectives run
+            local = tensor.to_local().to(self._device)
+            tensor = DTensor.from_local(
+                local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
+            )
+        return tensor.full_tensor()
+
+    @torch.no_grad()
+    def spread(self, like: Tensor, whole: Tensor) -> Tensor:
+        if not isinstance(like, DTensor):
+            return super().spread(like, whole)
+        own = whole.to(self._device) if self.rank == 0 else torch.empty_like(whole, device=self._device)
+        return distribute_tensor(own, like.device_mesh, like.placements).to(like.device)
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self._config.cpu_offload or self._device.type == "cpu":
+            return OffloadPolicy()
+        return CPUOffloadPolicy()
+
+
+def _mesh(device_type: str, ranks: int, *, shard_size: int) -> DeviceMesh:
+    if shard_size == ranks:
+        return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+
+
+def _call(self: torch.nn.Module, function: Function) -> tuple[Tensor, ...]:
+    return function()
+
+
+class _Resharding:
+    """After a pass without gradients nothing else lets go of what is gathered, and a step would leave it stale."""
+
+    def __init__(self, model: torch.nn.Module, run: MethodType) -> None:
+        self._modules = _sharded_modules(model)
+        self._run = run
+
+    def __call__(self, function: Function) -> tuple[Tensor, ...]:
+        result = self._run(function)
+        if not torch.is_grad_enabled():
+            for module in self._modules:
+                module.reshard()
+        return result
+
+
+def _sharded_modules(model: torch.nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]

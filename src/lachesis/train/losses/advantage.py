@@ -1,0 +1,136 @@
+"""Advantages: each answer measured against its group."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lachesis.common.errors import ConfigError, RewardError, TrainingError
+
+EPSILON = 1e-4
+"""Added to standard deviations before dividing, as in TRL."""
+
+
+class Moments(NamedTuple):
+    """Mean and sample standard deviation (n-1) of each row's group, at the row: [N, K]."""
+
+    mean: Tensor
+    std: Tensor
+
+
+def group_advantages(
+    rewards: Tensor,
+    *,
+    group: Tensor,
+    weights: Tensor | None = None,
+    scale_rewards: str = "group",
+    aggregation: str = "sum_then_normalize",
+) -> Tensor:
+    """Advantages of N completions from K rewards each (GRPO, arXiv 2402.03300; formulas of TRL 1.16).
+
+    - ``sum_then_normalize``: R = Σ_k w_k·r_k, A = R - mean_group(R), divided by std_group(R) + 1e-4
+      (``scale_rewards="group"``), by std_batch(R) + 1e-4 (``"batch"``), or as it is (``"none"``).
+    - ``normalize_then_sum``: z_k = (r_k - mean_group(r_k)) / (std_group(r_k) + 1e-4), R = Σ_k w_k·z_k,
+      A = (R - mean_batch(R)) / (std_batch(R) + 1e-4), whatever ``scale_rewards`` (GDPO, arXiv 2601.05242).
+
+    NaN stands for a reward that a function did not give: it is left out of the sum. A row without any reward
+    is outside all means and deviations, and its advantage is 0. So is the advantage of a row that is the only
+    one scored in its group, as it has nothing to be measured against (in GDPO: that z_k is 0). Equal rewards
+    throughout a group give exactly 0 under ``sum_then_normalize``.
+
+    Args:
+        rewards: float [N, K], NaN where there is none. All rows of the step, on all ranks.
+        group: int64 [N], any label per group; groups may interleave and differ in size.
+        weights: float [K]; all 1 if ``None``.
+
+    Returns:
+        float [N], of the dtype of ``rewards``.
+
+    Raises:
+        ConfigError: an unknown option.
+        TrainingError: shapes that do not fit.
+        RewardError: an infinite reward.
+    """
+    _require_inputs(rewards, group, weights, scale_rewards, aggregation)
+    weights = rewards.new_ones(rewards.shape[1]) if weights is None else weights.to(rewards)
+    _, index = group.unique(return_inverse=True)
+    whole_batch = torch.zeros_like(index)
+    unscored = rewards.isnan().all(dim=1)
+
+    if aggregation == "sum_then_normalize":
+        total = _weighted_sum(rewards, weights, unscored)
+        advantages = total - moments(total, index).mean
+        if scale_rewards != "none":
+            over = index if scale_rewards == "group" else whole_batch
+            advantages = advantages / (moments(total, over).std + EPSILON)
+    else:
+        total = _weighted_sum(standardized(rewards, index), weights, unscored)
+        advantages = standardized(total, whole_batch)
+    return advantages.squeeze(1).masked_fill(unscored, 0.0)
+
+
+def standardized(values: Tensor, index: Tensor) -> Tensor:
+    """(x - mean) / (std + 1e-4) over the rows of equal ``index``; NaN stays NaN. [N, K]"""
+    mean, std = moments(values, index)
+    return (values - mean) / (std + EPSILON)
+
+
+def moments(values: Tensor, index: Tensor) -> Moments:
+    """Mean and deviation over the rows of equal ``index`` (0..G-1, [N]), column by column, without the NaN.
+
+    The deviation of a single value is 0.
+    """
+    known = ~values.isnan()
+    count = _group_sum(known.to(values.dtype), index)
+    # Distances from the group's least value: where all are equal they are 0, and so exactly is their mean.
+    least = _group_min(values.masked_fill(~known, math.inf), index)
+    distance = (values - least).masked_fill(~known, 0.0)
+    mean_distance = _group_sum(distance, index) / count.clamp(min=1)
+    squares = ((distance - mean_distance) ** 2).masked_fill(~known, 0.0)
+    variance = _group_sum(squares, index) / (count - 1).clamp(min=1)
+    return Moments(mean=least + mean_distance, std=variance.sqrt())
+
+
+def _weighted_sum(values: Tensor, weights: Tensor, unscored: Tensor) -> Tensor:
+    """Σ_k w_k·x_k without the NaN; NaN for unscored rows. [N, K] -> [N, 1]"""
+    total = (values * weights).nansum(dim=1, keepdim=True)
+    return total.masked_fill(unscored.unsqueeze(1), math.nan)
+
+
+def _group_sum(values: Tensor, index: Tensor) -> Tensor:
+    """The sum over its group, at each row. [N, K]"""
+    return torch.zeros_like(values).index_add_(0, index, values)[index]
+
+
+def _group_min(values: Tensor, index: Tensor) -> Tensor:
+    """The least of its group, at each row. [N, K]"""
+    least = torch.full_like(values, math.inf)
+    return least.scatter_reduce_(0, index.unsqueeze(1).expand_as(values), values, "amin")[index]
+
+
+def _require_inputs(
+    rewards: Tensor, group: Tensor, weights: Tensor | None, scale_rewards: str, aggregation: str
+) -> None:
+    for name, value, allowed in (
+        ("scale_rewards", scale_rewards, ("group", "batch", "none")),
+        ("aggregation", aggregation, ("sum_then_normalize", "normalize_then_sum")),
+    ):
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r} does not exist", remedy=f"choose one of {', '.join(allowed)}")
+    if rewards.ndim != 2 or group.shape != rewards.shape[:1]:
+        raise TrainingError(
+            f"rewards have shape {tuple(rewards.shape)} and group {tuple(group.shape)}",
+            remedy="give rewards [N, K], a column per reward function, and group [N]",
+        )
+    if weights is not None and weights.shape != rewards.shape[1:]:
+        raise TrainingError(
+            f"{weights.numel()} weights for {rewards.shape[1]} reward functions", remedy="give one for each"
+        )
+    if rewards.isinf().any():
+        raise RewardError(
+            f"{int(rewards.isinf().any(dim=1).sum())} of {len(rewards)} completions have an infinite reward",
+            remedy="bound what the reward functions return",
+        )

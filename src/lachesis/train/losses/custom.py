@@ -1,0 +1,174 @@
+"""A loss of the user's own, by import path.
+
+It gives the loss of each token, ℓ. All around it stays: normalization by the configured ``loss_type``, masks,
+sampler correction, KL and entropy terms. So it does not depend on how a step is cut into micro-batches::
+
+    # in my_loss.py; algorithm.loss: my_loss.py:ppo_without_clip
+    def ppo_without_clip(logprobs, *, old_logprobs, advantages, **rest):
+        return -(logprobs - old_logprobs).exp() * advantages
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lachesis.common.errors import ConfigError, TrainingError
+from lachesis.common.imports import describe_exception, load_function, nearest
+from lachesis.train.losses.options import LossOptions
+from lachesis.train.losses.ratios import Terms
+
+
+class CustomTokenLoss(Protocol):
+    """What the function may take: ``logprobs`` first, the others by name; it is given those that it names."""
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        *,
+        old_logprobs: Tensor,
+        sampling_logprobs: Tensor | None,
+        ref_logprobs: Tensor | None,
+        entropies: Tensor,
+        ratio: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        row: Tensor,
+        num_rows: int,
+        options: LossOptions,
+    ) -> Tensor:
+        """The loss of each token, float [T], with gradient.
+
+        T tokens of S rows stand in one stream. Values where the mask is 0 are 0 (ratio: 1), and what is returned
+        there does not count.
+
+        Args:
+            logprobs: float [T] under the current policy, with gradient.
+            old_logprobs: float [T], log π_old.
+            sampling_logprobs: float [T], the sampler's, NaN where unknown.
+            ref_logprobs: float [T], or ``None`` without a reference; naming it (not ``**rest``) holds one, even
+                where ``beta`` is 0.
+            entropies: float [T] of the current policy, with gradient.
+            ratio: float [T], π/π_old of the configured level, with gradient.
+            advantages: float [T], that of the token's row.
+            mask: float [T], 1 where the token counts, else 0.
+            row: int64 [T], 0..S-1, not in order.
+            num_rows: S.
+            options: the loss's options.
+        """
+        ...
+
+
+_ARGUMENTS = tuple(
+    name for name in inspect.signature(CustomTokenLoss.__call__).parameters if name not in ("self", "logprobs")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CustomLoss:
+    """A checked :class:`CustomTokenLoss`; stands where a loss type's ℓ would (``policy_loss(token_loss=)``).
+
+    ``arguments`` are the names that it is given beyond the logprobs; ``needs_reference``: it names ``ref_logprobs``.
+    """
+
+    spec: str
+    function: Callable[..., Any]
+    arguments: frozenset[str]
+    needs_reference: bool
+
+    def __call__(self, terms: Terms, options: LossOptions) -> Tensor:
+        """The loss of each token, [T], 0 where the mask is.
+
+        Raises:
+            TrainingError: the function raised, or what it returned is no loss of each token.
+        """
+        if not terms.logprobs.numel():
+            return terms.logprobs
+        try:
+            returned = self.function(terms.logprobs, **self._given(terms, options))
+        except Exception as error:
+            code = getattr(self.function, "__code__", None)
+            raise TrainingError(
+                f"the loss {self.spec} raised {describe_exception(error, code and code.co_filename)}",
+                remedy="fix the function; its arguments are those of lachesis.train.losses.custom.CustomTokenLoss",
+            ) from error
+        values = _require_token_loss(self.spec, returned, terms.logprobs)
+        values = values.masked_fill(terms.rows.mask == 0, 0.0)
+        if not values.isfinite().all():
+            raise TrainingError(
+                f"the loss {self.spec} returned {int((~values.isfinite()).sum())} values that are not finite, "
+                f"of {values.numel()}",
+                remedy="bound ratios and logarithms in it",
+            )
+        return values
+
+    def _given(self, terms: Terms, options: LossOptions) -> dict[str, Any]:
+        everything = {
+            "old_logprobs": terms.old,
+            "sampling_logprobs": terms.sampled,
+            "ref_logprobs": terms.reference,
+            "entropies": terms.entropies,
+            "ratio": terms.ratio,
+            "advantages": terms.advantages,
+            "mask": terms.rows.mask,
+            "row": terms.rows.row,
+            "num_rows": terms.rows.size,
+            "options": options,
+        }
+        return {name: everything[name] for name in self.arguments}
+
+
+def load_custom_loss(spec: str) -> CustomLoss:
+    """The loss function that ``spec`` (``module.function`` or ``FILE.py:FUNCTION``) names.
+
+    Raises:
+        ConfigError: there is none, or it needs an argument that a loss is not given.
+    """
+    function = load_function(spec)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{spec!r}: its arguments cannot be read", remedy="write it as a function in Python"
+        ) from error
+    first, others = parameters[:1], parameters[1:]
+    if not first or first[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+        raise ConfigError(f"{spec!r} takes no logprobs", remedy="make `logprobs` its first argument")
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = {parameter.name: parameter for parameter in others if parameter.kind not in variadic}
+    for name, parameter in named.items():
+        if name not in _ARGUMENTS and parameter.default is parameter.empty:
+            close = nearest(name, _ARGUMENTS)
+            raise ConfigError(
+                f"{spec!r} needs an argument {name!r}, which a loss is not given",
+                remedy=f"did you mean {close!r}?" if close else f"it may take: {', '.join(_ARGUMENTS)}",
+            )
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in others)
+    return CustomLoss(
+        spec=spec,
+        function=function,
+        arguments=frozenset(_ARGUMENTS) if takes_any else frozenset(named) & frozenset(_ARGUMENTS),
+        needs_reference="ref_logprobs" in named,
+    )
+
+
+def _require_token_loss(spec: str, returned: Any, logprobs: Tensor) -> Tensor:
+    if not isinstance(returned, Tensor):
+        problem = f"returned a {type(returned).__name__}"
+    elif returned.shape != logprobs.shape:
+        problem = f"returned shape {tuple(returned.shape)} for {logprobs.numel()} tokens"
+    elif not returned.is_floating_point() or returned.device != logprobs.device:
+        problem = f"returned {returned.dtype} on {returned.device}"
+    elif logprobs.requires_grad and torch.is_grad_enabled() and not returned.requires_grad:
+        problem = "returned values that do not depend on the logprobs, so that nothing would be learned"
+    else:
+        return returned.to(logprobs.dtype)
+    raise TrainingError(
+        f"the loss {spec} {problem}",
+        remedy=f"return one value per token, float [{logprobs.numel()}], computed from the logprobs",
+    )

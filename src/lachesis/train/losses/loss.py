@@ -1,0 +1,334 @@
+"""The policy-gradient losses, over packed tokens.
+
+T completion tokens of S rows stand in one stream, A is the advantage, r = π/π_old the importance ratio. In ::
+
+    loss = Σ_t w_t · (keep_t · c_t · ℓ(r_t, A_t) + β · KL_t) - entropy_coef · H
+
+ℓ and the weights w (0 where the mask is) are the loss type's, ``keep`` is off-policy sequence masking times
+the high-entropy mask, c corrects for the sampler. The masks do not touch the KL term. The weights are made of
+counts over the whole optimizer step, so the losses of micro-batches add up to that of the whole, however it
+is cut. Names and formulas are those of TRL 1.16.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lachesis.common.errors import ConfigError
+from lachesis.train.losses.options import LossOptions
+from lachesis.train.losses.ratios import SAMPLER_MODES, Rows, Terms, gather_terms
+
+__all__ = [
+    "LossOptions",
+    "PolicyLoss",
+    "TokenLoss",
+    "high_entropy_threshold",
+    "policy_loss",
+    "require_token_correction",
+]
+
+
+class PolicyLoss(NamedTuple):
+    """A micro-batch's part of the loss, and what there is to see in it.
+
+    Attributes:
+        loss: scalar, to call backward on.
+        metrics: detached pairs [2] of (weighted sum, weight) by name. The quotient is the mean; pairs of
+            micro-batches add up. Means are over tokens, unless said otherwise:
+
+            - ``mean_ratio``; ``mean_kl``, the k3 estimate of KL(π_old ‖ π);
+            - ``clipped_fraction``, ``clip_fraction_low``, ``clip_fraction_high`` where the loss clips (cispo
+              has no low); over sequences where the ratio is one per sequence;
+            - ``entropy`` if entropies are given; ``kl_reference`` if beta > 0, as it is in the loss;
+            - ``sampling_ratio``, the bounded correction, if the sampler is corrected for;
+            - ``vespo_weight``, φ, over sequences.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+# --- the loss of a token, ℓ(r, A): [T] ----------------------------------------------------------------------
+
+
+def clipped(terms: Terms, options: LossOptions) -> Tensor:
+    """-min(r·A, clip(r, 1-ε, 1+ε_high)·A), for either sign of A (PPO, arXiv 1707.06347).
+
+    ``delta`` caps the first r, which bounds the loss where A < 0 (INTELLECT-2, arXiv 2505.07291).
+    """
+    inside = terms.ratio.clamp(1 - options.epsilon, 1 + options.upper_epsilon)
+    return -torch.minimum(_capped(terms.ratio, options) * terms.advantages, inside * terms.advantages)
+
+
+def cispo(terms: Terms, options: LossOptions) -> Tensor:
+    """-sg(min(r, ε_high))·A·log π: no token loses its gradient (MiniMax-M1, arXiv 2506.13585)."""
+    return -terms.ratio.detach().clamp(max=options.upper_epsilon) * terms.advantages * terms.logprobs
+
+
+def sapo(terms: Terms, options: LossOptions) -> Tensor:
+    """-A·σ(τ(r-1))·4/τ, τ by the sign of A: a soft gate instead of a clip (SAPO, arXiv 2511.20347)."""
+    tau = _either(terms.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, terms.ratio)
+    return -terms.advantages * torch.sigmoid(tau * (terms.ratio - 1)) * 4 / tau
+
+
+def vespo(terms: Terms, options: LossOptions) -> Tensor:
+    """-φ(W)·A·log π, φ(W) as in :func:`vespo_weight` (VESPO, arXiv 2602.10693)."""
+    return -vespo_weight(terms, options) * terms.advantages * terms.logprobs
+
+
+@torch.no_grad()
+def vespo_weight(terms: Terms, options: LossOptions) -> Tensor:
+    """φ(W) = e^λ·W^k·e^(-λW) of the row's W = Π_t r_t·c_t, so that φ(1) = 1; k, λ by the sign of A. [T]"""
+    lowest, highest = math.log(1e-8), 20.0  # bounds of log-weights in the authors' code
+    log_weight = terms.log_ratio.clamp(-highest, highest)
+    if terms.correction is not None:
+        log_weight = log_weight + terms.correction.log().clamp(lowest, highest)
+    log_weight = terms.rows.spread(terms.rows.sum(log_weight).clamp(lowest, highest))
+    positive = terms.advantages >= 0
+    k = _either(positive, options.vespo_k_pos, options.vespo_k_neg, log_weight)
+    lam = _either(positive, options.vespo_lambda_pos, options.vespo_lambda_neg, log_weight)
+    return (lam + k * log_weight - lam * log_weight.exp()).exp()
+
+
+# --- normalization: what a token weighs, [T] ----------------------------------------------------------------
+
+
+def sequence_mean(rows: Rows, options: LossOptions, num_sequences: float, num_tokens: float) -> Tensor:
+    """1/S · Σ_rows Σm(·)/Σm (GRPO, arXiv 2402.03300)."""
+    return rows.share / max(num_sequences, 1)
+
+
+def sequence_sum(rows: Rows, options: LossOptions, num_sequences: float, num_tokens: float) -> Tensor:
+    """1/S · Σm(·) (LUSPO, arXiv 2602.05261)."""
+    return rows.mask / max(num_sequences, 1)
+
+
+def token_mean(rows: Rows, options: LossOptions, num_sequences: float, num_tokens: float) -> Tensor:
+    """Σm(·)/N (DAPO, arXiv 2503.14476)."""
+    return rows.mask / max(num_tokens, 1)
+
+
+def constant_length(rows: Rows, options: LossOptions, num_sequences: float, num_tokens: float) -> Tensor:
+    """1/S · Σm(·)/max_completion_length (Dr. GRPO, arXiv 2503.20783)."""
+    assert options.max_completion_length is not None  # LossOptions sees to it
+    return rows.mask / (max(num_sequences, 1) * options.max_completion_length)
+
+
+TokenLoss = Callable[[Terms, LossOptions], Tensor]
+"""The loss of each token, [T], with gradient."""
+
+
+class LossType(NamedTuple):
+    """The loss of a token, and what a token weighs."""
+
+    per_token: TokenLoss
+    weight: Callable[[Rows, LossOptions, float, float], Tensor]
+
+
+LOSS_TYPES: Mapping[str, LossType] = {
+    "grpo": LossType(clipped, sequence_mean),
+    "bnpo": LossType(clipped, token_mean),  # TRL's mean is over a micro-batch; over a whole step it is dapo's
+    "dr_grpo": LossType(clipped, constant_length),
+    "dapo": LossType(clipped, token_mean),
+    "cispo": LossType(cispo, token_mean),
+    "sapo": LossType(sapo, sequence_mean),
+    "luspo": LossType(clipped, sequence_sum),
+    "vespo": LossType(vespo, token_mean),
+}
+
+
+# --- masks and the KL term: [T] -----------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def off_policy_keep(terms: Terms, options: LossOptions) -> Tensor:
+    """1 where A ≥ 0 or mean_t(log π_b - log π) ≤ threshold, else 0 (OPSM, DeepSeek-V3.2, eq. 9).
+
+    π_b is the sampler where its logprobs are given, else π_old; an unknown token (NaN) is no sign of drift.
+    """
+    behaviour = terms.old if terms.sampled is None else terms.sampled
+    drift = terms.rows.mean((behaviour - terms.logprobs).nan_to_num(nan=0.0))
+    near = terms.rows.spread(drift <= options.off_policy_mask_threshold)
+    return ((terms.advantages >= 0) | near).to(terms.logprobs.dtype)
+
+
+@torch.no_grad()
+def high_entropy_threshold(entropies: Tensor, *, mask: Tensor, top_quantile: float) -> Tensor:
+    """The entropy that the highest ``top_quantile`` of the counted tokens reach (arXiv 2506.01939).
+
+    Give it float [T] and mask [T] of the whole optimizer step. A scalar, interpolated linearly as by
+    ``torch.quantile`` (which takes 16 million values and no more); +inf where no token counts.
+    """
+    counted = entropies[mask != 0].sort().values
+    if not counted.numel():
+        return entropies.new_tensor(math.inf)
+    place = (1 - top_quantile) * (counted.numel() - 1)
+    below = math.floor(place)
+    return counted[below].lerp(counted[min(below + 1, counted.numel() - 1)], place - below)
+
+
+@torch.no_grad()
+def high_entropy_keep(terms: Terms, options: LossOptions, threshold: Tensor | float | None) -> Tensor:
+    """m where the entropy reaches the threshold (by default of these tokens), else 0."""
+    if threshold is None:
+        top = options.top_entropy_quantile
+        threshold = high_entropy_threshold(terms.entropies, mask=terms.rows.mask, top_quantile=top)
+    return terms.rows.mask * (terms.entropies >= threshold)
+
+
+def kl_to_reference(terms: Terms, options: LossOptions) -> Tensor:
+    """k3 = exp(d) - d - 1 with d = log π_ref - log π (J. Schulman, "Approximating KL divergence").
+
+    The tokens come from π_old; times r (``use_bias_correction_kl``) it estimates the divergence under π.
+    """
+    difference = terms.reference - terms.logprobs
+    kl = difference.expm1() - difference  # exp(d) - 1 would leave rounding errors larger than a small divergence
+    return kl * terms.ratio if options.use_bias_correction_kl else kl
+
+
+# --- the whole ----------------------------------------------------------------------------------------------
+
+
+def policy_loss(
+    logprobs: Tensor,
+    *,
+    row: Tensor,
+    mask: Tensor,
+    advantages: Tensor,
+    old_logprobs: Tensor | None = None,
+    sampling_logprobs: Tensor | None = None,
+    ref_logprobs: Tensor | None = None,
+    entropies: Tensor | None = None,
+    num_sequences: float,
+    num_tokens: float,
+    options: LossOptions,
+    entropy_threshold: Tensor | float | None = None,
+    num_high_entropy_tokens: float | None = None,
+    token_loss: TokenLoss | None = None,
+) -> PolicyLoss:
+    """The loss of a micro-batch, as its part of the loss of the whole optimizer step.
+
+    Args:
+        logprobs: float [T] under the current policy, with gradient.
+        row: int64 [T], 0..S-1, in any order.
+        mask: float [T], 1 where the token counts, else 0.
+        advantages: float [S], or [T] for one a token. Where S = T they are read as [S] if ``row`` has S-1.
+        old_logprobs: float [T]; ``None``, or NaN for a token, stands for the current ones (r = 1).
+        sampling_logprobs: float [T], NaN where unknown; ``None``: the sampler is not corrected for.
+        ref_logprobs, entropies: float [T], where the options need them; entropies are measured if given.
+        num_sequences, num_tokens: counts over the whole optimizer step and all ranks.
+        entropy_threshold, num_high_entropy_tokens: :func:`high_entropy_threshold` of the whole step, and how
+            many of its tokens reach it; by default those of this micro-batch, which then is the whole.
+        token_loss: takes the place of the loss type's ℓ; masks, correction, KL and normalization stay.
+
+    Raises:
+        ConfigError: the options need what is not given, or cannot be combined.
+        TrainingError: a tensor is not [T].
+    """
+    _require_inputs(options, sampling=sampling_logprobs, reference=ref_logprobs, entropies=entropies)
+    terms = gather_terms(
+        logprobs,
+        row=row,
+        mask=mask,
+        advantages=advantages,
+        old_logprobs=old_logprobs,
+        sampling_logprobs=sampling_logprobs,
+        ref_logprobs=ref_logprobs,
+        entropies=entropies,
+        options=options,
+    )
+    per_token, weight = LOSS_TYPES[options.loss_type]
+    per_token = per_token if token_loss is None else token_loss
+    loss = per_token(terms, options)
+    if options.off_policy_mask_threshold is not None:
+        loss = loss * off_policy_keep(terms, options)
+    kept, num_kept = terms.rows.mask, num_tokens
+    if options.top_entropy_quantile < 1:
+        kept = high_entropy_keep(terms, options, entropy_threshold)
+        num_kept = float(kept.sum()) if num_high_entropy_tokens is None else num_high_entropy_tokens
+        loss = loss * kept
+    if terms.correction is not None and per_token is not vespo:  # vespo has it in its weight
+        loss = loss * terms.correction
+    kl = kl_to_reference(terms, options) if options.beta else None
+    if kl is not None:
+        loss = loss + options.beta * kl
+    total = (loss * weight(terms.rows, options, num_sequences, num_tokens)).sum()
+    if options.entropy_coef:
+        total = total - options.entropy_coef * (terms.entropies * kept).sum() / max(num_kept, 1)
+    return PolicyLoss(total, _metrics(terms, options, per_token=per_token, kl=kl))
+
+
+@torch.no_grad()
+def _metrics(terms: Terms, options: LossOptions, *, per_token: TokenLoss, kl: Tensor | None) -> dict[str, Tensor]:
+    rows = terms.rows
+    tokens = {"mean_ratio": terms.ratio, "mean_kl": terms.log_ratio.expm1() - terms.log_ratio}
+    optional = {"entropy": terms.entropies, "kl_reference": kl, "sampling_ratio": terms.correction}
+    tokens |= {name: values for name, values in optional.items() if values is not None}
+    sequences = {"vespo_weight": vespo_weight(terms, options)} if per_token is vespo else {}
+    level = tokens if options.importance_sampling_level == "token" else sequences
+    level |= _clip_indicators(terms, options, per_token=per_token)
+
+    metrics = _pairs(tokens, weight=rows.mask, total=rows.mask.sum())
+    if sequences:
+        metrics |= _pairs(sequences, weight=rows.share, total=(rows.tokens > 0).sum())
+    return metrics
+
+
+def _clip_indicators(terms: Terms, options: LossOptions, *, per_token: TokenLoss) -> dict[str, Tensor]:
+    """Where r is beyond a bound on the side to which A pushes it. Bool [T]"""
+    if per_token is clipped:
+        ratio = _capped(terms.ratio, options)
+        low = (ratio < 1 - options.epsilon) & (terms.advantages < 0)
+        high = (ratio > 1 + options.upper_epsilon) & (terms.advantages > 0)
+        return {"clipped_fraction": low | high, "clip_fraction_low": low, "clip_fraction_high": high}
+    if per_token is cispo:
+        high = (terms.ratio > options.upper_epsilon) & (terms.advantages > 0)
+        return {"clipped_fraction": high, "clip_fraction_high": high}
+    return {}
+
+
+def _pairs(values: Mapping[str, Tensor], *, weight: Tensor, total: Tensor) -> dict[str, Tensor]:
+    """(Σ weight · value, total) of each, [T] -> [2]; all in one product."""
+    sums = torch.stack([value.to(weight.dtype) for value in values.values()]) @ weight
+    pairs = torch.stack((sums, total.to(weight.dtype).expand_as(sums)), dim=1)
+    return dict(zip(values, pairs.unbind(), strict=True))
+
+
+def _capped(ratio: Tensor, options: LossOptions) -> Tensor:
+    return ratio if options.delta is None else ratio.clamp(max=options.delta)
+
+
+def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    return torch.where(condition, like.new_full((), yes), no)
+
+
+def _require_inputs(
+    options: LossOptions, *, sampling: Tensor | None, reference: Tensor | None, entropies: Tensor | None
+) -> None:
+    if options.beta and reference is None:
+        raise ConfigError(f"beta={options.beta:g} needs ref_logprobs", remedy="give them, or set beta to 0")
+    if entropies is None and (options.entropy_coef or options.top_entropy_quantile < 1):
+        raise ConfigError(
+            f"entropy_coef={options.entropy_coef:g} and "
+            f"top_entropy_quantile={options.top_entropy_quantile:g} need entropies",
+            remedy="give them, or leave both options at 0 and 1",
+        )
+    if sampling is not None:
+        require_token_correction(options)
+
+
+def require_token_correction(options: LossOptions) -> None:
+    """Raise ConfigError where VESPO, whose weight is a product over tokens, would get a correction per sequence."""
+    mode = options.vllm_importance_sampling_mode
+    corrects = options.vllm_importance_sampling_correction
+    if corrects and options.loss_type == "vespo" and SAMPLER_MODES[mode].of_sequence:
+        raise ConfigError(
+            f"loss_type='vespo' multiplies corrections of tokens, but vllm_importance_sampling_mode={mode!r} "
+            "has one for the whole sequence",
+            remedy="choose token_truncate or token_mask",
+        )

@@ -1,0 +1,267 @@
+"""References of the KL term: the base model, an average that follows the policy, or the sampler."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lachesis.common.errors import CheckpointError, ConfigError
+from lachesis.train.batch import MicroBatch
+from lachesis.train.model.forward import ForwardPlan, loss_token_logprobs
+from lachesis.train.model.loading import LoadedModel
+
+ReferenceKind = Literal["base", "ema", "sampler"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReferenceOptions:
+    """Which model the KL term pulls towards. It is held only where something needs it (``beta`` > 0).
+
+    Attributes:
+        kind: ``base``, the model that training started from; ``ema``, every ``sync_steps`` optimizer steps
+            ref ← alpha·policy + (1 - alpha)·ref (TR-DPO, arXiv 2404.09656; TRL's ``sync_ref_model``);
+            ``sampler``, the logprobs that the samples came with: the policy itself, some versions ago.
+        mixup_alpha, sync_steps: those of ``ema``, with TRL's defaults.
+
+    Raises:
+        ConfigError: an unknown kind, or a number out of range.
+    """
+
+    kind: ReferenceKind = "base"
+    mixup_alpha: float = 0.6
+    sync_steps: int = 512
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ReferenceKind):
+            raise ConfigError(
+                f"there is no KL reference {self.kind!r}", remedy=f"choose one of {', '.join(get_args(ReferenceKind))}"
+            )
+        if not 0 < self.mixup_alpha <= 1 or self.sync_steps < 1:
+            raise ConfigError(
+                f"the reference cannot follow the policy with alpha {self.mixup_alpha:g} every {self.sync_steps} steps",
+                remedy="give an alpha above 0 and up to 1, and at least 1 step",
+            )
+
+
+class Reference(Protocol):
+    """Where the KL term's logprobs come from."""
+
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        """log π_ref of the loss tokens, [N], at the samples' temperatures; NaN where unknown. No gradient."""
+        ...
+
+    def after_step(self, step: int) -> None:
+        """Optimizer step ``step`` (counted from 1, over the whole run) is done."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs to go on exactly: tensors by name."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The reverse of :meth:`state_dict`. Raises CheckpointError where it is of another reference."""
+        ...
+
+
+def second_model(loaded: LoadedModel, options: ReferenceOptions | None) -> PreTrainedModel | None:
+    """The copy that such a reference of full fine-tuning needs; None where it needs none, or there is no reference."""
+    if options is None or options.kind == "sampler" or isinstance(loaded.model, PeftModel):
+        return None
+    return copy.deepcopy(loaded.transformer).requires_grad_(False).eval()
+
+
+def build_reference(
+    loaded: LoadedModel, *, plan: ForwardPlan, options: ReferenceOptions, second: PreTrainedModel | None = None
+) -> Reference:
+    """The reference of a policy over ``loaded``, which still is the model that training starts from.
+
+    Args:
+        second: as :func:`second_model` made it, and placed where the policy's model is.
+    """
+    if options.kind == "sampler":
+        return SamplerReference()
+    average = None
+    if options.kind == "ema":
+        average = Average(alpha=options.mixup_alpha, every=options.sync_steps)
+    if isinstance(loaded.model, PeftModel):
+        adapted = loaded.model
+        if average is None:
+            return AdapterOff(adapted, loaded=loaded, plan=plan)
+        return AveragedAdapter(adapted, loaded=loaded, plan=plan, average=average)
+    assert second is not None, "second_model() makes it where it is needed"
+    return Copy(loaded, second, plan=plan, average=average)
+
+
+def load_reference(
+    reference: Reference, saved: Mapping[str, Any], *, spread: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Give a reference what its ``state_dict`` was, in whole tensors.
+
+    Args:
+        spread: makes of the tensor that is to be filled, and a whole one, what this rank copies into it.
+
+    Raises:
+        CheckpointError: it is of another reference.
+    """
+    own = reference.state_dict()
+    fits = {
+        name: spread(own[name], tensor) if name in own and own[name].shape == tensor.shape else tensor
+        for name, tensor in saved.items()
+    }
+    reference.load_state_dict(fits)
+
+
+@dataclass(frozen=True, slots=True)
+class Average:
+    """ref ← alpha·policy + (1 - alpha)·ref, after every ``every``-th step."""
+
+    alpha: float
+    every: int
+
+    @torch.no_grad()
+    def follow(self, reference: Mapping[str, Tensor], policy: Mapping[str, Tensor], *, step: int) -> None:
+        """Move the tensors of ``reference`` in place if step ``step`` is one to follow at."""
+        if step % self.every == 0:
+            for name, tensor in reference.items():
+                tensor.lerp_(policy[name].detach().to(tensor.dtype), self.alpha)
+
+
+class _Stateless:
+    """A reference that no step moves, and of which nothing is to be kept."""
+
+    def after_step(self, step: int) -> None:
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _load_exactly({}, state)
+
+
+class SamplerReference(_Stateless):
+    """What the samples came with: nothing is computed and nothing held (Atropos means this by reference)."""
+
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        return micro.sampling_logprobs
+
+
+class AdapterOff(_Stateless):
+    """The base model under an adapter, which is switched off for the pass."""
+
+    def __init__(self, adapted: PeftModel, *, loaded: LoadedModel, plan: ForwardPlan) -> None:
+        self._adapted = adapted
+        self._transformer = loaded.transformer
+        self._plan = plan
+
+    @torch.no_grad()
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        with self._adapted.disable_adapter():
+            return loss_token_logprobs(self._transformer, micro, plan=self._plan).logprobs
+
+
+class Copy:
+    """A second model: frozen for ``base``, following the policy for ``ema``."""
+
+    def __init__(
+        self, loaded: LoadedModel, second: PreTrainedModel, *, plan: ForwardPlan, average: Average | None
+    ) -> None:
+        self._policy = dict(loaded.transformer.named_parameters())
+        self._transformer = second
+        # The plan has chosen how the policy's attention is computed since the copy was made.
+        if (chosen := loaded.transformer.config._attn_implementation) is not None:
+            second.set_attn_implementation(chosen)
+        self._plan = plan
+        self._average = average
+
+    @torch.no_grad()
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        return loss_token_logprobs(self._transformer, micro, plan=self._plan).logprobs
+
+    def after_step(self, step: int) -> None:
+        if self._average is not None:
+            self._average.follow(dict(self._transformer.named_parameters()), self._policy, step=step)
+
+    def state_dict(self) -> dict[str, Any]:
+        # A frozen copy is the model that every start of the run loads.
+        return {} if self._average is None else {n: p.detach() for n, p in self._transformer.named_parameters()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _load_exactly({} if self._average is None else dict(self._transformer.named_parameters()), state)
+
+
+class AveragedAdapter:
+    """An average of the adapter, put in the adapter's place for the pass; the base is not copied.
+
+    The factors A and B are averaged, each by itself. That is not the average of their products, but has its
+    rank, and starts and ends in the same places.
+    """
+
+    def __init__(self, adapted: PeftModel, *, loaded: LoadedModel, plan: ForwardPlan, average: Average) -> None:
+        self._adapted = adapted
+        self._transformer = loaded.transformer
+        self._plan = plan
+        self._rule = average
+        self._policy = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+        self._average = {name: p.detach().clone() for name, p in self._policy.items()}
+
+    @torch.no_grad()
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        with self._in_place():
+            return loss_token_logprobs(self._transformer, micro, plan=self._plan).logprobs
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
+        """Parameters point at the average and back at their own storage, which is written to only where sharded."""
+        training = self._adapted.training
+        self._adapted.eval()  # an average has no dropout
+        try:
+            self._exchange()
+            yield
+        finally:
+            self._exchange()
+            self._adapted.train(training)
+
+    def _exchange(self) -> None:
+        for name, parameter in self._policy.items():
+            average = self._average[name]
+            if isinstance(parameter, DTensor) and isinstance(average, DTensor):
+                # FSDP gathers from the storage that it knows.
+                own, other = parameter.detach().to_local(), average.to_local()
+                kept = own.clone()
+                own.copy_(other)
+                other.copy_(kept)
+            else:
+                self._average[name], parameter.data = parameter.data, average
+
+    def after_step(self, step: int) -> None:
+        self._rule.follow(self._average, self._policy, step=step)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._average)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _load_exactly(self._average, state)
+
+
+@torch.no_grad()
+def _load_exactly(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    different = sorted(own.keys() ^ saved.keys()) + sorted(
+        name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape
+    )
+    if different:
+        raise CheckpointError(
+            f"the checkpoint's KL reference does not fit: {len(different)} tensors differ, among them {different[0]}",
+            remedy="resume with the KL reference, model and adapter settings that the run was started with",
+        )
+    for name, tensor in own.items():
+        tensor.copy_(saved[name])

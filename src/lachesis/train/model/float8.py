@@ -1,0 +1,158 @@
+"""Matrix products of the linear layers in 8-bit floating point while training, by torchao.
+
+Weights, gradients and everything between the layers stay in the model's dtype, under the same names and in the same
+storage: each product alone rounds its two factors to float8, times a scale that brings the largest value of a
+tensor (``float8``) or of each of its rows (``float8_rowwise``) to the format's largest. Weights and activations
+take e4m3; incoming gradients take e5m2, or e4m3 by rows (Micikevicius et al. 2022, arXiv 2209.05433). It makes
+large layers faster and takes no less memory.
+
+Only passes of the loss run so: the policy's, its old logprobs and a reference. The canary, probes and generation in
+this process see the network as it is, so that what an engine is compared with does not depend on it. (Generation in
+another thread during a loss is in float8 as well, with the logprobs of what it sampled from.)
+
+A row or tensor of zeros, as padding or an advantage of 0 make them, has no largest value to divide by, and kernels
+that do so all the same give NaN. torchao's scale counts it as 1e-12 at least, so zeros stay zeros.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from lachesis.common.errors import DependencyError, ModelError
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+logger = logging.getLogger(__name__)
+
+Float8Scaling = Literal["float8", "float8_rowwise"]
+_RECIPES = {"float8": "tensorwise", "float8_rowwise": "rowwise"}
+# What float8 kernels ask of the sizes of a weight, and the first NVIDIA GPUs that have such kernels.
+_MULTIPLE = 16
+_CAPABILITY = (8, 9)
+# Layers of a few numbers that choose among experts: a choice has no small error.
+_ROUTERS = ("gate", "router")
+
+
+class Float8Switch:
+    """Whether the converted layers of a model compute in float8 now. Copies of the model hang on the same switch."""
+
+    def __init__(self) -> None:
+        self.active = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Float8 until the end of the block, which is to hold the backward pass too: checkpointing recomputes in it."""
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+
+
+def compute_in_float8(model: PreTrainedModel, scaling: Float8Scaling) -> Float8Switch:
+    """Convert the linear layers of a model in place; the switch that is returned is off.
+
+    Parameters stay the same objects. Left out are the LM head, routers, and layers with a size that is no multiple
+    of 16. A CPU has no such products: there factors are rounded alike and multiplied in float32.
+
+    Raises:
+        DependencyError: torchao is not installed.
+        ModelError: the GPU has no float8 products, or the model has no layer to convert.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        raise DependencyError(
+            f"model.matmul_dtype {scaling} needs torchao, which is not installed",
+            remedy="pip install torchao, or set model.matmul_dtype: auto",
+        )
+    emulated = _check_device(model.device, scaling)
+    linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    head = model.get_output_embeddings()
+    chosen = {name for name, module in linear.items() if module is not head and _fits(name, module)}
+    if not chosen:
+        raise ModelError(
+            f"model.matmul_dtype {scaling}: {type(model).__name__} has no linear layer with sizes that are multiples "
+            f"of {_MULTIPLE}",
+            remedy="set model.matmul_dtype: auto",
+        )
+    switch = _convert(model, chosen, config=_config(scaling, emulated=emulated))
+    left = len(linear) - len(chosen) - (head in linear.values())
+    logger.info("%d linear layers compute in %s; %d others and the head do not", len(chosen), scaling, left)
+    return switch
+
+
+def _fits(name: str, layer: nn.Linear) -> bool:
+    sizes = (layer.in_features, layer.out_features)
+    return name.rpartition(".")[2] not in _ROUTERS and all(size % _MULTIPLE == 0 for size in sizes)
+
+
+def _check_device(device: torch.device, scaling: str) -> bool:
+    """Whether products are to be emulated."""
+    if device.type != "cuda":
+        logger.warning(
+            "model.matmul_dtype %s is emulated on a %s: factors are rounded to float8 and multiplied in float32, which "
+            "learns as on a GPU and takes longer than without",
+            *(scaling, device.type.upper()),
+        )
+        return True
+    found = torch.cuda.get_device_capability(device)
+    if found < _CAPABILITY:
+        raise ModelError(
+            f"model.matmul_dtype {scaling} needs a GPU of compute capability 8.9 or more (Ada, Hopper and later), and "
+            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}",
+            remedy="set model.matmul_dtype: auto",
+        )
+    return False
+
+
+def _config(scaling: Float8Scaling, *, emulated: bool) -> Float8LinearConfig:
+    from torchao.float8 import Float8LinearConfig
+
+    # The gradient of a weight sums over tokens, of which a micro-batch has any number: padded to a multiple of 16.
+    return replace(Float8LinearConfig.from_recipe_name(_RECIPES[scaling]), pad_inner_dim=True, emulate=emulated)
+
+
+def _convert(model: PreTrainedModel, chosen: set[str], *, config: Float8LinearConfig) -> Float8Switch:
+    from torchao.float8 import convert_to_float8_training
+
+    training = model.training
+    convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
+    model.train(training)  # new modules are in training mode
+    switch = Float8Switch()
+    for name in chosen:
+        module: Any = model.get_submodule(name)
+        module.__class__ = _switched_class(type(module))
+        module.switch = switch
+    return switch
+
+
+@cache
+def _switched_class(float8_linear: type[nn.Linear]) -> type[nn.Linear]:
+    """torchao's layer, which is only known once that is imported, with a switch."""
+
+    class SwitchedFloat8Linear(float8_linear):  # type: ignore[misc, valid-type]
+        switch: Float8Switch
+
+        def forward(self, input: Tensor) -> Tensor:
+            # A tensor without elements has no largest one.
+            if not self.switch.active or not input.numel():
+                return functional.linear(input, self.weight, self.bias)
+            # One row a token: what torchao makes of a tensor of more dimensions, or with gaps, cannot be reshaped.
+            output = super().forward(input.reshape(-1, self.in_features))
+            return output.reshape(*input.shape[:-1], self.out_features)
+
+    return SwitchedFloat8Linear

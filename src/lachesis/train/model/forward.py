@@ -1,0 +1,188 @@
+"""One forward pass: logprobs and entropies of a micro-batch's targets, for any causal LM of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lachesis.common.errors import ModelError
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
+from lachesis.train.batch import MicroBatch, pack
+from lachesis.train.distributed.within import run_within
+from lachesis.train.model import attention
+from lachesis.train.model.head import TokenLogprobs, logprobs_from_logits, token_logprobs
+
+AttentionKind = Literal["flash", "bucketed", "padded"]
+HeadKind = Literal["chunked", "model"]
+Packing = Literal["auto", "packed", "padded"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPlan:
+    """How a model is run.
+
+    ``attention``: over segments with the variable-length kernel, over segments in buckets, or over padded
+    rows. ``head``: ``chunked`` where the logits are a linear map of the last hidden state, else the model
+    computes them itself, at the chosen positions only. ``softcap``: what the head does to its logits.
+    """
+
+    attention: AttentionKind
+    head: HeadKind
+    softcap: float | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.attention != "padded"
+
+
+def target_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> TokenLogprobs:
+    """Logprobs and entropies [M] of ``micro.targets`` under the model, at the samples' temperatures."""
+    logprobs, entropies = run_within(model, lambda: _target_logprobs(model, micro, plan=plan))
+    return TokenLogprobs(logprobs=logprobs, entropies=entropies)
+
+
+def _target_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+    if plan.head == "model":
+        logits = _padded(model, micro) if not plan.packed else _packed(model, micro, plan=plan)
+        found = logprobs_from_logits(logits, micro.targets, micro.inverse_temperature)
+        return found.logprobs, found.entropies
+    base = model.base_model
+    hidden = _padded(base, micro) if not plan.packed else _packed(base, micro, plan=plan)
+    head = model.get_output_embeddings()
+    found = token_logprobs(
+        hidden,
+        head.weight,
+        micro.targets,
+        micro.inverse_temperature,
+        bias=getattr(head, "bias", None),
+        softcap=plan.softcap,
+    )
+    return found.logprobs, found.entropies
+
+
+def loss_token_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> TokenLogprobs:
+    """The same at the loss tokens [N]: equal completions are computed once and read by each of their rows."""
+    found = target_logprobs(model, micro, plan=plan)
+    if micro.expand is None:
+        return found
+    return TokenLogprobs(
+        logprobs=found.logprobs.index_select(0, micro.expand), entropies=found.entropies.index_select(0, micro.expand)
+    )
+
+
+def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) -> Tensor:
+    """[M, H] hidden states of the base model, or [M, V] logits of the whole model, at ``micro.predict``."""
+    keep = {"logits_to_keep": micro.predict} if plan.head == "model" else {}
+    output = module(
+        input_ids=micro.input_ids[None],
+        position_ids=micro.position_ids[None],
+        use_cache=False,
+        **attention.packing_arguments(micro, flash=plan.attention == "flash"),
+        **keep,
+    )
+    if plan.head == "model":
+        return output.logits.squeeze(0)
+    return output.last_hidden_state.squeeze(0).index_select(0, micro.predict)
+
+
+def _padded(module: torch.nn.Module, micro: MicroBatch) -> Tensor:
+    """[M, H] or [M, V] of a model that takes one right-padded row a sequence."""
+    lengths = micro.cu_seq_q.diff().long()
+    valid = torch.arange(micro.max_q, device=lengths.device) < lengths[:, None]
+    rows = torch.zeros(valid.shape, dtype=torch.int64, device=lengths.device)
+    rows[valid] = micro.input_ids
+    output = module(input_ids=rows, attention_mask=valid.long(), use_cache=False)
+    values = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    return values[valid].index_select(0, micro.predict)
+
+
+def plan_forward(model: PreTrainedModel, *, packing: Packing, device: torch.device | None = None) -> ForwardPlan:
+    """Choose the fastest way of running the model that gives the model's own logprobs, by trying them.
+
+    Args:
+        device: where the model computes; where its parameters are, if unset.
+
+    Raises:
+        ModelError: ``packing="packed"`` was asked for and the model cannot.
+    """
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        # transformers' SDPA leaves the softcap out, which makes another model of it.
+        model.set_attn_implementation("eager")
+    before = model.config._attn_implementation
+    device = device or model.device
+    probe = _probe(model, device)
+    if packing != "padded" and _supports_attention_interface(model):
+        attention.install(model)
+        for plan in _candidates(model, device, packed=True):
+            if _agrees(model, plan, probe, device):
+                return plan
+        model.set_attn_implementation(before)
+    if packing == "packed":
+        raise ModelError(
+            f"{type(model).__name__} cannot train on packed sequences: its attention does not follow the "
+            "segments of a pack",
+            remedy="set model.packing: auto (or padded), which trains on padded rows",
+        )
+    for plan in _candidates(model, device, packed=False):
+        if _agrees(model, plan, probe, device):
+            return plan
+    raise ModelError(
+        f"the logits of {type(model).__name__} could not be reproduced, packed or padded",
+        remedy="check that the model is a causal language model of transformers",
+    )
+
+
+def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool) -> list[ForwardPlan]:
+    """Ways of running the model, the fastest first."""
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    has_flash = device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16)
+    kinds: list[AttentionKind] = (["flash"] if has_flash else []) + ["bucketed"] if packed else ["padded"]
+    chunked = [ForwardPlan(attention=kind, head="chunked", softcap=softcap) for kind in kinds]
+    return chunked + [ForwardPlan(attention=kind, head="model") for kind in kinds]
+
+
+def _supports_attention_interface(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "_supports_attention_backend", False) or getattr(model, "_supports_sdpa", False))
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel, device: torch.device) -> list[Group]:
+    """Two prompts, the first with two completions that share it; behaviour logprobs are the model's own."""
+    vocab_size = model.config.get_text_config().vocab_size
+    ids = [(5 * i + 3) % vocab_size for i in range(16)]
+    cases = [(ids[:4], ids[4:7]), (ids[:4], ids[7:9]), (ids[9:12], ids[12:16])]
+    return [_probe_group(model, tuple(prompt), tuple(completion), device=device) for prompt, completion in cases]
+
+
+def _probe_group(
+    model: PreTrainedModel, prompt: tuple[int, ...], completion: tuple[int, ...], *, device: torch.device
+) -> Group:
+    ids = torch.tensor([prompt + completion], device=device)
+    log_p = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
+    own = log_p[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1)
+    sample = Sample(
+        prompt_ids=prompt,
+        completion_ids=completion,
+        logprobs=tuple(own.tolist()),
+        finish_reason="stop",
+        versions=VersionSpan(0, 0),
+        advantage=1.0,
+    )
+    return Group(prompt=Prompt(id="probe", token_ids=prompt, text=""), samples=(sample,))
+
+
+@torch.no_grad()
+def _agrees(model: PreTrainedModel, plan: ForwardPlan, probe: list[Group], device: torch.device) -> bool:
+    (micro,) = pack(probe, max_tokens=1 << 20, share_prompts=plan.packed).micro_batches
+    try:
+        found = target_logprobs(model, micro.to(device), plan=plan).logprobs
+    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):
+        # An architecture that does not take these arguments is what the probe is there to find out.
+        return False
+    tolerance = 1e-4 if model.dtype == torch.float32 else 0.15
+    expected = micro.sampling_logprobs.to(found.device)
+    return bool((found.float() - expected).abs().max() < tolerance)

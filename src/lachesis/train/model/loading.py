@@ -1,0 +1,237 @@
+"""Loading what is trained: model, tokenizer, adapter."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from lachesis.common.errors import ModelError
+from lachesis.config.schema import AdapterConfig, LoraAdapter, ModelConfig
+from lachesis.train.model.attach import WeightSource, attached_transformer
+from lachesis.train.model.float8 import Float8Switch, compute_in_float8
+from lachesis.train.model.layers import lora_targets, train_only
+from lachesis.train.model.quantized import held_bytes, quantization_config, quantized_layers, settle
+from lachesis.train.model.residual import keep_residual_in_float32
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to be wrapped by a policy.
+
+    ``model`` is what is saved (a PeftModel with LoRA), ``transformer`` the causal LM inside it.
+    ``float8`` has its linear layers compute in float8, where ``model.matmul_dtype`` says so; else it does nothing.
+    """
+
+    model: PreTrainedModel | PeftModel
+    transformer: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    float8: Float8Switch = field(default_factory=Float8Switch)
+
+
+def load_model(
+    config: ModelConfig, adapter: AdapterConfig, *, weights: WeightSource | None = None, on_cpu: bool = False
+) -> LoadedModel:
+    """Load, check and adapt. With ``weights`` nothing is loaded: the model's parameters are those tensors.
+
+    Args:
+        on_cpu: leave it in CPU memory, in the dtype that it has on its device: sharding moves it there in parts.
+
+    Raises:
+        ModelError: no such model, no causal LM, no pad token, adapter targets that match nothing, a residual
+            stream that cannot be widened, or no float8 products.
+        DependencyError: the base is to be quantized, and bitsandbytes is not installed, or layers are to compute in
+            float8, and torchao is not.
+    """
+    tokenizer = load_tokenizer(config)
+    if weights is None:
+        transformer = _load_transformer(config, device=resolve_device(config.device), on_cpu=on_cpu)
+    else:
+        transformer = attached_transformer(config, weights)
+        _switch_off_dropout(transformer)
+    rows = transformer.get_input_embeddings().weight.shape[0]
+    if tokenizer.pad_token_id >= rows:
+        raise ModelError(
+            f"the pad token {tokenizer.pad_token!r} of {config.path!r} has id {tokenizer.pad_token_id}, but the model "
+            f"has embeddings for {rows} tokens only",
+            remedy="set model.pad_token to a token that the model knows, for example its end token",
+        )
+    # Before anything is hung on layers: these are other modules afterwards.
+    float8 = Float8Switch() if config.matmul_dtype == "auto" else compute_in_float8(transformer, config.matmul_dtype)
+    if config.residual_dtype == "float32":
+        keep_residual_in_float32(transformer)
+    if config.gradient_checkpointing:
+        transformer.gradient_checkpointing_enable({"use_reentrant": False})
+    if config.train_layers is not None:
+        train_only(transformer, config.train_layers)
+    model = add_lora(transformer, adapter) if isinstance(adapter, LoraAdapter) else transformer
+    return LoadedModel(model=model, transformer=transformer, tokenizer=tokenizer, float8=float8)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer with a pad token and, if configured, another chat template.
+
+    Raises:
+        ModelError: it cannot be loaded, or has no pad token.
+    """
+    path = config.tokenizer or config.path
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"no tokenizer could be loaded from {path!r}: {_first_line(error)}",
+            remedy="set model.tokenizer to a directory that holds one",
+        ) from error
+    if config.pad_token is not None:
+        if tokenizer.convert_tokens_to_ids(config.pad_token) in (None, tokenizer.unk_token_id):
+            raise ModelError(
+                f"model.pad_token {config.pad_token!r} is not in the vocabulary of {path!r}",
+                remedy="choose a token that the tokenizer has, such as its end-of-text token",
+            )
+        tokenizer.pad_token = config.pad_token
+    if tokenizer.pad_token_id is None:
+        hint = f"{tokenizer.eos_token!r}" if tokenizer.eos_token else "a token of its vocabulary"
+        raise ModelError(
+            f"the tokenizer of {path!r} has no pad token",
+            remedy=f"set model.pad_token, for example to {hint}",
+        )
+    if config.chat_template is not None:
+        template = Path(config.chat_template)
+        is_file = len(config.chat_template) < 4096 and template.is_file()
+        tokenizer.chat_template = template.read_text() if is_file else config.chat_template
+    return tokenizer
+
+
+def resolve_device(device: str) -> torch.device:
+    """``auto`` is the current GPU where there is one.
+
+    Raises:
+        ModelError: a GPU was asked for and there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError(
+            "model.device is cuda, but torch sees no GPU",
+            remedy="set model.device: auto, or install a torch build for your GPU (lachesis doctor tells more)",
+        )
+    use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
+
+
+def _load_transformer(config: ModelConfig, *, device: torch.device, on_cpu: bool) -> PreTrainedModel:
+    dtype: Any = config.dtype
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"
+    options: dict[str, Any] = {}
+    if config.quantization != "none":
+        # Each weight is quantized where it will be, as it is read: the whole model never is there in 16 bits.
+        options = {"quantization_config": quantization_config(config.quantization), "device_map": {"": device}}
+    with _load_errors(config.path):
+        model = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            trust_remote_code=config.trust_remote_code,
+            **options,
+        )
+    _switch_off_dropout(model)
+    if config.quantization == "none":
+        return model if on_cpu else model.to(device)
+    settle(model)
+    layers, size = len(quantized_layers(model)), held_bytes(model) / 2**30
+    logger.info("%d linear layers are held in %s; the base weights take %.2f GiB", layers, config.quantization, size)
+    return model
+
+
+def _switch_off_dropout(model: PreTrainedModel) -> None:
+    """A model has no dropout of its own while it is trained by GRPO: ratios would compare two random networks."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        # Attention takes its rate as a number, which each architecture keeps under a name like attention_dropout.
+        rates = [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]
+        for name in rates:
+            setattr(module, name, 0.0)
+
+
+def add_lora(transformer: PreTrainedModel, adapter: LoraAdapter) -> PeftModel:
+    """Wrap the linear layers that ``adapter.targets`` names. Raises ModelError where they match nothing."""
+    lora = LoraConfig(
+        r=adapter.r,
+        lora_alpha=adapter.alpha,  # type: ignore[arg-type]
+        lora_dropout=adapter.dropout,
+        **lora_targets(transformer, adapter),
+        task_type="CAUSAL_LM",
+    )
+    try:
+        # Adapters in the base's dtype: peft's float32 would run their matrix products in float32 too, and the
+        # optimizer keeps float32 masters of 16-bit weights anyway.
+        model = get_peft_model(transformer, lora, autocast_adapter_dtype=False)
+    except ValueError as error:
+        linear = sorted(
+            {n.rpartition(".")[2] for n, m in transformer.named_modules() if isinstance(m, torch.nn.Linear)}
+        )
+        raise ModelError(
+            f"adapter.targets {adapter.targets!r} match nothing in {type(transformer).__name__}",
+            remedy=f"name some of its linear layers ({', '.join(linear)}), or all-linear",
+        ) from error
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # beside integers peft makes adapters in float32
+            parameter.data = parameter.data.to(transformer.dtype)
+    if transformer.is_gradient_checkpointing:
+        transformer.enable_input_require_grads()
+    return model
+
+
+def context_length(config: ModelConfig) -> int:
+    """Tokens that fit into the model; architectures without such a limit get a very large number.
+
+    Raises:
+        ModelError: there is no model.
+    """
+    with _load_errors(config.path):
+        text_config = AutoConfig.from_pretrained(
+            config.path, trust_remote_code=config.trust_remote_code
+        ).get_text_config()
+    limits = (getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    return next((limit for limit in limits if limit), 1 << 30)
+
+
+def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
+    """Every token that ends a completion: the generation config's and the tokenizer's.
+
+    Raises:
+        ModelError: there is none.
+    """
+    configured = loaded.transformer.generation_config.eos_token_id if loaded.transformer.generation_config else None
+    ids = set(configured if isinstance(configured, list) else [configured]) | {loaded.tokenizer.eos_token_id}
+    found = tuple(sorted(i for i in ids if i is not None))
+    if not found:
+        raise ModelError(
+            "neither the model's generation config nor its tokenizer has an end token",
+            remedy="set eos_token in the tokenizer: without it no completion ever ends",
+        )
+    return found
+
+
+@contextmanager
+def _load_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(
+            f"no causal language model could be loaded from {path!r}: {_first_line(error)}",
+            remedy="set model.path to a directory with config.json and weights, or to a hub id in the cache",
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

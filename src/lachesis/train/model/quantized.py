@@ -1,0 +1,97 @@
+"""Frozen base weights in 8 or 4 bits, by bitsandbytes; adapters are trained on top of them in the usual dtype.
+
+``nf4`` is QLoRA's (Dettmers et al. 2023, arXiv 2305.14314): 4 bits a weight, a scale for each 64 weights, and those
+scales in 8 bits themselves. ``int8`` is LLM.int8() (Dettmers et al. 2022, arXiv 2208.07339): 8 bits a weight and a
+scale for each row. Embeddings, norms and the LM head stay as they are, and so do the fused experts of a mixture,
+which are no linear layers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig, PreTrainedModel
+
+from lachesis.common.errors import DependencyError, ModelError
+
+Quantization = Literal["int8", "nf4"]
+
+
+def quantization_config(kind: Quantization) -> BitsAndBytesConfig:
+    """What transformers loads a model with; :func:`settle` is to follow.
+
+    Raises:
+        DependencyError: bitsandbytes is not installed.
+    """
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise DependencyError(
+            f"model.quantization {kind} needs bitsandbytes, which is not installed",
+            remedy="pip install bitsandbytes, or set model.quantization: none",
+        )
+    if kind == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+
+
+def settle(model: PreTrainedModel) -> None:
+    """Have quantized layers compute in the model's dtype, and alike in training and evaluation.
+
+    On a CPU bitsandbytes does not do the latter, and ratios would compare two networks. Linear8bitLt rounds its
+    inputs to 8 bits too in evaluation, and not in training. Linear4bit, on a processor with bf16 instructions,
+    rearranges its weights at the first pass in evaluation and has no gradient from then on. Both keep here to what
+    they do in training. On a GPU there is one way.
+
+    Raises:
+        ModelError: int8 in float32 on a GPU, where inputs are rounded to 8 bits.
+    """
+    for layer in quantized_layers(model):
+        if hasattr(layer.weight, "quant_state"):
+            layer.compute_dtype = model.dtype
+            layer.support_avx512bf16_for_cpu = False
+        elif model.device.type == "cpu":
+            layer.register_forward_pre_hook(_as_in_training)
+        elif model.dtype == torch.float32:
+            raise ModelError(
+                "model.quantization int8 rounds the inputs of layers to 8 bits on a GPU, and with model.dtype float32 "
+                "passes are expected to agree to the last digits",
+                remedy="set model.dtype: bfloat16, or model.quantization: nf4",
+            )
+
+
+def quantized_layers(model: nn.Module) -> list[Any]:
+    """The linear layers whose weights bitsandbytes holds."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return []
+    from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
+
+    return [module for module in model.modules() if isinstance(module, Linear4bit | Linear8bitLt)]
+
+
+def looks_at_inputs(model: nn.Module) -> bool:
+    """Whether a pass waits for the GPU: layers in int8 look for outliers among their inputs."""
+    return any(not hasattr(layer.weight, "quant_state") for layer in quantized_layers(model))
+
+
+def held_bytes(model: nn.Module) -> int:
+    """What all parameters take, with the scales and tables of those that are quantized. Tied ones count once."""
+    held = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
+    return sum(held.values()) + sum(_statistics_bytes(layer) for layer in quantized_layers(model))
+
+
+def _statistics_bytes(layer: Any) -> int:
+    """Scales of a quantized layer, and tables of its own."""
+    state = getattr(layer.weight, "quant_state", None)
+    if state is None:
+        scales = layer.state.SCB if layer.state.SCB is not None else layer.weight.SCB
+        return scales.nbytes
+    tensors = [state.absmax, state.code]
+    if state.nested:
+        tensors += [state.offset, state.state2.absmax, state.state2.code]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _as_in_training(module: nn.Module, args: tuple[Any, ...]) -> None:
+    module.training = True

@@ -1,0 +1,164 @@
+"""The optimizer of a sharded model: each rank updates the rows that it has.
+
+What these optimizers do to a parameter they do element by element, so that updating the parts is updating the whole;
+only the norm of the gradient is one of all ranks. States are saved whole, and fit any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+
+from lachesis.config.schema import OptimizerConfig
+from lachesis.train.distributed.strategy import Backend
+from lachesis.train.optim.optimizer import PolicyOptimizer, build_optimizer, global_norm
+
+# From a tensor as the optimizer has it, and the parameter that it belongs to, to another.
+Convert = Callable[[DTensor, Tensor], Tensor]
+
+
+class Shards:
+    """Sharded parameters and, in the same storage, the local parts that an optimizer is built over.
+
+    Args:
+        named_parameters: of the model, after its first forward pass: until then FSDP may move them.
+        backend: shards them.
+    """
+
+    def __init__(self, named_parameters: Sequence[tuple[str, Parameter]], *, backend: Backend) -> None:
+        self.backend = backend
+        self.whole: dict[str, DTensor] = {}
+        self.parts: list[tuple[str, Parameter]] = []
+        for name, parameter in named_parameters:
+            assert isinstance(parameter, DTensor)
+            self.whole[name] = parameter
+            self.parts.append((name, Parameter(parameter.detach().to_local())))
+
+    def take_gradients(self) -> None:
+        """Move the gradients of the parameters to their parts."""
+        for name, part in self.parts:
+            parameter = self.whole[name]
+            part.grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else None
+            parameter.grad = None
+
+    def drop_gradients(self) -> None:
+        for parameter in self.whole.values():
+            parameter.grad = None
+
+    def total_norm(self, of_parts: float) -> float:
+        """The L2 norm of all that ranks have together, from that of what this one has."""
+        mesh = next(iter(self.whole.values())).device_mesh
+        squares = torch.tensor([of_parts**2], dtype=torch.float64, device=mesh.device_type)
+        dist.all_reduce(squares, group=mesh.get_group("shard"))
+        return squares.sqrt().item()
+
+    def gather(self, like: DTensor, part: Tensor) -> Tensor:
+        """The whole of which each rank has a part as of ``like``: on rank 0's CPU, an empty tensor elsewhere."""
+        device = torch.device(like.device_mesh.device_type)
+        cut = DTensor.from_local(
+            part.to(device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+        )
+        whole = self.backend.whole(cut)
+        return whole.cpu() if self.backend.rank == 0 else part.new_empty(0)
+
+    def cut(self, like: DTensor, whole: Tensor) -> Tensor:
+        """The reverse of :meth:`gather`; other ranks than 0 give a meta tensor."""
+        spread = self.backend.spread(like, whole)
+        assert isinstance(spread, DTensor)
+        return spread.to_local()
+
+
+class ShardedOptimizer(PolicyOptimizer):
+    """A :class:`PolicyOptimizer` over local parts. Ranks call its methods together.
+
+    Args:
+        *args, **options: of :class:`PolicyOptimizer`.
+        shards: the parts.
+        seed: of the noise, which is another on each rank.
+    """
+
+    def __init__(self, *args: Any, shards: Shards, seed: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._shards = shards
+        self._seed = seed
+        self._renew_noise()
+
+    def step(self) -> float:
+        self._shards.take_gradients()
+        return super().step()
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self._shards.drop_gradients()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`PolicyOptimizer.state_dict`, with whole tensors on rank 0 and empty ones elsewhere."""
+        return self._converted(super().state_dict(), self._shards.gather)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As :meth:`PolicyOptimizer.load_state_dict`; other ranks than 0 give meta tensors.
+
+        Of the noise of stochastic rounding a checkpoint has that of rank 0; others begin anew.
+        """
+        self._require_fitting(state)
+        super().load_state_dict(self._converted(state, self._shards.cut))
+        if self._shards.backend.rank > 0:
+            self._renew_noise()
+
+    def _norm(self, gradients: Sequence[Tensor]) -> float:
+        return self._shards.total_norm(global_norm(gradients))
+
+    def _renew_noise(self) -> None:
+        if self._noise is not None:
+            self._noise.manual_seed((self._seed + 1_000_003 * self._shards.backend.rank + self._step) % 2**63)
+
+    def _converted(self, state: dict[str, Any], convert: Convert) -> dict[str, Any]:
+        """A state whose sharded tensors are converted, in an order that is the same on all ranks."""
+        whole = self._shards.whole
+        parts = []
+        for part, saved in zip(self._parts, state["parts"], strict=True):
+            name_of = {id(slot): name for name, slot in zip(part.names, part.update.slots, strict=True)}
+            names = [name_of[id(slot)] for group in part.optimizer.param_groups for slot in group["params"]]
+            states = {
+                index: {
+                    key: convert(whole[names[index]], value) if isinstance(value, Tensor) and value.ndim else value
+                    for key, value in values.items()
+                }
+                for index, values in saved["optimizer"]["state"].items()
+            }
+            update = {
+                key: [convert(whole[name], tensor) for name, tensor in zip(part.names, tensors, strict=True)]
+                for key, tensors in saved["update"].items()
+            }
+            parts.append({"optimizer": {**saved["optimizer"], "state": states}, "update": update})
+        return {**state, "parts": parts}
+
+
+def build_sharded_optimizer(
+    named_parameters: Sequence[tuple[str, Parameter]],
+    config: OptimizerConfig,
+    *,
+    backend: Backend,
+    learning_rate: float,
+    total_steps: int,
+    seed: int = 0,
+) -> PolicyOptimizer:
+    """As :func:`build_optimizer`, over the parts of parameters where ``backend`` shards them."""
+    common = {"learning_rate": learning_rate, "total_steps": total_steps, "seed": seed}
+    if not backend.sharded:
+        return build_optimizer(named_parameters, config, **common)  # type: ignore[arg-type]
+    shards = Shards([(name, p) for name, p in named_parameters if p.requires_grad], backend=backend)
+    return build_optimizer(
+        shards.parts,
+        config,
+        **common,  # type: ignore[arg-type]
+        make_policy_optimizer=partial(ShardedOptimizer, shards=shards, seed=seed),
+        sizes={name: parameter.numel() for name, parameter in shards.whole.items()},
+    )

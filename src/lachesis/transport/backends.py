@@ -1,0 +1,345 @@
+"""How a bucket of bytes gets from the trainer to the engine's workers: a collective, or memory that both see."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError, LachesisError
+from lachesis.transport.links import Links, Message
+from lachesis.transport.records import ChannelBackend
+from lachesis.transport.shared_file import SharedFile, create_file
+from lachesis.transport.shared_tensors import Attachments, SharedTensor, export_cuda, export_from_file
+
+T = TypeVar("T")
+
+# Of torch's own timers, which end operations in their own time and, with NCCL, in their own way; ours come first.
+_LONG = timedelta(days=30)
+_POLL_S = 0.001
+
+
+class Transport(ABC):
+    """Moves one bucket at a time from rank 0 to all others. ``device`` is where its buffers are."""
+
+    device: torch.device
+
+    @abstractmethod
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Rank 0: bytes to pack the next bucket into; whatever they held has been taken by the others."""
+
+    def announcement(self) -> Message:
+        """Rank 0: what the others must know to receive the buffer that was handed out last."""
+        return {}
+
+    @abstractmethod
+    def send(self, buffer: Tensor, *, deadline: Deadline) -> None:
+        """Rank 0: returns when ``buffer`` has been sent. Raises EngineError or DeadlineExceeded."""
+
+    @abstractmethod
+    def receive(self, num_bytes: int, *, announcement: Message, deadline: Deadline) -> Tensor:
+        """Other ranks: the bytes of the bucket; valid until :meth:`finish_reading`."""
+
+    @abstractmethod
+    def finish_reading(self, *, deadline: Deadline) -> None:
+        """Other ranks: return when all work on the current stream that reads the bucket is done."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give up what is under way, without waiting for anybody."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
+
+
+def build_transport(
+    backend: ChannelBackend, *, rank: int, world_size: int, device: torch.device, links: Links, deadline: Deadline
+) -> Transport:
+    """Connect a transport over established links; all ranks call it together.
+
+    Raises:
+        EngineError: a library is missing or refuses, or a peer failed.
+        DeadlineExceeded: a peer did not come.
+    """
+    if backend == "nccl" and not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
+        raise EngineError(
+            "vLLM NCCL setup failed: this side has no NCCL or no GPU", remedy="use the gloo transport without GPUs"
+        )
+    transport: Transport
+    if backend == "ipc":
+        transport = SharedBuffer(device=device, links=links)
+    else:
+        group = _build_group(backend, rank=rank, world_size=world_size, device=device, links=links, deadline=deadline)
+        transport = Collective(group, device=device if backend == "nccl" else torch.device("cpu"), links=links)
+    if rank == 0:
+        for peer in links.ranks:
+            links.receive(peer, deadline=deadline, waiting_for="that its transport is ready")
+        links.send({"ready": True})
+    else:
+        links.send({"ready": True})
+        links.receive(0, deadline=deadline, waiting_for="that all transports are ready")
+    return transport
+
+
+class Collective(Transport):
+    """Broadcasts over a gloo or NCCL process group of its own."""
+
+    def __init__(self, group: Any, *, device: torch.device, links: Links) -> None:
+        self.device = device
+        self._group: Any = group
+        self._links = links
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)  # the old one goes first
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._buffer[:num_bytes]
+
+    def send(self, buffer: Tensor, *, deadline: Deadline) -> None:
+        self._broadcast(buffer, deadline=deadline)
+
+    def receive(self, num_bytes: int, *, announcement: Message, deadline: Deadline) -> Tensor:
+        buffer = self.buffer(num_bytes)
+        self._broadcast(buffer, deadline=deadline)
+        return buffer
+
+    def finish_reading(self, *, deadline: Deadline) -> None:
+        _finish(self.device, links=self._links, deadline=deadline)
+
+    def abort(self) -> None:
+        if self._group is not None and self.device.type == "cuda":
+            self._group.abort()
+
+    def close(self) -> None:
+        self.abort()
+        self._group = None
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def _broadcast(self, buffer: Tensor, *, deadline: Deadline) -> None:
+        if buffer.numel() == 0:
+            return
+        group = self._group
+        if group is None:
+            raise EngineError("the weight channel was closed")
+        try:
+            with _current(self.device):
+                work = group.broadcast([buffer], _from_trainer(deadline))
+                if self.device.type == "cuda":
+                    work.wait()  # on the stream, not on the host
+                    _finish(self.device, links=self._links, deadline=deadline)
+                    return
+                while not work.is_completed():
+                    self._links.watch(_POLL_S)
+                    deadline.check("a broadcast of weights is under way")
+                work.wait()
+        except RuntimeError as error:
+            deadline.check()
+            raise EngineError(
+                f"the broadcast of weights failed: {_first_line(error)}", remedy="look at the log of the other side"
+            ) from error
+
+
+class SharedBuffer(Transport):
+    """One allocation of the trainer's that the engine's workers on the same device read in place.
+
+    NCCL refuses two ranks on one device; this needs no copy beyond packing. On the CPU it is shared memory.
+    """
+
+    def __init__(self, *, device: torch.device, links: Links) -> None:
+        self.device = device
+        self._links = links
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._unannounced: dict[str, Any] | None = None
+        self._file: SharedFile | None = None
+        self._attachments = Attachments()
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        if self._buffer.numel() < num_bytes:
+            self._unannounced = self._allocate(num_bytes).to_json()
+        return self._buffer[:num_bytes]
+
+    def announcement(self) -> Message:
+        # The others may read as soon as they hear of it, so packing has to be done.
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        shared, self._unannounced = self._unannounced, None
+        return {} if shared is None else {"shared": shared}
+
+    def send(self, buffer: Tensor, *, deadline: Deadline) -> None:
+        """Nothing moves: the announcement was all."""
+
+    def receive(self, num_bytes: int, *, announcement: Message, deadline: Deadline) -> Tensor:
+        if "shared" in announcement:
+            shared = SharedTensor.from_json("the channel's buffer", announcement["shared"])
+            self._attachments.close()  # unmaps the buffer before, once its last view is gone
+            self._buffer = self._attachments.tensor("the channel's buffer", shared)
+        if self._buffer.numel() < num_bytes:
+            raise EngineError(f"the trainer shares {self._buffer.numel()} bytes, a bucket has {num_bytes}")
+        return self._buffer[:num_bytes]
+
+    def finish_reading(self, *, deadline: Deadline) -> None:
+        _finish(self.device, links=self._links, deadline=deadline)
+
+    def abort(self) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._attachments.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _allocate(self, num_bytes: int) -> SharedTensor:
+        if self.device.type == "cuda":
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            return export_cuda(self._buffer)
+        if self._file is not None:
+            self._file.close()
+        self._file = file = create_file(num_bytes)
+        self._buffer = torch.empty(0, dtype=torch.uint8).set_(file.storage, 0, (num_bytes,), (1,))
+        return export_from_file(self._buffer, file)
+
+
+def _build_group(
+    backend: str, *, rank: int, world_size: int, device: torch.device, links: Links, deadline: Deadline
+) -> Any:
+    """A process group outside of torch's registry, tried with one broadcast."""
+    if rank == 0:
+        listener = socket.create_server((links.local_host(), 0))
+        host, port = listener.getsockname()[:2]
+        links.send({"store": [host, port]})
+        descriptor = listener.detach()
+    else:
+        host, port = links.receive(0, deadline=deadline, waiting_for="the address of its store")["store"]
+        descriptor = None
+
+    def build() -> Any:
+        store = dist.TCPStore(
+            host,
+            port,
+            is_master=rank == 0,
+            timeout=_remaining(deadline),
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+        make = _gloo_group if backend == "gloo" else _nccl_group
+        with _current(device):
+            group = make(dist.PrefixStore("weights", store), rank, world_size, links.local_host(), deadline)
+            probe = torch.zeros(1, dtype=torch.uint8, device=device if backend == "nccl" else "cpu")
+            group.broadcast([probe], _from_trainer(deadline)).wait()
+            if probe.is_cuda:
+                torch.cuda.current_stream(device).synchronize()
+        return group
+
+    try:
+        return _bounded(build, links=links, deadline=deadline)
+    except LachesisError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        deadline.check(f"building the {backend} process group")
+        raise EngineError(
+            f"vLLM NCCL setup failed: no {backend} process group with {world_size} ranks: {_first_line(error)}",
+            remedy="both sides need one GPU each for nccl; on the same GPU use ipc, without a GPU gloo",
+        ) from error
+
+
+def _gloo_group(store: Any, rank: int, world_size: int, local_host: str, deadline: Deadline) -> Any:
+    options = dist.ProcessGroupGloo._Options()
+    # The interface over which the control connection came works; a host's name often resolves to another.
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_host)]
+    options._timeout = _remaining(deadline)
+    options._threads = 1
+    return dist.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _nccl_group(store: Any, rank: int, world_size: int, local_host: str, deadline: Deadline) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = _LONG
+    # By default torch's threads end the whole process when a peer dies or hangs: the trainer, or the engine. Here
+    # the channel reports it. These settings are read when a group is made.
+    with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _bounded(work: Callable[[], T], *, links: Links, deadline: Deadline) -> T:
+    """Run what blocks inside a library on a thread of its own, so that peers and the deadline are watched meanwhile.
+
+    When one of them gives out, the thread is left behind: nothing can end it.
+    """
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # handed to the waiting thread
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="lachesis-channel").start()
+    while not wait([outcome], timeout=0.02).done:
+        links.watch(0.0)
+        deadline.check("meeting in a process group")
+    return outcome.result()
+
+
+def _finish(device: torch.device, *, links: Links, deadline: Deadline) -> None:
+    """Wait for the current stream of ``device``, watching peers and deadline: a dead peer's collective never ends."""
+    if device.type != "cuda":
+        return
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    while not event.query():
+        links.watch(_POLL_S)
+        deadline.check("the GPU is still busy with a bucket of weights")
+
+
+@contextmanager
+def _current(device: torch.device) -> Iterator[None]:
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device):
+        yield
+
+
+def _from_trainer(deadline: Deadline) -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.timeout = _remaining(deadline)
+    return options
+
+
+def _remaining(deadline: Deadline) -> timedelta:
+    remaining = deadline.remaining_s()
+    # Never 0, which libraries take for no limit.
+    return _LONG if remaining is None else timedelta(seconds=max(remaining, 0.05))
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

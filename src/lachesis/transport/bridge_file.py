@@ -1,0 +1,300 @@
+"""The files by which a trainer finds an engine's tensors (single copy) and the channel to it (broadcast).
+
+``vllm_bridge_config.json`` names the engine's parameters and how to map their memory;
+``nccl_bridge_config.json`` records how trainer and engine meet. Both are this user's alone: whoever writes
+them decides which memory a trainer writes to.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.errors import EngineError
+from lachesis.common.process import process_exists
+from lachesis.transport.shared_tensors import CudaStorage, SharedTensor
+
+BRIDGE_FILE = "vllm_bridge_config.json"
+CHANNEL_FILE = "nccl_bridge_config.json"
+LOGDIR = "LOGDIR"
+# The documented place of last resort.
+DEFAULT_DIRECTORY = Path("/tmp/atropos_bridge")
+_EXPORT_ANEW = "start the engine with VLLM_ENABLE_SHARED_WEIGHTS=1, or let the trainer have it export its weights"
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeFile:
+    """What an engine says about its shared tensors.
+
+    ``engine`` is as in "vllm 0.26.0"; ``tensors`` has the engine's own names. ``path`` is where it was read.
+    """
+
+    model: str
+    session_id: str
+    url: str
+    pid: int
+    engine: str
+    tensors: Mapping[str, SharedTensor]
+    tp_degree: int = 1
+    dp_shard_degree: int = 1
+    path: Path | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented fields, and after them ours."""
+        on_gpu = {name: t.to_json() for name, t in self.tensors.items() if isinstance(t.storage, CudaStorage)}
+        in_files = {name: t.to_json() for name, t in self.tensors.items() if name not in on_gpu}
+        return {
+            "model": self.model,
+            "tp_degree": self.tp_degree,
+            "dp_shard_degree": self.dp_shard_degree,
+            "param_names": list(self.tensors),
+            "shared_weights_enabled": True,
+            "single_copy_enabled": bool(self.tensors),
+            "num_params": len(self.tensors),
+            "param_mappings": {
+                name: {"vllm_name": name, "shape": list(t.shape), "dtype": t.dtype, "device": _device(t)}
+                for name, t in self.tensors.items()
+            },
+            "ipc_handles": on_gpu,
+            "shared_files": in_files,
+            "session_id": self.session_id,
+            "url": self.url,
+            "pid": self.pid,
+            "engine": self.engine,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelFile:
+    """A channel for broadcasts, and the tensors of an update in order: name, shape, dtype."""
+
+    init_method: str
+    world_size: int
+    names: Sequence[str]
+    shapes: Mapping[str, Sequence[int]]
+    dtypes: Mapping[str, str]
+    mappings: Mapping[str, Any] = field(default_factory=dict)
+    backend: str = "nccl"
+    session_id: str = ""
+    url: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented fields, and after them ours."""
+        return {
+            "init_method": self.init_method,
+            "world_size": self.world_size,
+            "param_metadata": {
+                "param_names": list(self.names),
+                "param_shapes": {name: list(self.shapes[name]) for name in self.names},
+                "param_dtypes": {name: self.dtypes[name] for name in self.names},
+                "num_params": len(self.names),
+            },
+            "param_mappings": dict(self.mappings),
+            "backend": self.backend,
+            "session_id": self.session_id,
+            "url": self.url,
+        }
+
+
+def default_directory() -> Path:
+    """Where an engine writes its bridge file if it is told nothing: $LOGDIR, else the last place of the search."""
+    return Path(os.environ.get(LOGDIR) or DEFAULT_DIRECTORY)
+
+
+def search_places(path: str | Path | None = None) -> list[Path]:
+    """Where the bridge file may be, best first: an explicit path alone, else $LOGDIR, here, the default.
+
+    An explicit path may be the file or its directory; ``auto`` is as none.
+    """
+    if path not in (None, "", "auto"):
+        explicit = Path(path).expanduser()
+        return [explicit / BRIDGE_FILE if explicit.is_dir() else explicit]
+    directories = [os.environ.get(LOGDIR), Path.cwd(), DEFAULT_DIRECTORY]
+    return list(dict.fromkeys(Path(directory) / BRIDGE_FILE for directory in directories if directory))
+
+
+def find_bridge_file(path: str | Path | None = None) -> Path:
+    """The first of :func:`search_places` that exists.
+
+    Raises:
+        EngineError: there is none; the message lists the places.
+    """
+    places = search_places(path)
+    for place in places:
+        if place.is_file():
+            return place
+    raise EngineError(
+        f"Could not find {BRIDGE_FILE}; looked for {', '.join(map(str, places))}",
+        remedy=f"{_EXPORT_ANEW}, with {LOGDIR} set alike for both or bridge.config_path set to the file",
+    )
+
+
+def write_bridge_file(path: Path, bridge: BridgeFile) -> None:
+    """Write atomically, for this user alone.
+
+    Raises:
+        EngineError: the place cannot be written.
+    """
+    _write_private(path, bridge.to_json())
+    _log.info("Exported %d IPC handles for single-copy mode to %s", len(bridge.tensors), path)
+
+
+def read_bridge_file(path: Path) -> BridgeFile:
+    """Read what :func:`write_bridge_file` wrote.
+
+    Raises:
+        EngineError: the file is not this user's, no JSON, lacks fields, or has no or wrong handles.
+    """
+    document = _read_private(path)
+    entries = {**_section(path, document, "ipc_handles"), **_section(path, document, "shared_files")}
+    if not entries:
+        raise EngineError(
+            f"{path} has an empty ipc_handles: the engine shares no tensors"
+            + ("" if document.get("single_copy_enabled", True) else " (single_copy_enabled is false)"),
+            remedy=_EXPORT_ANEW,
+        )
+    tensors = {name: SharedTensor.from_json(name, entry) for name, entry in entries.items()}
+    _check_count(path, document, tensors)
+    try:
+        return BridgeFile(
+            model=str(document["model"]),
+            session_id=str(document["session_id"]),
+            url=str(document["url"]),
+            pid=int(document["pid"]),
+            engine=str(document["engine"]),
+            tp_degree=int(document["tp_degree"]),
+            dp_shard_degree=int(document["dp_shard_degree"]),
+            tensors=tensors,
+            path=path,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def check_session(bridge: BridgeFile, *, session_id: str) -> None:
+    """Refuse the file of another server than the one that answers.
+
+    Raises:
+        EngineError: the file is stale.
+    """
+    if bridge.session_id == session_id:
+        return
+    writer = "still runs" if process_exists(bridge.pid) else "is gone"
+    raise EngineError(
+        f"{bridge.path or BRIDGE_FILE} is stale: it is of the engine session {bridge.session_id} (process "
+        f"{bridge.pid}, which {writer}), and session {session_id} answers",
+        remedy="remove the file, or have the running engine export its weights anew",
+    )
+
+
+def write_channel_file(directory: Path, channel: ChannelFile) -> Path:
+    """Write ``nccl_bridge_config.json`` into ``directory``. Raises EngineError as :func:`write_bridge_file`."""
+    path = Path(directory) / CHANNEL_FILE
+    _write_private(path, channel.to_json())
+    return path
+
+
+def read_channel_file(path: Path) -> ChannelFile:
+    """Read what :func:`write_channel_file` wrote; ``path`` may be its directory.
+
+    Raises:
+        EngineError: the file is not there, not this user's, or lacks fields.
+    """
+    path = path / CHANNEL_FILE if path.is_dir() else path
+    document = _read_private(path)
+    try:
+        metadata = document["param_metadata"]
+        return ChannelFile(
+            init_method=str(document["init_method"]),
+            world_size=int(document["world_size"]),
+            names=tuple(metadata["param_names"]),
+            shapes={name: tuple(metadata["param_shapes"][name]) for name in metadata["param_names"]},
+            dtypes={name: str(metadata["param_dtypes"][name]) for name in metadata["param_names"]},
+            mappings=dict(document.get("param_mappings") or {}),
+            backend=str(document.get("backend", "nccl")),
+            session_id=str(document.get("session_id", "")),
+            url=str(document.get("url", "")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def _device(tensor: SharedTensor) -> str:
+    return f"cuda:{tensor.storage.device_index}" if isinstance(tensor.storage, CudaStorage) else "cpu"
+
+
+def _section(path: Path, document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    section = document.get(key) or {}
+    if not isinstance(section, dict) or not all(isinstance(entry, dict) for entry in section.values()):
+        raise _damaged(path, TypeError(f"{key} is no object of objects"))
+    return section
+
+
+def _check_count(path: Path, document: Mapping[str, Any], tensors: Mapping[str, SharedTensor]) -> None:
+    promised = document.get("param_names") or list(document.get("param_mappings") or tensors)
+    missing = [name for name in promised if name not in tensors]
+    if missing:
+        raise EngineError(
+            f"{path} promises {len(promised)} parameters and has handles for {len(tensors)}; "
+            f"{missing[0]!r} is one without",
+            remedy=_EXPORT_ANEW,
+        )
+
+
+def _write_private(path: Path, document: Mapping[str, Any]) -> None:
+    """Readers see the old file or the new one; mkstemp gives it mode 0600 from its first moment."""
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(document, file, indent=1)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise EngineError(
+            f"{path} cannot be written: {error.strerror or error}", remedy="name another place for the bridge file"
+        ) from error
+
+
+def _read_private(path: Path) -> dict[str, Any]:
+    try:
+        _check_owner(path)
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise EngineError(f"{path} is gone", remedy=_EXPORT_ANEW) from error
+    except OSError as error:
+        raise EngineError(f"{path} cannot be read: {error.strerror or error}", remedy=_EXPORT_ANEW) from error
+    except ValueError as error:
+        raise _damaged(path, error) from error
+    if not isinstance(document, dict):
+        raise _damaged(path, TypeError("no JSON object"))
+    return document
+
+
+def _check_owner(path: Path) -> None:
+    """A trainer writes to the memory that the file names, so nobody else may have written the file."""
+    status = path.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH:
+        raise EngineError(
+            f"{path} belongs to another user, or anyone may write to it",
+            remedy="remove it, or use a directory of your own (bridge.config_path, LOGDIR)",
+        )
+
+
+def _damaged(path: Path, error: Exception) -> EngineError:
+    return EngineError(
+        f"{path} is damaged or of another version: {type(error).__name__}: {error}",
+        remedy="have this version of the engine export its weights anew",
+    )

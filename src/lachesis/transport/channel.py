@@ -1,0 +1,273 @@
+"""A one-way channel for weights, from a trainer to the workers of an engine.
+
+It has process groups of its own and never touches torch's default one, so that it lives beside those of FSDP and
+vLLM. An update goes bucket by bucket::
+
+    trainer                                   each engine worker
+    header: update number, tensors    ->      compare with what is expected; accept or refuse
+    for each bucket: announce, broadcast ->   hand out views of the buffer, then ask for the next
+                                      <-      loaded
+
+Before anything large moves both sides have agreed on it, and a side that fails or dies is noticed by the other at
+once, in whatever it waits for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError, LachesisError
+from lachesis.transport.backends import Transport, build_transport
+from lachesis.transport.layout import BUCKET_BYTES, Bucket, difference, plan_buckets, to_wire
+from lachesis.transport.links import PROTOCOL, Links, Message, Rendezvous, open_door
+from lachesis.transport.records import ChannelBackend, ReceivedTensor
+
+
+class Channel:
+    """One end of a channel; made by :meth:`connect`. One thread at a time uses it, any may :meth:`abort` it.
+
+    After an error inside an update the channel is broken and every later call says why: close it and connect both
+    sides anew. An update that was refused by its header breaks nothing.
+    """
+
+    def __init__(self, *, rank: int, links: Links, transport: Transport) -> None:
+        self.rank = rank
+        self.updates = 0
+        self._links = links
+        self._transport = transport
+        self._broken: str | None = None
+
+    @classmethod
+    def connect(
+        cls,
+        *,
+        init_method: str,
+        world_size: int,
+        rank: int,
+        backend: ChannelBackend,
+        device: torch.device | str,
+        deadline: Deadline,
+        door: Rendezvous | None = None,
+        cancel: threading.Event | None = None,
+    ) -> Channel:
+        """Meet the others and build the transport; returns when all ranks are connected.
+
+        Args:
+            init_method: "tcp://host:port" of the trainer.
+            world_size: the trainer and all engine workers.
+            rank: 0 is the trainer, which listens; the others knock until it does.
+            backend: ``gloo`` over the CPU, ``nccl`` between GPUs, ``ipc`` through memory of one device.
+            device: where this side's tensors live; a GPU with its index.
+            deadline: of meeting and building.
+            door: rank 0, where :func:`~lachesis.transport.links.open_door` was called before (to know a port).
+            cancel: set it from another thread to give up waiting.
+
+        Raises:
+            EngineError: the sides do not fit together, a peer died, or ``cancel`` was set.
+            DeadlineExceeded: somebody did not come.
+        """
+        links = Links()
+        hello = {"protocol": PROTOCOL, "world_size": world_size, "backend": backend, "rank": rank}
+        try:
+            if rank == 0:
+                door = door or open_door(init_method)
+                with door.listener:
+                    links.accept(door, hello=hello, cancel=cancel, deadline=deadline)
+            else:
+                links.connect(init_method, hello=hello, cancel=cancel, deadline=deadline)
+            transport = build_transport(
+                backend, rank=rank, world_size=world_size, device=torch.device(device), links=links, deadline=deadline
+            )
+        except LachesisError as error:
+            links.report(str(error))
+            links.close()
+            raise
+        return cls(rank=rank, links=links, transport=transport)
+
+    @torch.no_grad()
+    def send(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        specs: Sequence[ReceivedTensor],
+        *,
+        deadline: Deadline,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Rank 0: send one update; returns once every engine worker has loaded all of it.
+
+        Args:
+            tensors: name and tensor in the order of ``specs``, on any device; taken one by one, so that they may
+                be made on the way (gathered, merged) and no second copy of the model is ever held.
+            specs: names, shapes and dtypes; a tensor of another dtype is cast.
+            bucket_bytes: bounds the buffer on each side, unless one tensor is larger.
+
+        Raises:
+            EngineError: a worker refused the header, failed or died, or ``tensors`` are not those of ``specs``.
+            DeadlineExceeded: the deadline passed.
+        """
+        self._check(sending=True)
+        buckets = plan_buckets(specs, limit_bytes=bucket_bytes)
+        with self._breaking():
+            refusal = self._offer(specs, bucket_bytes=bucket_bytes, deadline=deadline)
+        if refusal is not None:
+            raise EngineError(
+                f"the engine refuses update {self.updates} of the weights: {refusal}",
+                remedy="announce to /nccl/start_receiver the tensors that are sent",
+            )
+        with self._breaking():
+            source = iter(tensors)
+            room = self._transport.buffer(max((bucket.num_bytes for bucket in buckets), default=0))
+            for number, bucket in enumerate(buckets):
+                buffer = room[: bucket.num_bytes]
+                _pack(buffer, bucket, source)
+                self._links.send({"bucket": number, **self._transport.announcement()})
+                self._transport.send(buffer, deadline=deadline)
+                self._expect("taken", deadline=deadline)
+            extra = next(source, None)
+            if extra is not None:
+                raise EngineError(f"the tensor {extra[0]!r} was to be sent and is not in the list of tensors")
+            self._links.send({"end": self.updates})
+            self._expect("loaded", deadline=deadline)
+
+    @contextmanager
+    def receive(self, specs: Sequence[ReceivedTensor], *, deadline: Deadline) -> Iterator[Iterator[tuple[str, Tensor]]]:
+        """Other ranks: the tensors of one update, as they arrive::
+
+            with channel.receive(specs, deadline=deadline) as tensors:
+                model.load_weights(tensors)
+
+        A tensor is a view of the receive buffer: copy it (on the current stream) before asking for the next. All
+        must be taken; an error inside the block is reported to the trainer and breaks the channel. Leaving the
+        block tells the trainer that everything has been loaded.
+
+        Raises:
+            EngineError: the trainer wants to send something else, failed or died.
+            DeadlineExceeded: the deadline passed. Where no update had begun the channel is as before.
+        """
+        self._check(sending=False)
+        header = self._await_header(deadline)
+        problem = difference(specs, header.get("tensors"))
+        with self._breaking():
+            self.updates = header["update"]
+            self._links.send({"refused": problem} if problem else {"accepted": self.updates})
+        if problem is not None:
+            raise EngineError(
+                f"the trainer's update {self.updates} is not what this engine was told to expect: {problem}",
+                remedy="announce to /nccl/start_receiver the tensors that are sent",
+            )
+        if "stop" in (go := self._next(deadline, "the first bucket")):
+            raise EngineError(f"the trainer stopped update {self.updates}: {go['stop']}")
+        with self._breaking():
+            tensors = self._arriving(plan_buckets(specs, limit_bytes=header["bucket_bytes"]), go, deadline=deadline)
+            yield tensors
+            left = next(tensors, None)
+            if left is not None:
+                raise EngineError(f"the engine did not take the tensor {left[0]!r} and those after it")
+            self._transport.finish_reading(deadline=deadline)
+            self._links.send({"loaded": self.updates})
+
+    def abort(self, reason: str) -> None:
+        """End whatever this side waits for, with an EngineError; from any thread."""
+        self._links.abort(reason)
+
+    def close(self) -> None:
+        """Leave; the other side's waits end with an error. Idempotent."""
+        self._broken = self._broken or "it was closed"
+        self._links.close()
+        self._transport.close()
+
+    def _offer(self, specs: Sequence[ReceivedTensor], *, bucket_bytes: int, deadline: Deadline) -> str | None:
+        """Send the header; a reason if some worker refuses, after the others were told to forget it."""
+        self.updates += 1
+        self._links.send({"update": self.updates, "tensors": to_wire(specs), "bucket_bytes": bucket_bytes})
+        answers = {
+            rank: self._links.receive(rank, deadline=deadline, waiting_for="its answer to the header")
+            for rank in self._links.ranks
+        }
+        refused = {rank: answer["refused"] for rank, answer in answers.items() if "refused" in answer}
+        if not refused:
+            return None
+        reason = next(iter(refused.values()))
+        self._links.send({"stop": reason}, ranks=[rank for rank in answers if rank not in refused])
+        return reason
+
+    def _arriving(
+        self, buckets: Sequence[Bucket], message: Message, *, deadline: Deadline
+    ) -> Iterator[tuple[str, Tensor]]:
+        for number, bucket in enumerate(buckets):
+            if message.get("bucket") != number:
+                raise EngineError(f"bucket {number} of update {self.updates} was to come, not {dict(message)}")
+            buffer = self._transport.receive(bucket.num_bytes, announcement=message, deadline=deadline)
+            for slot, view in zip(bucket.slots, _views(buffer, bucket), strict=True):
+                yield slot.tensor.name, view
+            self._transport.finish_reading(deadline=deadline)
+            self._links.send({"taken": number})
+            message = self._next(deadline, "the next bucket")
+        if message.get("end") != self.updates:
+            raise EngineError(f"the end of update {self.updates} was to come, not {dict(message)}")
+
+    def _await_header(self, deadline: Deadline) -> Message:
+        message = self._links.receive(0, deadline=deadline, waiting_for="an update of the weights")
+        if "update" not in message:
+            self._break(f"a header was to come, not {dict(message)}")
+            self._check(sending=False)
+        return message
+
+    def _next(self, deadline: Deadline, waiting_for: str) -> Message:
+        with self._breaking():
+            return self._links.receive(0, deadline=deadline, waiting_for=waiting_for)
+
+    def _expect(self, word: str, *, deadline: Deadline) -> None:
+        for rank in self._links.ranks:
+            answer = self._links.receive(rank, deadline=deadline, waiting_for=f'"{word}" of update {self.updates}')
+            if word not in answer:
+                raise EngineError(f"rank {rank} was to answer {word!r}, not {dict(answer)}")
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Whatever fails inside breaks the channel, and the peers are told."""
+        try:
+            yield
+        except BaseException as error:
+            self._break(f"{type(error).__name__}: {error}"[:2000])
+            raise
+
+    def _break(self, reason: str) -> None:
+        if self._broken is None:
+            self._broken = reason
+            self._links.report(reason)
+            self._transport.abort()
+
+    def _check(self, *, sending: bool) -> None:
+        if self._broken is not None:
+            raise EngineError(
+                f"the weight channel cannot be used any more: {self._broken}", remedy="connect both sides anew"
+            )
+        if sending != (self.rank == 0):
+            raise EngineError(f"rank {self.rank} of a weight channel cannot do this: rank 0 sends, the others receive")
+
+
+def _pack(buffer: Tensor, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> None:
+    """Copy the next tensors of ``source`` into ``buffer`` [bytes], checking that they are those of the bucket."""
+    for slot, view in zip(bucket.slots, _views(buffer, bucket), strict=True):
+        name, tensor = next(source, ("nothing", None))
+        if tensor is None or name != slot.tensor.name or tuple(tensor.shape) != tuple(slot.tensor.shape):
+            found = "nothing" if tensor is None else f"{name} {list(tensor.shape)}"
+            raise EngineError(f"{slot.tensor.name} {list(slot.tensor.shape)} was to be sent, there came {found}")
+        view.copy_(tensor, non_blocking=view.is_cuda)
+
+
+def _views(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
+    """The tensors of a bucket as views of ``buffer`` [bytes]."""
+    return [
+        buffer[slot.offset : slot.offset + slot.num_bytes]
+        .view(getattr(torch, slot.tensor.dtype))
+        .view(slot.tensor.shape)
+        for slot in bucket.slots
+    ]

@@ -1,0 +1,126 @@
+"""Digests of tensors: exact proof that bytes arrived, at the price of reading them once.
+
+A digest is a sum, so it costs one pass at the speed of memory and can be computed where the tensor is. It is
+no cryptographic hash: it finds tensors that were lost, exchanged, shifted by rows, cut or rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lachesis.common.errors import EngineError
+
+_MODULUS = 1 << 64
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+# Words that are narrower than 64 bits are widened before they are summed; this many at a time.
+_CHUNK_WORDS = 1 << 22
+# Tensors of one shape are read together up to this size, for which they are copied.
+_BATCH_BYTES = 1 << 25
+
+
+def digest(tensor: Tensor) -> int:
+    """The digest of one tensor, as :func:`digests`."""
+    return digests({"": tensor})[""]
+
+
+@torch.no_grad()
+def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Digests of several tensors, with one transfer to the host for each device.
+
+    A tensor ``[rows, ...]`` is read as bytes: each row's bytes, taken as words of the widest of 8, 4, 2 and 1
+    bytes that divides the row, are added up, and the digest is the sum over rows of ``(2 row + 1) x row sum``
+    modulo 2^64. In a tensor of no or one dimension each element is a row. Odd weights have inverses modulo
+    2^64, so that any change of a single row sum changes the digest. Equal values in another dtype, or rows cut
+    at other places, have other digests.
+
+    Returns:
+        Numbers in [0, 2^64), by name.
+
+    Raises:
+        EngineError: a tensor is on the meta device and has no bytes.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            raise EngineError(
+                f"the tensor {name!r} of shape {tuple(tensor.shape)} is on the meta device: it has no bytes",
+                remedy="load or attach the weights before proving that they arrived",
+            )
+    by_device: dict[torch.device, list[tuple[list[str], Tensor]]] = {}
+    for batch in _batches(tensors):
+        device = tensors[batch[0]].device
+        by_device.setdefault(device, []).append((batch, _digests([tensors[name] for name in batch])))
+    found: dict[str, int] = {}
+    for entries in by_device.values():
+        names = [name for batch, _ in entries for name in batch]
+        values = torch.cat([values for _, values in entries]).tolist()
+        found |= {name: value % _MODULUS for name, value in zip(names, values, strict=True)}
+    return {name: found[name] for name in tensors}
+
+
+def to_hex(value: int) -> str:
+    """A digest as it goes over the wire: 16 hexadecimal digits (JSON numbers lose bits beyond 2^53)."""
+    return f"{value % _MODULUS:016x}"
+
+
+def from_hex(text: str) -> int:
+    """The reverse of :func:`to_hex`.
+
+    Raises:
+        EngineError: the text is no digest.
+    """
+    try:
+        value = int(text, 16)
+    except (TypeError, ValueError) as error:
+        raise EngineError(
+            f"{text!r} is no digest of 16 hexadecimal digits", remedy="run the same lachesis on both sides"
+        ) from error
+    return value % _MODULUS
+
+
+def served_lora_b(lora_b: Tensor, *, scaling: float, dtype: torch.dtype) -> Tensor:
+    """An adapter's B [out, rank] as an engine holds it: in its dtype, then multiplied by the scaling in that dtype.
+
+    vLLM folds ``scaling`` (alpha / r) into B when it loads an adapter; digests of both sides are of this tensor.
+    """
+    return lora_b.detach().to(dtype) * scaling
+
+
+def _batches(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Names of tensors that are read together: small ones of one shape, as kernels take longer to start than to run."""
+    batches: dict[tuple[object, ...], list[list[str]]] = {}
+    for name, tensor in tensors.items():
+        most = max(1, _BATCH_BYTES // max(1, tensor.nbytes))
+        found = batches.setdefault((tensor.device, tensor.dtype, tuple(tensor.shape)), [[]])
+        if len(found[-1]) == most:
+            found.append([])
+        found[-1].append(name)
+    return [batch for found in batches.values() for batch in found]
+
+
+def _digests(tensors: Sequence[Tensor]) -> Tensor:
+    """int64 [N] on their device, of N tensors of one shape and dtype."""
+    first = tensors[0]
+    if first.numel() == 0:
+        return torch.zeros(len(tensors), dtype=torch.int64, device=first.device)
+    stacked = torch.stack([tensor.detach() for tensor in tensors]) if len(tensors) > 1 else first.detach()[None]
+    words = _as_words(stacked.flatten(0, 1).flatten(1) if first.ndim >= 2 else stacked.reshape(-1, 1))
+    sums = torch.empty(words.shape[0], dtype=torch.int64, device=first.device)
+    # torch sums int64 without a copy; narrower words it would first widen as a whole.
+    step = words.shape[0] if words.dtype == torch.int64 else max(1, _CHUNK_WORDS // words.shape[1])
+    for start in range(0, words.shape[0], step):
+        torch.sum(words[start : start + step], dim=1, dtype=torch.int64, out=sums[start : start + step])
+    sums = sums.view(len(tensors), -1)
+    weights = torch.arange(1, 2 * sums.shape[1], 2, device=first.device)
+    return (sums * weights).sum(dim=1)
+
+
+def _as_words(rows: Tensor) -> Tensor:
+    """``rows`` [rows, columns] as integers [rows, words], of the width that divides the bytes of a row."""
+    row_bytes = rows.shape[1] * rows.element_size()
+    width = next(width for width in _WORDS if row_bytes % width == 0)
+    if not rows.is_contiguous() or (rows.storage_offset() * rows.element_size()) % width:
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    return rows.view(torch.uint8).view(_WORDS[width])

@@ -1,0 +1,99 @@
+"""How the tensors of an update lie in flat buffers: the same plan on both sides of a channel. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lachesis.common.errors import EngineError
+from lachesis.transport.records import ReceivedTensor
+
+BUCKET_BYTES = 256 * 2**20
+# Every tensor starts at a multiple of this, so that a buffer of bytes can be viewed as any dtype there.
+_ALIGNMENT = 256
+_ITEM_BYTES = {
+    **dict.fromkeys(("float64", "int64"), 8),
+    **dict.fromkeys(("float32", "int32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
+    **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"), 1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where a tensor lies in its bucket, in bytes."""
+
+    tensor: ReceivedTensor
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that travel together in one flat buffer of ``num_bytes``."""
+
+    slots: tuple[Slot, ...]
+    num_bytes: int
+
+
+def plan_buckets(tensors: Sequence[ReceivedTensor], *, limit_bytes: int) -> tuple[Bucket, ...]:
+    """Fill buckets of up to ``limit_bytes`` in the order of ``tensors``; a larger tensor has a bucket of its own.
+
+    Raises:
+        EngineError: a dtype that no channel carries, or a name that occurs twice.
+    """
+    names = {tensor.name for tensor in tensors}
+    if len(names) != len(tensors):
+        twice = next(t.name for i, t in enumerate(tensors) if t.name in {u.name for u in tensors[:i]})
+        raise EngineError(f"the tensor {twice!r} occurs twice in one update", remedy="send each tensor once")
+    buckets: list[Bucket] = []
+    slots: list[Slot] = []
+    end = 0
+    for tensor in tensors:
+        size = num_bytes(tensor)
+        if slots and end + size > limit_bytes:
+            buckets.append(Bucket(tuple(slots), end))
+            slots, end = [], 0
+        slots.append(Slot(tensor, offset=end, num_bytes=size))
+        end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
+    if slots:
+        buckets.append(Bucket(tuple(slots), end))
+    return tuple(buckets)
+
+
+def num_bytes(tensor: ReceivedTensor) -> int:
+    """Bytes of the tensor's elements. Raises EngineError for a dtype that no channel carries."""
+    if tensor.dtype not in _ITEM_BYTES:
+        raise EngineError(
+            f"the tensor {tensor.name!r} has the dtype {tensor.dtype!r}, which no channel carries",
+            remedy=f"send one of {', '.join(sorted(_ITEM_BYTES))}",
+        )
+    return math.prod(tensor.shape) * _ITEM_BYTES[tensor.dtype]
+
+
+def to_wire(tensors: Sequence[ReceivedTensor]) -> list[list[Any]]:
+    """Name, shape and dtype of each tensor, as JSON."""
+    return [[tensor.name, list(tensor.shape), tensor.dtype] for tensor in tensors]
+
+
+def difference(ours: Sequence[ReceivedTensor], theirs: object) -> str | None:
+    """What sets what the trainer wants to send (``theirs``, from the wire) apart from what is expected, or None."""
+    expected = to_wire(ours)
+    if theirs == expected:
+        return None
+    if not isinstance(theirs, list):
+        return "the trainer's list of tensors cannot be read"
+    for mine, other in zip(expected, theirs, strict=False):
+        if mine != other:
+            return f"the engine expects {_brief(mine)} where the trainer sends {_brief(other)}"
+    return f"the engine expects {len(expected)} tensors, the trainer sends {len(theirs)}"
+
+
+def _brief(entry: object) -> str:
+    match entry:
+        case [str(name), list(shape), str(dtype)]:
+            return f"{name} {shape} {dtype}"
+        case _:
+            return repr(entry)[:200]

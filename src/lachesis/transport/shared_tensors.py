@@ -1,0 +1,304 @@
+"""Tensors that two processes map at once: CUDA IPC on a GPU, a file in shared memory on the CPU. No pickle.
+
+An exported tensor is described by a :class:`SharedTensor`, which goes to the other process as JSON and is
+mapped there by :class:`Attachments`. What either side writes, the other reads; nothing else synchronizes them,
+so the writer waits for its device (``torch.cuda.synchronize()``) before it says that it has written. The
+exporter's memory has to outlive the importer's use of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lachesis.common.errors import EngineError
+from lachesis.transport.shared_file import SharedFile, map_file
+
+# The eight items of a CUDA IPC export, in torch's order.
+CUDA_ITEMS = (
+    "device_index",
+    "ipc_handle_b64",
+    "storage_size",
+    "storage_offset",
+    "ref_counter_handle_b64",
+    "ref_counter_offset",
+    "event_handle_b64",
+    "event_sync_required",
+)
+_PLACE = ("shape", "stride", "tensor_offset", "dtype")
+# First byte of torch's handle of memory in expandable segments.
+_EXPANDABLE_SEGMENT = ord("e")
+
+
+@dataclass(frozen=True, slots=True)
+class CudaStorage:
+    """A storage on a GPU: ``storage_size`` bytes at byte ``storage_offset`` of the exporter's allocation.
+
+    ``device_index`` counts the exporter's visible devices, ``device_uuid`` says which GPU that is; the fields
+    that end in ``_b64`` are opaque to all but CUDA and torch.
+    """
+
+    device_index: int
+    ipc_handle_b64: str
+    storage_size: int
+    storage_offset: int
+    ref_counter_handle_b64: str
+    ref_counter_offset: int
+    event_handle_b64: str
+    event_sync_required: bool
+    device_uuid: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FileStorage:
+    """A storage that is a whole file, ``storage_size`` bytes long."""
+
+    path: str
+    storage_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTensor:
+    """A tensor's place in a shared storage: shape and stride, offset in elements, dtype by torch's name."""
+
+    storage: CudaStorage | FileStorage
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    tensor_offset: int
+    dtype: str
+
+    def to_json(self) -> dict[str, Any]:
+        """One flat object of numbers, strings and lists."""
+        place = {key: getattr(self, key) for key in _PLACE}
+        return {**asdict(self.storage), **place, "shape": list(self.shape), "stride": list(self.stride)}
+
+    @classmethod
+    def from_json(cls, name: str, entry: Mapping[str, Any]) -> SharedTensor:
+        """The reverse of :meth:`to_json`.
+
+        Raises:
+            EngineError: fields are missing or wrong, or the tensor does not fit into its storage.
+        """
+        try:
+            shape = tuple(int(n) for n in entry["shape"])
+            tensor = cls(
+                storage=_parse_storage(name, entry),
+                shape=shape,
+                # The documented form has neither; a whole, contiguous storage needs none.
+                stride=tuple(int(n) for n in entry.get("stride", contiguous_stride(shape))),
+                tensor_offset=int(entry.get("tensor_offset", 0)),
+                dtype=dtype_name(parse_dtype(str(entry["dtype"]))),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(
+                f"the shared tensor {name!r} is described wrongly: {type(error).__name__}: {error}",
+                remedy="have the engine export its weights anew",
+            ) from error
+        _check_fits(name, tensor)
+        return tensor
+
+
+def export_cuda(tensor: Tensor) -> SharedTensor:
+    """Describe a CUDA tensor so that another process on the same GPU can map it. The tensor has to stay alive.
+
+    Raises:
+        EngineError: it is not on a GPU, or its memory cannot be shared.
+    """
+    tensor = tensor.detach()
+    if tensor.device.type != "cuda":
+        raise EngineError(f"a tensor on {tensor.device} cannot be exported by CUDA IPC", remedy="share it by a file")
+    try:
+        items = tensor.untyped_storage()._share_cuda_()
+    except RuntimeError as error:
+        raise EngineError(
+            f"the GPU memory of a tensor {tuple(tensor.shape)} cannot be shared: {_first_line(error)}",
+            remedy="start the engine without --enable-sleep-mode, whose allocator cannot share memory, and with "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
+        ) from error
+    values: list[Any] = [base64.b64encode(x).decode("ascii") if isinstance(x, bytes) else x for x in items]
+    storage = CudaStorage(
+        **dict(zip(CUDA_ITEMS, values, strict=True)),
+        device_uuid=str(torch.cuda.get_device_properties(tensor.device).uuid),
+    )
+    return _described(tensor, storage)
+
+
+def export_from_file(tensor: Tensor, file: SharedFile) -> SharedTensor:
+    """Describe a tensor that lies in ``file`` (see :func:`lachesis.transport.shared_file.share_tensors`)."""
+    storage = FileStorage(path=str(file.path), storage_size=file.nbytes)
+    return _described(tensor.detach(), storage)
+
+
+class Attachments:
+    """Storages of other processes, mapped into this one, each once. They live until :meth:`close`.
+
+    Tensors keep their storage alive by themselves; this holds them all, for CUDA may move a mapping that is
+    closed and opened again.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[CudaStorage | FileStorage, torch.UntypedStorage] = {}
+
+    def tensor(self, name: str, shared: SharedTensor) -> Tensor:
+        """A view of the other process's memory: its values are that process's, and writes go there.
+
+        Raises:
+            EngineError: the memory is gone, on a GPU that this process does not see, or cannot be shared.
+        """
+        key = _storage_key(shared.storage)
+        if key not in self._storages:
+            opener = _open_cuda if isinstance(shared.storage, CudaStorage) else _open_file
+            self._storages[key] = opener(name, shared.storage)  # type: ignore[arg-type]
+        storage = self._storages[key]
+        empty = torch.empty(0, dtype=parse_dtype(shared.dtype), device=storage.device)
+        return empty.set_(storage, shared.tensor_offset, shared.shape, shared.stride)
+
+    def close(self) -> None:
+        """Forget the storages; each is unmapped when its last tensor is gone. Idempotent."""
+        self._storages.clear()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name without the module, as in "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """The dtype of a name with or without ``torch.``. Raises ValueError where there is none."""
+    dtype = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{text!r} is no dtype")
+    return dtype
+
+
+def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
+    """The stride of a contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(tuple(shape)):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _described(tensor: Tensor, storage: CudaStorage | FileStorage) -> SharedTensor:
+    return SharedTensor(
+        storage=storage,
+        shape=tuple(tensor.shape),
+        stride=tuple(tensor.stride()),
+        tensor_offset=int(tensor.storage_offset()),
+        dtype=dtype_name(tensor.dtype),
+    )
+
+
+def _parse_storage(name: str, entry: Mapping[str, Any]) -> CudaStorage | FileStorage:
+    if "path" in entry:
+        return FileStorage(path=str(entry["path"]), storage_size=int(entry["storage_size"]))
+    missing = [item for item in CUDA_ITEMS if item not in entry]
+    if missing:
+        raise EngineError(
+            f"the CUDA IPC handle of {name!r} lacks {', '.join(missing)}: a tuple of 8 items expected, "
+            f"{len(CUDA_ITEMS) - len(missing)} found",
+            remedy="have this version of the engine export its weights anew",
+        )
+    return CudaStorage(
+        device_index=int(entry["device_index"]),
+        storage_size=int(entry["storage_size"]),
+        storage_offset=int(entry["storage_offset"]),
+        ref_counter_offset=int(entry["ref_counter_offset"]),
+        event_sync_required=bool(entry["event_sync_required"]),
+        device_uuid=str(entry.get("device_uuid", "")),
+        **{key: str(entry[key]) for key in CUDA_ITEMS if key.endswith("_b64")},
+    )
+
+
+def _check_fits(name: str, tensor: SharedTensor) -> None:
+    if len(tensor.stride) != len(tensor.shape) or min((*tensor.shape, *tensor.stride, tensor.tensor_offset, 0)) < 0:
+        raise EngineError(
+            f"the shared tensor {name!r} has shape {list(tensor.shape)}, stride {list(tensor.stride)} and offset "
+            f"{tensor.tensor_offset}, which describe no tensor",
+            remedy="have the engine export its weights anew",
+        )
+    last = tensor.tensor_offset + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride, strict=True))
+    needed = (last + 1) * parse_dtype(tensor.dtype).itemsize if 0 not in tensor.shape else 0
+    if needed > tensor.storage.storage_size:
+        raise EngineError(
+            f"size mismatch: the shared tensor {name!r} {list(tensor.shape)} in {tensor.dtype} needs {needed} bytes, "
+            f"its storage has {tensor.storage.storage_size}",
+            remedy="have the engine export its weights anew",
+        )
+
+
+def _storage_key(storage: CudaStorage | FileStorage) -> CudaStorage | FileStorage:
+    """Equal for two exports of one storage: each has a reference counter and an event of its own."""
+    if isinstance(storage, FileStorage):
+        return storage
+    return CudaStorage(
+        storage.device_index,
+        storage.ipc_handle_b64,
+        storage.storage_size,
+        storage.storage_offset,
+        ref_counter_handle_b64="",
+        ref_counter_offset=0,
+        event_handle_b64="",
+        event_sync_required=False,
+        device_uuid=storage.device_uuid,
+    )
+
+
+def _open_file(name: str, storage: FileStorage) -> torch.UntypedStorage:
+    return map_file(name, storage.path, storage.storage_size)
+
+
+def _open_cuda(name: str, storage: CudaStorage) -> torch.UntypedStorage:
+    device = _local_device(name, storage)
+    torch.cuda.init()
+    try:
+        handles = {key: base64.b64decode(getattr(storage, key), validate=True) for key in CUDA_ITEMS if "_b64" in key}
+        return torch.UntypedStorage._new_shared_cuda(
+            device,
+            handles["ipc_handle_b64"],
+            storage.storage_size,
+            storage.storage_offset,
+            handles["ref_counter_handle_b64"],
+            storage.ref_counter_offset,
+            handles["event_handle_b64"],
+            storage.event_sync_required,
+        )
+    except (RuntimeError, binascii.Error, TypeError) as error:
+        expandable = base64.b64decode(storage.ipc_handle_b64 + "==")[:1] == bytes([_EXPANDABLE_SEGMENT])
+        cause = "it lies in expandable segments, which this process may not open" if expandable else "CUDA refused"
+        remedy = (
+            "start the engine with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+            if expandable
+            else "check that the engine still runs, that it is another process under the same user, and that both "
+            "containers, if any, share the IPC namespace (docker: --ipc=host)"
+        )
+        raise EngineError(
+            f"the engine's tensor {name!r} cannot be mapped: {cause}: {_first_line(error)}", remedy=remedy
+        ) from error
+
+
+def _local_device(name: str, storage: CudaStorage) -> int:
+    """This process's number for the exporter's GPU: CUDA_VISIBLE_DEVICES numbers them anew in each process."""
+    count = torch.cuda.device_count()
+    if not storage.device_uuid:
+        found = [storage.device_index] if storage.device_index < count else []
+    else:
+        found = [i for i in range(count) if str(torch.cuda.get_device_properties(i).uuid) == storage.device_uuid]
+    if found:
+        return found[0]
+    raise EngineError(
+        f"the engine's tensor {name!r} is on GPU {storage.device_uuid or storage.device_index}, and this process "
+        f"sees {count} GPU{'s' * (count != 1)}, that one not among them",
+        remedy="put trainer and engine on the same GPU (CUDA_VISIBLE_DEVICES)",
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

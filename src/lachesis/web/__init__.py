@@ -1,0 +1,1 @@
+"""What pages share: the report of a run, the rollout API's dashboard and the environments' page."""

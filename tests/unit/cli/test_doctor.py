@@ -1,0 +1,154 @@
+"""What the doctor looks at. Its proof of learning is a run, and in tests/e2e."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from lachesis.cli import doctor
+from lachesis.cli.doctor import Check, inspect_config, inspect_installation, prove_learning, write_proof
+from lachesis.common.errors import ModelError
+from lachesis.config.load import load_config
+from lachesis.config.rules import check
+
+
+def by_subject(checks: list[Check]) -> dict[str, Check]:
+    found = {one.subject: one for one in checks}
+    assert len(found) == len(checks), "no subject twice"
+    return found
+
+
+def without_package(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    real = importlib.metadata.version
+
+    def version(package: str) -> str:
+        if package == missing:
+            raise importlib.metadata.PackageNotFoundError(package)
+        return real(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+class TestInstallation:
+    def test_versions_devices_and_disk_are_told(self):
+        checks = by_subject(inspect_installation())
+        for package in doctor.REQUIRED:
+            assert checks[package].message == importlib.metadata.version(package)
+        assert checks["cpu"].message == f"{torch.get_num_threads()} threads"
+        assert "GiB free" in checks["disk"].message
+        assert not any(one.failed for one in checks.values())
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_without_a_gpu_it_says_where_training_runs(self):
+        check_ = by_subject(inspect_installation())["gpu"]
+        assert "runs on the CPU" in check_.message
+        assert torch.__version__ in check_.message
+        assert not check_.failed
+
+    def test_gpus_are_told_with_name_memory_and_precision(self, monkeypatch: pytest.MonkeyPatch):
+        properties = SimpleNamespace(name="H200", total_memory=140 * 2**30)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (130 * 2**30, 140 * 2**30))
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+        checks = by_subject(inspect_installation())
+        assert checks["cuda:0"].message == "H200, 130 of 140 GiB free, bf16"
+        assert "cuda:1" in checks
+        assert "gpu" not in checks
+
+    def test_a_required_package_that_is_missing_is_a_failure_with_a_remedy(self, monkeypatch: pytest.MonkeyPatch):
+        without_package(monkeypatch, "peft")
+        checks = by_subject(inspect_installation())
+        assert checks["peft"].failed
+        assert "pip install" in checks["peft"].message
+        assert [subject for subject, one in checks.items() if one.failed] == ["peft"]
+
+    @pytest.mark.parametrize("package", sorted(doctor.OPTIONAL))
+    def test_an_optional_one_is_not(self, monkeypatch: pytest.MonkeyPatch, package: str):
+        without_package(monkeypatch, package)
+        found = by_subject(inspect_installation())[package]
+        assert not found.failed
+        assert found.message == f"not installed ({doctor.OPTIONAL[package]})"
+
+    def test_a_disk_that_is_nearly_full_is_a_failure(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**29))
+        found = by_subject(inspect_installation())["disk"]
+        assert found.failed
+        assert "0.5 GiB free" in found.message
+
+
+class TestConfiguration:
+    @pytest.fixture
+    def proof(self, tmp_path: Path) -> Path:
+        return write_proof(tmp_path)
+
+    def test_the_proofs_own_is_valid_and_its_warnings_are_shown(self, proof: Path):
+        first, *rest = inspect_config(proof)
+        assert first == Check(str(proof), "valid")
+        assert {one.subject for one in rest} == {finding.rule for finding in check(load_config(proof).config)}
+        assert not any(one.failed for one in rest)
+
+    def test_a_package_that_it_needs_and_that_is_missing_is_a_failure(
+        self, proof: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        quantized = proof.read_text().replace("model:\n", "adapter: {kind: lora}\nmodel:\n  quantization: nf4\n")
+        proof.write_text(quantized)
+        assert not any(one.failed for one in inspect_config(proof))
+        without_package(monkeypatch, "bitsandbytes")
+        (failed,) = (one for one in inspect_config(proof) if one.failed)
+        assert failed.subject == "bitsandbytes"
+        assert "model.quantization nf4 needs it: pip install bitsandbytes" in failed.message
+
+    def test_so_is_torchao_where_products_are_to_be_in_float8(self, proof: Path, monkeypatch: pytest.MonkeyPatch):
+        proof.write_text(proof.read_text().replace("model:\n", "model:\n  matmul_dtype: float8\n"))
+        assert not any(one.failed for one in inspect_config(proof))
+        without_package(monkeypatch, "torchao")
+        (failed,) = (one for one in inspect_config(proof) if one.failed)
+        assert failed.subject == "torchao"
+        assert "model.matmul_dtype float8 needs it: pip install torchao" in failed.message
+
+    def test_what_does_not_parse_is_a_failure(self, proof: Path):
+        proof.write_text(proof.read_text() + "\nalgoritm: {}\n")
+        (found,) = inspect_config(proof)
+        assert found.failed
+        assert "algorithm" in found.message
+
+    def test_what_does_not_fit_together_is_a_failure(self, proof: Path):
+        proof.write_text(proof.read_text().replace("learning_rate:", "warmup_steps: 99\n  learning_rate:"))
+        (found,) = inspect_config(proof)
+        assert found.failed
+        assert "warmup_steps 99" in found.message
+
+    def test_a_missing_file_is_a_failure(self, tmp_path: Path):
+        (found,) = inspect_config(tmp_path / "none.yaml")
+        assert found.failed
+        assert "no configuration file" in found.message
+
+
+class TestProof:
+    def test_its_model_and_tokenizer_fit_each_other(self, tmp_path: Path):
+        config = load_config(write_proof(tmp_path)).config
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+        assert tokenizer("abcd")["input_ids"] == [2, 3, 4, 5]
+        assert tokenizer.decode([2, 3, 2]).replace(" ", "") == "aba"
+        assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+
+    def test_it_is_the_same_every_time(self, tmp_path: Path):
+        first, second = (write_proof(tmp_path / name).parent / "model" / "model.safetensors" for name in "ab")
+        assert first.read_bytes() == second.read_bytes()
+
+    def test_an_error_of_the_run_is_a_failure_and_the_log_speaks_again(self, monkeypatch: pytest.MonkeyPatch):
+        def train(*arguments, **options):
+            raise ModelError("no model", remedy="find one")
+
+        monkeypatch.setattr(doctor, "train", train)
+        assert prove_learning() == Check("learning", "no model -> find one", failed=True)
+        assert not logging.getLogger("lachesis").disabled

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from lachesis.common.deadline import Deadline, waits_now
+from lachesis.common.errors import DeadlineExceeded, StopRequested
+
+
+def names() -> list[str]:
+    return [wait.deadline.name for wait in waits_now()]
+
+
+def test_a_wait_is_known_while_it_lasts_the_outermost_first():
+    outer, inner = Deadline("a batch", 10.0), Deadline("generation", None)
+    assert names() == []
+    with outer.waiting():
+        with inner.waiting():
+            assert names() == ["a batch", "generation"]
+        assert names() == ["a batch"]
+    assert names() == []
+
+
+def test_a_wait_ends_with_an_error_too():
+    with pytest.raises(DeadlineExceeded), Deadline("a batch", 1.0, started=time.monotonic() - 2).waiting() as _:
+        (wait,) = waits_now()
+        wait.deadline.check()
+    assert names() == []
+
+
+def test_a_deadline_that_is_waited_for_twice_is_two_waits():
+    deadline = Deadline("a batch", 10.0)
+    with deadline.waiting(), deadline.waiting():
+        assert names() == ["a batch", "a batch"]
+    assert names() == []
+
+
+def test_every_thread_has_its_own():
+    begun, end = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with Deadline("the other's", None).waiting():
+            begun.set()
+            end.wait(60)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert begun.wait(60)
+    with Deadline("mine", None).waiting():
+        assert {wait.deadline.name: wait.thread for wait in waits_now()} == {
+            "the other's": thread.ident,
+            "mine": threading.get_ident(),
+        }
+    end.set()
+    thread.join()
+    assert names() == []
+
+
+def test_waits_may_begin_and_end_while_they_are_read():
+    """A dict that is changed while it is gone through raises; none of these may see that, or lose a wait."""
+    rounds, errors = 2000, []
+
+    def work(name: str) -> None:
+        try:
+            for _ in range(rounds):
+                with Deadline(name, None).waiting():
+                    assert name in names()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(f"wait {number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert names() == []
+
+
+def test_a_watch_ends_the_wait_before_its_time():
+    asked: list[str] = []
+
+    def stop() -> None:
+        if asked:
+            raise StopRequested(asked[0])
+
+    deadline = Deadline("the engine", 60.0, watch=stop)
+    deadline.check()
+    asked.append("Ctrl-C")
+    with pytest.raises(StopRequested, match="Ctrl-C"):
+        deadline.check()

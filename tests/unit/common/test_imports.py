@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from lachesis.common.errors import ConfigError
+from lachesis.common.imports import describe_exception, load_function
+
+
+@pytest.fixture(autouse=True)
+def unchanged_imports(monkeypatch: pytest.MonkeyPatch):
+    """What tests import and put on the path is gone afterwards."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_file_is_found_relative_to_the_base_directory(tmp_path):
+    write(tmp_path / "sub" / "score.py", "def f(): return 7")
+    assert load_function("sub/score.py:f", tmp_path)() == 7
+    assert load_function(f"{tmp_path}/sub/score.py:f", Path("/"))() == 7
+
+
+def test_a_file_with_the_same_content_is_imported_once(tmp_path):
+    write(tmp_path / "score.py", "calls = []\ndef f(): calls.append(1); return calls\ndef g(): return calls")
+    load_function("score.py:f", tmp_path)()
+    assert load_function("score.py:g", tmp_path)() == [1]
+
+
+def test_a_file_that_changed_is_imported_anew(tmp_path):
+    write(tmp_path / "score.py", "def f(): return 1")
+    load_function("score.py:f", tmp_path)
+    write(tmp_path / "score.py", "def f(): return 2")
+    assert load_function("score.py:f", tmp_path)() == 2
+
+
+def test_files_of_one_name_in_two_directories_do_not_mix(tmp_path):
+    write(tmp_path / "a" / "score.py", "def f(): return 'a'")
+    write(tmp_path / "b" / "score.py", "def f(): return 'b'")
+    assert load_function("score.py:f", tmp_path / "a")() == "a"
+    assert load_function("score.py:f", tmp_path / "b")() == "b"
+
+
+def test_neighbours_can_be_imported_at_once_and_later(tmp_path):
+    write(tmp_path / "lachesis_test_helper.py", "value = 3")
+    write(tmp_path / "lachesis_test_late.py", "value = 4")
+    write(
+        tmp_path / "score.py",
+        "from lachesis_test_helper import value\n"
+        "def f():\n    from lachesis_test_late import value as late\n    return value + late",
+    )
+    assert load_function("score.py:f", tmp_path)() == 7
+
+
+def test_neighbours_do_not_replace_installed_packages_after_the_import(tmp_path):
+    write(tmp_path / "score.py", "def f(): return 1")
+    load_function("score.py:f", tmp_path)
+    assert sys.path[0] != str(tmp_path)
+    assert sys.path[-1] == str(tmp_path)
+
+
+def test_a_module_is_found_in_the_base_directory_and_among_installed_ones(tmp_path):
+    write(tmp_path / "lachesis_test_package" / "__init__.py", "")
+    write(tmp_path / "lachesis_test_package" / "score.py", "def f(): return 5")
+    assert load_function("lachesis_test_package.score.f", tmp_path)() == 5
+    assert load_function("os.path.basename", tmp_path)("a/b") == "b"
+
+
+def test_a_module_hidden_by_a_loaded_one_is_refused(tmp_path):
+    write(tmp_path / "json.py", "def f(): return 1")
+    with pytest.raises(ConfigError, match=r"loaded already.*name the file: json\.py:f"):
+        load_function("json.f", tmp_path)
+
+
+@pytest.mark.parametrize("spec", ["", "f", "score.py", "a:b", "score.py:", "score.py:a.b", "a b.c", ".f", "a..b"])
+def test_a_spec_of_neither_form_is_refused(tmp_path, spec):
+    with pytest.raises(ConfigError) as caught:
+        load_function(spec, tmp_path)
+    assert spec in caught.value.message
+
+
+def test_a_missing_file_and_a_missing_module_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.py: No such file"):
+        load_function("nowhere.py:f", tmp_path)
+    with pytest.raises(ConfigError, match="no module 'lachesis_nowhere'"):
+        load_function("lachesis_nowhere.deep.f", tmp_path)
+
+
+def test_a_missing_function_names_the_nearest(tmp_path):
+    write(tmp_path / "score.py", "def exact_match(): ...\ndef length(): ...\nnumber = 3")
+    with pytest.raises(ConfigError, match=r"no function 'exact_mach' -> did you mean 'exact_match'"):
+        load_function("score.py:exact_mach", tmp_path)
+    with pytest.raises(ConfigError, match=r"name one of: exact_match, length"):
+        load_function("score.py:zzz", tmp_path)
+    with pytest.raises(ConfigError, match=r"a int, no function, 'number'"):
+        load_function("score.py:number", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\nx / 0", r"ZeroDivisionError: division by zero \(score\.py:2\)"),
+        ("import lachesis_not_installed", r"No module named 'lachesis_not_installed' \(score\.py:1\)"),
+        ("def f(:\n", r"SyntaxError: .*score\.py, line 1"),
+        ("import sys\nsys.exit(3)", r"SystemExit: 3 \(score\.py:2\)"),
+    ],
+)
+@pytest.mark.parametrize("spec", ["score.py:f", "score.f"])
+def test_errors_of_the_module_come_with_their_place(tmp_path, text, message, spec):
+    write(tmp_path / "score.py", text)
+    with pytest.raises(ConfigError, match=message):
+        load_function(spec, tmp_path)
+    write(tmp_path / "score.py", "def f(): return 'mended now'")
+    assert load_function(spec, tmp_path)() == "mended now"
+
+
+def test_the_place_of_an_exception_is_the_innermost_one_in_the_file():
+    def outer() -> None:
+        {}["key"]
+
+    with pytest.raises(KeyError) as caught:
+        outer()
+    line = outer.__code__.co_firstlineno + 1
+    assert describe_exception(caught.value, __file__) == f"KeyError: 'key' (test_imports.py:{line})"
+    assert describe_exception(ValueError(), None) == "ValueError"

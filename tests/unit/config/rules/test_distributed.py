@@ -1,0 +1,50 @@
+"""What several devices cannot train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lachesis.common.errors import ConfigError
+from lachesis.config.rules.distributed import require_distributable
+
+LORA = {"kind": "lora"}
+HTTP = {"engine": {"kind": "http"}}
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"adapter": LORA},
+        {"distributed": {"shard_size": 2}},
+        {"distributed": {"strategy": "replicate"}, "adapter": LORA, "model": {"path": "m", "quantization": "nf4"}},
+        {"distributed": {"strategy": "replicate"}, "optimizer": {"kind": "adamw_8bit"}},
+        {"optimizer": {"kind": "adamw_cpu"}},
+        {**HTTP, "bridge": {"kind": "broadcast"}},
+        {**HTTP, "adapter": LORA, "bridge": {"kind": "lora_only"}},
+    ],
+)
+def test_what_several_devices_can_do(build, sections: dict[str, Any]):
+    require_distributable(build(**sections), ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({**HTTP, "bridge": {"kind": "shared_vllm"}}, r"shared_vllm has one copy of the weights.*4 devices train"),
+        (
+            {**HTTP, "adapter": LORA, "bridge": {"kind": "lora_only", "share_base": True}},
+            r"bridge.share_base builds the model on one engine's memory",
+        ),
+        ({"distributed": {"shard_size": 3}}, r"shard_size is 3 and there are 4 devices"),
+        ({"adapter": LORA, "model": {"path": "m", "quantization": "nf4"}}, r"weights in nf4 cannot be sharded"),
+        ({"optimizer": {"kind": "adamw_8bit"}}, r"adamw_8bit works on whole tensors"),
+        ({"optimizer": {"kind": "adafactor"}}, r"adafactor works on whole tensors"),
+    ],
+)
+def test_what_they_cannot_is_refused_with_a_way_out(build, sections: dict[str, Any], expected: str):
+    with pytest.raises(ConfigError, match=expected) as caught:
+        require_distributable(build(**sections), ranks=4)
+    assert caught.value.remedy

@@ -1,0 +1,444 @@
+from __future__ import annotations
+
+import pytest
+
+from lachesis.common.errors import ConfigError
+from lachesis.config.capabilities import BridgeCapabilities
+from lachesis.config.rules import check, learning_rate
+
+LORA = {"kind": "lora"}
+VLLM = {"kind": "vllm"}
+HTTP = {"kind": "http"}
+SHARED = {"kind": "shared_vllm"}
+ATROPOS = {"kind": "atropos"}
+ASYNC = {
+    "engine": HTTP,
+    "bridge": {"kind": "broadcast"},
+    "pipeline": {"async_prefetch": True},
+    "algorithm": {"sampler_correction": "token_truncate"},
+}
+
+
+def test_the_defaults_have_nothing_to_complain_about(build):
+    assert check(build()) == []
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"run": {"name": "../up"}}, "run.name '../up' must be a directory name"),
+        ({"run": {"name": ""}}, "run.name '' must be a directory name"),
+        (
+            {"run": {"setup": "prepare"}},
+            "run.setup: 'prepare' is neither FILE.py:FUNCTION nor module.function",
+        ),
+        ({"rewards": {"functions": ["a.b", "c:d"]}}, "rewards.functions[1]: 'c:d' is neither"),
+        ({"rewards": {"weights": [1.0, 2.0]}}, "rewards.weights has 2 values for 1 rewards.functions"),
+        ({"rewards": {"weights": [0.0]}}, "rewards.weights are all 0"),
+        ({"model": {"chat_template": "/no/such.jinja"}}, "model.chat_template: '/no/such.jinja' is no file"),
+        ({"data": {"eval_path": "e.jsonl", "eval_size": 5}}, "data.eval_path and data.eval_size both"),
+        (
+            {"evaluation": {"every_steps": 5}},
+            "evaluation.every_steps is 5 and there are no held-out problems",
+        ),
+        ({"optimizer": {"warmup_steps": 11}}, "optimizer.warmup_steps 11 is more than run.steps 10"),
+        ({"optimizer": {"warmup_steps": 2, "warmup_ratio": 0.1}}, "warmup_ratio 0.1 both say how long to warm up"),
+        ({"optimizer": {"betas": (0.9, 1.0)}}, "optimizer.betas must be below 1"),
+        (
+            {"model": {"dtype": "float16"}, "optimizer": {"weight_update": "stochastic_rounding"}},
+            "stochastic_rounding is for bfloat16 and model.dtype is float16",
+        ),
+        ({"data": {"transform": "prompts"}}, "data.transform: 'prompts' is neither FILE.py:FUNCTION"),
+        ({"data": {"more": [{"path": "b.jsonl", "transform": "f"}]}}, "data.more[0].transform: 'f' is neither"),
+        ({"data": {"path": None, "more": [{"path": "b.jsonl"}]}}, "data.more is further data besides data.path"),
+        ({"algorithm": {"loss": "mine"}}, "algorithm.loss: 'mine' is neither"),
+        ({"source": {"kind": "local", "rollout_func": "f"}}, "source.rollout_func: 'f' is neither"),
+        ({"data": {"eval_split": "test", "eval_size": 0.1}}, "data.eval_split and data.eval_size both"),
+        ({"evaluation": {"samples_per_problem": 4}}, "all samples of a problem would be the same"),
+        (
+            {"sampling": {"generation_kwargs": {"bad_words": ["x"]}}},
+            "sampling.generation_kwargs is vLLM's, and engine.kind is embedded",
+        ),
+        (
+            {"engine": VLLM, "bridge": SHARED, "sampling": {"generation_kwargs": {"top_p": 0.5, "n": 2}}},
+            "sampling.generation_kwargs.top_p has a key of its own",
+        ),
+        ({"sampling": {"min_tokens": 300}}, "sampling.min_tokens 300 is more than max_completion_length 256"),
+        ({"algorithm": {"kl_reference": "ema"}}, "kl_reference is ema and beta 0"),
+        ({"algorithm": {"top_entropy_quantile": 0.0}}, "trains on no token"),
+        (
+            {"algorithm": {"sampler_correction": "token_mask", "sampler_correction_max": None}},
+            "sampler_correction token_mask has no bound",
+        ),
+        (
+            {"algorithm": {"sampler_correction": "token_mask", "sampler_correction_min": 3.0}},
+            "sampler_correction_min 3 is not below sampler_correction_max 3",
+        ),
+        (
+            {"algorithm": {"loss_type": "vespo", "sampler_correction": "sequence_mask"}},
+            "sampler_correction sequence_mask has one for the whole sequence; set it to token_mask",
+        ),
+        ({"model": {"quantization": "nf4"}}, "model.quantization nf4 holds weights that cannot be trained"),
+        (
+            {"model": {"quantization": "nf4", "matmul_dtype": "float8"}, "adapter": {"kind": "lora"}},
+            "model.matmul_dtype float8: with model.quantization nf4 the linear layers have products of their own",
+        ),
+        *(
+            (
+                {
+                    "model": {"quantization": "nf4"},
+                    "adapter": {"kind": "lora"},
+                    "engine": VLLM,
+                    "bridge": {"kind": kind},
+                },
+                f"bridge.kind {kind} sends all weights with the adapter merged into them",
+            )
+            for kind in ("broadcast", "none", "reload")
+        ),
+        (
+            {
+                "model": {"quantization": "int8"},
+                "adapter": {"kind": "lora"},
+                "engine": VLLM,
+                "bridge": {"kind": "lora_only", "share_base": True},
+            },
+            "bridge.share_base: the engine's weights are not quantized, and model.quantization is int8",
+        ),
+        ({"pipeline": {"async_prefetch": True, "max_staleness": 0}}, "max_staleness 0 drops them all"),
+        ({**ASYNC, "algorithm": {"num_iterations": 5}}, "at least 5 version(s) old, and max_staleness 4 drops them"),
+        (
+            {**ASYNC, "bridge": {"kind": "broadcast", "every_steps": 6}},
+            "every_steps 6: before a transfer all samples are up to 5 versions old at their last use",
+        ),
+        (
+            {"pipeline": {"reroll_start_fraction": 0.5, "reroll_max_groups": 33}},
+            "reroll_max_groups 33 is more than batch.prompts_per_step 32",
+        ),
+        (
+            {"source": ATROPOS, "pipeline": {"reroll_start_fraction": 0.5}},
+            "source.kind is atropos, whose protocol cannot take a prompt back",
+        ),
+        ({"source": ATROPOS, "run": {"steps": None, "epochs": 1.0}}, "source.kind atropos has none; set run.steps"),
+        ({"source": ATROPOS, "data": {"eval_size": 5}, "rewards": {"functions": []}}, "there are none; set them"),
+        ({"engine": VLLM}, "in_process reaches the trainer's own process only, and engine.kind is vllm"),
+        ({"bridge": SHARED}, "engine.kind embedded has the trainer's own weights and no bridge but in_process"),
+        ({"engine": VLLM, "bridge": {"kind": "lora_only"}}, "transfers adapters only, and adapter.kind is none"),
+        ({"engine": HTTP, "bridge": {"kind": "none"}}, "engine.kind http is not the run's to restart"),
+        ({"engine": HTTP, "bridge": {"kind": "lora_restart"}, "adapter": {"kind": "lora"}}, "set engine.kind: vllm or"),
+        ({"engine": {**VLLM, "tensor_parallel_size": 2}, "bridge": SHARED}, "holds slices that no layer"),
+        ({"engine": {**VLLM, "data_parallel_size": 2}, "bridge": SHARED}, "data_parallel_size 2 makes several"),
+        (
+            {
+                "engine": {**VLLM, "data_parallel_size": 2, "tensor_parallel_size": 2, "devices": "1,2,3"},
+                "bridge": {"kind": "broadcast"},
+            },
+            "engine.devices 1,2,3 is not 4; name 4 of them",
+        ),
+        ({"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": SHARED}, "a sleeping engine gives up the tensors"),
+        ({"engine": VLLM, "bridge": SHARED, "adapter": {"kind": "lora"}}, "use lora_only with share_base"),
+        (
+            {
+                "engine": {**VLLM, "tensor_parallel_size": 2},
+                "bridge": {"kind": "lora_only", "share_base": True},
+                "adapter": {"kind": "lora"},
+            },
+            "bridge.share_base gives the trainer the engine's own tensors",
+        ),
+        (
+            {"engine": {**VLLM, "max_model_len": 200}, "bridge": SHARED},
+            "engine.max_model_len 200 is less than a longest prompt and completion (257",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(build, sections, expected):
+    with pytest.raises(ConfigError) as caught:
+        check(build(**sections))
+    assert expected in caught.value.message
+
+
+def test_all_problems_are_told_at_once(build):
+    with pytest.raises(ConfigError) as caught:
+        check(build(rewards={"weights": [0.0]}, optimizer={"warmup_steps": 11}))
+    assert caught.value.message.splitlines()[0] == "the configuration cannot work: 2 problems"
+
+
+@pytest.mark.parametrize(
+    ("sections", "level", "rule", "expected"),
+    [
+        (
+            {"sampling": {"top_p": 0.9, "top_k": 50}},
+            "warning",
+            "truncated_sampling",
+            "sampling.top_p 0.9, sampl",
+        ),
+        ({"sampling": {"min_p": 0.1}}, "warning", "truncated_sampling", "sampling.min_p 0.1: "),
+        ({"sampling": {"repetition_penalty": 1.1}}, "warning", "truncated_sampling", "ratios are biased"),
+        ({"sampling": {"num_generations": 2}}, "note", "group_size", "+0.71 or -0.71"),
+        ({"data": {"eval_path": "train.jsonl"}}, "warning", "held_out", "on the training problems"),
+        (
+            {"data": {"eval_size": 5}, "evaluation": {"every_steps": 11}},
+            "note",
+            "held_out",
+            "before and after",
+        ),
+        ({"optimizer": {"min_lr_ratio": 0.1}}, "warning", "schedule", "does nothing with schedule constant"),
+        (
+            {"optimizer": {"kind": "adafactor", "eps": 1e-6}},
+            "warning",
+            "optimizer",
+            "optimizer.eps do nothing",
+        ),
+        (
+            {"optimizer": {"kind": "adamw_cpu"}, "model": {"device": "cpu"}},
+            "note",
+            "optimizer",
+            "adamw_cpu is adamw where the model is on the CPU",
+        ),
+        ({"optimizer": {"learning_rate": 2e-4}}, "warning", "learning_rate", "nothing holds the policy near"),
+        ({"adapter": {**LORA, "dropout": 0.1}}, "warning", "adapter", "ratios are noisy"),
+        (
+            {"model": {"dtype": "float32"}, "optimizer": {"weight_update": "stochastic_rounding"}},
+            "note",
+            "weight_update",
+            "model.dtype is float32 already",
+        ),
+        (
+            {"batch": {"max_tokens_per_microbatch": 128}},
+            "note",
+            "microbatch",
+            "one longest sequence (256 tokens)",
+        ),
+        (
+            {"algorithm": {"importance_sampling_level": "sequence", "loss_type": "dapo"}},
+            "warning",
+            "algorithm",
+            "GSPO is defined with loss_type grpo",
+        ),
+        (
+            {"algorithm": {"aggregation": "normalize_then_sum", "scale_rewards": "none"}},
+            "warning",
+            "algorithm",
+            "scale_rewards none does nothing",
+        ),
+        ({"algorithm": {"epsilon": 1.0}}, "warning", "algorithm", "never clips below"),
+        ({"algorithm": {"epsilon_high": 0.1}}, "note", "algorithm", "is below epsilon 0.2"),
+        ({"deadlines": {"batch_s": 10.0}}, "warning", "deadlines", "ends before generation may"),
+        ({"checkpoint": {"save_final": False}}, "warning", "checkpoint", "leaves no trained weights"),
+        ({"checkpoint": {"every_steps": 11}}, "note", "checkpoint", "more than run.steps 10"),
+        ({"checkpoint": {"keep_last": 5}}, "note", "checkpoint", "keep_last does nothing"),
+        (
+            {"data": {"transform": "a.b", "format": "messages"}},
+            "warning",
+            "data",
+            "data.format messages does nothing: data.transform makes the prompts",
+        ),
+        ({"data": {"eval_split": "train"}}, "warning", "held_out", "data.eval_split is data.split"),
+        ({"sampling": {"top_p": 0.9}}, "warning", "truncated_sampling", "sampling.top_p 0.9: "),
+        ({"algorithm": {"loss": "a.b", "loss_type": "dapo"}}, "warning", "loss", "algorithm.loss takes its place"),
+        (
+            {"algorithm": {"loss_type": "cispo", "epsilon_high": 0.5}},
+            "warning",
+            "loss",
+            "every weight is at most 0.5; 5 is usual",
+        ),
+        ({"algorithm": {"sapo_temperature_pos": 2.0}}, "note", "loss", "algorithm.sapo_temperature_pos do nothing"),
+        (
+            {"algorithm": {"loss_type": "cispo", "delta": 2.0}},
+            "warning",
+            "loss",
+            "algorithm.delta does nothing with loss_type cispo",
+        ),
+        (
+            {"algorithm": {"loss_type": "sapo", "epsilon": 0.1, "epsilon_high": 0.3}},
+            "warning",
+            "loss",
+            "algorithm.epsilon, algorithm.epsilon_high do nothing with loss_type sapo",
+        ),
+        ({"algorithm": {"kl_reference": "sampler"}}, "warning", "reference", "while algorithm.beta is 0"),
+        ({"evaluation": {"max_problems": 9}}, "note", "held_out", "evaluation.max_problems do nothing without"),
+        (
+            {"sampling": {"guided_regex": "a+", "min_tokens": 2}},
+            "warning",
+            "truncated_sampling",
+            "sampling.min_tokens, sampling.guided_regex: the engine's logprobs are of the distribution",
+        ),
+        ({"algorithm": {"delta": 1.1}}, "warning", "loss", "delta 1.1 is not above 1 + epsilon 1.2"),
+        ({"algorithm": {"ref_sync_steps": 8}}, "note", "reference", "ref_sync_steps does nothing"),
+        (
+            {"algorithm": {"kl_reference": "ema", "beta": 0.1, "ref_mixup_alpha": 0.0}},
+            "warning",
+            "reference",
+            "never moves the reference",
+        ),
+        ({"algorithm": {"sampler_correction_min": 0.1}}, "note", "sampler_correction", "does nothing with sampler"),
+        ({"algorithm": {"num_iterations": 4}}, "note", "iterations", "trained on 2 times; 8 or 12 steps are"),
+        ({"pipeline": {"prefetch_depth": 2}}, "note", "prefetch", "while pipeline.async_prefetch is false"),
+        ({**ASYNC, "algorithm": {}}, "warning", "prefetch", "token_truncate weights age apart"),
+        (
+            {**ASYNC, "pipeline": {"async_prefetch": True, "prefetch_depth": 5}},
+            "warning",
+            "prefetch",
+            "make samples up to 5 versions old, and those older than max_staleness 4",
+        ),
+        (
+            {**ASYNC, "engine": {"kind": "embedded"}, "bridge": {"kind": "in_process"}},
+            "warning",
+            "prefetch",
+            "so little overlaps",
+        ),
+        ({"pipeline": {"streaming_min_groups": 2}}, "note", "streaming", "while pipeline.streaming is false"),
+        (
+            {"pipeline": {"streaming": True, "streaming_min_groups": 32}},
+            "warning",
+            "streaming",
+            "streaming_min_groups 32 is not below batch.prompts_per_step 32, so no group is scored before",
+        ),
+        (
+            {"pipeline": {"streaming": True}, "source": {"kind": "local", "rollout_func": "agents.solve"}},
+            "warning",
+            "streaming",
+            "does nothing with source.rollout_func",
+        ),
+        ({"pipeline": {"replay_recompute_logps": False}}, "note", "replay", "while pipeline.replay_size is 0"),
+        (
+            {"pipeline": {"replay_size": 8, "replay_recompute_logps": False}},
+            "warning",
+            "replay",
+            "the clip cuts most of them",
+        ),
+        ({"pipeline": {"replay_size": 8, "refill_zero_signal": 1}}, "note", "replay", "new ones first, then replayed"),
+        ({"pipeline": {"reroll_max_groups": 2}}, "note", "reroll", "while pipeline.reroll_start_fraction is 1"),
+        ({"rewards": {"num_workers": 33}}, "note", "source", "some workers are idle"),
+        (
+            {"source": ATROPOS, "engine": {"kind": "embedded_server"}, "bridge": SHARED},
+            "warning",
+            "source",
+            "data and rewards do nothing with source.kind atropos",
+        ),
+        ({"engine": {**VLLM, "enforce_eager": True}, "bridge": SHARED}, "note", "engine", "several times slower"),
+        (
+            {"engine": HTTP, "bridge": {"kind": "reload", "every_steps": 11}},
+            "warning",
+            "engine",
+            "never gets new weights",
+        ),
+        ({"bridge": {"kind": "in_process", "proof": False}}, "warning", "bridge", "stale weights would go unnoticed"),
+    ],
+)
+def test_what_is_odd_is_said(build, sections, level, rule, expected):
+    (finding,) = check(build(**sections))
+    assert (finding.level, finding.rule) == (level, rule)
+    assert expected in finding.message
+
+
+def test_streaming_is_for_what_is_generated_here(build):
+    found = check(
+        build(source=ATROPOS, engine={"kind": "embedded_server"}, bridge=SHARED, pipeline={"streaming": True})
+    )
+    assert [one.message for one in found if one.rule == "streaming"] == [
+        "pipeline.streaming does nothing with source.kind atropos: the environments score their groups"
+    ]
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"pipeline": {"streaming": True, "streaming_min_groups": 31}},
+        {"adapter": LORA, "optimizer": {"learning_rate": 2e-4}},
+        {"optimizer": {"learning_rate": 2e-4}, "algorithm": {"beta": 0.04}},
+        {"optimizer": {"weight_update": "plain"}, "model": {"dtype": "float32"}},
+        {"optimizer": {"weight_update": "plain"}, "model": {"device": "cpu"}},
+        {"optimizer": {"weight_update": "plain"}, "model": {"dtype": "bfloat16"}, "adapter": LORA},
+        {"optimizer": {"weight_update": "plain", "learning_rate": 5e-5}, "model": {"dtype": "bfloat16"}},
+        {"optimizer": {"weight_update": "stochastic_rounding"}, "model": {"dtype": "bfloat16"}},
+        {"checkpoint": {"every_steps": 5, "keep_last": 5}},
+        {"rewards": {"functions": ["a.b", "/x y/c.py:d"], "weights": [1.0, 0.0]}},
+        {"model": {"chat_template": "{{ x }}"}},
+        {"rewards": {"functions": ["OpenAssistant/reward-model-deberta-v3-large-v2", "/models/rm"]}},
+        {"engine": VLLM, "bridge": SHARED},
+        {"engine": {"kind": "embedded_server"}, "bridge": SHARED},
+        {"engine": VLLM, "bridge": {"kind": "none"}},
+        {"engine": HTTP, "bridge": {"kind": "lora_only"}, "adapter": LORA},
+        {"engine": HTTP, "bridge": {"kind": "broadcast"}, "sampling": {"generation_kwargs": {"bad_words": ["x"]}}},
+        ASYNC,
+        {"pipeline": {"replay_size": 100, "reroll_start_fraction": 0.5}},
+        {**ASYNC, "bridge": {"kind": "broadcast", "every_steps": 4}},
+        {"algorithm": {"kl_reference": "ema", "beta": 0.1, "ref_sync_steps": 8}},
+        {"run": {"steps": None, "epochs": 2.0}, "checkpoint": {"every_steps": 5}, "evaluation": {"every_steps": 0}},
+        {"evaluation": {"samples_per_problem": 4, "temperature": 1.0}, "data": {"path": "a.jsonl", "eval_size": 8}},
+        {"optimizer": {"kind": "adafactor"}},
+    ],
+)
+def test_what_is_fine_is_not_mentioned(build, sections):
+    assert check(build(**sections)) == []
+
+
+def test_vanishing_updates_come_with_their_numbers(build):
+    """1e-6 * 2^9 = 5.12e-4: half the spacing of bfloat16 is at least 2^-9 of a weight."""
+    (finding,) = check(build(model={"dtype": "bfloat16"}, optimizer={"weight_update": "plain"}))
+    assert finding.level == "warning"
+    assert "2^-9·|w|" in finding.message
+    assert "at learning rate 1e-06 every weight beyond 5.1e-04 stands still" in finding.message
+
+
+def test_vanishing_updates_are_conditional_where_the_dtype_is_the_checkpoints(build):
+    (finding,) = check(build(optimizer={"weight_update": "plain"}))
+    assert "if the checkpoint is bfloat16" in finding.message
+
+
+def test_vanishing_updates_of_float16_are_smaller(build):
+    (finding,) = check(build(model={"dtype": "float16"}, optimizer={"weight_update": "plain"}))
+    assert "every weight beyond 4.1e-03" in finding.message
+
+
+def test_a_bridge_that_transfers_adapters_only(build):
+    table = {
+        "in_process": BridgeCapabilities(adapter_only=True, same_device=False, owns_engine=False, shares_storage=False)
+    }
+    assert check(build(adapter=LORA), bridges=table) == []
+    with pytest.raises(ConfigError, match="transfers adapters only, and adapter"):
+        check(build(), bridges=table)
+
+
+def test_a_template_file_that_is_there(build, tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ x }}")
+    assert check(build(model={"chat_template": str(path)})) == []
+
+
+def test_learning_rate(build):
+    assert learning_rate(build()) == 1e-6
+    assert learning_rate(build(adapter=LORA)) == 1e-5
+    assert learning_rate(build(adapter=LORA, optimizer={"learning_rate": 3e-4})) == 3e-4
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantized_base_weights_beside_an_engine_that_has_whole_ones(build, kind):
+    sections = {"adapter": LORA, "model": {"quantization": kind}}
+    assert check(build(**sections)) == []
+    (finding,) = check(build(**sections, engine=VLLM, bridge={"kind": "lora_only"}))
+    assert (finding.rule, finding.level) == ("quantization", "warning")
+    assert "holds the base weights as they were" in finding.message
+    assert finding.message.endswith("set algorithm.sampler_correction: token_truncate")
+    corrected = {"sampler_correction": "token_truncate"}
+    (finding,) = check(build(**sections, engine=VLLM, bridge={"kind": "lora_nccl"}, algorithm=corrected))
+    assert finding.message.endswith("a larger difference")
+
+
+def test_float8_products(build):
+    corrected = {"algorithm": {"sampler_correction": "token_truncate"}}
+    assert check(build(model={"matmul_dtype": "float8"}, **corrected)) == []
+    (finding,) = check(build(model={"matmul_dtype": "float8_rowwise"}))
+    assert (finding.rule, finding.level) == ("float8", "warning")
+    assert finding.message.endswith("set algorithm.sampler_correction: token_truncate")
+    assert finding.message.startswith("model.matmul_dtype float8_rowwise is for training alone")
+    options = {"matmul_dtype": "float8", "device": "cpu", "compile": "off"}
+    emulated, uncompiled = check(build(model=options, **corrected))
+    assert emulated.level == "warning" and "is emulated with model.device cpu" in emulated.message
+    assert uncompiled.level == "note" and "gains little with model.compile off" in uncompiled.message
+
+
+def test_a_residual_stream_that_is_in_float32_anyway(build):
+    assert check(build(model={"dtype": "bfloat16", "residual_dtype": "float32"})) == []
+    (finding,) = check(build(model={"dtype": "float32", "residual_dtype": "float32"}))
+    assert (finding.rule, finding.level) == ("model", "note")

@@ -1,0 +1,129 @@
+"""A model's forward pass in pieces equals the same in one, and leaves the model as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lachesis.engines.embedded.decoder import Decoder, ModelTraits, generation_mode
+from tests.tiny import PAD_ID, tiny_model
+
+CACHED = ["qwen2", "llama", "mistral", "gemma2", "gpt2", "bloom", "mamba", "lfm2"]
+RECOMPUTED = ["openai-gpt", "recurrent_gemma"]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "cache_argument", "pads", "extends"),
+    [
+        ("qwen2", "past_key_values", True, True),
+        ("bloom", "past_key_values", False, True),
+        ("lfm2", "past_key_values", False, False),
+        ("mamba", "cache_params", False, False),
+        ("recurrent_gemma", None, False, False),
+        ("openai-gpt", None, True, True),
+    ],
+)
+def test_traits_of_architectures(architecture, cache_argument, pads, extends):
+    traits = ModelTraits.of(tiny_model(architecture))
+    assert (traits.cache_argument, traits.pads, traits.extends) == (cache_argument, pads, extends)
+
+
+def full_logits(model: nn.Module, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def make(model, prompts: list[list[int]]) -> Decoder:
+    return Decoder(model, traits=ModelTraits.of(model), prompts=prompts, pad_token_id=PAD_ID)
+
+
+@pytest.mark.parametrize("architecture", CACHED + RECOMPUTED)
+def test_prefill_fork_and_steps_equal_whole_forward_passes(architecture):
+    model = tiny_model(architecture)
+    pads = ModelTraits.of(model).pads
+    sequences = [[5, 6, 7, 8, 9, 10], [40, 41, 42], [70, 71, 72, 73]]
+    sequences = sequences if pads else [ids[:3] for ids in sequences]
+    with generation_mode(model):
+        decoder = make(model, sequences)
+        logits = decoder.prefill()
+        for tokens in ([11, 12, 13], [14, 15, 16, 17], [18, 19, 20, 21], [22, 23]):
+            rows = [0, 2, 2, 1][: len(tokens)] if len(tokens) != len(sequences) else range(len(tokens))
+            for i, ids in enumerate(sequences):
+                torch.testing.assert_close(logits[i], full_logits(model, ids)[-1], rtol=1e-4, atol=1e-4)
+            decoder.fork(torch.tensor(list(rows)))
+            sequences = [[*sequences[row], token] for row, token in zip(rows, tokens, strict=True)]
+            logits = decoder.step(torch.tensor(tokens))
+        for i, ids in enumerate(sequences):
+            torch.testing.assert_close(logits[i], full_logits(model, ids)[-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "mistral", "mamba", "openai-gpt"])
+def test_several_tokens_after_a_prompt_equal_a_whole_forward_pass(architecture):
+    model, ids = tiny_model(architecture), list(range(10, 19))
+    with generation_mode(model):
+        decoder = make(model, [ids[:4]])
+        logits = torch.cat([decoder.prefill(last_only=False), decoder.extend(torch.tensor([ids[4:]]))], dim=1)
+    torch.testing.assert_close(logits[0], full_logits(model, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_a_long_sequence_outgrows_its_first_room():
+    model, ids = tiny_model("qwen2"), [3 + i % 90 for i in range(100)]
+    with generation_mode(model):
+        decoder = make(model, [ids[:30]])
+        decoder.prefill()
+        for token in ids[30:]:
+            logits = decoder.step(torch.tensor([token]))
+    torch.testing.assert_close(logits[0], full_logits(model, ids)[-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "widths"), [(name, [4, 1, 1]) for name in CACHED] + [(name, [4, 5, 6]) for name in RECOMPUTED]
+)
+def test_what_a_step_feeds_to_the_model(architecture, widths):
+    model, fed = tiny_model(architecture), []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    with generation_mode(model):
+        decoder = make(model, [[5, 6, 7, 8]])
+        decoder.prefill()
+        decoder.step(torch.tensor([9]))
+        decoder.step(torch.tensor([10]))
+    assert fed == widths
+
+
+def test_only_the_last_positions_logits_are_computed_at_prefill():
+    model, rows = tiny_model("qwen2"), []
+    model.lm_head.register_forward_pre_hook(lambda module, args: rows.append(args[0].shape[1]))
+    with generation_mode(model):
+        make(model, [[5, 6, 7, 8]]).prefill()
+    assert rows == [1]
+
+
+def test_generation_mode_restores_each_modules_own_mode_and_the_gradients():
+    model = tiny_model("qwen2").train()
+    model.model.layers[0].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    with pytest.raises(KeyError), generation_mode(model):
+        assert not any(module.training for module in model.modules())
+        assert not torch.is_grad_enabled()
+        raise KeyError
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert torch.is_grad_enabled()
+
+
+def test_layers_compiled_for_training_run_eagerly_while_generating():
+    compiled_calls = []
+
+    def backend(graph, inputs):
+        compiled_calls.append(graph)
+        return graph.forward
+
+    model = tiny_model("qwen2", num_hidden_layers=1)
+    model.model.layers[0].mlp.compile(backend=backend)
+    with generation_mode(model):
+        make(model, [[5, 6]]).prefill()
+    assert not compiled_calls
+    model(input_ids=torch.tensor([[5, 6]]))
+    assert compiled_calls

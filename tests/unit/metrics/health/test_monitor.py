@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from lachesis.common.types import EvalResult, Group, StepRecord
+from lachesis.config.schema import LachesisConfig, LoraAdapter
+from lachesis.metrics.health.monitor import RULES, HealthMonitor, alarms, findings
+from lachesis.metrics.health.types import Alarm, Limits, Observation
+
+MakeGroup = Callable[..., Group]
+
+HEALTHY = {
+    "loss": 0.01, "grad_norm": 0.4, "mean_ratio": 1.0, "mean_kl": 0.03, "clipped_fraction": 0.05, "entropy": 0.3,
+    "reward": 0.5, "reward_std": 0.4, "rewards/exact/mean": 0.5, "rewards/exact/std": 0.4, "zero_std_fraction": 0.1,
+    "completion_length/mean": 8.0, "completion_length/max": 16.0, "truncated_fraction": 0.02, "staleness": 0.0,
+    "canary_error": 1e-6, "logprob_diff_mean": 1e-5, "generation_time": 1.0, "train_time": 1.2, "step_time": 2.4,
+    "reward_time": 0.1,
+}  # fmt: skip
+
+
+def see(step: int = 30, *, history: int = 0, groups: Any = (), evaluations: Any = (), **values: float) -> Observation:
+    """Healthy values but for those given; ``history`` steps before had the same."""
+    changed = {**HEALTHY, **{name.replace("__", "/"): value for name, value in values.items()}}
+    return Observation(step, changed, groups=groups, history=(changed,) * history, evaluations=evaluations)
+
+
+def say(rule: str, seen: Observation) -> Alarm:
+    found = alarms(seen)
+    assert rule in found, f"{rule} is silent; {sorted(found)} are not"
+    return found[rule]
+
+
+def evaluated(step: int, accuracy: float) -> EvalResult:
+    return EvalResult(step, accuracy, accuracy, 512, 3.0, 0.1)
+
+
+def test_a_healthy_step_has_no_findings(make_group: MakeGroup) -> None:
+    groups = [make_group(prompt=prompt) for prompt in ("1+1=", "2+2=", "3+3=")]
+    assert findings(see(groups=groups, history=50, evaluations=[evaluated(10, 0.4), evaluated(30, 0.5)])) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "level", "words", "values"),
+    [
+        ("not_finite", "problem", "loss at step 30 is not a number", {"loss": math.nan}),
+        ("not_finite", "problem", "grad_norm", {"grad_norm": math.inf}),
+        ("ratio_off", "warning", "mean_ratio is 1.3", {"mean_ratio": 1.3}),
+        ("ratio_off", "problem", "mean_ratio is 0.4", {"mean_ratio": 0.4}),
+        ("kl_high", "warning", "mean_kl is 0.2", {"mean_kl": 0.2}),
+        ("kl_high", "problem", "set algorithm.beta", {"mean_kl": 0.6}),
+        ("clipped_much", "warning", "40 % of the tokens", {"clipped_fraction": 0.4}),
+        ("clipped_much", "problem", "the learning rate is too high", {"clipped_fraction": 0.51}),
+        ("entropy_off", "problem", "mode collapse", {"entropy": 0.004}),
+        ("entropy_off", "note", "close to random", {"entropy": 3.0}),
+        ("entropy_off", "note", "sure of its answers", {"entropy": 0.004, "reward": 0.98}),
+        ("gradient_large", "warning", "unstable", {"grad_norm": 12.0}),
+        ("gradient_large", "problem", "grad_norm is 120", {"grad_norm": 120.0}),
+        ("gradient_vanished", "problem", "nothing reaches the weights", {"grad_norm": 0.0}),
+        ("zero_variance", "problem", "all groups have zero variance", {"zero_std_fraction": 1.0}),
+        ("truncated_often", "warning", "60 % of the completions are cut off at 16 tokens", {"truncated_fraction": 0.6}),
+        ("truncated_often", "note", "30 %", {"truncated_fraction": 0.3}),
+        ("samples_stale", "warning", "5 weight versions old", {"staleness": 5.0}),
+        ("logprobs_differ", "warning", "0.08 nats", {"logprob_diff_mean": 0.08}),
+        ("logprobs_differ", "problem", "at most 3", {"logprob_diff_mean": 0.9, "logprob_diff_max": 3.0}),
+        ("canary_off", "problem", "other weights", {"canary_error": 0.4}),
+        ("groups_dropped", "warning", "failed 2 times", {"reward_errors": 2.0, "dropped_groups": 1.0}),
+        ("groups_dropped", "note", "3 groups were dropped", {"dropped_groups": 3.0}),
+    ],
+)
+def test_one_step_is_enough(rule: str, level: str, words: str, values: dict[str, float]) -> None:
+    alarm = say(rule, see(**values))
+    assert alarm.level == level
+    assert words in alarm.message
+
+
+@pytest.mark.parametrize(
+    ("rule", "level", "words", "values"),
+    [
+        ("reward_stays_low", "warning", "the mean reward is 0.1 after 30 steps", {"reward": 0.1}),
+        ("reward_function_constant", "warning", "exact gave 0 to every completion of the last 20 steps",
+         {"rewards__exact__mean": 0.0, "rewards__exact__std": 0.0}),
+        ("reward_function_constant", "note", "teaches nothing any more",
+         {"rewards__exact__mean": 1.0, "rewards__exact__std": 0.0}),
+        ("gradient_vanished", "note", "below 0.001 for 10 steps", {"grad_norm": 1e-4}),
+        ("time_unbalanced", "note", "generation takes 12 times as long as training", {"generation_time": 14.4}),
+        ("time_unbalanced", "note", "training takes 6 times as long", {"train_time": 6.0}),
+        ("time_unbalanced", "note", "reward functions take 75 % of a step", {"reward_time": 1.8}),
+    ],
+)  # fmt: skip
+def test_some_things_take_a_while_to_see(rule: str, level: str, words: str, values: dict[str, float]) -> None:
+    assert rule not in alarms(see(**values))
+    alarm = say(rule, see(history=29, **values))
+    assert alarm.level == level
+    assert words in alarm.message
+
+
+def test_rewards_that_run_beside_generation_take_no_time_of_a_step() -> None:
+    assert "time_unbalanced" not in alarms(see(history=29, reward_time=1.8, hidden_reward_time=0.7))
+
+
+def test_low_reward_that_rises_is_left_alone() -> None:
+    history = tuple({"reward": 0.002 * step} for step in range(49))
+    seen = Observation(50, {"reward": 0.1}, history=history)
+    assert "reward_stays_low" not in alarms(seen)
+
+
+def test_gradient_of_zero_is_right_where_no_group_has_spread() -> None:
+    assert "gradient_vanished" not in alarms(see(grad_norm=0.0, zero_std_fraction=1.0))
+
+
+def test_exploding_loss_is_measured_against_its_past() -> None:
+    history = tuple({"loss": loss} for loss in (0.01, -0.02, 0.03, 0.01, -0.01))
+    assert "loss_explodes" in alarms(Observation(6, {"loss": 40.0}, history=history))
+    assert "loss_explodes" not in alarms(Observation(6, {"loss": 0.5}, history=history))
+    assert "loss_explodes" not in alarms(Observation(1, {"loss": 40.0}))
+
+
+def test_falling_reward() -> None:
+    rewards = [0.6] * 10 + [0.2] * 6
+    history = tuple({"reward": reward} for reward in rewards)
+    assert "fell from 0.6 to 0.2" in say("reward_fell", Observation(17, {"reward": 0.2}, history=history)).message
+
+
+def test_falling_accuracy_is_told_from_collapse() -> None:
+    hurt = say("accuracy_fell", see(40, evaluations=[evaluated(20, 0.59), evaluated(40, 0.46)]))
+    assert hurt.level == "warning"
+    collapse = say("accuracy_fell", see(60, evaluations=[evaluated(40, 0.59), evaluated(60, 0.07)]))
+    assert collapse.level == "problem"
+    assert "fell from 59 % (step 40) to 7 %: the policy collapsed; set algorithm.beta" in collapse.message
+    old = see(61, evaluations=[evaluated(40, 0.59), evaluated(60, 0.07)])
+    assert "accuracy_fell" not in alarms(old)
+
+
+class TestCauseOfZeroVariance:
+    def message(self, groups: list[Group]) -> tuple[str, str]:
+        alarm = say("zero_variance", see(groups=groups, zero_std_fraction=1.0, truncated_fraction=1.0))
+        return alarm.level, alarm.message
+
+    def test_truncation(self, make_group: MakeGroup) -> None:
+        long = [tuple(range(index, index + 16)) for index in range(2)]
+        groups = [make_group((0.0, 0.0), prompt=f"{i}", completions=long, finish_reason="length") for i in range(32)]
+        level, message = self.message(groups)
+        assert level == "problem"
+        assert message == (
+            "all 32 groups have zero variance because every completion hit 16 tokens: "
+            "raise sampling.max_completion_length"
+        )
+        assert "truncated_often" not in alarms(see(zero_std_fraction=1.0, truncated_fraction=1.0))
+
+    def test_empty(self, make_group: MakeGroup) -> None:
+        groups = [make_group((0.0, 0.0), prompt=p, completions=[(1,), (1,)], texts=["", " "]) for p in "ab"]
+        assert "every completion is empty" in self.message(groups)[1]
+        assert say("empty_completions", see(groups=groups)).level == "problem"
+
+    def test_identical(self, make_group: MakeGroup) -> None:
+        groups = [make_group((0.0, 0.0), prompt=p, completions=[(ord(p),)] * 2) for p in "ab"]
+        assert "identical: raise sampling.temperature" in self.message(groups)[1]
+
+    def test_all_wrong(self, make_group: MakeGroup) -> None:
+        level, message = self.message([make_group((0.0, 0.0), prompt=p) for p in "ab"])
+        assert level == "problem" and "every completion got reward 0: call the functions" in message
+
+    def test_all_right(self, make_group: MakeGroup) -> None:
+        level, message = self.message([make_group((1.0, 1.0), prompt=p) for p in "ab"])
+        assert level == "note" and "these problems are solved" in message
+
+    def test_reward_of_the_prompt(self, make_group: MakeGroup) -> None:
+        groups = [make_group((0.0, 0.0), prompt="a"), make_group((0.5, 0.5), prompt="b")]
+        assert "depend on the prompt, not on the answer" in self.message(groups)[1]
+
+    def test_most_groups(self, make_group: MakeGroup) -> None:
+        groups = [make_group((1.0, 1.0), prompt=str(i)) for i in range(9)] + [make_group((0.0, 1.0), prompt="x")]
+        alarm = say("zero_variance", see(groups=groups))
+        assert alarm.level == "note"
+        assert "9 of 10 groups have zero variance and teach nothing (90 % all right, 0 % all wrong)" in alarm.message
+
+    def test_missing_rewards_are_no_spread_and_no_zero(self, make_group: MakeGroup) -> None:
+        groups = [make_group((None, None), prompt=p) for p in "ab"]
+        assert "zero_variance" not in alarms(see(groups=groups))
+
+
+def test_one_answer_to_everything(make_group: MakeGroup) -> None:
+    groups = [make_group(prompt=p, completions=[(5, 5), (5, 5)], texts=["7", "7"]) for p in "ab"]
+    assert "every completion of 2 prompts is the same text ('7')" in say("one_text_for_all", see(groups=groups)).message
+    assert "one_text_for_all" not in alarms(see(groups=groups[:1]))
+
+
+def test_without_a_fresh_sample_trainer_and_engine_are_not_compared() -> None:
+    stale = {name: value for name, value in HEALTHY.items() if not name.startswith("logprob_diff")}
+    assert alarms(Observation(30, stale | {"staleness": 2.0}, history=({"logprob_diff_mean": 0.9},) * 5)) == {}
+
+
+def test_limits_can_be_set() -> None:
+    values = {"staleness": 5.0, "logprob_diff_mean": 0.08, "canary_error": 0.2}
+    limits = Limits(staleness=8, logprob_diff=0.1, canary_error=0.5)
+    assert alarms(Observation(1, values, limits=limits)) == {}
+
+
+def test_every_rule_is_silent_without_values() -> None:
+    assert alarms(Observation(100, {}, history=({},) * 50)) == {}
+    assert len(RULES) == 21
+
+
+def test_settings_named_in_messages_exist(make_group: MakeGroup) -> None:
+    bad = dict.fromkeys(HEALTHY, 0.0) | {"clipped_fraction": 0.9, "mean_kl": 1.0, "grad_norm": 50.0, "entropy": 0.001}
+    observations = [
+        see(history=49, **{name.replace("/", "__"): value for name, value in bad.items()}),
+        see(history=49, mean_ratio=3.0, staleness=9.0, logprob_diff_mean=1.0, truncated_fraction=0.9, loss=math.nan),
+        see(history=49, groups=[make_group((0.0, 0.0), prompt=p, finish_reason="length") for p in "ab"]),
+        see(history=49, groups=[make_group((0.0, 0.0), prompt=p, texts=["", ""]) for p in "ab"]),
+        see(history=49, reward_errors=1.0, generation_time=100.0),
+        see(history=49, train_time=100.0, evaluations=[evaluated(1, 0.9), evaluated(30, 0.1)]),
+    ]
+    named = {
+        key
+        for seen in observations
+        for alarm in alarms(seen).values()
+        for key in re.findall(r"(?<!--)\b[a-z]+\.[a-z_]+\b", alarm.message)  # not flags of environments
+    }
+    assert len(named) >= 10
+    assert [key for key in sorted(named) if not _exists(key)] == []
+
+
+def _exists(key: str) -> bool:
+    section, field = key.split(".")
+    if section == "adapter":
+        return field in LoraAdapter.model_fields
+    annotation = LachesisConfig.model_fields[section].annotation
+    assert annotation is not None and issubclass(annotation, BaseModel)
+    return field in annotation.model_fields
+
+
+class TestMonitor:
+    def steps(self, monitor: HealthMonitor, kls: list[float]) -> list[int]:
+        """The steps at which a finding came."""
+        records = [StepRecord(step=step, values={"mean_kl": kl}) for step, kl in enumerate(kls, start=1)]
+        return [record.step for record in records if monitor.examine(record)]
+
+    def test_a_finding_is_repeated_after_20_steps(self) -> None:
+        assert self.steps(HealthMonitor(), [0.2] * 45) == [1, 21, 41]
+
+    def test_a_finding_that_gets_worse_is_repeated_at_once(self) -> None:
+        assert self.steps(HealthMonitor(), [0.2, 0.25, 0.45, 0.45, 0.51, 0.6]) == [1, 3, 5]
+
+    def test_history_reaches_the_rules(self) -> None:
+        monitor = HealthMonitor()
+        found = [monitor.examine(StepRecord(step=step, values={"reward": 0.05})) for step in range(1, 26)]
+        assert [index + 1 for index, some in enumerate(found) if some] == [20]
+        assert found[19][0].rule == "reward_stays_low"
+
+    def test_evaluations_reach_the_rules(self) -> None:
+        monitor = HealthMonitor()
+        monitor.evaluation(evaluated(0, 0.59))
+        (finding,) = monitor.examine(StepRecord(step=5, values={}, evaluation=evaluated(5, 0.07)))
+        assert finding.rule == "accuracy_fell" and finding.level == "problem"
+
+    def test_the_worst_comes_first(self) -> None:
+        record = StepRecord(step=1, values={"entropy": 3.0, "mean_kl": 0.2, "clipped_fraction": 0.9})
+        assert [finding.level for finding in HealthMonitor().examine(record)] == ["problem", "warning", "note"]

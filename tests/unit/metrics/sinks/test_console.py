@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from lachesis.common.types import EvalResult, Finding, StepRecord
+from lachesis.metrics.sinks.console import BARS, ConsoleSink, sparkline
+
+FINDING = Finding("warning", "kl_high", "mean_kl is [bold]0.3[/bold]: lower optimizer.learning_rate")
+
+
+def record(step: int, **options: object) -> StepRecord:
+    values = {"reward": 0.25 + step / 100, "generation_tokens_per_s": 28_123.0, "train_tokens_per_s": 3100.0}
+    return StepRecord(step=step, values=values, **options)  # type: ignore[arg-type]
+
+
+def evaluation(step: int, accuracy: float) -> EvalResult:
+    return EvalResult(step, accuracy, accuracy, problems=512, mean_length=3.0, seconds=0.4)
+
+
+class Screen:
+    """A console that writes to memory, and a clock that is set by hand."""
+
+    def __init__(self, *, terminal: bool) -> None:
+        self.file = io.StringIO()
+        self.console = Console(file=self.file, force_terminal=terminal, width=100, color_system=None)
+        self.now = 100.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def sink(self, total_steps: int, **options: object) -> ConsoleSink:
+        return ConsoleSink(self.console, total_steps, clock=self.clock, **options)  # type: ignore[arg-type]
+
+    @property
+    def lines(self) -> list[str]:
+        return self.file.getvalue().splitlines()
+
+
+@pytest.fixture
+def logfile() -> Screen:
+    return Screen(terminal=False)
+
+
+@pytest.fixture
+def terminal() -> Iterator[Screen]:
+    yield Screen(terminal=True)
+
+
+def test_plain_line_has_all_facts(logfile: Screen) -> None:
+    sink = logfile.sink(10)
+    sink.evaluation(evaluation(0, 0.44))
+    logfile.now += 2.0
+    sink.write(record(1))
+    assert logfile.lines == [
+        "step 0/10  held-out accuracy 44 % (512 problems, 0.4 s)",
+        "step 1/10  reward 0.260  accuracy 44 % (step 0)  generation 28.1k tok/s  training 3100 tok/s  18 s left",
+    ]
+
+
+def test_plain_lines_come_every_n_steps_and_findings_always(logfile: Screen) -> None:
+    sink = logfile.sink(7, every_steps=5)
+    for step in range(1, 8):
+        sink.write(record(step, findings=[FINDING] if step == 3 else ()))
+    assert [line.split()[1] for line in logfile.lines if line.startswith("step")] == ["1/7", "5/7", "7/7"]
+    assert f"warning: {FINDING.message}" in logfile.lines
+    assert "\x1b" not in logfile.file.getvalue()
+
+
+def test_live_display_has_all_facts(terminal: Screen) -> None:
+    sink = terminal.sink(10, title="quickstart")
+    sink.evaluation(evaluation(0, 0.44))
+    for step in range(1, 5):
+        terminal.now += 3.0
+        sink.write(record(step, evaluation=evaluation(4, 0.61) if step == 4 else None, findings=[FINDING]))
+    sink.close()
+    last = terminal.file.getvalue().rpartition("quickstart")[2]
+    for fact in (
+        "step 4/10",
+        "18 s left",
+        "0.290",
+        "61 %",
+        "began at 44 %",
+        "28.1k",
+        "3100",
+        BARS[-1],
+        "[bold]0.3[/bold]",
+    ):
+        assert fact in last, fact
+
+
+def test_display_survives_missing_values_and_closes_twice(terminal: Screen) -> None:
+    sink = terminal.sink(3)
+    sink.write(StepRecord(step=1, values={}))
+    sink.close()
+    sink.close()
+    assert "step 1/3" in terminal.file.getvalue()
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_step_costs_less_than_a_millisecond(is_terminal: bool) -> None:
+    screen = Screen(terminal=is_terminal)
+    sink = screen.sink(10_000)
+    sink.write(record(1))
+    start = time.process_time()
+    for step in range(2, 502):
+        sink.write(record(step))
+    spent = time.process_time() - start
+    sink.close()
+    assert spent / 500 < 1e-3
+
+
+def test_sparkline() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == BARS
+    assert sparkline([0, 0, 4, 4], width=2) == BARS[0] + BARS[-1]
+    assert sparkline([1.0, float("nan"), 1.0], width=8) == BARS[0] * 2
+    assert sparkline([], width=8) == ""

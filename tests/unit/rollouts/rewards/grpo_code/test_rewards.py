@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from lachesis.common.imports import load_function
+from lachesis.rollouts.rewards.grpo_code import code_execution_reward_func, soft_format_reward_func
+from lachesis.rollouts.rewards.grpo_code.execution import run_tests
+from lachesis.rollouts.rewards.grpo_code.rewards import extract_code
+from tests.waiting import LONG_S
+
+ADD = "def add(a, b):\n    return a + b\n"
+
+
+def block(code: str, language: str = "python") -> str:
+    return f"Here it is:\n```{language}\n{code}\n```\nDone."
+
+
+def completions(*texts: str) -> list[list[dict[str, str]]]:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+class TestFormat:
+    @pytest.mark.parametrize(
+        ("text", "score"),
+        [
+            (block(ADD), 1.0),
+            (block(ADD, ""), 1.0),
+            (ADD, 0.5),
+            (block("def add(a, b:"), 0.5),
+            (block(ADD) + block(ADD), 0.5),
+            ("", 0.0),
+            ("   ", 0.0),
+            ("hello", 0.0),
+            ("I cannot do that.", 0.0),
+            (block(""), 0.5),
+            (block("pass"), 0.5),
+            (block("42"), 0.5),
+        ],
+    )
+    def test_half_for_a_block_and_half_for_python(self, text, score):
+        assert soft_format_reward_func(completions(text)) == [score]
+
+    def test_the_last_block_of_python_counts(self):
+        text = block("x = 1") + block("y = 2") + block("console.log()", "js")
+        assert extract_code(text).strip() == "y = 2"
+
+
+class TestExecution:
+    TESTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0", "assert add(1, 1) == 3", "assert add('a', 'b') == 'ab'"]  # noqa: RUF012
+
+    def test_the_share_of_tests_that_pass(self):
+        texts = [block(ADD), ADD, block("def add(a, b):\n    return 3"), block("def wrong("), "", block("x = 1")]
+        scores = code_execution_reward_func(completions(*texts), test_cases=[self.TESTS] * 6)
+        assert scores == [0.75, 0.75, 0.5, 0.0, 0.0, 0.0]
+
+    def test_without_tests_the_names_of_the_solution_have_to_be_there(self):
+        texts = [
+            block("def add(*x): ..."),
+            block("def ad(*x): ..."),
+            block("def add(): ...\nraise ValueError"),
+            "",
+            "x",
+        ]
+        assert code_execution_reward_func(completions(*texts), response=[ADD] * 5) == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+    def test_with_neither_it_abstains(self):
+        assert code_execution_reward_func(completions(ADD), test_cases=[None], response=["no code at all"]) == [None]
+        assert code_execution_reward_func(completions(ADD)) == [None]
+
+    def test_tests_that_are_none_are_an_error(self):
+        with pytest.raises(ValueError, match="list of strings"):
+            code_execution_reward_func(completions(ADD), test_cases=[[3]])
+
+    def test_it_is_found_under_its_name(self):
+        assert load_function("grpo_code.code_execution_reward_func") is code_execution_reward_func
+        assert load_function("grpo_code.soft_format_reward_func") is soft_format_reward_func
+
+
+class TestLimits:
+    def test_tests_before_an_endless_loop_count(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+        begun = tmp_path / "begun"
+
+        class Patient(subprocess.Popen):
+            """Out of time once the loop has begun, on a slow machine too."""
+
+            def communicate(self, task: bytes | None = None, timeout: float | None = None) -> tuple[bytes, bytes]:
+                while timeout is not None:
+                    try:
+                        return super().communicate(task, 0.02)
+                    except subprocess.TimeoutExpired:
+                        if begun.exists():
+                            raise
+                        task = None
+                return super().communicate(task)
+
+        monkeypatch.setattr(subprocess, "Popen", Patient)
+        loop = f"open({str(begun)!r}, 'w').close()\nwhile True: pass"
+        assert run_tests(ADD, ["assert add(1, 1) == 2", loop, "assert True"]) == 1
+
+    @pytest.mark.parametrize(
+        "code",
+        [
+            "raise SystemExit(0)",
+            "import os; os._exit(0)",
+            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+            "x = bytearray(600 * 2**20)",
+            "def f(): f()\nf()",
+            "input()",
+            "open('big', 'wb').write(bytes(2**25))",
+        ],
+    )
+    def test_code_that_ends_early_passes_nothing(self, code):
+        assert run_tests(code, ["assert True"], memory_mb=512) == 0
+
+    def test_output_does_no_harm_and_is_no_way_to_pass(self):
+        code = "print('passed 0')\nimport os\nos.write(1, b'x' * 100_000)\nos.write(2, b'x' * 100_000)"
+        assert run_tests(code, ["assert False", "assert True"]) == 1
+
+    def test_a_test_that_leaves_fails_alone(self):
+        assert run_tests("x = 1", ["import sys; sys.exit(0)", "assert x == 1", "y"]) == 1
+
+    def test_the_main_part_of_a_script_is_not_run(self):
+        assert run_tests("if __name__ == '__main__':\n    raise ValueError", ["assert True"]) == 1
+
+    def test_it_works_in_a_directory_of_its_own_without_our_environment(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("SECRET", "x")
+        monkeypatch.chdir(tmp_path)
+        code = "import os\nopen('made', 'w').close()\nfree = 'SECRET' not in os.environ"
+        assert run_tests(code, ["assert free", "assert os.listdir() == ['made']"]) == 2
+        assert not list(tmp_path.iterdir())
+
+    def test_what_it_starts_ends_with_it(self):
+        code = "import subprocess\np = subprocess.Popen(['sleep', '600'])\nprint(p.pid)"
+        started = time.monotonic()
+        assert run_tests(code, ["assert p.poll() is None"], time_limit_s=4 * LONG_S) == 1
+        assert time.monotonic() - started < LONG_S

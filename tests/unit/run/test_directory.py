@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lachesis.common.errors import CheckpointError, ConfigError
+from lachesis.run.directory import LEFT_BEHIND, RunDirectory, claim_run
+from lachesis.transport.bridge_file import BRIDGE_FILE
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "runs" / "first"
+
+
+def claim(path: Path, *, resume: bool = False, overwrite: bool = False) -> RunDirectory:
+    return claim_run(path, resume=resume, overwrite=overwrite)
+
+
+def start(path: Path, **how: bool) -> RunDirectory:
+    run = claim(path, **how)
+    run.begin(resume=how.get("resume", False))
+    return run
+
+
+def state_of(path: Path) -> dict[str, Any]:
+    return json.loads((path / "state.json").read_text())
+
+
+def held_run(path: Path, **state: Any) -> None:
+    """A run that another process left (or still works on), with a file that must not get lost."""
+    path.mkdir(parents=True)
+    (path / "state.json").write_text(json.dumps({"status": "finished", "pid": 1, "step": 12} | state))
+    (path / "metrics.jsonl").write_text("{}\n")
+
+
+def content(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def trainer() -> Iterator[int]:
+    """The id of a process that looks like a running `lachesis train`."""
+    code = "import time; print('up', flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", code, "lachesis", "train"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"  # before, it may not have its name yet
+    yield process.pid
+    process.terminate()
+    process.communicate()
+
+
+@pytest.fixture
+def stranger() -> Iterator[int]:
+    """The id of a process of another program."""
+    process = subprocess.Popen(["sleep", "600"])
+    yield process.pid
+    process.terminate()
+    process.wait()
+
+
+class TestANewRun:
+    def test_claiming_writes_nothing(self, path: Path):
+        claim(path)
+        assert not path.parent.exists()
+
+    def test_beginning_makes_the_directory_and_says_who_works_there(self, path: Path):
+        start(path)
+        state = state_of(path)
+        assert (state["status"], state["pid"]) == ("starting", os.getpid())
+        assert (path / "logs").is_dir()
+
+    def test_state_is_changed_key_by_key(self, path: Path):
+        run = start(path)
+        run.update(status="running", step=3)
+        run.update(step=4)
+        state = state_of(path)
+        assert (state["status"], state["step"], state["pid"]) == ("running", 4, os.getpid())
+        assert state["updated"] >= state["started"]
+
+    def test_an_empty_directory_may_be_used(self, path: Path):
+        path.mkdir(parents=True)
+        start(path)
+        assert state_of(path)["status"] == "starting"
+
+    def test_files_are_those_of_the_run_directory(self, path: Path):
+        files = RunDirectory(path).files
+        assert files["metrics"] == path / "metrics.jsonl"
+        assert files["checkpoints"] == path / "checkpoints"
+        assert {file.parent for file in files.values()} == {path}
+
+
+class TestARunThatIsThere:
+    def test_it_is_not_touched_without_being_told(self, path: Path):
+        held_run(path)
+        before = content(path)
+        with pytest.raises(ConfigError, match=r"holds a run already \(finished at step 12\)") as caught:
+            claim(path)
+        assert "--resume" in caught.value.remedy
+        assert "--overwrite" in caught.value.remedy
+        assert content(path) == before
+
+    def test_overwriting_deletes_it_only_when_the_new_run_begins(self, path: Path):
+        held_run(path)
+        before = content(path)
+        run = claim(path, overwrite=True)
+        assert content(path) == before
+        run.begin(resume=False)
+        assert set(content(path)) == {"state.json"}
+        assert "step" not in state_of(path), "nothing of the old run's state remains"
+
+    def test_resuming_keeps_its_files_and_its_beginning(self, path: Path):
+        held_run(path, started=5.0)
+        start(path, resume=True)
+        state = state_of(path)
+        assert (state["status"], state["started"], state["step"]) == ("starting", 5.0, 12)
+        assert (path / "metrics.jsonl").is_file()
+
+    def test_an_error_of_before_is_forgotten_when_it_goes_on(self, path: Path):
+        held_run(path, status="failed", error="the disk was full")
+        start(path, resume=True)
+        assert "error" not in state_of(path)
+
+    def test_there_must_be_something_to_resume(self, path: Path):
+        with pytest.raises(ConfigError, match="no run to resume") as caught:
+            claim(path, resume=True)
+        assert "--resume" in caught.value.remedy
+
+    @pytest.mark.parametrize("overwrite", [False, True])
+    def test_other_files_are_never_deleted(self, path: Path, overwrite: bool):
+        path.mkdir(parents=True)
+        (path / "thesis.tex").write_text("ten years")
+        with pytest.raises(ConfigError, match="not empty and holds no run"):
+            claim(path, overwrite=overwrite)
+        assert (path / "thesis.tex").read_text() == "ten years"
+
+    def test_what_a_run_that_was_not_built_left_behind_is_in_nobodys_way(self, path: Path):
+        assert LEFT_BEHIND == BRIDGE_FILE
+        path.mkdir(parents=True)
+        (path / LEFT_BEHIND).write_text("{}")
+        claim(path).begin(resume=False)
+        assert not (path / LEFT_BEHIND).exists()
+
+    def test_a_file_in_its_place_is_refused(self, path: Path):
+        path.parent.mkdir()
+        path.write_text("")
+        with pytest.raises(ConfigError, match="is a file"):
+            claim(path, overwrite=True)
+
+    @pytest.mark.parametrize("text", ["{", "\0\0\0"])
+    def test_a_state_that_cannot_be_read_is_an_error(self, path: Path, text: str):
+        held_run(path)
+        (path / "state.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"state.json cannot be read") as caught:
+            claim(path, resume=True)
+        assert caught.value.remedy
+
+
+class TestWhoWorksThere:
+    @pytest.mark.parametrize("how", [{}, {"resume": True}, {"overwrite": True}], ids=["plain", "resume", "overwrite"])
+    @pytest.mark.parametrize("status", ["starting", "running"])
+    def test_a_run_in_progress_is_left_alone(self, path: Path, trainer: int, status: str, how: dict[str, bool]):
+        held_run(path, status=status, pid=trainer)
+        before = content(path)
+        with pytest.raises(ConfigError, match=f"process {trainer} is training in .* right now"):
+            claim(path, **how)
+        assert content(path) == before
+
+    def test_one_that_has_ended_its_run_is_no_hindrance(self, path: Path, trainer: int):
+        held_run(path, status="stopped", pid=trainer)
+        claim(path, resume=True)
+
+    def test_another_program_that_has_the_id_by_now_is_no_hindrance(self, path: Path, stranger: int):
+        held_run(path, status="running", pid=stranger)
+        claim(path, resume=True)
+
+    def test_a_process_that_is_gone_is_no_hindrance(self, path: Path):
+        process = subprocess.Popen([sys.executable, "-c", "", "lachesis"])
+        process.wait()
+        held_run(path, status="running", pid=process.pid)
+        claim(path, resume=True)
+
+    @pytest.mark.parametrize("pid", [None, "12", [1]])
+    def test_a_state_without_an_id_is_no_hindrance(self, path: Path, pid: object):
+        held_run(path, status="running", pid=pid)
+        claim(path, resume=True)
+
+
+def test_a_place_that_cannot_be_written_is_an_error_with_a_remedy(tmp_path: Path):
+    (tmp_path / "runs").write_text("a file where the directory should be")
+    with pytest.raises(CheckpointError, match="cannot be written") as caught:
+        start(tmp_path / "runs" / "first")
+    assert "run.dir" in caught.value.remedy

@@ -1,0 +1,65 @@
+"""Settings of parts that follow from several sections."""
+
+from __future__ import annotations
+
+import pytest
+
+from lachesis.bridges.proof import QUANTIZED_TOLERANCE
+from lachesis.config.schema import LachesisConfig
+from lachesis.metrics.health.types import Limits
+from lachesis.run.options import health_limits
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_trainer_that_alone_is_quantized_may_differ_more_before_a_run_says_so(kind: str):
+    def limits(engine: str, quantization: str) -> Limits:
+        sections = {
+            "run": {"steps": 1},
+            "model": {"path": "a", "quantization": quantization},
+            "adapter": {"kind": "lora"},
+            "data": {"path": "a"},
+            "rewards": {"functions": ["a.b"]},
+            "engine": {"kind": engine},
+        }
+        return health_limits(LachesisConfig.model_validate(sections))
+
+    assert limits("embedded", kind) == limits("vllm", "none") == Limits()
+    wider = limits("vllm", kind)
+    assert Limits().canary_error < wider.canary_error < QUANTIZED_TOLERANCE[kind]
+    assert (wider.logprob_diff > Limits().logprob_diff) == (kind == "nf4")
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_float8_products_are_off_in_the_canary_and_on_in_the_logprobs_of_the_loss(engine: str):
+    sections = {
+        "run": {"steps": 1},
+        "model": {"path": "a", "matmul_dtype": "float8"},
+        "data": {"path": "a"},
+        "rewards": {"functions": ["a.b"]},
+        "engine": {"kind": engine},
+    }
+    limits = health_limits(LachesisConfig.model_validate(sections))
+    assert limits.canary_error == Limits().canary_error
+    assert limits.logprob_diff > Limits().logprob_diff
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "pipeline", "limit"),
+    [
+        ({}, {}, 4),
+        ({"num_iterations": 7}, {}, 6),
+        ({}, {"async_prefetch": True, "max_staleness": 9}, 9),
+        ({}, {"async_prefetch": True, "max_staleness": None}, 4),
+        ({}, {"max_staleness": 9}, 4),
+    ],
+)
+def test_samples_as_old_as_the_configuration_wants_them_are_nothing_to_warn_of(algorithm, pipeline, limit: int):
+    sections = {
+        "run": {"steps": 1},
+        "model": {"path": "a"},
+        "data": {"path": "a"},
+        "rewards": {"functions": ["a.b"]},
+        "algorithm": algorithm,
+        "pipeline": pipeline,
+    }
+    assert health_limits(LachesisConfig.model_validate(sections)).staleness == limit

@@ -1,0 +1,103 @@
+"""Advantages: TRL's own values, and the cases that its values leave open."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+
+import pytest
+import torch
+
+from lachesis.common.errors import ConfigError, RewardError, TrainingError
+from lachesis.train.losses.advantage import group_advantages
+from tests.paths import GOLDEN
+
+FIXTURE = GOLDEN / "trl-1.16-losses.json.gz"
+CASES = json.loads(gzip.decompress(FIXTURE.read_bytes()))["advantages"]
+NAN = math.nan
+
+
+def _rewards(rows: list[list[float | None]], dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.tensor([[NAN if value is None else value for value in row] for row in rows], dtype=dtype)
+
+
+def _case_name(case: dict) -> str:
+    weights = "weighted" if case["reward_weights"] else "plain"
+    return "-".join((case["rewards_name"], case["scale_rewards"], case["multi_objective_aggregation"], weights))
+
+
+@pytest.mark.parametrize("case", CASES, ids=_case_name)
+@pytest.mark.parametrize(("dtype", "key", "tolerance"), [("float64", "f64", 1e-6), ("float32", "f32", 1e-5)])
+def test_agrees_with_trl(case: dict, dtype: str, key: str, tolerance: float) -> None:
+    rewards = _rewards(case["rewards"], getattr(torch, dtype))
+    weights = case["reward_weights"] and torch.tensor(case["reward_weights"], dtype=rewards.dtype)
+    expected = torch.tensor(case[f"advantages_{key}"], dtype=rewards.dtype)
+    group = torch.arange(len(rewards)) // case["num_generations"]
+    options = {"scale_rewards": case["scale_rewards"], "aggregation": case["multi_objective_aggregation"]}
+
+    advantages = group_advantages(rewards, group=group, weights=weights, **options)
+    assert advantages.dtype == rewards.dtype
+    # Where the exact value is 0, TRL's is rounding: advantages are of the order of 1.
+    torch.testing.assert_close(advantages, expected, rtol=tolerance, atol=0.1 * tolerance)
+
+    shuffle = torch.randperm(len(rewards), generator=torch.Generator().manual_seed(0))
+    labels = 7 - 3 * group  # any labels, interleaved
+    shuffled = group_advantages(rewards[shuffle], group=labels[shuffle], weights=weights, **options)
+    torch.testing.assert_close(shuffled, expected[shuffle], rtol=tolerance, atol=0.1 * tolerance)
+
+
+def test_groups_of_different_sizes_do_not_touch_each_other() -> None:
+    rewards = _rewards([[1.0], [5.0], [0.0], [5.0], [2.0], [7.0]])
+    group = torch.tensor([0, 1, 0, 1, 0, 1])
+    expected = torch.empty(6, dtype=torch.float64)
+    for label in (0, 1):
+        own = rewards[group == label, 0]
+        expected[group == label] = (own - own.mean()) / (own.std() + 1e-4)
+    torch.testing.assert_close(group_advantages(rewards, group=group), expected)
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1e6 + 0.1])
+def test_equal_rewards_give_exactly_zero(scale_rewards: str, value: float) -> None:
+    rewards = torch.tensor([[value]] * 7 + [[0.0], [1.0]], dtype=torch.float32)
+    group = torch.tensor([0] * 7 + [1] * 2)
+    advantages = group_advantages(rewards, group=group, scale_rewards=scale_rewards)
+    assert advantages[:7].tolist() == [0.0] * 7
+    assert advantages[7] < 0 < advantages[8]
+
+
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+@pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
+def test_nothing_to_compare_with_is_zero(scale_rewards: str, aggregation: str) -> None:
+    alone_in_its_group = _rewards([[1.0], [None], [None], [None], [None]])
+    group = torch.tensor([0, 0, 1, 1, 2])
+    advantages = group_advantages(alone_in_its_group, group=group, scale_rewards=scale_rewards, aggregation=aggregation)
+    assert advantages.tolist() == [0.0] * 5
+
+
+def test_unscored_rows_are_outside_the_baseline() -> None:
+    rewards = _rewards([[1.0, 0.0], [0.0, None], [None, None], [0.0, 0.0]])
+    advantages = group_advantages(rewards, group=torch.zeros(4, dtype=torch.int64), scale_rewards="none")
+    torch.testing.assert_close(advantages, torch.tensor([2 / 3, -1 / 3, 0.0, -1 / 3], dtype=torch.float64))
+
+
+def test_no_rows() -> None:
+    assert group_advantages(torch.empty(0, 2), group=torch.empty(0, dtype=torch.int64)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"scale_rewards": "std"}, ConfigError, "scale_rewards='std'"),
+        ({"aggregation": "mean"}, ConfigError, "aggregation='mean'"),
+        ({"weights": torch.ones(3)}, TrainingError, "3 weights for 2"),
+        ({"group": torch.zeros(3, dtype=torch.int64)}, TrainingError, r"group \(3,\)"),
+        ({"rewards": torch.zeros(4)}, TrainingError, r"rewards have shape \(4,\)"),
+        ({"rewards": torch.full((4, 2), math.inf)}, RewardError, "4 of 4 completions"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict, error: type[Exception], message: str) -> None:
+    given = {"rewards": torch.zeros(4, 2), "group": torch.zeros(4, dtype=torch.int64)} | changes
+    with pytest.raises(error, match=message):
+        group_advantages(given.pop("rewards"), **given)

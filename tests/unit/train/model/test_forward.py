@@ -1,0 +1,129 @@
+"""Packed forward passes against plain ones, sequence by sequence, over architectures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lachesis.common.errors import ModelError
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
+from lachesis.train.batch import pack
+from lachesis.train.model import attention
+from lachesis.train.model.forward import plan_forward, target_logprobs
+from tests.tiny import VOCAB_SIZE, tiny_model
+
+PACKED = ["qwen2", "qwen3", "llama", "mistral", "gemma2", "gpt2"]
+PADDED = ["bloom", "mamba"]
+
+
+def random_groups(*, groups: int, samples: int, longest: int, seed: int = 0) -> list[Group]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = lambda n: tuple(torch.randint(3, VOCAB_SIZE, (n,), generator=generator).tolist())  # noqa: E731
+    length = lambda: int(torch.randint(1, longest + 1, (1,), generator=generator))  # noqa: E731
+    made = []
+    for g in range(groups):
+        prompt = tokens(length())
+        drawn = [tokens(length()) for _ in range(samples)]
+        drawn[-1] = drawn[0]  # a group often has the same answer twice
+        made.append(
+            Group(
+                Prompt(str(g), prompt, ""),
+                tuple(
+                    Sample(
+                        prompt, ids, (-1.0,) * len(ids), "stop", VersionSpan(0, 0), advantage=0.5 - i, temperature=0.8
+                    )
+                    for i, ids in enumerate(drawn)
+                ),
+            )
+        )
+    return made
+
+
+def plain_logprobs(model, sample: Sample) -> torch.Tensor:
+    ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+    log_p = (model(input_ids=ids, use_cache=False).logits[0] / sample.temperature).log_softmax(-1)
+    start = len(sample.prompt_ids)
+    return log_p[start - 1 : -1].gather(1, ids[0, start:, None]).squeeze(1)
+
+
+def check_against_plain(model, groups: list[Group], *, max_tokens: int) -> None:
+    expected = {(s.prompt_ids, s.completion_ids): plain_logprobs(model, s) for g in groups for s in g.samples}
+    plan = plan_forward(model, packing="auto")
+    compared = 0
+    for micro in pack(groups, max_tokens=max_tokens, share_prompts=plan.packed).micro_batches:
+        found = target_logprobs(model, micro, plan=plan).logprobs
+        found = found if micro.expand is None else found[micro.expand]
+        targets = micro.targets if micro.expand is None else micro.targets[micro.expand]
+        for row in range(micro.advantages.numel()):
+            ids = tuple(targets[micro.row == row].tolist())
+            candidates = [value for (_, completion), value in expected.items() if completion == ids]
+            errors = [float((found[micro.row == row] - value).abs().max()) for value in candidates]
+            assert min(errors) < 2e-4, (row, ids, errors)
+            compared += 1
+    assert compared == sum(len(group.samples) for group in groups)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("architecture", PACKED + PADDED)
+def test_logprobs_equal_those_of_plain_passes(architecture):
+    model = tiny_model(architecture)
+    check_against_plain(model, random_groups(groups=4, samples=4, longest=9), max_tokens=60)
+    assert plan_forward(model, packing="auto").packed == (architecture in PACKED)
+
+
+def test_the_softcap_that_sdpa_leaves_out_is_applied():
+    model = tiny_model("gemma2", attn_logit_softcapping=0.1)
+    ids = torch.arange(5, 15)[None]
+    model.set_attn_implementation("sdpa")
+    without = model(input_ids=ids).logits
+    model.set_attn_implementation("eager")
+    right = model(input_ids=ids).logits
+    model.set_attn_implementation("sdpa")
+    plan_forward(model, packing="auto")
+    torch.testing.assert_close(model(input_ids=ids).logits, right, rtol=1e-4, atol=1e-4)
+    assert (without - right).abs().max() > 0.01
+
+
+@torch.no_grad()
+def test_many_lengths_are_cut_into_buckets_and_still_right():
+    model = tiny_model("llama", max_position_embeddings=256)
+    groups = random_groups(groups=6, samples=6, longest=90, seed=1)
+    (micro,) = pack(groups, max_tokens=1 << 20).micro_batches
+    assert len(attention.plan_buckets(micro).buckets) > 2
+    check_against_plain(model, groups, max_tokens=1 << 20)
+
+
+def test_generation_is_unchanged_by_the_packed_attention():
+    ids = torch.tensor([[5, 6, 7, 8]])
+    before = tiny_model("mistral").generate(ids, max_new_tokens=8, do_sample=False)
+    model = tiny_model("mistral")
+    plan_forward(model, packing="packed")
+    assert model.generate(ids, max_new_tokens=8, do_sample=False).tolist() == before.tolist()
+
+
+@torch.no_grad()
+def test_left_padding_under_a_softcap_stays_finite():
+    model = tiny_model("gemma2")
+    plan_forward(model, packing="packed")
+    ids, mask = torch.tensor([[0, 0, 7, 8], [5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    padded = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)).logits[0, 2:]
+    torch.testing.assert_close(padded, model(input_ids=ids[:1, 2:]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_whose_attention_cannot_be_replaced_says_so_when_packing_is_asked_for():
+    with pytest.raises(ModelError, match=r"Mamba.*model\.packing: auto"):
+        plan_forward(tiny_model("mamba"), packing="packed")
+
+
+@torch.no_grad()
+def test_attention_that_mixes_sequences_is_found_out(monkeypatch):
+    """The probe would see an attention that ignores segments, and fall back to padded rows."""
+
+    def ignores_segments(module, query, key, value, mask, *, scaling=None, **kwargs):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+
+    monkeypatch.setattr(attention, "packed_attention", ignores_segments)
+    assert not plan_forward(tiny_model("llama"), packing="auto").packed

@@ -1,0 +1,211 @@
+"""Models and tokenizers as people have them: whole, incomplete, or of another kind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import PreTrainedTokenizerFast
+
+from lachesis.common.errors import ModelError
+from lachesis.config.schema import LoraAdapter, ModelConfig, NoAdapter
+from lachesis.train.model.loading import LoadedModel, add_lora, eos_token_ids, load_model, load_tokenizer
+from tests.tiny import EOS, EOS_ID, PAD, PAD_ID, tiny_model, tiny_tokenizer
+
+SaveModel = Callable[..., Path]
+
+
+def config(path: Path, **options) -> ModelConfig:
+    return ModelConfig(path=str(path), device="cpu", **options)
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> SaveModel:
+    """Save a tiny model with its tokenizer; ``without`` are special tokens that the tokenizer lacks."""
+
+    def write(architecture: str = "qwen2", *, without: tuple[str, ...] = (), **overrides) -> Path:
+        directory = tmp_path / architecture
+        tiny_model(architecture, **overrides).save_pretrained(directory)
+        tokenizer_without(*without).save_pretrained(directory)
+        return directory
+
+    return write
+
+
+def tokenizer_without(*names: str) -> PreTrainedTokenizerFast:
+    special = {"pad_token": PAD, "eos_token": EOS}
+    kept = {name: token for name, token in special.items() if name not in names}
+    return PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer().backend_tokenizer, **kept)
+
+
+class TestTokenizer:
+    def test_without_pad_token_the_remedy_names_one_to_take(self, save: SaveModel):
+        path = save("llama", without=("pad_token",))
+        with pytest.raises(ModelError, match="has no pad token") as caught:
+            load_tokenizer(config(path))
+        assert str(path) in caught.value.message
+        assert "model.pad_token" in caught.value.remedy
+        assert repr(EOS) in caught.value.remedy
+
+    def test_without_an_end_token_either_the_remedy_still_says_what_to_do(self, save: SaveModel):
+        with pytest.raises(ModelError, match="has no pad token") as caught:
+            load_tokenizer(config(save("llama", without=("pad_token", "eos_token"))))
+        assert "model.pad_token" in caught.value.remedy
+        assert "None" not in caught.value.remedy
+
+    def test_a_configured_pad_token_is_taken(self, save: SaveModel):
+        tokenizer = load_tokenizer(config(save("llama", without=("pad_token",)), pad_token=EOS))
+        assert tokenizer.pad_token_id == EOS_ID
+
+    def test_a_pad_token_outside_of_the_vocabulary_is_refused(self, save: SaveModel):
+        path = save("llama", without=("pad_token",))
+        with pytest.raises(ModelError, match=r"model.pad_token '<padding>' is not in the vocabulary") as caught:
+            load_tokenizer(config(path, pad_token="<padding>"))
+        assert caught.value.remedy
+
+    def test_another_tokenizer_directory_is_taken(self, save: SaveModel, tmp_path: Path):
+        other = tmp_path / "other"
+        tiny_tokenizer().save_pretrained(other)
+        assert (
+            load_tokenizer(config(save("llama", without=("pad_token",)), tokenizer=str(other))).pad_token_id == PAD_ID
+        )
+
+    @pytest.mark.parametrize("as_file", [False, True], ids=["text", "file"])
+    def test_a_configured_chat_template_replaces_the_tokenizers_own(
+        self, save: SaveModel, tmp_path: Path, as_file: bool
+    ):
+        template = "{% for m in messages %}<{{ m['content'] }}>{% endfor %}"
+        (tmp_path / "chat.jinja").write_text(template)
+        given = str(tmp_path / "chat.jinja") if as_file else template
+        tokenizer = load_tokenizer(config(save(), chat_template=given))
+        assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<hi>"
+
+    def test_a_directory_without_tokenizer_says_where_it_looked(self, tmp_path: Path):
+        tiny_model("llama").save_pretrained(tmp_path)
+        with pytest.raises(ModelError, match="no tokenizer could be loaded from") as caught:
+            load_tokenizer(config(tmp_path))
+        assert str(tmp_path) in caught.value.message
+        assert "model.tokenizer" in caught.value.remedy
+
+
+class TestModel:
+    def test_a_pad_token_that_the_model_has_no_embedding_for_is_refused(self, save: SaveModel):
+        """transformers gives tokenizers of some architectures a pad token of its own, behind the vocabulary."""
+        path = save("qwen2", without=("pad_token",))
+        assert load_tokenizer(config(path)).pad_token_id == tiny_model().config.vocab_size
+        with pytest.raises(ModelError, match="pad token") as caught:
+            load_model(config(path), NoAdapter())
+        assert "model.pad_token" in caught.value.remedy
+
+    def test_a_missing_directory_is_one_clear_error(self, tmp_path: Path):
+        with pytest.raises(ModelError) as caught:
+            load_model(config(tmp_path / "nowhere"), NoAdapter())
+        assert str(tmp_path / "nowhere") in caught.value.message
+        assert "\n" not in str(caught.value)
+        assert caught.value.remedy
+
+    def test_a_directory_with_a_tokenizer_only_has_no_model(self, tmp_path: Path):
+        tiny_tokenizer().save_pretrained(tmp_path)
+        with pytest.raises(ModelError, match="no causal language model could be loaded") as caught:
+            load_model(config(tmp_path), NoAdapter())
+        assert "model.path" in caught.value.remedy
+
+    def test_weights_that_are_cut_off_are_an_error_of_the_model(self, save: SaveModel):
+        path = save()
+        weights = path / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-500])
+        with pytest.raises(ModelError, match="could be loaded") as caught:
+            load_model(config(path), NoAdapter())
+        assert "\n" not in str(caught.value)
+
+    def test_a_config_that_is_no_json_is_an_error_of_the_model(self, save: SaveModel):
+        path = save()
+        (path / "config.json").write_text("{")
+        with pytest.raises(ModelError):
+            load_model(config(path), NoAdapter())
+
+    def test_another_kind_of_model_is_refused(self, save: SaveModel):
+        path = save()
+        settings = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(settings | {"model_type": "t5"}))
+        with pytest.raises(ModelError, match="no causal language model"):
+            load_model(config(path), NoAdapter())
+
+    def test_on_the_cpu_auto_means_float32(self, save: SaveModel):
+        path = save()
+        settings = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
+        assert load_model(config(path), NoAdapter()).transformer.dtype == torch.float32
+        assert load_model(config(path, dtype="bfloat16"), NoAdapter()).transformer.dtype == torch.bfloat16
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_a_gpu_that_is_not_there_is_an_error_with_a_remedy(self, save: SaveModel):
+        with pytest.raises(ModelError, match="torch sees no GPU") as caught:
+            load_model(ModelConfig(path=str(save()), device="cuda"), NoAdapter())
+        assert "model.device: auto" in caught.value.remedy
+
+
+class TestDropout:
+    """Ratios of two passes with different dropout would compare two random networks."""
+
+    @pytest.mark.parametrize(
+        ("architecture", "dropout"),
+        [("gpt2", {"resid_pdrop": 0.5, "attn_pdrop": 0.5, "embd_pdrop": 0.5}), ("qwen2", {"attention_dropout": 0.5})],
+    )
+    def test_a_models_own_dropout_is_off(self, save: SaveModel, architecture: str, dropout: dict[str, float]):
+        model = load_model(config(save(architecture, **dropout)), NoAdapter()).transformer.train()
+        ids = torch.tensor([[5, 9, 13, 20, 33]])
+        with torch.no_grad():
+            first, second = model(ids).logits, model(ids).logits
+        assert (first - second).abs().max() == 0
+
+    def test_the_adapters_dropout_stays_as_configured(self, save: SaveModel):
+        loaded = load_model(config(save("gpt2")), LoraAdapter(r=2, dropout=0.25, targets=["c_attn"]))
+        rates = {module.p for module in loaded.model.modules() if isinstance(module, torch.nn.Dropout)}
+        assert rates == {0.0, 0.25}
+
+
+class TestAdapter:
+    def test_only_the_adapter_is_trained(self, save: SaveModel):
+        loaded = load_model(config(save()), LoraAdapter(r=2))
+        assert isinstance(loaded.model, PeftModel)
+        trained = [name for name, p in loaded.model.named_parameters() if p.requires_grad]
+        assert trained
+        assert all("lora_" in name for name in trained)
+        assert not any("lm_head" in name for name in trained)
+
+    def test_targets_that_match_nothing_name_the_layers_that_there_are(self):
+        with pytest.raises(ModelError, match=r"adapter.targets \['query_key_value'\] match nothing in Qwen2") as caught:
+            add_lora(tiny_model(), LoraAdapter(targets=["query_key_value"]))
+        assert "q_proj" in caught.value.remedy
+        assert "all-linear" in caught.value.remedy
+
+    def test_gradients_reach_the_adapter_through_checkpointed_layers(self, save: SaveModel):
+        loaded = load_model(config(save(), gradient_checkpointing=True), LoraAdapter(r=2))
+        loaded.model.train()
+        loaded.model(torch.tensor([[5, 9, 13]])).logits.sum().backward()
+        gradients = [p.grad for name, p in loaded.model.named_parameters() if "lora_B" in name]
+        assert gradients
+        assert all(grad is not None and grad.abs().sum() > 0 for grad in gradients)
+
+
+class TestEndTokens:
+    def load(self, path: Path) -> LoadedModel:
+        return load_model(config(path), NoAdapter())
+
+    def test_they_are_those_of_the_generation_config_and_the_tokenizer(self, save: SaveModel):
+        path = save()
+        settings = json.loads((path / "generation_config.json").read_text())
+        (path / "generation_config.json").write_text(json.dumps(settings | {"eos_token_id": [7, 5]}))
+        assert eos_token_ids(self.load(path)) == (EOS_ID, 5, 7)
+
+    def test_without_any_a_completion_would_never_end(self, save: SaveModel):
+        path = save("llama", without=("eos_token",), eos_token_id=None)
+        loaded = self.load(path)
+        with pytest.raises(ModelError, match="end token") as caught:
+            eos_token_ids(loaded)
+        assert caught.value.remedy

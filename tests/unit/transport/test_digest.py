@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lachesis.common.errors import EngineError
+from lachesis.transport import digest as module
+from lachesis.transport.digest import digest, digests, from_hex, served_lora_b, to_hex
+
+MODULUS = 1 << 64
+
+
+def by_hand(tensor: torch.Tensor) -> int:
+    """The definition in plain Python."""
+    rows = tensor.flatten(1) if tensor.ndim >= 2 else tensor.reshape(-1, 1)
+    total = 0
+    for index, row in enumerate(rows):
+        data = row.contiguous().view(torch.uint8).numpy().tobytes()
+        width = next(width for width in (8, 4, 2, 1) if len(data) % width == 0)
+        words = [int.from_bytes(data[i : i + width], "little", signed=True) for i in range(0, len(data), width)]
+        total += (2 * index + 1) * sum(words)
+    return total % MODULUS
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 8), (5, 3), (4, 1), (2, 3, 5), (0, 4), (4, 0)])
+def test_a_digest_is_the_weighted_sum_of_rows(dtype, shape):
+    tensor = (random(*shape) * 50).to(dtype)
+    assert digest(tensor) == by_hand(tensor)
+    assert 0 <= digest(tensor) < MODULUS
+
+
+def test_chunks_make_no_difference(monkeypatch):
+    tensors = {"narrow": random(50, 3, dtype=torch.bfloat16), "vector": random(101), "wide": random(50, 4)}
+    whole = digests(tensors)
+    monkeypatch.setattr(module, "_CHUNK_WORDS", 7)
+    assert digests(tensors) == whole
+
+
+def test_large_words_wrap_around():
+    tensor = torch.full((100, 4), torch.iinfo(torch.int64).max)
+    assert digest(tensor) == by_hand(tensor)
+
+
+@pytest.mark.parametrize("columns", [8, 3])
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_views_have_the_digest_of_their_copies(columns, offset):
+    flat = random(200, dtype=torch.bfloat16)
+    misaligned = flat[offset : offset + 5 * columns].view(5, columns)
+    assert digest(misaligned) == digest(misaligned.clone()) == by_hand(misaligned)
+    transposed = random(6, 10).T
+    assert digest(transposed) == by_hand(transposed) != digest(transposed.T)
+    fused = random(12, columns)
+    assert digest(fused[4:8]) == digest(fused[4:8].clone())
+
+
+def test_one_changed_bit_of_any_element_is_seen():
+    tensor = random(4, 6, dtype=torch.bfloat16)
+    before = digest(tensor)
+    for row in range(4):
+        for column in range(6):
+            changed = tensor.clone()
+            changed.view(torch.int16)[row, column] ^= 1
+            assert digest(changed) != before
+
+
+def test_rounding_a_swap_of_rows_and_a_cut_are_seen():
+    tensor = random(6, 4)
+    assert digest(tensor) != digest(tensor.to(torch.bfloat16).float())
+    assert digest(tensor) != digest(tensor[[1, 0, 2, 3, 4, 5]])
+    assert digest(tensor) != digest(tensor[:5])
+    assert digest(tensor) != digest(tensor.double())
+    vector = random(9)
+    assert digest(vector) != digest(vector.flip(0))
+
+
+def test_names_and_order_are_kept():
+    tensors = {"b": random(3, 4, seed=1), "a": random(5, seed=2), "c": torch.tensor(3.0)}
+    found = digests(tensors)
+    assert list(found) == ["b", "a", "c"]
+    assert found == {name: digest(tensor) for name, tensor in tensors.items()}
+    assert digests({}) == {}
+
+
+def test_parameters_that_require_gradients_are_read_as_they_are():
+    parameter = torch.nn.Parameter(random(3, 4))
+    assert digest(parameter) == digest(parameter.detach())
+    assert parameter.grad is None
+
+
+def test_a_meta_tensor_has_no_digest():
+    with pytest.raises(EngineError, match=r"'w' of shape \(3, 4\) is on the meta device") as caught:
+        digests({"w": torch.empty(3, 4, device="meta")})
+    assert caught.value.remedy
+
+
+def test_digests_go_over_the_wire_as_16_hexadecimal_digits():
+    for value in (0, 1, MODULUS - 1, digest(random(4, 4))):
+        text = to_hex(value)
+        assert len(text) == 16
+        assert from_hex(text) == value
+    assert to_hex(-1) == "f" * 16
+    for wrong in ("", "xyz", None):
+        with pytest.raises(EngineError, match="is no digest"):
+            from_hex(wrong)  # type: ignore[arg-type]
+
+
+def test_b_is_scaled_in_the_dtype_of_the_engine():
+    b = random(5, 3)
+    served = served_lora_b(b, scaling=1.7, dtype=torch.bfloat16)
+    assert served.dtype == torch.bfloat16
+    assert torch.equal(served, b.to(torch.bfloat16) * 1.7)
+    assert not torch.equal(served, (b * 1.7).to(torch.bfloat16)), "or the order of rounding would not matter"
