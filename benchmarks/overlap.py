@@ -165,7 +165,7 @@ class Bench:
             bridge=self.side.bridge,
             evaluation=build_evaluation(config, held_out=[], **parts),
             checkpoints=RunCheckpoints(checkpoints, policy=self.policy, feed=feed, every_steps=0),
-            telemetry=Telemetry(hub=hub, reduce=self.policy.backend.reduce, reward_names=self.rewarder.names),
+            telemetry=Telemetry(hub=hub, reduce=self.policy.strategy.reduce, reward_names=self.rewarder.names),
             stop_requested=lambda: False,
         )
         try:

@@ -28,7 +28,7 @@ from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.config.schema import LoraAdapter, NoAdapter, OptimizerConfig
+from lachesis.config.schema import LoraAdapterConfig, NoAdapterConfig, OptimizerConfig
 from lachesis.train.batch import pack
 from lachesis.train.distributed.single import SingleDevice
 from lachesis.train.losses.options import LossOptions
@@ -141,11 +141,11 @@ def our_step(
     if residual:
         keep_residual_in_float32(model)
     float8 = Float8Switch() if matmul == "auto" else compute_in_float8(model, matmul)
-    adapter = LoraAdapter(r=16, alpha=32) if lora else NoAdapter()
-    trained = add_lora(model, adapter) if isinstance(adapter, LoraAdapter) else model
+    adapter = LoraAdapterConfig(r=16, alpha=32) if lora else NoAdapterConfig()
+    trained = add_lora(model, adapter) if isinstance(adapter, LoraAdapterConfig) else model
     policy = Policy(
         LoadedModel(model=trained, transformer=model, tokenizer=None, float8=float8),  # type: ignore[arg-type]
-        backend=SingleDevice(),
+        strategy=SingleDevice(),
         optimizer_builder=partial(
             build_optimizer, config=OptimizerConfig(learning_rate=1e-6), learning_rate=1e-6, total_steps=1000
         ),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from lachesis.common.world import find_world
-from lachesis.config.schema import DistributedConfig, LoraAdapter, OptimizerConfig
+from lachesis.config.schema import DistributedConfig, LoraAdapterConfig, OptimizerConfig
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import Batch, pack
 from lachesis.train.distributed.commands import Build
@@ -31,7 +31,7 @@ from lachesis.train.distributed.leading import LeadingPolicy
 from lachesis.train.distributed.meeting import leaving, open_team, reach_leader
 from lachesis.train.distributed.replicate import Replicate
 from lachesis.train.distributed.single import SingleDevice
-from lachesis.train.distributed.strategy import Backend
+from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.losses.options import LossOptions
 from lachesis.train.losses.reference import ReferenceOptions
 from lachesis.train.model.loading import LoadedModel, add_lora
@@ -93,7 +93,7 @@ GPU_CASES: dict[str, Case] = {
 }
 
 
-def build(case: Case, backend: Backend, *, device: torch.device, make: Any = Policy) -> Policy:
+def build(case: Case, strategy: Strategy, *, device: torch.device, make: Any = Policy) -> Policy:
     """The case's policy, the same on all ranks."""
     model = dict(case.model)
     dtype = getattr(torch, case.dtype)
@@ -103,17 +103,17 @@ def build(case: Case, backend: Backend, *, device: torch.device, make: Any = Pol
         keep_residual_in_float32(transformer)
     if case.checkpointing:
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
-    if not backend.sharded:
+    if not strategy.sharded:
         transformer.to(device)
-    adapted = add_lora(transformer, LoraAdapter(r=4)).to(dtype) if case.lora else transformer
+    adapted = add_lora(transformer, LoraAdapterConfig(r=4)).to(dtype) if case.lora else transformer
     return make(
         LoadedModel(model=adapted, transformer=transformer, tokenizer=tiny_tokenizer()),
-        backend=backend,
+        strategy=strategy,
         optimizer_builder=partial(
             build_sharded_optimizer,
             # As SGD: with AdamW's division a gradient of rounding noise would become a step of full size.
             config=OptimizerConfig(**{"eps": 1.0, "max_grad_norm": 0.5} | dict(case.optimizer)),
-            backend=backend,
+            strategy=strategy,
             learning_rate=1e-2,
             total_steps=10,
         ),
@@ -195,7 +195,7 @@ def main() -> None:
     known = CASES | GPU_CASES
     store = meet(world, limit_s=LIMIT_S)
 
-    def backend_of(case: Case) -> Backend:
+    def backend_of(case: Case) -> Strategy:
         config = DistributedConfig(**dict(case.distributed))
         return Replicate(device) if config.strategy == "replicate" else Fsdp2(device, config)
 

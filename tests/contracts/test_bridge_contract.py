@@ -423,7 +423,7 @@ class TestInProcess:
         transformer = tiny_model()
         return Policy(
             LoadedModel(model=transformer, transformer=transformer, tokenizer=tiny_tokenizer()),
-            backend=SingleDevice(),
+            strategy=SingleDevice(),
             optimizer_builder=partial(build_optimizer, config=OptimizerConfig(), learning_rate=2e-2, total_steps=10),
             options=LossOptions(),
         )

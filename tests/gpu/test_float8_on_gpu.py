@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from lachesis.config.schema import LoraAdapter, ModelConfig, NoAdapter, OptimizerConfig
+from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig, OptimizerConfig
 from lachesis.train.batch import Batch, idle_micro_batch, pack
 from lachesis.train.distributed.single import SingleDevice
 from lachesis.train.losses.options import LossOptions
@@ -51,14 +51,14 @@ def make_policy(
     fields = {"path": str(path), "device": "cuda", "dtype": "bfloat16", "matmul_dtype": scaling, **options}
     torch.manual_seed(0)
     torch.compiler.reset()
-    loaded = load_model(ModelConfig.model_validate(fields), LoraAdapter(r=16) if lora else NoAdapter())
+    loaded = load_model(ModelConfig.model_validate(fields), LoraAdapterConfig(r=16) if lora else NoAdapterConfig())
 
     def optimizer(parameters):
         return build_optimizer(parameters, config=OptimizerConfig(), learning_rate=1e-3, total_steps=20)
 
     return Policy(
         loaded,
-        backend=SingleDevice(),
+        strategy=SingleDevice(),
         optimizer_builder=optimizer,
         options=LossOptions(),
         packing=packing,

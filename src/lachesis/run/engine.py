@@ -191,7 +191,7 @@ def server_command(config: LachesisConfig, *, number: int, model: str | Path, pl
         "--tokenizer": config.model.tokenizer or config.model.path,
         "--adapter-root": place.directory,
     }
-    if isinstance(config.adapter, schema.LoraAdapter) and config.bridge.kind.startswith("lora"):
+    if isinstance(config.adapter, schema.LoraAdapterConfig) and config.bridge.kind.startswith("lora"):
         flags |= {"--enable-lora": True, "--max-lora-rank": config.adapter.r}
     if isinstance(engine, schema.EmbeddedServerConfig):
         flags |= {
@@ -262,18 +262,18 @@ def build_external_bridge(
     }
     timed = common | {"sync_s": config.deadlines.sync_s}
     match kind:
-        case schema.SharedBridge():
+        case schema.SharedBridgeConfig():
             assert shared is not None
             return SharedBridge(engine=engine, weights=shared, pause_mode=kind.pause, **timed), shared
-        case schema.LoraSwapBridge():
+        case schema.LoraSwapBridgeConfig():
             steps = {"keep_last": kind.keep_last, "every_steps": kind.every_steps}
             return LoraSwapBridge(engine=engine, **lora, **steps, **timed), shared
-        case schema.LoraRestartBridge():
+        case schema.LoraRestartBridgeConfig():
             assert owned is not None, "config.rules checks it"
             steps = {"keep_last": kind.keep_last, "every_steps": kind.every_steps, "sync_s": start_s}
             return LoraRestartBridge(owned=owned, **lora, **steps, **common), shared
-        case schema.LoraBroadcastBridge() | schema.BroadcastBridge():
-            adapter_only = isinstance(kind, schema.LoraBroadcastBridge)
+        case schema.LoraBroadcastBridgeConfig() | schema.BroadcastBridgeConfig():
+            adapter_only = isinstance(kind, schema.LoraBroadcastBridgeConfig)
             bridge = BroadcastBridge(
                 engine=engine,
                 source=(lora_source if adapter_only else full_source)(lambda policy: policy.model, whole_of),
@@ -285,15 +285,15 @@ def build_external_bridge(
                 **timed,
             )
             return bridge, shared
-        case schema.RestartBridge():
+        case schema.RestartBridgeConfig():
             assert owned is not None, "config.rules checks it"
             steps = {"keep_last": kind.keep_last, "every_steps": kind.every_steps, "sync_s": start_s}
             command = partial(_serve_checkpoint, config, place)
             return RestartBridge(owned=owned, command=command, **full, **steps, **common), shared
-        case schema.ReloadBridge():
+        case schema.ReloadBridgeConfig():
             steps = {"keep_last": kind.keep_last, "every_steps": kind.every_steps}
             return ReloadBridge(engine=engine, **full, **steps, **timed), shared
-        case schema.InProcessBridge():
+        case schema.InProcessBridgeConfig():
             raise AssertionError("an engine in this process has no server")
         case _:
             assert_never(kind)
@@ -305,14 +305,16 @@ def _serve_checkpoint(config: LachesisConfig, place: RunPlace, server: int, chec
 
 def _engine_weights(config: LachesisConfig, *, engine: HttpEngine, place: RunPlace) -> EngineWeights | None:
     bridge = config.bridge
-    shares_base = isinstance(bridge, schema.LoraSwapBridge | schema.LoraBroadcastBridge) and bridge.share_base
-    if not isinstance(bridge, schema.SharedBridge) and not shares_base:
+    shares_base = (
+        isinstance(bridge, schema.LoraSwapBridgeConfig | schema.LoraBroadcastBridgeConfig) and bridge.share_base
+    )
+    if not isinstance(bridge, schema.SharedBridgeConfig) and not shares_base:
         return None
     return EngineWeights(
         engine.controls[0],
         owner=place.owner,
         export_directory=place.directory,
-        config_path=bridge.config_path if isinstance(bridge, schema.SharedBridge) else None,
+        config_path=bridge.config_path if isinstance(bridge, schema.SharedBridgeConfig) else None,
         takeover=config.engine.kind == "http" and config.engine.takeover,
         limit_s=config.deadlines.sync_s,
     )
@@ -321,7 +323,7 @@ def _engine_weights(config: LachesisConfig, *, engine: HttpEngine, place: RunPla
 def channel_backend(config: LachesisConfig) -> ChannelBackend:
     """How tensors travel: as configured, or by where trainer and engine are."""
     bridge, engine = config.bridge, config.engine
-    assert isinstance(bridge, schema.LoraBroadcastBridge | schema.BroadcastBridge)
+    assert isinstance(bridge, schema.LoraBroadcastBridgeConfig | schema.BroadcastBridgeConfig)
     if bridge.transport != "auto":
         return bridge.transport
     if resolve_device(config.model.device).type == "cpu":

@@ -19,7 +19,7 @@ from lachesis.common.http import server_url
 from lachesis.common.world import World
 from lachesis.config.dialects.atropos_help import help_text
 from lachesis.config.load import LoadedConfig, load_argv
-from lachesis.config.schema import HttpEngineConfig, LachesisConfig, LoraAdapter
+from lachesis.config.schema import HttpEngineConfig, LachesisConfig, LoraAdapterConfig
 from lachesis.metrics.sinks.base import run_paths
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.run.train import Companions, RunSummary, train
@@ -164,7 +164,7 @@ def _serve_command(config: LachesisConfig, *, port: int) -> str:
     words = ["lachesis", "serve", "--model", config.model.path, "--port", str(port)]
     if config.model.dtype != "auto":
         words += ["--dtype", config.model.dtype]
-    if isinstance(config.adapter, LoraAdapter) and config.bridge.kind.startswith("lora"):
+    if isinstance(config.adapter, LoraAdapterConfig) and config.bridge.kind.startswith("lora"):
         words += ["--enable-lora", "--max-lora-rank", str(config.adapter.r)]
     return shlex.join(words)
 

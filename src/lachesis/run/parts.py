@@ -45,7 +45,7 @@ from lachesis.run.options import advantage_function, loss_options, sampling_para
 from lachesis.train.batch import Batch
 from lachesis.train.distributed.single import SingleDevice
 from lachesis.train.distributed.split import pack_for_ranks
-from lachesis.train.distributed.strategy import Backend
+from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.distributed.whole import WholeModel
 from lachesis.train.iterations import RepeatedFeed
 from lachesis.train.losses.custom import load_custom_loss
@@ -126,25 +126,25 @@ def build_policy(
     config: LachesisConfig,
     *,
     weights: WeightSource | None = None,
-    backend: Backend | None = None,
+    strategy: Strategy | None = None,
     make: Callable[..., Policy] = Policy,
 ) -> Policy:
     """Load the model, or attach it to ``weights``, and make it learn.
 
     Args:
-        backend: of several ranks, all of which build; this process alone, if unset.
+        strategy: of several ranks, all of which build; this process alone, if unset.
         make: the policy's class.
     """
-    backend = backend or SingleDevice()
-    loaded = load_model(config.model, config.adapter, weights=weights, on_cpu=backend.sharded)
-    on_gpu = backend.device(loaded.transformer).type == "cuda"
+    strategy = strategy or SingleDevice()
+    loaded = load_model(config.model, config.adapter, weights=weights, on_cpu=strategy.sharded)
+    on_gpu = strategy.device(loaded.transformer).type == "cuda"
     return make(
         loaded,
-        backend=backend,
+        strategy=strategy,
         optimizer_builder=partial(
             build_sharded_optimizer,
             config=config.optimizer,
-            backend=backend,
+            strategy=strategy,
             learning_rate=learning_rate(config),
             total_steps=steps(config),
         ),
@@ -227,7 +227,7 @@ def build_atropos_feed(
     Raises:
         EngineError: the API does not answer.
     """
-    assert isinstance(config.source, schema.AtroposSource)
+    assert isinstance(config.source, schema.AtroposSourceConfig)
     source = build_atropos_source(
         config,
         conversion=Conversion(
@@ -303,7 +303,7 @@ def build_source(
     config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
 ) -> RolloutSource:
     """Prompts of a dataset, and completions by the engine or by a function of the user."""
-    assert isinstance(config.source, schema.LocalSource)
+    assert isinstance(config.source, schema.LocalSourceConfig)
     common: dict[str, Any] = {
         "stream": PromptStream(problems, seed=config.run.seed, shuffle=config.data.shuffle),
         "engine": engine,
@@ -362,7 +362,7 @@ def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Polic
     algorithm = config.algorithm
     return pack_for_ranks(
         groups,
-        ranks=policy.backend.world_size,
+        ranks=policy.strategy.world_size,
         max_tokens=config.batch.max_tokens_per_microbatch,
         max_rows=config.batch.micro_batch_size,
         skip_zero_advantage=algorithm.skip_zero_advantage and policy.ignores_zero_advantage,

@@ -24,7 +24,7 @@ from lachesis.train.distributed.group import join, meet, rank_device
 from lachesis.train.distributed.leading import LeadingPolicy
 from lachesis.train.distributed.meeting import leaving, open_team, reach_leader
 from lachesis.train.distributed.replicate import Replicate
-from lachesis.train.distributed.strategy import Backend
+from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.distributed.team import Team
 from lachesis.train.model.attach import WeightSource
 from lachesis.train.policy import Policy
@@ -90,13 +90,13 @@ def _build(world: World, store: dist.Store, data: Mapping[str, Any]) -> tuple[Po
 def _build_policy(
     config: LachesisConfig, world: World, store: dist.Store, *, make: Callable[..., Policy] = Policy
 ) -> Policy:
-    backend = _join(world, store, config)
+    strategy = _join(world, store, config)
     torch.manual_seed(config.run.seed)  # adapters begin alike on all ranks
-    return build_policy(config, backend=backend, make=make)
+    return build_policy(config, strategy=strategy, make=make)
 
 
-def _join(world: World, store: dist.Store, config: LachesisConfig) -> Backend:
-    """The backend over the group of all ranks, which is made here."""
+def _join(world: World, store: dist.Store, config: LachesisConfig) -> Strategy:
+    """The strategy over the group of all ranks, which is made here."""
     device = rank_device(world, wanted=config.model.device)
     join(world, store, device=device, limit_s=config.deadlines.ranks_s)
     if config.distributed.strategy == "replicate":

@@ -170,7 +170,7 @@ def _common_options(config: schema.LachesisConfig, *, arguments: Sequence[str]) 
         adapter_roots=(run_directory.absolute(),),
         arguments=tuple(arguments),
     )
-    if isinstance(config.adapter, schema.LoraAdapter) and config.bridge.kind.startswith("lora"):
+    if isinstance(config.adapter, schema.LoraAdapterConfig) and config.bridge.kind.startswith("lora"):
         return replace(common, enable_lora=True, max_lora_rank=config.adapter.r)
     return common
 

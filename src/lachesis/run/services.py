@@ -29,7 +29,7 @@ from lachesis.config.dialects import ManagedEngine
 from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.schema import (
     ApiServiceConfig,
-    AtroposSource,
+    AtroposSourceConfig,
     EmbeddedEngineConfig,
     EnvironmentServiceConfig,
     LachesisConfig,
@@ -158,7 +158,7 @@ class Services:
             DeadlineExceeded: the API does not answer in time.
         """
         config, logs = self._config, Path(os.path.abspath(run_dir)) / "logs"
-        assert isinstance(config.source, AtroposSource), "check_services saw to it"
+        assert isinstance(config.source, AtroposSourceConfig), "check_services saw to it"
         self._supervisor = threading.Thread(target=self._supervise, name="lachesis-services", daemon=True)
         self._supervisor.start()
         if config.services.api is not None:
@@ -293,7 +293,7 @@ def load_words(asked: Invocation) -> LoadedConfig:
 
 def check_services(config: LachesisConfig) -> None:
     """Raise ConfigError or EngineError for what can be known to fail before anything is started."""
-    if not isinstance(config.source, AtroposSource):
+    if not isinstance(config.source, AtroposSourceConfig):
         raise ConfigError(
             f"`lachesis run` is for environments, and source.kind is {config.source.kind}",
             remedy="use `lachesis train`, or set source.kind: atropos",
@@ -320,7 +320,7 @@ def check_services(config: LachesisConfig) -> None:
 
 def api_command(config: LachesisConfig, api: ApiServiceConfig, *, state_dir: Path) -> list[str]:
     """``lachesis run-api`` with the flags of its section: strict, and with its state in the run directory."""
-    assert isinstance(config.source, AtroposSource)
+    assert isinstance(config.source, AtroposSourceConfig)
     place = urlsplit(config.source.url)
     tokenizer = config.model.tokenizer or config.model.path
     flags: dict[str, object] = {
@@ -339,7 +339,7 @@ def api_command(config: LachesisConfig, api: ApiServiceConfig, *, state_dir: Pat
 
 def environment_command(config: LachesisConfig, environment: EnvironmentServiceConfig) -> list[str]:
     """``lachesis env NAME serve`` with the addresses of API and engine, unless its own flags say otherwise."""
-    assert isinstance(config.source, AtroposSource)
+    assert isinstance(config.source, AtroposSourceConfig)
     given = {arg.partition("=")[0].replace("-", "_") for arg in environment.args if arg.startswith("--")}
     flags = {
         "--env.rollout_server_url": config.source.url,

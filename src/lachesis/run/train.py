@@ -179,7 +179,7 @@ def build_trainer(
     policy = parts.policy
     telemetry = Telemetry(
         hub=hub,
-        reduce=policy.backend.reduce,
+        reduce=policy.strategy.reduce,
         reward_names=parts.reward_names,
         device_memory=_device_memory if policy.device.type == "cuda" else None,
     )
@@ -296,7 +296,7 @@ def run_to_end(
 
 def save_policy(policy: Policy, directory: Path) -> None:
     """Save the model, or the adapter alone where it has one, and the tokenizer."""
-    weights = policy.weights(frozen=policy.model is policy.transformer) if policy.backend.sharded else None
+    weights = policy.weights(frozen=policy.model is policy.transformer) if policy.strategy.sharded else None
     save_model(policy.model, policy.loaded.tokenizer, directory, weights=weights)
 
 

@@ -1,4 +1,4 @@
-"""THE loop. What a bridge, a source, an engine or a backend is, it does not know."""
+"""THE loop. What a bridge, a source, an engine or a strategy is, it does not know."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum
 from lachesis.train.batch import Batch, MicroBatch, idle_micro_batch
 from lachesis.train.canary import CanaryReader
-from lachesis.train.distributed.strategy import Backend
+from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss, require_token_correction
@@ -53,7 +53,7 @@ class Policy:
 
     Args:
         loaded: model, tokenizer and adapter.
-        backend: how the model is placed and sharded.
+        strategy: how the model is placed and sharded.
         optimizer_builder: makes the optimizer.
         options: the loss.
         packing: as ``model.packing``.
@@ -69,7 +69,7 @@ class Policy:
         self,
         loaded: LoadedModel,
         *,
-        backend: Backend,
+        strategy: Strategy,
         optimizer_builder: OptimizerBuilder,
         options: LossOptions,
         packing: Packing = "auto",
@@ -83,7 +83,7 @@ class Policy:
         self.transformer = loaded.transformer
         self.options = options
         self.custom_loss = custom_loss
-        self.backend = backend
+        self.strategy = strategy
         # Dropout (an adapter's) and float8 are for the loss only: probes, canary and engine see the network as it is.
         self.model.eval()
         needs_reference = options.beta > 0 or (custom_loss is not None and custom_loss.needs_reference)
@@ -92,17 +92,17 @@ class Policy:
         second = second_model(loaded, kl_reference)
         for model in (self.transformer, second):
             if model is not None:
-                backend.place(model)
-        self.device = backend.device(self.transformer)
+                strategy.place(model)
+        self.device = strategy.device(self.transformer)
         self.plan: ForwardPlan = plan_forward(self.transformer, packing=packing, device=self.device)
         self.reference = (
             build_reference(loaded, plan=self.plan, options=kl_reference, second=second) if kl_reference else None
         )
         if compile_layers:
-            backend.compile(self.transformer)
+            strategy.compile(self.transformer)
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = optimizer_builder(trained)
-        self._canary = CanaryReader(self.transformer, plan=self.plan, device=self.device, capture=not backend.sharded)
+        self._canary = CanaryReader(self.transformer, plan=self.plan, device=self.device, capture=not strategy.sharded)
         self._old = OldLogprobStore()
 
     @property
@@ -143,7 +143,7 @@ class Policy:
             TrainingError: the gradient is not finite; the weights are as before.
         """
         rate = self.optimizer.learning_rate
-        self.backend.sum_gradients([p for p in self.model.parameters() if p.requires_grad])
+        self.strategy.sum_gradients([p for p in self.model.parameters() if p.requires_grad])
         norm = self.optimizer.step()
         self.optimizer.zero_grad()
         if self.reference is not None:
@@ -170,12 +170,12 @@ class Policy:
 
     def whole(self, parameter: Tensor) -> Tensor:
         """All of a parameter of the model, also where it is sharded over ranks; not to be written to."""
-        return self.backend.whole(parameter.detach())
+        return self.strategy.whole(parameter.detach())
 
     def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
         """Every trained tensor, whole, by name; with ``frozen`` all others too. On the CPU where they are sharded."""
         chosen = {name: p for name, p in self.model.named_parameters() if frozen or p.requires_grad}
-        if not self.backend.sharded:
+        if not self.strategy.sharded:
             return {name: parameter.detach() for name, parameter in chosen.items()}
         return {name: self.whole(parameter).cpu() for name, parameter in chosen.items()}
 
@@ -184,7 +184,7 @@ class Policy:
         """The reverse of :meth:`weights`. In place: an engine may share the storage."""
         own = dict(self.model.named_parameters())
         for name, tensor in tensors.items():
-            own[name].copy_(self.backend.spread(own[name], tensor))
+            own[name].copy_(self.strategy.spread(own[name], tensor))
 
     def optimizer_state(self) -> dict[str, Any]:
         """What a checkpoint has of the optimizer, its schedule included."""
@@ -197,7 +197,7 @@ class Policy:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beyond weights and optimizer: the reference, and old logprobs in use."""
         reference = {} if self.reference is None else self.reference.state_dict()
-        whole = {name: self.backend.whole(tensor) for name, tensor in reference.items()}
+        whole = {name: self.strategy.whole(tensor) for name, tensor in reference.items()}
         return {"reference": whole, "old_logprobs": self._old.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,7 +207,7 @@ class Policy:
             CheckpointError: it is of another reference.
         """
         if self.reference is not None:
-            load_reference(self.reference, state["reference"], spread=self.backend.spread)
+            load_reference(self.reference, state["reference"], spread=self.strategy.spread)
         self._old.load_state_dict(state["old_logprobs"])
 
     def _passes(self, batch: Batch) -> list[MicroBatch]:
@@ -216,18 +216,18 @@ class Policy:
         Which rows are left out for want of an advantage is each rank's own affair; how many passes
         all of them take part in is decided together, before the first collective.
         """
-        passes = self.backend.max_count(len(batch.micro_batches))
+        passes = self.strategy.max_count(len(batch.micro_batches))
         return [*batch.micro_batches, *(idle_micro_batch() for _ in range(passes - len(batch.micro_batches)))]
 
     @torch.no_grad()
     def _count(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> StepCounts:
         """With an entropy quantile this takes a first pass: the quantile is one of all tokens of the step."""
-        num_sequences, num_tokens = self.backend.sum_counts(batch.num_sequences, batch.num_tokens)
+        num_sequences, num_tokens = self.strategy.sum_counts(batch.num_sequences, batch.num_tokens)
         counts = StepCounts(num_sequences, num_tokens)
         if self.options.top_entropy_quantile == 1 or not micro_batches:
             return counts
         own = torch.cat([self._scores(micro.to(self.device)).entropies for micro in micro_batches])
-        entropies = self.backend.gather_values(own)
+        entropies = self.strategy.gather_values(own)
         top = self.options.top_entropy_quantile
         threshold = high_entropy_threshold(entropies, mask=torch.ones_like(entropies), top_quantile=top)
         reached = float((entropies >= threshold).sum())

@@ -20,7 +20,7 @@ from lachesis.bridges.proof import SyncProof
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
 from lachesis.common.types import CanaryReading
-from lachesis.config.schema import LoraAdapter
+from lachesis.config.schema import LoraAdapterConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import DigestReading, ServerControl, ServerInfo
 from lachesis.engines.serving.served import ModelInfo, ReceiverSpec, ReceiverStatus, Refused
@@ -45,7 +45,7 @@ class FakePolicy:
         transformer = tiny_model()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            self.model: Any = add_lora(transformer, LoraAdapter(r=4)) if lora else transformer
+            self.model: Any = add_lora(transformer, LoraAdapterConfig(r=4)) if lora else transformer
         self.transformer = transformer
         self._generator = torch.Generator().manual_seed(1)
         self.step()

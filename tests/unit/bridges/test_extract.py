@@ -17,7 +17,7 @@ from lachesis.bridges.extract import (
     tensor_list,
 )
 from lachesis.common.errors import ModelError
-from lachesis.config.schema import LoraAdapter
+from lachesis.config.schema import LoraAdapterConfig
 from lachesis.train.model.loading import add_lora
 from lachesis.transport.digest import digest
 from tests.tiny import tiny_model
@@ -103,7 +103,7 @@ class TestAdapter:
         assert (found[f"{Q}.lora_A.weight"] == 3.0).all()
 
     def test_the_spec_says_rank_alpha_and_targets(self):
-        model = add_lora(tiny_model(), LoraAdapter(r=4, alpha=6, targets=["q_proj", "down_proj"]))
+        model = add_lora(tiny_model(), LoraAdapterConfig(r=4, alpha=6, targets=["q_proj", "down_proj"]))
         spec = lora_spec(model, name="mine")
         assert (spec.r, spec.alpha, spec.rslora, spec.name) == (4, 6.0, False, "mine")
         assert spec.target_modules == ("down_proj", "q_proj")

@@ -14,7 +14,7 @@ from lachesis.bridges.engine_weights import EngineWeights
 from lachesis.bridges.proof import SyncProof
 from lachesis.bridges.shared import SharedBridge
 from lachesis.common.errors import ConfigError, EngineError, ModelError, StaleWeights, TrainingError
-from lachesis.config.schema import LoraAdapter, ModelConfig
+from lachesis.config.schema import LoraAdapterConfig, ModelConfig
 from lachesis.engines.http.control import ServerInfo
 from lachesis.engines.serving.served import ModelInfo
 from lachesis.train.model.attach import attached_transformer
@@ -328,7 +328,7 @@ class TestBridge:
 def test_an_adapter_on_a_shared_base_leaves_the_engines_weights_alone(server, engine_model, tmp_path):
     weights, transformer = opened(server, engine_model, tmp_path)
     before = digests(dict(engine_model.named_parameters()))
-    model = add_lora(transformer, LoraAdapter(r=4))
+    model = add_lora(transformer, LoraAdapterConfig(r=4))
     weights.check_attached()
     trained = [p for p in model.parameters() if p.requires_grad]
     model(input_ids=TOKENS).logits.square().mean().backward()

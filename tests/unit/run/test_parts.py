@@ -107,7 +107,7 @@ def test_old_logprobs_are_the_trainers_where_the_sampler_is_corrected_for(
     built = config({"path": "train.jsonl"}, algorithm={"sampler_correction": correction},
                    pipeline={"replay_size": 4, "replay_recompute_logps": recompute})  # fmt: skip
     policy: Any = SimpleNamespace(
-        ignores_zero_advantage=False, plan=SimpleNamespace(packed=True), backend=SingleDevice()
+        ignores_zero_advantage=False, plan=SimpleNamespace(packed=True), strategy=SingleDevice()
     )
     silent = group("1", (0.0, 0.0))
     for replaces, expected in ((None, fresh), (silent, replayed)):

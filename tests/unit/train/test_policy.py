@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, VersionSpan
-from lachesis.config.schema import LoraAdapter, OptimizerConfig
+from lachesis.config.schema import LoraAdapterConfig, OptimizerConfig
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import pack
 from lachesis.train.distributed.single import SingleDevice
-from lachesis.train.distributed.strategy import Backend
+from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.losses.options import LossOptions
 from lachesis.train.losses.reference import ReferenceOptions
@@ -35,7 +35,7 @@ def make_policy(
     lora: bool = False,
     architecture: str = "qwen2",
     loaded: LoadedModel | None = None,
-    backend: Backend | None = None,
+    strategy: Strategy | None = None,
     reference: ReferenceOptions | None = None,
     custom_loss: CustomLoss | None = None,
 ) -> Policy:
@@ -43,11 +43,11 @@ def make_policy(
         # float64, so that a difference is one of the mathematics and not of rounding.
         transformer = tiny_model(architecture).double()
         torch.manual_seed(0)
-        model = add_lora(transformer, LoraAdapter(r=4)).double() if lora else transformer
+        model = add_lora(transformer, LoraAdapterConfig(r=4)).double() if lora else transformer
         loaded = LoadedModel(model=model, transformer=transformer, tokenizer=tiny_tokenizer())
     return Policy(
         loaded,
-        backend=backend or SingleDevice(),
+        strategy=strategy or SingleDevice(),
         optimizer_builder=partial(
             # SGD-like: with AdamW's division a gradient of rounding noise would become a step of full size.
             build_optimizer,
@@ -224,7 +224,7 @@ def test_a_rank_without_advantages_takes_part_in_every_pass_of_the_others(beta: 
     silent = without_advantage(random_groups(groups=2, samples=3, longest=6))
     batch = pack(silent, max_tokens=100, skip_zero_advantage=True)
     assert batch.micro_batches == ()
-    policy = make_policy(options=options, backend=(backend := BusierRank(micro_batches=2)), lora=True)
+    policy = make_policy(options=options, strategy=(strategy := BusierRank(micro_batches=2)), lora=True)
     backward, forward = [], []
     policy.transformer.base_model.register_forward_hook(lambda module, args, output: forward.append(module))
     for parameter in policy.model.parameters():
@@ -232,7 +232,7 @@ def test_a_rank_without_advantages_takes_part_in_every_pass_of_the_others(beta: 
             parameter.register_hook(lambda grad: backward.append(float(grad.abs().max())))
             break
     metrics = reduce_metrics(policy.accumulate(batch))
-    assert backend.asked == [0]
+    assert strategy.asked == [0]
     assert len(forward) == 2 * (1 + (beta > 0) + (quantile < 1)), "policy, reference and entropy passes"
     assert len(backward) == 2
     assert set(backward) == {0.0}
@@ -244,7 +244,7 @@ def test_a_rank_without_advantages_takes_part_in_every_pass_of_the_others(beta: 
 def test_idle_passes_change_no_gradient():
     groups = random_groups(groups=2, samples=3, longest=6)
     alone, _ = parameters_after_step(make_policy(options=LossOptions()), groups, max_tokens=30)
-    busy = make_policy(options=LossOptions(), backend=BusierRank(micro_batches=9))
+    busy = make_policy(options=LossOptions(), strategy=BusierRank(micro_batches=9))
     found, metrics = parameters_after_step(busy, groups, max_tokens=30)
     assert torch.equal(found, alone)
     assert metrics["mean_ratio"] > 0
@@ -277,7 +277,7 @@ def test_the_entropy_quantile_is_one_of_all_ranks():
     groups = random_groups(groups=2, samples=3, longest=6)
     options = LossOptions(loss_type="dapo", top_entropy_quantile=0.5)
     batch = pack(groups, max_tokens=100)
-    policy = make_policy(options=options, backend=Twin())
+    policy = make_policy(options=options, strategy=Twin())
     counts = policy._count(batch, batch.micro_batches)
     assert counts.num_high_entropy_tokens == batch.num_tokens, "the upper half of all is the whole of this rank"
     alone = make_policy(options=options)._count(batch, batch.micro_batches)

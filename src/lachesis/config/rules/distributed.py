@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.schema import LachesisConfig, LoraBroadcastBridge, LoraSwapBridge, SharedBridge
+from lachesis.config.schema import LachesisConfig, LoraBroadcastBridgeConfig, LoraSwapBridgeConfig, SharedBridgeConfig
 
 # Their states are of whole tensors, rows and columns or blocks, which parts of a tensor have not.
 _WHOLE_TENSOR_OPTIMIZERS = ("adamw_8bit", "adafactor")
@@ -16,12 +16,12 @@ def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
         ConfigError: it cannot.
     """
     bridge, distributed = config.bridge, config.distributed
-    if isinstance(bridge, SharedBridge):
+    if isinstance(bridge, SharedBridgeConfig):
         raise ConfigError(
             f"bridge.kind shared_vllm has one copy of the weights, in the engine's memory, and {ranks} devices train",
             remedy="set bridge.kind: broadcast (or lora_nccl, lora_only with an adapter)",
         )
-    if isinstance(bridge, LoraSwapBridge | LoraBroadcastBridge) and bridge.share_base:
+    if isinstance(bridge, LoraSwapBridgeConfig | LoraBroadcastBridgeConfig) and bridge.share_base:
         raise ConfigError(
             f"bridge.share_base builds the model on one engine's memory, and {ranks} devices train",
             remedy="set bridge.share_base: false",

@@ -11,21 +11,21 @@ from pydantic import Field
 from lachesis.config.schema.base import Section
 from lachesis.config.schema.engines import (
     BridgeConfig,
-    BroadcastBridge,
+    BroadcastBridgeConfig,
     EmbeddedEngineConfig,
     EmbeddedServerConfig,
     EngineConfig,
     HttpEngineConfig,
-    InProcessBridge,
-    LoraBroadcastBridge,
-    LoraRestartBridge,
-    LoraSwapBridge,
-    ReloadBridge,
-    RestartBridge,
-    SharedBridge,
+    InProcessBridgeConfig,
+    LoraBroadcastBridgeConfig,
+    LoraRestartBridgeConfig,
+    LoraSwapBridgeConfig,
+    ReloadBridgeConfig,
+    RestartBridgeConfig,
+    SharedBridgeConfig,
     VllmEngineConfig,
 )
-from lachesis.config.schema.model import AdapterConfig, LoraAdapter, ModelConfig, NoAdapter, RunConfig
+from lachesis.config.schema.model import AdapterConfig, LoraAdapterConfig, ModelConfig, NoAdapterConfig, RunConfig
 from lachesis.config.schema.pipeline import PipelineConfig
 from lachesis.config.schema.process import (
     CheckpointConfig,
@@ -36,10 +36,10 @@ from lachesis.config.schema.process import (
     WandbConfig,
 )
 from lachesis.config.schema.rollouts import (
-    AtroposSource,
+    AtroposSourceConfig,
     DataConfig,
     DatasetConfig,
-    LocalSource,
+    LocalSourceConfig,
     RewardsConfig,
     SamplingConfig,
     SourceConfig,
@@ -51,10 +51,10 @@ __all__ = [
     "AdapterConfig",
     "AlgorithmConfig",
     "ApiServiceConfig",
-    "AtroposSource",
+    "AtroposSourceConfig",
     "BatchConfig",
     "BridgeConfig",
-    "BroadcastBridge",
+    "BroadcastBridgeConfig",
     "CheckpointConfig",
     "DataConfig",
     "DatasetConfig",
@@ -66,26 +66,26 @@ __all__ = [
     "EnvironmentServiceConfig",
     "EvaluationConfig",
     "HttpEngineConfig",
-    "InProcessBridge",
+    "InProcessBridgeConfig",
     "LachesisConfig",
-    "LocalSource",
+    "LocalSourceConfig",
     "LoggingConfig",
-    "LoraAdapter",
-    "LoraBroadcastBridge",
-    "LoraRestartBridge",
-    "LoraSwapBridge",
+    "LoraAdapterConfig",
+    "LoraBroadcastBridgeConfig",
+    "LoraRestartBridgeConfig",
+    "LoraSwapBridgeConfig",
     "ModelConfig",
-    "NoAdapter",
+    "NoAdapterConfig",
     "OptimizerConfig",
     "PipelineConfig",
-    "ReloadBridge",
-    "RestartBridge",
+    "ReloadBridgeConfig",
+    "RestartBridgeConfig",
     "RewardsConfig",
     "RunConfig",
     "SamplingConfig",
     "Section",
     "ServicesConfig",
-    "SharedBridge",
+    "SharedBridgeConfig",
     "SourceConfig",
     "VllmEngineConfig",
     "WandbConfig",
@@ -97,13 +97,13 @@ class LachesisConfig(Section):
 
     run: RunConfig
     model: ModelConfig
-    adapter: AdapterConfig = Field(default_factory=NoAdapter)
+    adapter: AdapterConfig = Field(default_factory=NoAdapterConfig)
     data: DataConfig = Field(default_factory=DataConfig)
-    source: SourceConfig = Field(default_factory=LocalSource)
+    source: SourceConfig = Field(default_factory=LocalSourceConfig)
     rewards: RewardsConfig = Field(default_factory=RewardsConfig)
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
     engine: EngineConfig = Field(default_factory=EmbeddedEngineConfig)
-    bridge: BridgeConfig = Field(default_factory=InProcessBridge)
+    bridge: BridgeConfig = Field(default_factory=InProcessBridgeConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)

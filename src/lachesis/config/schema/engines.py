@@ -90,13 +90,13 @@ class BridgeSection(Section):
     proof: bool = Field(default=True, description="Prove after each update that the engine has the trainer's weights.")
 
 
-class InProcessBridge(BridgeSection):
+class InProcessBridgeConfig(BridgeSection):
     """The engine generates with the trainer's own parameters: nothing is transferred, all is proved."""
 
     kind: Literal["in_process"] = "in_process"
 
 
-class SharedBridge(BridgeSection):
+class SharedBridgeConfig(BridgeSection):
     """Single copy: the trainer's parameters are the engine's own tensors, in another process."""
 
     kind: Literal["shared_vllm"] = "shared_vllm"
@@ -111,7 +111,7 @@ class SharedBridge(BridgeSection):
     )
 
 
-class LoraSwapBridge(BridgeSection):
+class LoraSwapBridgeConfig(BridgeSection):
     """The adapter is saved and swapped into the running engine."""
 
     kind: Literal["lora_only"] = "lora_only"
@@ -122,7 +122,7 @@ class LoraSwapBridge(BridgeSection):
     )
 
 
-class LoraRestartBridge(BridgeSection):
+class LoraRestartBridgeConfig(BridgeSection):
     """The engine is restarted with the new adapter; `lora_only` does the same without the restart."""
 
     kind: Literal["lora_restart"] = "lora_restart"
@@ -130,7 +130,7 @@ class LoraRestartBridge(BridgeSection):
     keep_last: PositiveInt = Field(default=2, description="Saved adapters kept; older ones are deleted.")
 
 
-class LoraBroadcastBridge(BridgeSection):
+class LoraBroadcastBridgeConfig(BridgeSection):
     """LoRA tensors are sent straight into the engine, nothing touches the disk."""
 
     kind: Literal["lora_nccl"] = "lora_nccl"
@@ -147,7 +147,7 @@ class LoraBroadcastBridge(BridgeSection):
     )
 
 
-class BroadcastBridge(BridgeSection):
+class BroadcastBridgeConfig(BridgeSection):
     """All weights (LoRA merged into them) are sent straight into the engine."""
 
     kind: Literal["broadcast"] = "broadcast"
@@ -161,7 +161,7 @@ class BroadcastBridge(BridgeSection):
     )
 
 
-class RestartBridge(BridgeSection):
+class RestartBridgeConfig(BridgeSection):
     """A checkpoint is written and the engine restarted on it."""
 
     kind: Literal["none"] = "none"
@@ -169,7 +169,7 @@ class RestartBridge(BridgeSection):
     keep_last: PositiveInt = Field(default=1, description="Exported checkpoints kept besides the one being served.")
 
 
-class ReloadBridge(BridgeSection):
+class ReloadBridgeConfig(BridgeSection):
     """A checkpoint is written and loaded into the running engine."""
 
     kind: Literal["reload"] = "reload"
@@ -178,13 +178,13 @@ class ReloadBridge(BridgeSection):
 
 
 BridgeConfig = Annotated[
-    InProcessBridge
-    | SharedBridge
-    | LoraSwapBridge
-    | LoraRestartBridge
-    | LoraBroadcastBridge
-    | BroadcastBridge
-    | RestartBridge
-    | ReloadBridge,
+    InProcessBridgeConfig
+    | SharedBridgeConfig
+    | LoraSwapBridgeConfig
+    | LoraRestartBridgeConfig
+    | LoraBroadcastBridgeConfig
+    | BroadcastBridgeConfig
+    | RestartBridgeConfig
+    | ReloadBridgeConfig,
     Field(discriminator="kind"),
 ]

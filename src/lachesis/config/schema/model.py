@@ -79,13 +79,13 @@ class ModelConfig(Section):
     )
 
 
-class NoAdapter(Section):
+class NoAdapterConfig(Section):
     """Full fine-tuning."""
 
     kind: Literal["none"] = "none"
 
 
-class LoraAdapter(Section):
+class LoraAdapterConfig(Section):
     """LoRA through peft; saved as a standard adapter."""
 
     kind: Literal["lora"] = "lora"
@@ -100,4 +100,4 @@ class LoraAdapter(Section):
     )
 
 
-AdapterConfig = Annotated[NoAdapter | LoraAdapter, Field(discriminator="kind")]
+AdapterConfig = Annotated[NoAdapterConfig | LoraAdapterConfig, Field(discriminator="kind")]

@@ -74,7 +74,7 @@ class DataConfig(Section):
     )
 
 
-class LocalSource(Section):
+class LocalSourceConfig(Section):
     """Prompts from a dataset, completions from the engine, rewards from Python functions."""
 
     kind: Literal["local"] = "local"
@@ -85,7 +85,7 @@ class LocalSource(Section):
     )
 
 
-class AtroposSource(Section):
+class AtroposSourceConfig(Section):
     """Scored groups that environments push to a rollout API; `data` and `rewards` are for held-out problems only."""
 
     kind: Literal["atropos"] = "atropos"
@@ -108,7 +108,7 @@ class AtroposSource(Section):
     )
 
 
-SourceConfig = Annotated[LocalSource | AtroposSource, Field(discriminator="kind")]
+SourceConfig = Annotated[LocalSourceConfig | AtroposSourceConfig, Field(discriminator="kind")]
 
 
 class RewardsConfig(Section):

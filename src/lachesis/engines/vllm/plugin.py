@@ -35,11 +35,11 @@ class LachesisPlugin:
         Raises:
             LachesisError: the engine cannot be served as it was started. vLLM then ends.
         """
-        from lachesis.engines.vllm.served import VllmEngine
+        from lachesis.engines.vllm.served import ServedVllm
 
         roots = adapter_roots(os.environ.get(ROOTS_VARIABLE))
         session = new_session(host=args.host or "0.0.0.0", port=args.port, adapter_roots=roots)
-        served = VllmEngine(
+        served = ServedVllm(
             engine_client, model=args.model, served_names=args.served_model_name or [args.model], session=session
         )
         await served.start()

@@ -38,7 +38,7 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.2
 _ARRIVAL_S = 0.05
 
 
-class VllmEngine:
+class ServedVllm:
     """A running vLLM, in one server process.
 
     Args:

@@ -15,8 +15,7 @@ from lachesis.common.attended import Watch
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, DeadlineExceeded, StopRequested
 from lachesis.common.types import Group
-from lachesis.config.schema import AtroposSource as AtroposSection
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import AtroposSourceConfig, LachesisConfig
 from lachesis.rollouts.atropos.client import (
     Delivery,
     NotRegistered,
@@ -308,7 +307,7 @@ def build_atropos_source(
         EngineError: it does not answer.
     """
     section = config.source
-    assert isinstance(section, AtroposSection), "of source.kind atropos"
+    assert isinstance(section, AtroposSourceConfig), "of source.kind atropos"
     steps = config.run.steps
     assert steps is not None, "config.rules checks it"
     every, wandb = config.checkpoint.every_steps, config.logging.wandb

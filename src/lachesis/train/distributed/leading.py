@@ -45,7 +45,7 @@ class LeadingPolicy(Policy):
             return super().step()
 
     def canary(self, token_ids: Sequence[int]) -> list[float]:
-        if not self.backend.sharded:
+        if not self.strategy.sharded:
             return super().canary(token_ids)
         with self._team.together("reading the canary", commands.Canary(tuple(token_ids))):
             return super().canary(token_ids)
@@ -58,7 +58,7 @@ class LeadingPolicy(Policy):
         return replace(batch, micro_batches=tuple(collect(parts)))
 
     def whole(self, parameter: Tensor) -> Tensor:
-        if not self.backend.sharded:
+        if not self.strategy.sharded:
             return super().whole(parameter)
         name = self._names[id(parameter)]
         with self._team.together(f"gathering {name}", commands.GatherParameter(name)):
@@ -69,13 +69,13 @@ class LeadingPolicy(Policy):
             super().load_weights(tensors)
 
     def optimizer_state(self) -> dict[str, Any]:
-        if not self.backend.sharded:
+        if not self.strategy.sharded:
             return super().optimizer_state()
         with self._team.together("gathering the optimizer's state", commands.GatherOptimizer()):
             return super().optimizer_state()
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        told = {**state, "parts": _shapes(state["parts"])} if self.backend.sharded else state
+        told = {**state, "parts": _shapes(state["parts"])} if self.strategy.sharded else state
         with self._team.together("loading the optimizer's state", commands.LoadOptimizer(told)):
             super().load_optimizer_state(state)
 

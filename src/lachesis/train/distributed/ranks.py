@@ -1,4 +1,4 @@
-"""What backends of several ranks have in common: sums and counts over all of them."""
+"""What strategies of several ranks have in common: sums and counts over all of them."""
 
 from __future__ import annotations
 

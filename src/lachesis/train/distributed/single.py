@@ -12,7 +12,7 @@ from lachesis.metrics.values import MetricValue, reduce_metrics
 
 
 class SingleDevice:
-    """The backend for one GPU, or none: nothing is sharded, sums are those of this process."""
+    """The strategy for one GPU, or none: nothing is sharded, sums are those of this process."""
 
     rank = 0
     world_size = 1

@@ -1,4 +1,4 @@
-"""The contract of a backend: placement, sharding and reductions. No RL."""
+"""How a model lives on one device or many: placement, sharding and reductions. No RL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lachesis.metrics.values import MetricValue
 
 
-class Backend(Protocol):
+class Strategy(Protocol):
     """How a model lives on one device or many.
 
     Ranks call the methods together and in the same order; those that only look at this process say so.

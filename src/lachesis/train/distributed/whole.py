@@ -28,4 +28,4 @@ class WholeModel:
 
 def whole_of(policy: Policy) -> Whole:
     """What makes a parameter of the policy whole before it travels."""
-    return policy.whole if policy.backend.sharded else as_it_is
+    return policy.whole if policy.strategy.sharded else as_it_is

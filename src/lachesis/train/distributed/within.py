@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 Function = Callable[[], tuple[Tensor, ...]]
-# The method that a backend gives a model whose parameters are whole during its forward only.
+# The method that a strategy gives a model whose parameters are whole during its forward only.
 METHOD = "run_within"
 
 

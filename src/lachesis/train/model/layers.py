@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lachesis.common.errors import ModelError
-from lachesis.config.schema import LoraAdapter
+from lachesis.config.schema import LoraAdapterConfig
 from lachesis.train.distributed.single import decoder_layers
 
 
@@ -26,7 +26,7 @@ def train_only(model: PreTrainedModel, layers: Sequence[int]) -> None:
         layer.requires_grad_(True)
 
 
-def lora_targets(model: PreTrainedModel, adapter: LoraAdapter) -> dict[str, Any]:
+def lora_targets(model: PreTrainedModel, adapter: LoraAdapterConfig) -> dict[str, Any]:
     """Where the adapter goes, as peft's LoraConfig takes it.
 
     Raises:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lachesis.common.errors import ModelError
-from lachesis.config.schema import AdapterConfig, LoraAdapter, ModelConfig
+from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig
 from lachesis.train.model.attach import WeightSource, attached_transformer
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.layers import lora_targets, train_only
@@ -74,7 +74,7 @@ def load_model(
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
     if config.train_layers is not None:
         train_only(transformer, config.train_layers)
-    model = add_lora(transformer, adapter) if isinstance(adapter, LoraAdapter) else transformer
+    model = add_lora(transformer, adapter) if isinstance(adapter, LoraAdapterConfig) else transformer
     return LoadedModel(model=model, transformer=transformer, tokenizer=tokenizer, float8=float8)
 
 
@@ -162,7 +162,7 @@ def _switch_off_dropout(model: PreTrainedModel) -> None:
             setattr(module, name, 0.0)
 
 
-def add_lora(transformer: PreTrainedModel, adapter: LoraAdapter) -> PeftModel:
+def add_lora(transformer: PreTrainedModel, adapter: LoraAdapterConfig) -> PeftModel:
     """Wrap the linear layers that ``adapter.targets`` names. Raises ModelError where they match nothing."""
     lora = LoraConfig(
         r=adapter.r,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from lachesis.config.schema import OptimizerConfig
-from lachesis.train.distributed.strategy import Backend
+from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.optim.optimizer import PolicyOptimizer, build_optimizer, global_norm
 
 # From a tensor as the optimizer has it, and the parameter that it belongs to, to another.
@@ -29,11 +29,11 @@ class Shards:
 
     Args:
         named_parameters: of the model, after its first forward pass: until then FSDP may move them.
-        backend: shards them.
+        strategy: shards them.
     """
 
-    def __init__(self, named_parameters: Sequence[tuple[str, Parameter]], *, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, named_parameters: Sequence[tuple[str, Parameter]], *, strategy: Strategy) -> None:
+        self.strategy = strategy
         self.whole: dict[str, DTensor] = {}
         self.parts: list[tuple[str, Parameter]] = []
         for name, parameter in named_parameters:
@@ -65,12 +65,12 @@ class Shards:
         cut = DTensor.from_local(
             part.to(device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
         )
-        whole = self.backend.whole(cut)
-        return whole.cpu() if self.backend.rank == 0 else part.new_empty(0)
+        whole = self.strategy.whole(cut)
+        return whole.cpu() if self.strategy.rank == 0 else part.new_empty(0)
 
     def cut(self, like: DTensor, whole: Tensor) -> Tensor:
         """The reverse of :meth:`gather`; other ranks than 0 give a meta tensor."""
-        spread = self.backend.spread(like, whole)
+        spread = self.strategy.spread(like, whole)
         assert isinstance(spread, DTensor)
         return spread.to_local()
 
@@ -109,7 +109,7 @@ class ShardedOptimizer(PolicyOptimizer):
         """
         self._require_fitting(state)
         super().load_state_dict(self._converted(state, self._shards.cut))
-        if self._shards.backend.rank > 0:
+        if self._shards.strategy.rank > 0:
             self._renew_noise()
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
@@ -117,7 +117,7 @@ class ShardedOptimizer(PolicyOptimizer):
 
     def _renew_noise(self) -> None:
         if self._noise is not None:
-            self._noise.manual_seed((self._seed + 1_000_003 * self._shards.backend.rank + self._step) % 2**63)
+            self._noise.manual_seed((self._seed + 1_000_003 * self._shards.strategy.rank + self._step) % 2**63)
 
     def _converted(self, state: dict[str, Any], convert: Convert) -> dict[str, Any]:
         """A state whose sharded tensors are converted, in an order that is the same on all ranks."""
@@ -145,16 +145,16 @@ def build_sharded_optimizer(
     named_parameters: Sequence[tuple[str, Parameter]],
     config: OptimizerConfig,
     *,
-    backend: Backend,
+    strategy: Strategy,
     learning_rate: float,
     total_steps: int,
     seed: int = 0,
 ) -> PolicyOptimizer:
-    """As :func:`build_optimizer`, over the parts of parameters where ``backend`` shards them."""
+    """As :func:`build_optimizer`, over the parts of parameters where ``strategy`` shards them."""
     common = {"learning_rate": learning_rate, "total_steps": total_steps, "seed": seed}
-    if not backend.sharded:
+    if not strategy.sharded:
         return build_optimizer(named_parameters, config, **common)  # type: ignore[arg-type]
-    shards = Shards([(name, p) for name, p in named_parameters if p.requires_grad], backend=backend)
+    shards = Shards([(name, p) for name, p in named_parameters if p.requires_grad], strategy=strategy)
     return build_optimizer(
         shards.parts,
         config,

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 from lachesis.common.types import EvalResult, Group, StepRecord
-from lachesis.config.schema import LachesisConfig, LoraAdapter
+from lachesis.config.schema import LachesisConfig, LoraAdapterConfig
 from lachesis.metrics.health.monitor import RULES, HealthMonitor, alarms, findings
 from lachesis.metrics.health.types import Alarm, Limits, Observation
 
@@ -230,7 +230,7 @@ def test_settings_named_in_messages_exist(make_group: MakeGroup) -> None:
 def _exists(key: str) -> bool:
     section, field = key.split(".")
     if section == "adapter":
-        return field in LoraAdapter.model_fields
+        return field in LoraAdapterConfig.model_fields
     annotation = LachesisConfig.model_fields[section].annotation
     assert annotation is not None and issubclass(annotation, BaseModel)
     return field in annotation.model_fields

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lachesis.bridges.proof import TOLERANCE
 from lachesis.common.errors import DependencyError, ModelError
-from lachesis.config.schema import LoraAdapter, ModelConfig, NoAdapter, OptimizerConfig
+from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig, OptimizerConfig
 from lachesis.train.batch import Batch, idle_micro_batch
 from lachesis.train.distributed.single import SingleDevice, decoder_layers
 from lachesis.train.losses.options import LossOptions
@@ -44,10 +44,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def load(path: Path, scaling: str, *, adapter: LoraAdapter | None = None, **options) -> LoadedModel:
+def load(path: Path, scaling: str, *, adapter: LoraAdapterConfig | None = None, **options) -> LoadedModel:
     config = ModelConfig.model_validate({"path": str(path), "device": "cpu", "matmul_dtype": scaling, **options})
     torch.manual_seed(0)
-    loaded = load_model(config, adapter or NoAdapter())
+    loaded = load_model(config, adapter or NoAdapterConfig())
     for name, parameter in loaded.model.named_parameters():
         if "lora_B" in name:  # at zero an adapter would not show
             nn.init.normal_(parameter, std=0.02)
@@ -59,7 +59,7 @@ def make_policy(loaded: LoadedModel, *, packing: str = "auto", beta: float = 0.0
         return build_optimizer(parameters, config=OptimizerConfig(), learning_rate=1e-2, total_steps=50)
 
     options = LossOptions(beta=beta)
-    return Policy(loaded, backend=SingleDevice(), optimizer_builder=optimizer, options=options, packing=packing)
+    return Policy(loaded, strategy=SingleDevice(), optimizer_builder=optimizer, options=options, packing=packing)
 
 
 def logprobs(policy: Policy, *, active: bool = True) -> Tensor:
@@ -146,7 +146,7 @@ def test_head_routers_and_odd_sizes_are_left_out_and_counted(caplog: pytest.LogC
 def test_attached_parameters_stay_where_they_are(saved):
     weights = Given()
     config = ModelConfig.model_validate({"path": str(saved), "device": "cpu", "matmul_dtype": "float8"})
-    loaded = load_model(config, NoAdapter(), weights=weights)
+    loaded = load_model(config, NoAdapterConfig(), weights=weights)
     assert {name: p.data_ptr() for name, p in loaded.model.named_parameters()} == weights.places
     assert gradients(make_policy(loaded)).isfinite().all()
 
@@ -274,7 +274,7 @@ def test_a_pad_token_of_zeros_gives_no_nan(saved, scaling, packing):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-@pytest.mark.parametrize("adapter", [None, LoraAdapter(r=4)], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", [None, LoraAdapterConfig(r=4)], ids=["full", "lora"])
 def test_it_learns_what_is_rewarded_in_16_bits(saved, scaling, adapter):
     policy = make_policy(load(saved, scaling, adapter=adapter, dtype="bfloat16", residual_dtype="float32"))
     base = {n: p.clone() for n, p in policy.model.named_parameters() if not p.requires_grad}
@@ -289,7 +289,7 @@ def test_it_learns_what_is_rewarded_in_16_bits(saved, scaling, adapter):
 
 
 def test_adapters_go_around_converted_layers_and_are_none_themselves(saved):
-    plain, model = (load(saved, kind, adapter=LoraAdapter(r=16)).model for kind in ("auto", "float8"))
+    plain, model = (load(saved, kind, adapter=LoraAdapterConfig(r=16)).model for kind in ("auto", "float8"))
     assert list(model.state_dict()) == list(plain.state_dict())
     converted = [name for name, module in model.named_modules() if hasattr(module, "switch")]
     assert len(converted) == 14 and all(name.endswith("base_layer") for name in converted)

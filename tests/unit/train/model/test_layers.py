@@ -13,7 +13,7 @@ from peft import PeftModel
 from lachesis.bridges.adapters import adapter_config
 from lachesis.bridges.extract import full_weights, lora_pairs
 from lachesis.common.errors import ModelError
-from lachesis.config.schema import LoraAdapter, ModelConfig, NoAdapter
+from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig
 from lachesis.train.model.layers import lora_targets, train_only
 from lachesis.train.model.loading import add_lora, load_model
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -34,7 +34,7 @@ def saved(tmp_path: Path) -> Callable[[str], Path]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_rest_stays_as_it_is(saved: Callable[[str], Path], architecture: str):
     config = ModelConfig(path=str(saved(architecture)), device="cpu", train_layers=[1])
-    model = load_model(config, NoAdapter()).transformer
+    model = load_model(config, NoAdapterConfig()).transformer
     before = {name: tensor.clone() for name, tensor in full_weights(model)}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=1.0)
@@ -57,7 +57,7 @@ def test_an_embedding_that_is_also_the_head_is_frozen_too():
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
 def test_an_adapter_on_some_layers(architecture: str, targets: str | list[str]):
-    model = add_lora(tiny_model(architecture), LoraAdapter(r=2, targets=targets, layers=[1]))
+    model = add_lora(tiny_model(architecture), LoraAdapterConfig(r=2, targets=targets, layers=[1]))
     modules = [pair.module for pair in lora_pairs(model)]
     assert modules
     assert {module.split(".")[2] for module in modules} == {"1"}
@@ -68,7 +68,7 @@ def test_an_adapter_on_some_layers(architecture: str, targets: str | list[str]):
 
 
 def test_the_adapter_loads_elsewhere_as_it_was_saved(tmp_path: Path):
-    model = add_lora(tiny_model("qwen2"), LoraAdapter(r=2, layers=[0]))
+    model = add_lora(tiny_model("qwen2"), LoraAdapterConfig(r=2, layers=[0]))
     for pair in lora_pairs(model):
         torch.nn.init.normal_(pair.b, std=0.1)
     model.save_pretrained(str(tmp_path))
@@ -83,7 +83,7 @@ def test_a_layer_that_is_not_there_is_named(key: str):
     model = tiny_model("qwen2")
     with pytest.raises(ModelError, match=f"{key} names layer 7, and Qwen2ForCausalLM has 2 decoder layers") as caught:
         if key == "adapter.layers":
-            lora_targets(model, LoraAdapter(layers=[0, 7]))
+            lora_targets(model, LoraAdapterConfig(layers=[0, 7]))
         else:
             train_only(model, [0, 7])
     assert caught.value.remedy == "choose from 0 to 1"

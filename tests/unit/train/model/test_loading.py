@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerFast
 
 from lachesis.common.errors import ModelError
-from lachesis.config.schema import LoraAdapter, ModelConfig, NoAdapter
+from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig
 from lachesis.train.model.loading import LoadedModel, add_lora, eos_token_ids, load_model, load_tokenizer
 from tests.tiny import EOS, EOS_ID, PAD, PAD_ID, tiny_model, tiny_tokenizer
 
@@ -98,12 +98,12 @@ class TestModel:
         path = save("qwen2", without=("pad_token",))
         assert load_tokenizer(config(path)).pad_token_id == tiny_model().config.vocab_size
         with pytest.raises(ModelError, match="pad token") as caught:
-            load_model(config(path), NoAdapter())
+            load_model(config(path), NoAdapterConfig())
         assert "model.pad_token" in caught.value.remedy
 
     def test_a_missing_directory_is_one_clear_error(self, tmp_path: Path):
         with pytest.raises(ModelError) as caught:
-            load_model(config(tmp_path / "nowhere"), NoAdapter())
+            load_model(config(tmp_path / "nowhere"), NoAdapterConfig())
         assert str(tmp_path / "nowhere") in caught.value.message
         assert "\n" not in str(caught.value)
         assert caught.value.remedy
@@ -111,7 +111,7 @@ class TestModel:
     def test_a_directory_with_a_tokenizer_only_has_no_model(self, tmp_path: Path):
         tiny_tokenizer().save_pretrained(tmp_path)
         with pytest.raises(ModelError, match="no causal language model could be loaded") as caught:
-            load_model(config(tmp_path), NoAdapter())
+            load_model(config(tmp_path), NoAdapterConfig())
         assert "model.path" in caught.value.remedy
 
     def test_weights_that_are_cut_off_are_an_error_of_the_model(self, save: SaveModel):
@@ -119,33 +119,33 @@ class TestModel:
         weights = path / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-500])
         with pytest.raises(ModelError, match="could be loaded") as caught:
-            load_model(config(path), NoAdapter())
+            load_model(config(path), NoAdapterConfig())
         assert "\n" not in str(caught.value)
 
     def test_a_config_that_is_no_json_is_an_error_of_the_model(self, save: SaveModel):
         path = save()
         (path / "config.json").write_text("{")
         with pytest.raises(ModelError):
-            load_model(config(path), NoAdapter())
+            load_model(config(path), NoAdapterConfig())
 
     def test_another_kind_of_model_is_refused(self, save: SaveModel):
         path = save()
         settings = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(settings | {"model_type": "t5"}))
         with pytest.raises(ModelError, match="no causal language model"):
-            load_model(config(path), NoAdapter())
+            load_model(config(path), NoAdapterConfig())
 
     def test_on_the_cpu_auto_means_float32(self, save: SaveModel):
         path = save()
         settings = json.loads((path / "config.json").read_text())
         (path / "config.json").write_text(json.dumps(settings | {"dtype": "bfloat16"}))
-        assert load_model(config(path), NoAdapter()).transformer.dtype == torch.float32
-        assert load_model(config(path, dtype="bfloat16"), NoAdapter()).transformer.dtype == torch.bfloat16
+        assert load_model(config(path), NoAdapterConfig()).transformer.dtype == torch.float32
+        assert load_model(config(path, dtype="bfloat16"), NoAdapterConfig()).transformer.dtype == torch.bfloat16
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
     def test_a_gpu_that_is_not_there_is_an_error_with_a_remedy(self, save: SaveModel):
         with pytest.raises(ModelError, match="torch sees no GPU") as caught:
-            load_model(ModelConfig(path=str(save()), device="cuda"), NoAdapter())
+            load_model(ModelConfig(path=str(save()), device="cuda"), NoAdapterConfig())
         assert "model.device: auto" in caught.value.remedy
 
 
@@ -157,21 +157,21 @@ class TestDropout:
         [("gpt2", {"resid_pdrop": 0.5, "attn_pdrop": 0.5, "embd_pdrop": 0.5}), ("qwen2", {"attention_dropout": 0.5})],
     )
     def test_a_models_own_dropout_is_off(self, save: SaveModel, architecture: str, dropout: dict[str, float]):
-        model = load_model(config(save(architecture, **dropout)), NoAdapter()).transformer.train()
+        model = load_model(config(save(architecture, **dropout)), NoAdapterConfig()).transformer.train()
         ids = torch.tensor([[5, 9, 13, 20, 33]])
         with torch.no_grad():
             first, second = model(ids).logits, model(ids).logits
         assert (first - second).abs().max() == 0
 
     def test_the_adapters_dropout_stays_as_configured(self, save: SaveModel):
-        loaded = load_model(config(save("gpt2")), LoraAdapter(r=2, dropout=0.25, targets=["c_attn"]))
+        loaded = load_model(config(save("gpt2")), LoraAdapterConfig(r=2, dropout=0.25, targets=["c_attn"]))
         rates = {module.p for module in loaded.model.modules() if isinstance(module, torch.nn.Dropout)}
         assert rates == {0.0, 0.25}
 
 
 class TestAdapter:
     def test_only_the_adapter_is_trained(self, save: SaveModel):
-        loaded = load_model(config(save()), LoraAdapter(r=2))
+        loaded = load_model(config(save()), LoraAdapterConfig(r=2))
         assert isinstance(loaded.model, PeftModel)
         trained = [name for name, p in loaded.model.named_parameters() if p.requires_grad]
         assert trained
@@ -180,12 +180,12 @@ class TestAdapter:
 
     def test_targets_that_match_nothing_name_the_layers_that_there_are(self):
         with pytest.raises(ModelError, match=r"adapter.targets \['query_key_value'\] match nothing in Qwen2") as caught:
-            add_lora(tiny_model(), LoraAdapter(targets=["query_key_value"]))
+            add_lora(tiny_model(), LoraAdapterConfig(targets=["query_key_value"]))
         assert "q_proj" in caught.value.remedy
         assert "all-linear" in caught.value.remedy
 
     def test_gradients_reach_the_adapter_through_checkpointed_layers(self, save: SaveModel):
-        loaded = load_model(config(save(), gradient_checkpointing=True), LoraAdapter(r=2))
+        loaded = load_model(config(save(), gradient_checkpointing=True), LoraAdapterConfig(r=2))
         loaded.model.train()
         loaded.model(torch.tensor([[5, 9, 13]])).logits.sum().backward()
         gradients = [p.grad for name, p in loaded.model.named_parameters() if "lora_B" in name]
@@ -195,7 +195,7 @@ class TestAdapter:
 
 class TestEndTokens:
     def load(self, path: Path) -> LoadedModel:
-        return load_model(config(path), NoAdapter())
+        return load_model(config(path), NoAdapterConfig())
 
     def test_they_are_those_of_the_generation_config_and_the_tokenizer(self, save: SaveModel):
         path = save()

@@ -14,7 +14,7 @@ from peft import PeftModel
 from lachesis.bridges.extract import adapter_digests, lora_spec, lora_tensors
 from lachesis.common.errors import DependencyError, ModelError
 from lachesis.config.memory import held_weights_bytes
-from lachesis.config.schema import LachesisConfig, LoraAdapter, ModelConfig, OptimizerConfig
+from lachesis.config.schema import LachesisConfig, LoraAdapterConfig, ModelConfig, OptimizerConfig
 from lachesis.config.shape import read_shape
 from lachesis.train.batch import Batch, pack
 from lachesis.train.checkpoint import CheckpointManager
@@ -49,7 +49,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load(path: Path, kind: str, *, dropout: float = 0.0, **options) -> LoadedModel:
     config = ModelConfig.model_validate({"path": str(path), "device": "cpu", "quantization": kind, **options})
     torch.manual_seed(0)
-    loaded = load_model(config, LoraAdapter(r=4, dropout=dropout))
+    loaded = load_model(config, LoraAdapterConfig(r=4, dropout=dropout))
     torch.manual_seed(1)
     for name, parameter in loaded.model.named_parameters():
         if "lora_B" in name:  # at zero an adapter would not show
@@ -60,7 +60,7 @@ def load(path: Path, kind: str, *, dropout: float = 0.0, **options) -> LoadedMod
 def make_policy(loaded: LoadedModel, *, packing: str = "auto", learning_rate: float = 1e-2, **options) -> Policy:
     return Policy(
         loaded,
-        backend=SingleDevice(),
+        strategy=SingleDevice(),
         optimizer_builder=partial(
             build_optimizer, config=OptimizerConfig.model_validate(options), learning_rate=learning_rate, total_steps=50
         ),

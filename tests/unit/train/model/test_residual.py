@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lachesis.common.errors import ModelError
-from lachesis.config.schema import LoraAdapter, ModelConfig, NoAdapter
+from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig
 from lachesis.train.batch import MicroBatch, pack
 from lachesis.train.distributed.single import decoder_layers
 from lachesis.train.model.forward import plan_forward, target_logprobs
@@ -159,7 +159,7 @@ class TestLoaded:
 
     def gradients(self, path: Path, **options) -> list[Tensor]:
         torch.manual_seed(0)
-        loaded = load_model(self.config(path, **options), LoraAdapter(r=4))
+        loaded = load_model(self.config(path, **options), LoraAdapterConfig(r=4))
         plan = plan_forward(loaded.transformer, packing="packed")
         loaded.model.train()
         found = target_logprobs(loaded.transformer, micro_batch(loaded.transformer), plan=plan).logprobs
@@ -174,7 +174,7 @@ class TestLoaded:
 
     def test_parameters_that_belong_to_an_engine_are_left_where_they_are(self, path: Path):
         engine = bf16_model("llama", seed=3)
-        loaded = load_model(self.config(path, dtype="auto"), NoAdapter(), weights=Lent(engine))
+        loaded = load_model(self.config(path, dtype="auto"), NoAdapterConfig(), weights=Lent(engine))
         theirs = dict(engine.named_parameters())
         for name, parameter in loaded.transformer.named_parameters():
             assert parameter.data_ptr() == theirs[name].data_ptr()

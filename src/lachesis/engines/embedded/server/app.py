@@ -19,7 +19,7 @@ from lachesis.common.errors import ConfigError
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.embedded.loading import context_length, end_token_ids, load_causal_lm, load_tokenizer
 from lachesis.engines.embedded.server.openai import OpenAIRoutes
-from lachesis.engines.embedded.server.served import EmbeddedBackend
+from lachesis.engines.embedded.server.served import ServedEmbedded
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
 from lachesis.engines.serving.routes import engine_routes
 from lachesis.engines.serving.served import ModelInfo
@@ -81,7 +81,7 @@ def serve_embedded(options: EmbeddedServerOptions, *, on_ready: Callable[[str], 
     _check(options)
     listener = _listen(options)
     session: Session | None = None
-    backend: EmbeddedBackend | None = None
+    backend: ServedEmbedded | None = None
     try:
         session = new_session(
             host=options.host,
@@ -106,7 +106,7 @@ def serve_embedded(options: EmbeddedServerOptions, *, on_ready: Callable[[str], 
             remove_session(session)
 
 
-def build_backend(options: EmbeddedServerOptions, *, session: Session) -> EmbeddedBackend:
+def build_backend(options: EmbeddedServerOptions, *, session: Session) -> ServedEmbedded:
     """Load the model, and an engine around it.
 
     Raises:
@@ -146,7 +146,7 @@ def build_backend(options: EmbeddedServerOptions, *, session: Session) -> Embedd
         lora_enabled=options.enable_lora,
         max_lora_rank=max_rank,
     )
-    return EmbeddedBackend(
+    return ServedEmbedded(
         engine=engine,
         weights=weights,
         tokenizer=tokenizer,
@@ -156,7 +156,7 @@ def build_backend(options: EmbeddedServerOptions, *, session: Session) -> Embedd
     )
 
 
-def build_app(backend: EmbeddedBackend, *, session: Session) -> Starlette:
+def build_app(backend: ServedEmbedded, *, session: Session) -> Starlette:
     """The application over a backend; when it ends, so do the backend and the session."""
 
     @asynccontextmanager

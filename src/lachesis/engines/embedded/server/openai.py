@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
-from lachesis.engines.embedded.server.served import EmbeddedBackend
+from lachesis.engines.embedded.server.served import ServedEmbedded
 from lachesis.engines.serving.bodies import Body
 from lachesis.engines.serving.routes import event_stream, guarded, read_body, while_connected
 from lachesis.engines.serving.served import (
@@ -57,7 +57,7 @@ class OpenAIRoutes:
         backend: the engine, with its tokenizer.
     """
 
-    def __init__(self, backend: EmbeddedBackend) -> None:
+    def __init__(self, backend: ServedEmbedded) -> None:
         self._backend = backend
         self._created = int(time.time())
 

@@ -52,7 +52,7 @@ _MAX_TOKENS = 16  # vLLM's, where a request says nothing
 _CONTROL_THREADS = 16
 
 
-class EmbeddedBackend(ServedEngine):
+class ServedEmbedded(ServedEngine):
     """A :class:`ServedEngine` over an embedded engine.
 
     Args:
