@@ -100,7 +100,10 @@ class FakeServer(ServerControl):
             lora_enabled=True,
             max_lora_rank=16,
         )
-        return ServerInfo(self.url, self.session_id, self.version, False, False, self.owner, "fake", 1, model, None)
+        return ServerInfo(
+            url=self.url, session_id=self.session_id, weight_version=self.version, paused=False, sleeping=False,
+            owner=self.owner, engine="fake", pid=1, model=model,
+        )  # fmt: skip
 
     def claim(self, owner: str, *, takeover: bool = False, deadline: Deadline) -> None:
         self._begin("claim")

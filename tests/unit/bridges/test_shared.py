@@ -55,7 +55,10 @@ class FakeServer:
             lora_enabled=False,
             max_lora_rank=0,
         )
-        return ServerInfo("http://s:1", self.session_id, 0, False, False, None, self.engine, 1, model, None)
+        return ServerInfo(
+            url="http://s:1", session_id=self.session_id, weight_version=0, paused=False, sleeping=False,
+            engine=self.engine, pid=1, model=model,
+        )  # fmt: skip
 
     def claim(self, owner: str, *, takeover: bool = False, deadline) -> None:
         self.calls.append(("claim", owner, takeover))

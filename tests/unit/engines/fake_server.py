@@ -117,7 +117,7 @@ def _app(state: FakeState) -> Starlette:
     def setting(name: str, value: Any) -> Callable[[Body], Body]:
         def handler(body: Body) -> Body:
             setattr(state, name, value(body) if callable(value) else value)
-            return {}
+            return {name: getattr(state, name), "path": body.get("path", ""), "status": "connected"}
 
         return handler
 
@@ -150,10 +150,10 @@ def _app(state: FakeState) -> Starlette:
             route("/bridge/release", lambda body: _release(state, body)),
             route("/lora/load", setting("version", version)),
             route("/lora/unload", lambda body: {}),
-            route("/nccl/start_receiver", lambda body: {}),
+            route("/nccl/start_receiver", lambda body: {"status": "connecting"}),
             route("/nccl/receive", setting("version", version)),
-            route("/nccl/stop_receiver", lambda body: {}),
-            route("/bridge/export", lambda body: {}),
+            route("/nccl/stop_receiver", lambda body: {"status": "idle"}),
+            route("/bridge/export", lambda body: {"path": body["path"]}),
             route("/bridge/pause", setting("paused", True)),
             route("/bridge/resume", setting("paused", False)),
             route("/bridge/sleep", setting("sleeping", True)),

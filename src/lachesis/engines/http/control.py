@@ -1,15 +1,16 @@
-"""The control routes of one inference server, a method each. Synchronous; every call has a deadline. No torch."""
+"""The client of one inference server's operations. Synchronous; every call has a deadline. No torch."""
 
 from __future__ import annotations
 
 import ssl
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+from pydantic import BaseModel, ValidationError
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable
@@ -17,7 +18,10 @@ from lachesis.common.http import server_url
 from lachesis.common.types import CanaryReading
 from lachesis.engines.base import PauseMode
 from lachesis.engines.http.replies import malformed, read_reply
-from lachesis.engines.serving.served import DigestSlice, ModelInfo, ReceiverSpec, ReceiverStatus, TensorInfo
+from lachesis.engines.serving import operations as ops
+from lachesis.engines.serving.bodies import Request, fault_of
+from lachesis.engines.serving.operations import Operation, ServerInfo
+from lachesis.engines.serving.served import DigestRequest, DigestSlice, ReceiverSpec, ReceiverStatus, TensorInfo
 from lachesis.engines.serving.session import session_token
 
 # Connecting is tried this often again: until then nothing has been sent, so nothing can happen twice.
@@ -26,21 +30,8 @@ _CONNECT_S = 10.0
 # Shorter than the 5 s after which uvicorn closes idle connections, so that none is used that is about to close.
 KEEP_ALIVE_S = 2.0
 
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """What a server says of itself. ``adapter`` is that of the answer: its name, rank and path, or ``None``."""
-
-    url: str
-    session_id: str
-    weight_version: int
-    paused: bool
-    sleeping: bool
-    owner: str | None
-    engine: str
-    pid: int
-    model: ModelInfo
-    adapter: Mapping[str, Any] | None
+Q = TypeVar("Q", bound=Request)
+A = TypeVar("A", bound=BaseModel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,136 +76,90 @@ class ServerControl:
             trust_env=False,
         )
 
+    def call(self, operation: Operation[Q, A], request: Q, *, deadline: Deadline) -> A:
+        """The answer to an operation; see the class for what it raises."""
+        body = None if operation.method == "GET" else request.model_dump(mode="json", exclude_unset=True)
+        send = self._change if operation.guarded else self._reading
+        reply = send(operation.method, operation.path, body, deadline=deadline)
+        try:
+            return operation.answer.model_validate(reply)
+        except ValidationError as error:
+            raise malformed(self.url, operation.path, fault_of(error)) from error
+
     def info(self, *, deadline: Deadline) -> ServerInfo:
         """Who the server is and how it stands."""
-        reply = self._get("/bridge/info", deadline=deadline)
-        names = {field.name for field in fields(ModelInfo)}
-        try:
-            model = ModelInfo(**{name: value for name, value in reply.items() if name in names} | _tuples(reply))
-            info = ServerInfo(
-                url=self.url,
-                session_id=str(reply["session_id"]),
-                weight_version=int(reply["weight_version"]),
-                paused=bool(reply["paused"]),
-                sleeping=bool(reply["sleeping"]),
-                owner=reply.get("owner"),
-                engine=str(reply["engine"]),
-                pid=int(reply["pid"]),
-                model=model,
-                adapter=reply.get("adapter"),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise malformed(self.url, "/bridge/info", error) from error
+        info = self.call(ops.INFO, ops.Nothing(), deadline=deadline).model_copy(update={"url": self.url})
         state = " paused," * info.paused + " asleep," * info.sleeping
         self.saw(f"{state} at weight version {info.weight_version}, session {info.session_id}".lstrip())
         return info
 
     def claim(self, owner: str, *, takeover: bool = False, deadline: Deadline) -> None:
         """Make ``owner`` the only run that may change this engine's weights. Refused (409) if another one is."""
-        self._change("/bridge/claim", {"owner": owner, "takeover": takeover}, deadline=deadline)
+        self.call(ops.CLAIM, ops.Claim(owner=owner, takeover=takeover), deadline=deadline)
 
     def release(self, owner: str, *, deadline: Deadline) -> None:
         """Give a claim back: any run may claim the engine again. Idempotent; the claim of another run stays."""
-        self._change("/bridge/release", {"owner": owner}, deadline=deadline)
+        self.call(ops.RELEASE, ops.Release(owner=owner), deadline=deadline)
 
     def canary(self, token_ids: Sequence[int], *, deadline: Deadline) -> CanaryReading:
         """Logprobs of a fixed sequence under the current weights, at temperature 1; also while paused."""
-        reply = self._read("/bridge/canary", {"token_ids": list(token_ids)}, deadline=deadline)
-        try:
-            reading = CanaryReading(
-                logprobs=tuple(float(value) for value in reply["logprobs"]),
-                version=int(reply["weight_version"]),
-                session_id=str(reply["session_id"]),
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise malformed(self.url, "/bridge/canary", error) from error
-        self.saw(f"at weight version {reading.version}, session {reading.session_id}")
-        return reading
+        found = self.call(ops.CANARY, ops.CanaryRequest(token_ids=tuple(token_ids)), deadline=deadline)
+        self.saw(f"at weight version {found.weight_version}, session {found.session_id}")
+        return CanaryReading(found.logprobs, version=found.weight_version, session_id=found.session_id)
 
     def digests(
         self, slices: Mapping[str, DigestSlice] | None = None, *, adapter: bool = False, deadline: Deadline
     ) -> DigestReading:
         """Digests of slices of the engine's tensors (all tensors without ``slices``), and of its adapter's."""
-        wanted = None
-        if slices is not None:
-            wanted = {name: {"name": s.name, "start": s.start, "rows": s.rows} for name, s in slices.items()}
-        reply = self._read("/bridge/digests", {"slices": wanted, "adapter": adapter}, deadline=deadline)
-        try:
-            return DigestReading(
-                digests={name: int(text, 16) for name, text in reply["digests"].items()},
-                version=int(reply["weight_version"]),
-                session_id=str(reply["session_id"]),
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise malformed(self.url, "/bridge/digests", error) from error
+        wanted = DigestRequest(slices=None if slices is None else dict(slices), adapter=adapter)
+        found = self.call(ops.DIGESTS, wanted, deadline=deadline)
+        return DigestReading(found.digests, version=found.weight_version, session_id=found.session_id)
 
     def load_adapter(self, path: Path, *, name: str, version: int, deadline: Deadline) -> None:
         """Put the adapter in ``path`` in force as ``version``; the server must see the path too."""
-        body = {"adapter_path": str(path), "adapter_name": name, "weight_version": version}
-        self._change("/lora/load", body, deadline=deadline)
-
-    def unload_adapter(self, *, name: str, version: int, deadline: Deadline) -> None:
-        """Serve the base weights again, as ``version``."""
-        self._change("/lora/unload", {"adapter_name": name, "weight_version": version}, deadline=deadline)
+        wanted = ops.LoadAdapter(adapter_path=path, adapter_name=name, weight_version=version)
+        self.call(ops.LOAD_ADAPTER, wanted, deadline=deadline)
 
     def start_receiver(self, spec: ReceiverSpec, *, deadline: Deadline) -> None:
         """Have the engine join a channel; it does so in the background, see :meth:`receiver_status`."""
-        self._change("/nccl/start_receiver", _receiver_body(spec), deadline=deadline)
+        self.call(ops.START_RECEIVER, spec, deadline=deadline)
 
     def receiver_status(self, *, deadline: Deadline) -> ReceiverStatus:
         """Where the receiver stands; its ``spec`` is not in the answer."""
-        reply = self._get("/nccl/status", deadline=deadline)
-        state, detail = reply.get("status"), reply.get("detail")
-        if state not in ("idle", "connecting", "connected", "error"):
-            raise malformed(self.url, "/nccl/status", ValueError(f"the status {state!r}"))
-        return ReceiverStatus(state, str(detail or ""), updates=int(reply.get("updates") or 0))
+        found = self.call(ops.RECEIVER, ops.Nothing(), deadline=deadline)
+        return ReceiverStatus(found.status, found.detail, updates=found.updates)
 
     def receive(self, version: int, *, deadline: Deadline) -> None:
         """Have the engine read one update off the channel; returns once it is loaded as ``version``."""
-        self._change("/nccl/receive", {"weight_version": version}, deadline=deadline)
+        self.call(ops.RECEIVE, ops.NewVersion(weight_version=version), deadline=deadline)
 
     def stop_receiver(self, *, deadline: Deadline) -> None:
         """Have the engine leave the channel. Idempotent."""
-        self._change("/nccl/stop_receiver", {}, deadline=deadline)
+        self.call(ops.STOP_RECEIVER, ops.Nothing(), deadline=deadline)
 
     def export_shared(self, path: Path, *, deadline: Deadline) -> None:
         """Have the engine write the bridge file by which this process attaches to its tensors."""
-        self._change("/bridge/export", {"path": str(path)}, deadline=deadline)
+        self.call(ops.EXPORT, ops.ExportShared(path=path), deadline=deadline)
 
     def state_dict_info(self, *, deadline: Deadline) -> dict[str, TensorInfo]:
         """Shape, dtype and device of the engine's parameters, under its own names."""
-        reply = self._get("/bridge/state_dict_info", deadline=deadline)
-        try:
-            return {
-                name: TensorInfo(tuple(map(int, entry["shape"])), str(entry["dtype"]), str(entry["device"]))
-                for name, entry in reply["param_mappings"].items()
-            }
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise malformed(self.url, "/bridge/state_dict_info", error) from error
+        return self.call(ops.STATE_DICT, ops.Nothing(), deadline=deadline).param_mappings
 
     def pause(self, *, mode: PauseMode = "keep", deadline: Deadline) -> None:
         """Stop generating. Idempotent."""
-        self._change("/bridge/pause", {"mode": mode}, deadline=deadline)
+        self.call(ops.PAUSE, ops.Pause(mode=mode), deadline=deadline)
 
     def resume(self, *, deadline: Deadline) -> None:
         """Generate again. Idempotent."""
-        self._change("/bridge/resume", {}, deadline=deadline)
-
-    def sleep(self, *, level: int = 1, deadline: Deadline) -> None:
-        """Have the engine give its memory back. Idempotent."""
-        self._change("/bridge/sleep", {"level": level}, deadline=deadline)
-
-    def wake_up(self, *, deadline: Deadline) -> None:
-        """Have the engine take its memory again. Idempotent."""
-        self._change("/bridge/wake_up", {}, deadline=deadline)
+        self.call(ops.RESUME, ops.Nothing(), deadline=deadline)
 
     def reload(self, path: Path, *, version: int, deadline: Deadline) -> None:
         """Load a checkpoint directory into the running engine as ``version``; the server must see it too."""
-        self._change("/bridge/reload", {"path": str(path), "weight_version": version}, deadline=deadline)
+        self.call(ops.RELOAD, ops.Reload(path=path, weight_version=version), deadline=deadline)
 
     def set_version(self, version: int, *, deadline: Deadline) -> None:
         """Say that the weights have been changed in place and are now ``version``."""
-        self._change("/bridge/set_version", {"weight_version": version}, deadline=deadline)
+        self.call(ops.SET_VERSION, ops.NewVersion(weight_version=version), deadline=deadline)
 
     def close(self) -> None:
         """Close the connections. Idempotent. The server goes on."""
@@ -248,13 +193,6 @@ class ServerControl:
             return error
         return DeadlineExceeded(f"{deadline.name}: {detail}", remedy="look at the engine's log")
 
-    def _get(self, route: str, *, deadline: Deadline) -> dict[str, Any]:
-        return self._reading("GET", route, None, deadline=deadline)
-
-    def _read(self, route: str, body: Mapping[str, Any], *, deadline: Deadline) -> dict[str, Any]:
-        """A POST that changes nothing."""
-        return self._reading("POST", route, body, deadline=deadline)
-
     def _reading(
         self, method: str, route: str, body: Mapping[str, Any] | None, *, deadline: Deadline
     ) -> dict[str, Any]:
@@ -270,21 +208,24 @@ class ServerControl:
         except httpx.TransportError as error:
             raise self.unreachable(error) from error
 
-    def _change(self, route: str, body: Mapping[str, Any], *, deadline: Deadline) -> None:
-        """A POST that needs the token."""
+    def _change(self, method: str, route: str, body: Mapping[str, Any] | None, *, deadline: Deadline) -> dict[str, Any]:
+        """With the token, and never sent twice."""
         token = self._token or session_token(self.url)
-        response = self._authorized(route, body, token, deadline=deadline)
+        response = self._authorized(method, route, body, token, deadline=deadline)
         if response.status_code == 401 and self._given_token is None:
             # A server that was started again has another token; what it refused it has not done.
             token, before = session_token(self.url), token
             if token != before:
-                response = self._authorized(route, body, token, deadline=deadline)
-        self._answer(response, route)
+                response = self._authorized(method, route, body, token, deadline=deadline)
+        reply = self._answer(response, route)
         self._token = token
+        return reply
 
-    def _authorized(self, route: str, body: Mapping[str, Any], token: str, *, deadline: Deadline) -> httpx.Response:
+    def _authorized(
+        self, method: str, route: str, body: Mapping[str, Any] | None, token: str, *, deadline: Deadline
+    ) -> httpx.Response:
         try:
-            return self._send("POST", route, body, {"Authorization": f"Bearer {token}"}, deadline=deadline)
+            return self._send(method, route, body, {"Authorization": f"Bearer {token}"}, deadline=deadline)
         except httpx.TransportError as error:
             raise self.unreachable(error) from error
 
@@ -316,30 +257,3 @@ class ServerControl:
         if self._seen is None:
             self.saw("in order")
         return reply
-
-
-def _tuples(reply: Mapping[str, Any]) -> dict[str, Any]:
-    return {"served_names": tuple(reply["served_names"])}
-
-
-def _receiver_body(spec: ReceiverSpec) -> dict[str, Any]:
-    """A channel and the tensors of an update as ``/nccl/start_receiver`` takes them."""
-    lora = None
-    if spec.lora is not None:
-        lora = {field.name: getattr(spec.lora, field.name) for field in fields(spec.lora)}
-        lora["target_modules"] = list(spec.lora.target_modules)
-    return {
-        "init_method": spec.init_method,
-        "world_size": spec.world_size,
-        "rank": spec.rank,
-        "backend": spec.backend,
-        "kind": spec.kind,
-        "param_metadata": {
-            "param_names": [tensor.name for tensor in spec.tensors],
-            "param_shapes": [list(tensor.shape) for tensor in spec.tensors],
-            "param_dtypes": [tensor.dtype for tensor in spec.tensors],
-            "num_params": len(spec.tensors),
-        },
-        "param_mappings": dict(spec.param_mappings),
-        "lora": lora,
-    }

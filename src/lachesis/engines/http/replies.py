@@ -51,7 +51,7 @@ def read_reply(response: httpx.Response, *, url: str, route: str) -> dict[str, A
     raise _SERVER_ERRORS.get(str(error.get("type")), EngineError)(message, remedy=remedy)
 
 
-def malformed(url: str, route: str, error: Exception) -> EngineError:
+def malformed(url: str, route: str, error: Exception | str) -> EngineError:
     """The error for an answer that is not what the contract says."""
     reason = f"{error} is missing" if isinstance(error, KeyError) else str(error)
     return EngineError(

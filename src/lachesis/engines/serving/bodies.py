@@ -1,15 +1,56 @@
-"""Reading the JSON of a request: every field has a type, an unknown one is an error that names its neighbour."""
+"""The JSON of a request: every field has a type, an unknown one is an error that names its neighbour."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import Any, NoReturn
+from typing import Annotated, Any, ClassVar, TypeVar
 
-from lachesis.engines.serving.served import Refused
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
+from pydantic_core import ErrorDetails, from_json
 
-_MISSING = object()
+from lachesis.common.errors import EngineError
+
+
+class Refused(EngineError):
+    """A request that is the caller's fault. The engine goes on as before.
+
+    ``status`` is the HTTP status: 400 malformed, 401 no token, 403 not allowed there, 404 unknown name,
+    409 not in this state, 413 too large, 422 well-formed but it does not fit this model.
+    """
+
+    def __init__(self, message: str, *, status: int = 400, remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.status = status
+
+
+class Request(BaseModel):
+    """The fields of a body. ``aliases`` are other names of fields; ``also`` may be in a body and is no field."""
+
+    model_config = ConfigDict(frozen=True)
+    aliases: ClassVar[Mapping[str, str]] = {}
+    also: ClassVar[Collection[str]] = ()
+
+
+R = TypeVar("R", bound=Request)
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError("Input should be a string without NUL")
+    return text
+
+
+# Scalars of JSON are not converted into each other: neither "2" nor true is a number.
+Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
+Whole = Annotated[int, Strict()]
+Count = Annotated[Whole, Field(ge=0)]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Flag = Annotated[bool, Strict()]
+TokenIds = Annotated[tuple[Count, ...], Field(fail_fast=True)]
+# Before a list of texts: a single one may be written without the list.
+SINGLE = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
@@ -21,136 +62,68 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     if not raw.strip():
         return {}
     try:
-        document = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
-    except UnicodeDecodeError as error:
-        raise Refused(f"the body is not UTF-8: byte {error.start}", remedy="send JSON in UTF-8") from error
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise Refused(f"the body is not JSON: {error.msg} at {where}", remedy="send a JSON object") from error
-    except (RecursionError, ValueError) as error:
-        raise Refused("the body is nested too deeply or has a number too long", remedy="send plain JSON") from error
+        document = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refused(
+            f"the body is not JSON: {error}", remedy="send a JSON object in UTF-8, with finite numbers"
+        ) from error
     if not isinstance(document, dict):
         raise Refused(f"the body is {_named(document)}, not a JSON object", remedy="send an object of named fields")
     return document
 
 
-class Body:
-    """The fields of a JSON object. Reading one checks its type; an absent or null field gives the default.
+def given(document: Mapping[str, Any], names: Collection[str], *, where: str = "") -> dict[str, Any]:
+    """The fields that an object sets: null means what absence means.
 
     Args:
         document: the object.
-        known: the names it may have.
-        where: what the object is in messages, as in "lora"; empty for the body itself.
+        names: those it may have.
+        where: what it is in messages, as in "lora"; empty for the body itself.
 
     Raises:
-        Refused: (400) it has a name that is not known.
+        Refused: (400) it has another name.
     """
+    for name in document:
+        if name not in names:
+            near = get_close_matches(name, sorted(names), n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(names)) or 'none'}"
+            raise Refused(f"unknown field {f'{where}.{name}'.lstrip('.')!r}", remedy=hint)
+    return {name: value for name, value in document.items() if value is not None}
 
-    def __init__(self, document: Mapping[str, Any], *, known: Iterable[str], where: str = "") -> None:
-        self._document = document
-        self._where = f"{where}." if where else ""
-        names = sorted(known)
-        for name in document:
-            if name not in names:
-                near = get_close_matches(name, names, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names) or 'none'}"
-                raise Refused(f"unknown field {self._where + name!r}", remedy=hint)
 
-    def get(self, name: str) -> Any:
-        """The raw value, ``None`` where absent."""
-        return self._document.get(name)
+def parse(kind: type[R], document: Mapping[str, Any], *, where: str = "", context: Any = None) -> R:
+    """The request in the object of a body, which messages call ``where``; ``context`` is for validators.
 
-    def text(self, name: str, default: Any = _MISSING) -> Any:
-        """A string that is not empty."""
-        value = self._value(name, default)
-        if value is not default and (not isinstance(value, str) or not value or "\0" in value):
-            self._refuse(name, value, "a string that is not empty")
-        return value
+    Raises:
+        Refused: (400) a field is unknown, missing, of the wrong type or out of range; and what validators raise.
+    """
+    fields = given(document, {*kind.model_fields, *kind.aliases, *kind.also}, where=where)
+    for alias, name in kind.aliases.items():
+        value = fields.pop(alias, None)
+        if value is not None and name in fields and kind.model_fields[name].is_required():
+            raise Refused(f"the body has both {name} and {alias}", remedy="send one of them")
+        if value is not None:
+            fields.setdefault(name, value)
+    try:
+        return kind.model_validate(fields, context=context)
+    except ValidationError as error:
+        remedy = "add it to the body" if error.errors()[0]["type"] == "missing" else "correct the field"
+        raise Refused(fault_of(error, where=where), remedy=remedy) from error
 
-    def integer(self, name: str, default: Any = _MISSING, *, low: int | None = None, high: int | None = None) -> Any:
-        """A whole number from ``low`` to ``high``."""
-        value = self._value(name, default)
-        if value is default:
-            return value
-        if isinstance(value, bool) or not isinstance(value, int):
-            self._refuse(name, value, "a whole number")
-        if (low is not None and value < low) or (high is not None and value > high):
-            limits = f"at least {low}" if high is None else f"at most {high}" if low is None else f"{low} to {high}"
-            self._refuse(name, value, f"a whole number, {limits}")
-        return value
 
-    def number(self, name: str, default: Any = _MISSING) -> Any:
-        """A finite number."""
-        value = self._value(name, default)
-        if value is not default and (isinstance(value, bool) or not isinstance(value, int | float)):
-            self._refuse(name, value, "a number")
-        return value
-
-    def flag(self, name: str, default: Any = _MISSING) -> Any:
-        """True or false."""
-        value = self._value(name, default)
-        if value is not default and not isinstance(value, bool):
-            self._refuse(name, value, "true or false")
-        return value
-
-    def choice(self, name: str, choices: tuple[str, ...], default: Any = _MISSING) -> Any:
-        """One of some words."""
-        value = self._value(name, default)
-        if value is not default and (not isinstance(value, str) or value not in choices):
-            self._refuse(name, value, f"one of {', '.join(choices)}")
-        return value
-
-    def integers(self, name: str, default: Any = _MISSING) -> Any:
-        """A list of whole numbers of 0 and above, as a tuple."""
-        value = self._value(name, default)
-        if value is default:
-            return value
-        # The type itself, for a boolean is an int too; token ids are many, so no call for each.
-        if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
-            self._refuse(name, value, "a list of whole numbers of 0 and above")
-        return tuple(value)
-
-    def texts(self, name: str, default: Any = _MISSING) -> Any:
-        """A list of strings that are not empty, as a tuple; a single string is a list of one."""
-        value = self._value(name, default)
-        if value is default:
-            return value
-        items = [value] if isinstance(value, str) else value
-        if not isinstance(items, list) or not all(isinstance(item, str) and item for item in items):
-            self._refuse(name, value, "a list of strings that are not empty")
-        return tuple(items)
-
-    def sequence(self, name: str) -> list[Any]:
-        """A list of anything."""
-        value = self._value(name, _MISSING)
-        if not isinstance(value, list):
-            self._refuse(name, value, "a list")
-        return value
-
-    def mapping(self, name: str, default: Any = _MISSING) -> Any:
-        """An object of its own."""
-        value = self._value(name, default)
-        if value is not default and not isinstance(value, dict):
-            self._refuse(name, value, "an object")
-        return value
-
-    def _value(self, name: str, default: Any) -> Any:
-        value = self._document.get(name)
-        if value is None:
-            if default is _MISSING:
-                raise Refused(f"the field {self._where + name!r} is missing", remedy="add it to the body")
-            return default
-        return value
-
-    def _refuse(self, name: str, value: Any, wanted: str) -> NoReturn:
-        raise Refused(f"the field {self._where + name!r} is {_named(value)}, not {wanted}", remedy="correct the field")
+def fault_of(error: ValidationError, *, where: str = "") -> str:
+    """What is wrong with the first field that is."""
+    fault: ErrorDetails = error.errors(include_url=False)[0]
+    # Without what is not in the body: the field that gathers the sampling fields, and the tags of unions.
+    parts = [str(part) for part in (where, *fault["loc"]) if part not in ("", "sampling") and "[" not in str(part)]
+    name = ".".join(parts)
+    if fault["type"] == "missing":
+        return f"the field {name!r} is missing"
+    wanted = fault["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+    return f"the field {name!r} is {_named(fault['input'])}: {wanted}"
 
 
 def _named(value: Any) -> str:
     """A value in a message: short, and as JSON has it."""
-    shown = json.dumps(value)
+    shown = json.dumps(value, default=str)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise Refused(f"the body has {name}, which is not JSON", remedy="send finite numbers")

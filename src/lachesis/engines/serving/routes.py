@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,55 +16,26 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
-from lachesis.engines.serving import changes, readings
-from lachesis.engines.serving.bodies import parse_object
-from lachesis.engines.serving.control import Control
-from lachesis.engines.serving.served import GenerateChunk, GenerateRequest, Refused, ServedEngine
+from lachesis.engines.serving.bodies import Refused, parse_object
+from lachesis.engines.serving.generation import (
+    GenerateBody,
+    GenerateChunk,
+    chunk_document,
+    parse_sampled,
+    result_document,
+)
+from lachesis.engines.serving.operations import OPERATIONS, Operation
+from lachesis.engines.serving.served import ServedEngine
+from lachesis.engines.serving.server import Server, check_model, check_prompt
 from lachesis.engines.serving.session import Session
-from lachesis.engines.serving.wire import check_model, check_prompt, chunk_document, parse_generate, result_document
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Handler = Callable[[Control, Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 _MAX_BODY = 32 << 20
 _CLOSED_REQUEST = 499  # nobody reads it; the name that nginx gave it
-
-_READING: dict[str, tuple[str, Handler]] = {
-    "/health": ("GET", readings.health),
-    "/health_generate": ("GET", readings.health_generate),
-    "/lora/status": ("GET", readings.lora_status),
-    "/nccl/status": ("GET", readings.nccl_status),
-    "/bridge/info": ("GET", readings.info),
-    "/bridge/is_paused": ("GET", readings.is_paused),
-    "/bridge/is_sleeping": ("GET", readings.is_sleeping),
-    "/bridge/debug": ("GET", readings.debug),
-    "/bridge/state_dict_info": ("GET", readings.state_dict_info),
-    "/bridge/canary": ("POST", readings.canary),
-    "/bridge/digests": ("POST", readings.digests),
-}
-_CHANGING: dict[str, Handler] = {
-    "/bridge/claim": changes.claim,
-    "/bridge/release": changes.release,
-    "/lora/load": changes.load_adapter,
-    "/v1/load_lora_adapter": changes.load_adapter,
-    "/set_lora_adapter": changes.load_adapter,
-    "/set_lora_adapter/": changes.load_adapter,
-    "/lora/unload": changes.unload_adapter,
-    "/v1/unload_lora_adapter": changes.unload_adapter,
-    "/nccl/start_receiver": changes.start_receiver,
-    "/nccl/receive": changes.receive,
-    "/nccl/stop_receiver": changes.stop_receiver,
-    "/bridge/export": changes.export,
-    "/bridge/pause": changes.pause,
-    "/bridge/resume": changes.resume,
-    "/bridge/sleep": changes.sleep,
-    "/bridge/wake_up": changes.wake_up,
-    "/bridge/reload": changes.reload,
-    "/bridge/set_version": changes.set_version,
-}
 
 
 def engine_routes(served: ServedEngine, *, session: Session, adapter_roots: Sequence[Path]) -> list[Route]:
@@ -75,10 +46,10 @@ def engine_routes(served: ServedEngine, *, session: Session, adapter_roots: Sequ
         session: of this server; its token guards every route that changes something.
         adapter_roots: what is loaded or written is inside of these directories.
     """
-    control = Control(served, session=session, adapter_roots=adapter_roots)
+    server = Server(served, session=session, adapter_roots=adapter_roots)
 
     async def generate(request: Request) -> Response:
-        return await _generate(control, request)
+        return await _generate(server, request)
 
     async def list_endpoints(request: Request) -> Response:
         return JSONResponse({"endpoints": [{"path": r.path, "methods": sorted(r.methods or ())} for r in routes]})
@@ -87,12 +58,9 @@ def engine_routes(served: ServedEngine, *, session: Session, adapter_roots: Sequ
         Route("/generate", guarded(generate), methods=["POST"]),
         Route("/bridge/list_endpoints", guarded(list_endpoints), methods=["GET"]),
         *(
-            Route(path, guarded(_json_endpoint(control, handler, needs_token=False)), methods=[method])
-            for path, (method, handler) in _READING.items()
-        ),
-        *(
-            Route(path, guarded(_json_endpoint(control, handler, needs_token=True)), methods=["POST"])
-            for path, handler in _CHANGING.items()
+            Route(path, guarded(_endpoint(server, operation)), methods=[operation.method])
+            for operation in OPERATIONS
+            for path in (operation.path, *operation.aliases)
         ),
     ]
     return routes
@@ -174,44 +142,44 @@ def event_stream(first: str, rest: AsyncIterator[str]) -> StreamingResponse:
     return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-def _json_endpoint(control: Control, handler: Handler, *, needs_token: bool) -> Endpoint:
+def _endpoint(server: Server, operation: Operation[Any, Any]) -> Endpoint:
     async def endpoint(request: Request) -> Response:
-        if needs_token:
+        if operation.guarded:
             # Before the body: who may not change anything learns nothing about it.
-            control.check_token(request.headers.get("authorization"))
-        document = await read_body(request) if request.method == "POST" else {}
-        return JSONResponse(await handler(control, document))
+            server.check_token(request.headers.get("authorization"))
+        document = await read_body(request) if operation.method == "POST" else {}
+        return JSONResponse(await server.run(operation, document))
 
     return endpoint
 
 
-async def _generate(control: Control, request: Request) -> Response:
-    served = control.served
-    wanted, stream = parse_generate(await read_body(request), sampling_fields=served.sampling_fields)
+async def _generate(server: Server, request: Request) -> Response:
+    served = server.served
+    wanted = parse_sampled(GenerateBody, await read_body(request), sampling_fields=served.sampling_fields)
     described = served.model_info()
     check_model(wanted.model, info=described, adapter=served.adapter())
     check_prompt(wanted, info=described)
-    if not stream:
+    if not wanted.stream:
         result = await while_connected(request, served.generate(wanted))
-        answer = result_document(result, request=wanted, clock=control.clock)
+        answer = result_document(result, request=wanted, clock=server.clock)
         # Two numbers for each token: the standard library would hold up the server's loop several times as long.
-        body = to_json(answer | {"session_id": control.session.session_id})
+        body = to_json(answer | {"session_id": server.session.session_id})
         return Response(body, media_type="application/json")
-    chunks = _chunks(control, wanted)
+    chunks = _chunks(server, wanted)
     # The first chunk is waited for here, so that a request that is refused has a status of its own.
     first = await while_connected(request, anext(chunks))
     return event_stream(first, chunks)
 
 
-async def _chunks(control: Control, wanted: GenerateRequest) -> AsyncIterator[str]:
+async def _chunks(server: Server, wanted: GenerateBody) -> AsyncIterator[str]:
     first_versions: dict[int, int] = {}
     chunk: GenerateChunk
-    async with aclosing(control.served.stream(wanted)) as chunks:  # type: ignore[type-var]
+    async with aclosing(server.served.stream(wanted)) as chunks:  # type: ignore[type-var]
         async for chunk in chunks:
-            version = control.clock.at(chunk.time)
+            version = server.clock.at(chunk.time)
             first = first_versions.setdefault(chunk.index, version)
             document = chunk_document(chunk, request=wanted, versions=(first, version))
-            yield json.dumps(document | {"session_id": control.session.session_id})
+            yield json.dumps(document | {"session_id": server.session.session_id})
 
 
 async def _disconnected(request: Request) -> None:

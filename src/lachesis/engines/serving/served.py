@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, Self
 
-from lachesis.common.errors import EngineError
-from lachesis.common.types import FinishReason
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
 from lachesis.engines.base import PauseMode
+from lachesis.engines.serving.bodies import SINGLE, Count, Flag, Number, Request, Text, Whole, given, parse
+from lachesis.engines.serving.bodies import Refused as Refused
+from lachesis.engines.serving.generation import POLICY, GenerateBody, GenerateChunk, GenerateResult
 from lachesis.transport.records import ChannelBackend, ReceivedTensor
 
 ReceiverState = Literal["idle", "connecting", "connected", "error"]
 TransferKind = Literal["lora", "full"]
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
+_INIT_METHOD = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
 
-class Refused(EngineError):
-    """A request that is the caller's fault. The engine goes on as before.
-
-    ``status`` is the HTTP status: 400 malformed, 401 no token, 403 not allowed there, 404 unknown name,
-    409 not in this state, 413 too large, 422 well-formed but it does not fit this model.
-    """
-
-    def __init__(self, message: str, *, status: int = 400, remedy: str = "") -> None:
-        super().__init__(message, remedy=remedy)
-        self.status = status
+def _nested(kind: type[Any], value: Any, *, where: str, **defaults: Any) -> Any:
+    """The fields that an object inside a body sets; anything else as it is, for the type to refuse."""
+    if not isinstance(value, dict):
+        return value
+    return defaults | given(value, [field.name for field in fields(kind)], where=where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,93 +48,32 @@ class ModelInfo:
     max_lora_rank: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateRequest:
-    """``n`` completions of one prompt; exactly one of ``prompt`` and ``prompt_token_ids`` is set.
-
-    ``sampling`` holds the fields that the caller gave, under vLLM's names and with checked types, without
-    ``n``, ``logprobs`` and ``prompt_logprobs``. ``logprobs = k`` asks for the ``k`` likeliest tokens at each
-    place besides the sampled one, whose logprob is always returned. ``model`` has been checked.
-    """
-
-    prompt: str | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    n: int = 1
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    model: str | None = None
-    request_id: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedSequence:
-    """One finished completion of T tokens.
-
-    ``token_logprobs`` [T] are of the distribution sampled from. ``top_logprobs`` [T], where asked for, map
-    token ids to logprobs, the sampled token first. The times are ``time.monotonic()`` of this host at the
-    first and the last token. A completion that was ended has the finish reason ``abort`` and may be empty.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    token_logprobs: tuple[float, ...]
-    top_logprobs: tuple[Mapping[int, float], ...] | None = None
-    first_token_time: float
-    last_token_time: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateResult:
-    """All completions of one request, in order.
-
-    ``prompt_logprobs`` [P], where asked for, has ``None`` for the first position and a map for the others.
-    """
-
-    prompt: str | None
-    prompt_token_ids: tuple[int, ...]
-    completions: tuple[GeneratedSequence, ...]
-    prompt_logprobs: tuple[Mapping[int, float] | None, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateChunk:
-    """What is new in completion ``index`` since its last chunk; ``finish_reason`` is set in its last one.
-
-    ``prompt_token_ids`` come with the first chunk of a request. ``time`` is ``time.monotonic()`` at the last
-    token of the chunk.
-    """
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    token_logprobs: tuple[float, ...]
-    top_logprobs: tuple[Mapping[int, float], ...] | None = None
-    finish_reason: FinishReason | None = None
-    prompt_token_ids: tuple[int, ...] | None = None
-    time: float
-
-
 @dataclass(frozen=True, slots=True)
 class DigestSlice:
     """Rows ``start`` to ``start + rows - 1`` of the engine's tensor ``name``; all from ``start`` without ``rows``."""
 
-    name: str
-    start: int = 0
-    rows: int | None = None
+    name: Text
+    start: Count = 0
+    rows: Count | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DigestRequest:
+class DigestRequest(Request):
     """Which tensors to digest.
 
-    ``slices`` maps the name in the answer to a slice of an engine's tensor; ``None`` asks for every parameter
-    of the engine under its own name, an empty map for none. ``adapter`` asks for the active adapter's tensors.
+    ``slices`` maps the name in the answer to a slice of an engine's tensor, by default of the one of that name;
+    ``None`` asks for every parameter of the engine under its own name, an empty map for none. ``adapter`` asks for
+    the active adapter's tensors.
     """
 
-    slices: Mapping[str, DigestSlice] | None = None
-    adapter: bool = False
+    slices: dict[str, DigestSlice] | None = None
+    adapter: Flag = False
+
+    @field_validator("slices", mode="before")
+    @classmethod
+    def _named(cls, slices: Any) -> Any:
+        if not isinstance(slices, dict):
+            return slices
+        return {name: _nested(DigestSlice, part, where=f"slices.{name}", name=name) for name, part in slices.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,11 +99,11 @@ class TensorInfo:
 class LoraSpec:
     """How to apply LoRA tensors: ``scaling`` is alpha / r, or alpha / sqrt(r) where ``rslora``."""
 
-    r: int
-    alpha: float
-    target_modules: tuple[str, ...]
-    rslora: bool = False
-    name: str = "policy"
+    r: Annotated[Whole, Field(ge=1, le=1 << 16)]
+    alpha: Annotated[Number, Field(gt=0)]
+    target_modules: Annotated[tuple[Text, ...], SINGLE]
+    rslora: Flag = False
+    name: Text = POLICY
 
     @property
     def scaling(self) -> float:
@@ -171,22 +111,90 @@ class LoraSpec:
         return self.alpha / (self.r**0.5 if self.rslora else self.r)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReceiverSpec:
+def _tensor(value: Any) -> ReceivedTensor:
+    """A tensor that an update announces. Refused (400) where its shape or dtype is none."""
+    if isinstance(value, ReceivedTensor):
+        return value
+    name, shape, dtype = value["name"], value["shape"], value["dtype"]
+    if not isinstance(shape, list | tuple) or any(type(size) is not int or not 0 < size < 1 << 40 for size in shape):
+        raise Refused(f"the shape of {name!r} is no list of sizes", remedy="send sizes of 1 and above")
+    plain = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
+    if plain not in _DTYPES:
+        raise Refused(f"the dtype of {name!r} is {dtype!r}", remedy=f"send one of {', '.join(_DTYPES)}")
+    return ReceivedTensor(name, tuple(shape), plain)
+
+
+class ReceiverSpec(Request):
     """A channel that the engine joins as ``rank`` of ``world_size``, and the tensors of one update, in order.
 
     ``init_method`` is "tcp://host:port". ``lora`` is set exactly where ``kind`` is "lora". ``param_mappings``
-    is what the caller said about the engine's names; empty where the engine is to map them itself.
+    is what the caller said about the engine's names; empty where the engine is to map them itself. Bodies may have
+    the documented ``param_metadata`` for ``tensors``.
     """
 
+    also = ("param_metadata",)
+
     init_method: str
-    world_size: int
-    backend: ChannelBackend
+    world_size: Annotated[Whole, Field(ge=2, le=1024)]
+    backend: ChannelBackend = "nccl"
     kind: TransferKind
-    tensors: tuple[ReceivedTensor, ...]
-    rank: int = 1
+    tensors: tuple[Annotated[ReceivedTensor, BeforeValidator(_tensor)], ...]
+    rank: Annotated[Whole, Field(ge=1)] = 1
     lora: LoraSpec | None = None
-    param_mappings: Mapping[str, Any] = field(default_factory=dict)
+    param_mappings: Mapping[str, Any] = Field(default_factory=dict)
+
+    @field_validator("init_method")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        match = _INIT_METHOD.fullmatch(value)
+        if match is None or not 1 <= int(match[2]) <= 65535:
+            raise Refused(f"init_method {value!r} names no address", remedy='send "tcp://HOST:PORT"')
+        return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _documented(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        lora = fields.get("lora")
+        filled = {"kind": "full" if lora is None else "lora"} | fields
+        if isinstance(lora, dict):
+            filled["lora"] = _nested(LoraSpec, lora, where="lora")
+        if "param_metadata" in fields:
+            filled["tensors"] = _announced(fields["param_metadata"])
+        return filled
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.rank >= self.world_size:
+            raise Refused(f"rank {self.rank} is not below world_size {self.world_size}", remedy="correct the field")
+        if (self.kind == "lora") != (self.lora is not None):
+            there = "set" if self.lora else "absent"
+            raise Refused(f"kind {self.kind!r} does not go with lora {there}", remedy="send both or none")
+        if not self.tensors or len({tensor.name for tensor in self.tensors}) < len(self.tensors):
+            raise Refused("param_names is empty or has a name twice", remedy="name every tensor once")
+        return self
+
+
+class _Metadata(Request):
+    """The tensors of an update as three lists beside each other; shapes and dtypes may also be maps by name."""
+
+    param_names: Annotated[tuple[Text, ...], SINGLE]
+    param_shapes: list[Any] | dict[str, Any]
+    param_dtypes: list[Any] | dict[str, Any]
+    num_params: Whole | None = None
+
+
+def _announced(metadata: Any) -> list[dict[str, Any]]:
+    if not isinstance(metadata, dict):
+        raise Refused("the field 'param_metadata' is no object", remedy="correct the field")
+    parsed = parse(_Metadata, metadata, where="param_metadata")
+    names, columns = parsed.param_names, []
+    if parsed.num_params not in (None, len(names)):
+        raise Refused(f"num_params is {parsed.num_params}, but there are {len(names)} names", remedy="correct it")
+    for field, column in (("param_shapes", parsed.param_shapes), ("param_dtypes", parsed.param_dtypes)):
+        if len(column) != len(names) or (isinstance(column, dict) and column.keys() != set(names)):
+            raise Refused(f"{field} has {len(column)} entries for {len(names)} names", remedy="send one for each name")
+        columns.append([column[name] for name in names] if isinstance(column, dict) else column)
+    return [{"name": name, "shape": s, "dtype": d} for name, s, d in zip(names, *columns, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,16 +224,16 @@ class ServedEngine(Protocol):
 
     @property
     def sampling_fields(self) -> frozenset[str]:
-        """Names that :attr:`GenerateRequest.sampling` may have."""
+        """Names that :attr:`GenerateBody.sampling` may have."""
         ...
 
     def model_info(self) -> ModelInfo: ...
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateBody) -> GenerateResult:
         """All ``n`` completions. While the engine is paused or asleep, requests wait."""
         ...
 
-    def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    def stream(self, request: GenerateBody) -> AsyncIterator[GenerateChunk]:
         """The same, in pieces; pieces of the ``n`` completions come interleaved."""
         ...
 

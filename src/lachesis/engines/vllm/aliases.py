@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any, Protocol
 
 from lachesis.common.errors import LachesisError
+from lachesis.engines.serving.generation import POLICY
 from lachesis.engines.serving.routes import error_response
 from lachesis.engines.serving.served import AdapterStatus, ModelInfo
-from lachesis.engines.serving.wire import POLICY
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import lachesis.common.errors
 from lachesis.common.errors import EngineError, LachesisError
-from lachesis.engines.serving.served import DigestSlice, LoraSpec, ReceiverSpec, Refused
-from lachesis.transport.records import ReceivedTensor
+from lachesis.engines.serving.served import Refused
 
 
 def answer(call: Callable[[], Any]) -> str:
@@ -37,26 +36,6 @@ def read_answer(text: str) -> Any:
         raise Refused(error["message"], status=error["status"], remedy=error["remedy"])
     kind = getattr(lachesis.common.errors, error["type"], EngineError)
     raise kind(error["message"], remedy=error["remedy"])
-
-
-def parse_slices(slices: Mapping[str, Any] | None) -> dict[str, DigestSlice] | None:
-    """Slices as ``dataclasses.asdict`` makes them, back."""
-    return None if slices is None else {name: DigestSlice(**part) for name, part in slices.items()}
-
-
-def parse_receiver_spec(document: Mapping[str, Any]) -> ReceiverSpec:
-    """A spec as ``dataclasses.asdict`` makes it, back from JSON."""
-    lora = document["lora"]
-    return ReceiverSpec(
-        **{
-            **document,
-            "tensors": tuple(
-                ReceivedTensor(tensor["name"], tuple(tensor["shape"]), tensor["dtype"])
-                for tensor in document["tensors"]
-            ),
-            "lora": None if lora is None else LoraSpec(**{**lora, "target_modules": tuple(lora["target_modules"])}),
-        }
-    )
 
 
 def _error_document(error: LachesisError) -> dict[str, Any]:

@@ -10,13 +10,8 @@ from typing import Any, TypeVar
 
 from lachesis.common.errors import EngineError
 from lachesis.common.types import FinishReason
-from lachesis.engines.serving.served import (
-    GenerateChunk,
-    GeneratedSequence,
-    GenerateRequest,
-    GenerateResult,
-    Refused,
-)
+from lachesis.engines.serving.bodies import Refused
+from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
 from lachesis.engines.vllm import compat
 
 T = TypeVar("T")
@@ -39,7 +34,7 @@ class Generator:
         self._max_model_len = max_model_len
         self._lora_request = lora_request
 
-    async def generate(self, request: GenerateRequest, *, cache_salt: str) -> GenerateResult:
+    async def generate(self, request: GenerateBody, *, cache_salt: str) -> GenerateResult:
         """All completions; raises Refused for what vLLM does not accept, EngineError where it is dead."""
         started = time.monotonic()
         outputs = await _all([self._final(request, i, cache_salt=cache_salt) for i in range(request.n)])
@@ -51,7 +46,7 @@ class Generator:
             prompt_logprobs=None if request.prompt_logprobs is None else _prompt_logprobs(first),
         )
 
-    async def stream(self, request: GenerateRequest, *, cache_salt: str) -> AsyncIterator[GenerateChunk]:
+    async def stream(self, request: GenerateBody, *, cache_salt: str) -> AsyncIterator[GenerateChunk]:
         """The same in pieces, those of all completions as they come."""
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 
@@ -78,7 +73,7 @@ class Generator:
 
     async def canary(self, token_ids: Sequence[int], *, cache_salt: str) -> tuple[float, ...]:
         """Logprobs of the tokens after the first, computed anew and not read from the prefix cache."""
-        request = GenerateRequest(
+        request = GenerateBody(
             prompt_token_ids=tuple(token_ids),
             sampling={"temperature": 1.0, "max_tokens": 1, "skip_reading_prefix_cache": True},
             prompt_logprobs=0,
@@ -88,7 +83,7 @@ class Generator:
         entries = _prompt_logprobs(output)
         return tuple(entry[token] for entry, token in zip(entries[1:], token_ids[1:], strict=True) if entry is not None)
 
-    async def _final(self, request: GenerateRequest, index: int, *, cache_salt: str) -> Any:
+    async def _final(self, request: GenerateBody, index: int, *, cache_salt: str) -> Any:
         last = None
         async for output in self._run(request, index, cache_salt=cache_salt):
             last = output
@@ -97,7 +92,7 @@ class Generator:
         return last
 
     async def _run(
-        self, request: GenerateRequest, index: int, *, cache_salt: str, delta: bool = False
+        self, request: GenerateBody, index: int, *, cache_salt: str, delta: bool = False
     ) -> AsyncIterator[Any]:
         sampling = dict(request.sampling)
         if sampling.get("seed") is not None:
@@ -135,31 +130,31 @@ class Generator:
             )
 
 
-def _sequence(output: Any, *, request: GenerateRequest, started: float) -> GeneratedSequence:
+def _sequence(output: Any, *, request: GenerateBody, started: float) -> ServedCompletion:
     (completion,) = output.outputs
     tokens = tuple(completion.token_ids)
     metrics = output.metrics
     # vLLM leaves 0 where no token came, and gives no metrics with --disable-log-stats.
     first = getattr(metrics, "first_token_ts", 0.0) or started
     last = getattr(metrics, "last_token_ts", 0.0) or time.monotonic()
-    return GeneratedSequence(
+    return ServedCompletion(
         text=completion.text,
         token_ids=tokens,
         finish_reason=_finish_reason(completion.finish_reason) or "abort",
-        token_logprobs=_token_logprobs(completion),
+        logprobs=_token_logprobs(completion),
         top_logprobs=_top_logprobs(completion) if request.logprobs else None,
         first_token_time=first,
         last_token_time=last,
     )
 
 
-def _chunk(output: Any, *, index: int, request: GenerateRequest, with_prompt: bool) -> GenerateChunk:
+def _chunk(output: Any, *, index: int, request: GenerateBody, with_prompt: bool) -> GenerateChunk:
     (completion,) = output.outputs
     return GenerateChunk(
         index=index,
         text=completion.text,
         token_ids=tuple(completion.token_ids),
-        token_logprobs=_token_logprobs(completion),
+        logprobs=_token_logprobs(completion),
         top_logprobs=_top_logprobs(completion) if request.logprobs else None,
         finish_reason=_finish_reason(completion.finish_reason),
         prompt_token_ids=tuple(output.prompt_token_ids) if with_prompt else None,

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_json
+
 from lachesis.common.errors import EngineError, LachesisError, StaleWeights
 from lachesis.engines.base import PauseMode
+from lachesis.engines.serving.generation import POLICY, GenerateBody, GenerateChunk, GenerateResult
 from lachesis.engines.serving.served import (
     AdapterStatus,
     DigestRequest,
-    GenerateChunk,
-    GenerateRequest,
-    GenerateResult,
     ModelInfo,
     ReceiverSpec,
     ReceiverStatus,
@@ -25,7 +24,6 @@ from lachesis.engines.serving.served import (
     TensorInfo,
 )
 from lachesis.engines.serving.session import Session
-from lachesis.engines.serving.wire import POLICY
 from lachesis.engines.vllm import compat
 from lachesis.engines.vllm.calls import read_answer
 from lachesis.engines.vllm.gate import Gate
@@ -109,11 +107,11 @@ class ServedVllm:
         await self._gate.wait()
         self._check_usable()
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateBody) -> GenerateResult:
         await self.wait_until_running()
         return await self._generator.generate(request, cache_salt=self.cache_salt)
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    async def stream(self, request: GenerateBody) -> AsyncIterator[GenerateChunk]:
         await self.wait_until_running()
         async with aclosing(self._generator.stream(request, cache_salt=self.cache_salt)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
@@ -127,12 +125,7 @@ class ServedVllm:
     # Weights.
 
     async def digests(self, request: DigestRequest) -> dict[str, int]:
-        slices = request.slices
-        return await self._call(
-            "digests",
-            slices=None if slices is None else {name: asdict(part) for name, part in slices.items()},
-            adapter=request.adapter,
-        )
+        return await self._call("digests", request=request)
 
     async def state_dict_info(self) -> dict[str, TensorInfo]:
         found = await self._call("state_dict_info")
@@ -174,7 +167,7 @@ class ServedVllm:
     # The channel.
 
     async def start_receiver(self, spec: ReceiverSpec) -> None:
-        status = await self._call("start_receiver", spec=asdict(spec))
+        status = await self._call("start_receiver", spec=spec)
         self._receiver = ReceiverStatus(status["state"], status["detail"], spec)
         self._watching = asyncio.ensure_future(self._watch_receiver())
 
@@ -321,7 +314,7 @@ class ServedVllm:
 
     async def _call_all(self, method: str, **arguments: Any) -> list[Any]:
         try:
-            answers = await self._engine.collective_rpc("lachesis_call", args=(method, json.dumps(arguments)))
+            answers = await self._engine.collective_rpc("lachesis_call", args=(method, to_json(arguments).decode()))
         except compat.EngineDeadError as error:
             raise EngineError(f"vLLM's engine is dead: {error}", remedy="look at its log and restart it") from error
         except Exception as error:

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lachesis.common.errors import StaleWeights
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
-from lachesis.engines.serving.served import LoraSpec, Refused
+from lachesis.engines.serving.served import DigestRequest, LoraSpec, ReceiverSpec, Refused
 from lachesis.engines.vllm import parameters
-from lachesis.engines.vllm.calls import answer, parse_receiver_spec, parse_slices
+from lachesis.engines.vllm.calls import answer
 from lachesis.engines.vllm.checkpoint import check_architecture, check_fits, read_shapes, read_tensors, served_shapes
 from lachesis.engines.vllm.lora_slots import LoraSlots
 from lachesis.engines.vllm.receiver import Receiver
@@ -101,18 +101,19 @@ class WorkerWeights:
         if self._slots is not None:
             self._slots.refresh()
 
-    def digests(self, slices: Mapping[str, Any] | None, adapter: bool) -> dict[str, int]:
+    def digests(self, request: Mapping[str, Any]) -> dict[str, int]:
         """Digests of parameters and of the adapter."""
+        asked = DigestRequest.model_validate(request)
         found: dict[str, int] = {}
-        if slices is None or slices:
+        if asked.slices is None or asked.slices:
             if self._tensor_parallel_size > 1:
                 raise Refused(
                     f"the weights are cut over {self._tensor_parallel_size} workers: there is no digest of the whole",
                     status=409,
                     remedy="prove the transfer by the canary",
                 )
-            found |= parameters.digest_slices(self._runner.get_model(), parse_slices(slices))
-        if adapter:
+            found |= parameters.digest_slices(self._runner.get_model(), asked.slices)
+        if asked.adapter:
             found |= digests(self._need_slots().tensors())
         return found
 
@@ -128,7 +129,7 @@ class WorkerWeights:
 
     def start_receiver(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Check an announcement against the model, and join the channel in the background."""
-        parsed = parse_receiver_spec(spec)
+        parsed = ReceiverSpec.model_validate(spec)
         if self._receiver is not None and self._receiver.state in ("connecting", "connected"):
             raise Refused("a receiver is running already", status=409, remedy="stop it first")
         if parsed.rank + self._tensor_parallel_size != parsed.world_size:

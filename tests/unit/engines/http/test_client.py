@@ -27,6 +27,7 @@ from lachesis.engines.http import client
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerInfo
 from lachesis.engines.http.generation import request_body
+from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.served import Refused
 from tests.unit.engines.fake_server import FakeServer, refusal
 from tests.waiting import LONG_S
@@ -390,7 +391,7 @@ class TestControl:
         assert both.health().ready
         both.release("run", deadline=soon())
         assert [s.state.owner for s in pair] == [None, None]
-        both.on_all(lambda server: server.sleep(deadline=soon()))
+        both.on_all(lambda server: server.call(ops.SLEEP, ops.Sleep(), deadline=soon()))
         assert [s.state.sleeping for s in pair] == [True, True] and "asleep" in both.health().detail
 
     def test_all_servers_are_called_at_the_same_time(self, both: HttpEngine):

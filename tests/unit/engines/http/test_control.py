@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,8 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, StaleWeights
 from lachesis.common.http import server_url
 from lachesis.engines.http.control import ServerControl
-from lachesis.engines.serving.control_wire import parse_receiver
+from lachesis.engines.serving import operations as ops
+from lachesis.engines.serving.bodies import parse
 from lachesis.engines.serving.served import DigestSlice, LoraSpec, ReceiverSpec, Refused
 from lachesis.engines.serving.session import TOKEN_VARIABLE, new_session, write_session
 from lachesis.transport.records import ReceivedTensor
@@ -34,6 +34,8 @@ SPEC = ReceiverSpec(
     lora=LoraSpec(r=2, alpha=4.0, target_modules=("q_proj",), rslora=True, name="mine"),
     param_mappings={"b": {"vllm_name": "c"}},
 )
+
+FULL = SPEC.model_copy(update={"kind": "full", "lora": None, "param_mappings": {}, "backend": "nccl"})
 
 
 def soon(seconds: float = LONG_S) -> Deadline:
@@ -101,7 +103,9 @@ class TestRoutes:
             ),
             (
                 "/lora/unload",
-                lambda c: c.unload_adapter(name="policy", version=5, deadline=soon()),
+                lambda c: c.call(
+                    ops.UNLOAD_ADAPTER, ops.UnloadAdapter(adapter_name="policy", weight_version=5), deadline=soon()
+                ),
                 {"adapter_name": "policy", "weight_version": 5},
             ),
             ("/nccl/receive", lambda c: c.receive(6, deadline=soon()), {"weight_version": 6}),
@@ -113,8 +117,8 @@ class TestRoutes:
             ),
             ("/bridge/pause", lambda c: c.pause(mode="drain", deadline=soon()), {"mode": "drain"}),
             ("/bridge/resume", lambda c: c.resume(deadline=soon()), {}),
-            ("/bridge/sleep", lambda c: c.sleep(level=2, deadline=soon()), {"level": 2}),
-            ("/bridge/wake_up", lambda c: c.wake_up(deadline=soon()), {}),
+            ("/bridge/sleep", lambda c: c.call(ops.SLEEP, ops.Sleep(level=2), deadline=soon()), {"level": 2}),
+            ("/bridge/wake_up", lambda c: c.call(ops.WAKE_UP, ops.Nothing(), deadline=soon()), {}),
             (
                 "/bridge/reload",
                 lambda c: c.reload(Path("/run/ckpt"), version=7, deadline=soon()),
@@ -131,12 +135,12 @@ class TestRoutes:
         call(control)
         assert fake.state.bodies(route) == [body]
 
-    @pytest.mark.parametrize("spec", [SPEC, replace(SPEC, kind="full", lora=None, param_mappings={}, backend="nccl")])
+    @pytest.mark.parametrize("spec", [SPEC, FULL])
     def test_a_receiver_is_what_the_server_understands(
         self, fake: FakeServer, control: ServerControl, spec: ReceiverSpec
     ):
         control.start_receiver(spec, deadline=soon())
-        assert parse_receiver(fake.state.bodies("/nccl/start_receiver")[0]) == spec
+        assert parse(ReceiverSpec, fake.state.bodies("/nccl/start_receiver")[0]) == spec
 
     def test_what_is_read_of_receiver_and_parameters(self, control: ServerControl):
         assert control.receiver_status(deadline=soon()).state == "connected"
@@ -212,7 +216,7 @@ class TestFailures:
             (JSONResponse([1, 2]), "not a JSON object"),
             (PlainTextResponse("<html>"), "<html>"),
             (JSONResponse({"logprobs": [-1.0]}), "'weight_version' is missing"),
-            (JSONResponse({"logprobs": "x", "weight_version": 1, "session_id": "s"}), "could not convert"),
+            (JSONResponse({"logprobs": "x", "weight_version": 1, "session_id": "s"}), "'logprobs' is \"x\""),
         ],
     )
     def test_answers_of_other_servers(self, fake: FakeServer, control: ServerControl, reply: Response, said: str):

@@ -8,13 +8,10 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
 from lachesis.engines.serving.served import (
     AdapterStatus,
     DigestRequest,
-    GenerateChunk,
-    GeneratedSequence,
-    GenerateRequest,
-    GenerateResult,
     ModelInfo,
     ReceiverSpec,
     ReceiverStatus,
@@ -40,7 +37,7 @@ class FakeServed(ServedEngine):
         self.fail: dict[str, Exception] = {}
         self.hold: dict[str, asyncio.Event] = {}
         self.cancelled: list[str] = []
-        self.requests: list[GenerateRequest] = []
+        self.requests: list[GenerateBody] = []
         self.chunks = 2
         self.logprobs = (-0.5, float("-inf"))
         self.paused = self.sleeping = False
@@ -68,23 +65,23 @@ class FakeServed(ServedEngine):
     def model_info(self) -> ModelInfo:
         return INFO
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateBody) -> GenerateResult:
         self.requests.append(request)
         await self._call("generate")
         now = time.monotonic()
-        one = GeneratedSequence(
-            text="ab", token_ids=(7, 8), finish_reason="stop", token_logprobs=self.logprobs,
+        one = ServedCompletion(
+            text="ab", token_ids=(7, 8), finish_reason="stop", logprobs=self.logprobs,
             first_token_time=now, last_token_time=now,
         )  # fmt: skip
         ids = request.prompt_token_ids or (1, 2)
         return GenerateResult(prompt=request.prompt, prompt_token_ids=ids, completions=(one,) * request.n)
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    async def stream(self, request: GenerateBody) -> AsyncIterator[GenerateChunk]:
         for number in range(self.chunks):
             if number:
                 await self._call("stream")
             yield GenerateChunk(
-                index=0, text="a", token_ids=(7,), token_logprobs=(-0.5,), time=time.monotonic(),
+                index=0, text="a", token_ids=(7,), logprobs=(-0.5,), time=time.monotonic(),
                 finish_reason="stop" if number == self.chunks - 1 else None,
                 prompt_token_ids=None if number else (1, 2),
             )  # fmt: skip

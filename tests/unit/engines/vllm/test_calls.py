@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 import pytest
+from pydantic_core import from_json, to_json
 
 from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
-from lachesis.engines.serving.served import DigestSlice, LoraSpec, ReceiverSpec, Refused
-from lachesis.engines.vllm.calls import answer, parse_receiver_spec, parse_slices, read_answer
+from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
+from lachesis.engines.vllm.calls import answer, read_answer
 from lachesis.transport.records import ReceivedTensor
 
 
@@ -54,10 +52,10 @@ def test_a_spec_survives_json(lora):
         lora=lora,
         param_mappings={"a": "b"},
     )
-    assert parse_receiver_spec(json.loads(json.dumps(asdict(spec)))) == spec
+    assert ReceiverSpec.model_validate(from_json(to_json(spec))) == spec
 
 
-def test_slices_survive_json():
-    slices = {"x": DigestSlice("y", 2, 3), "z": DigestSlice("z")}
-    assert parse_slices(json.loads(json.dumps({name: asdict(part) for name, part in slices.items()}))) == slices
-    assert parse_slices(None) is None
+@pytest.mark.parametrize("slices", [None, {}, {"x": DigestSlice("y", 2, 3), "z": DigestSlice("z")}])
+def test_slices_survive_json(slices):
+    request = DigestRequest(slices=slices)
+    assert DigestRequest.model_validate(from_json(to_json(request))) == request

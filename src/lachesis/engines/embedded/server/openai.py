@@ -5,43 +5,78 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
+from pydantic import Field, field_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
 from lachesis.engines.embedded.server.served import ServedEmbedded
-from lachesis.engines.serving.bodies import Body
-from lachesis.engines.serving.routes import event_stream, guarded, read_body, while_connected
-from lachesis.engines.serving.served import (
+from lachesis.engines.serving.bodies import Count, Flag, Refused, Text, TokenIds
+from lachesis.engines.serving.generation import (
+    POLICY,
+    GenerateBody,
     GenerateChunk,
-    GeneratedSequence,
-    GenerateRequest,
     GenerateResult,
-    Refused,
+    SampledBody,
+    ServedCompletion,
+    finite,
+    parse_sampled,
+    top_logprobs,
 )
-from lachesis.engines.serving.wire import MAX_N, POLICY, check_model, check_token_ids, finite, parse_sampling
+from lachesis.engines.serving.routes import event_stream, guarded, read_body, while_connected
+from lachesis.engines.serving.server import check_model, check_token_ids
 
-_COMMON = {
-    "model", "n", "stream", "stream_options", "user", "return_token_ids", "max_completion_tokens", "timeout",
-    "max_new_tokens", "logprobs",
-}  # fmt: skip
-_COMPLETION = {"prompt", "echo", "suffix", "add_special_tokens"}
-_CHAT = {"messages", "top_logprobs", "add_generation_prompt", "chat_template_kwargs", "tools", "tool_choice"}
-_MAX_TOP = 20
+_Top = Annotated[Count, Field(le=20)]
+
+
+class _OpenAIBody(SampledBody):
+    stream_options: dict[str, Any] = Field(default_factory=dict)
+    return_token_ids: Flag = False
+
+
+class _CompletionBody(_OpenAIBody):
+    """``prompt`` is one prompt or several, each as text or as token ids."""
+
+    also = ("user", "timeout", "add_special_tokens")
+
+    prompt: tuple[Text | TokenIds, ...]
+    logprobs: _Top | None = None
+    echo: Any = None
+    suffix: Any = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _several(cls, prompt: Any) -> Any:
+        if not prompt:
+            raise Refused("the prompt is empty", remedy="begin it with at least one token")
+        return prompt if isinstance(prompt, list) and isinstance(prompt[0], str | list) and all(prompt) else [prompt]
+
+
+class _ChatBody(_OpenAIBody):
+    also = ("user", "timeout", "tool_choice")
+
+    messages: list[dict[str, Any]]
+    logprobs: Flag = False
+    top_logprobs: _Top = 0
+    tools: Any = None
+    add_generation_prompt: Flag = True
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+B = TypeVar("B", bound=_OpenAIBody)
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
     """What a body asks for: a request for each prompt, and how its answer looks."""
 
-    requests: tuple[GenerateRequest, ...]
+    requests: tuple[GenerateBody, ...]
     model: str
     chat: bool
     stream: bool
@@ -86,51 +121,49 @@ class OpenAIRoutes:
         return JSONResponse({"object": "list", "data": cards})
 
     async def _completions(self, request: Request) -> Response:
-        body = Body(await read_body(request), known=_COMMON | _COMPLETION | self._backend.sampling_fields)
+        body = await self._parsed(_CompletionBody, request)
         for name in ("echo", "suffix"):
-            if body.get(name):
+            if getattr(body, name):
                 raise Refused(f"{name} is not known to the embedded engine", remedy="leave it out, or use vLLM")
-        top = body.integer("logprobs", None, low=0, high=_MAX_TOP)
-        return await self._answer(request, self._asked(body, _prompts(body), top=top, chat=False))
+        return await self._answer(request, self._asked(body, body.prompt, top=body.logprobs, chat=False))
 
     async def _chat(self, request: Request) -> Response:
-        body = Body(await read_body(request), known=_COMMON | _CHAT | self._backend.sampling_fields)
-        wants = body.flag("logprobs", False)
-        top = body.integer("top_logprobs", 0, low=0, high=_MAX_TOP) if wants else None
+        body = await self._parsed(_ChatBody, request)
         prompt = render_chat(body, self._backend.tokenizer)
+        top = body.top_logprobs if body.logprobs else None
         return await self._answer(request, self._asked(body, [prompt], top=top, chat=True))
 
-    def _asked(self, body: Body, prompts: Sequence[str | tuple[int, ...]], *, top: int | None, chat: bool) -> _Asked:
+    async def _parsed(self, kind: type[B], request: Request) -> B:
+        return parse_sampled(kind, await read_body(request), sampling_fields=self._backend.sampling_fields)
+
+    def _asked(
+        self, body: _OpenAIBody, prompts: Sequence[str | tuple[int, ...]], *, top: int | None, chat: bool
+    ) -> _Asked:
         info = self._backend.model_info()
-        model = body.text("model", None)
-        check_model(model, info=info, adapter=self._backend.adapter())
-        sampling = parse_sampling(body, fields=self._backend.sampling_fields)
-        if chat and body.get("max_tokens") is None and "max_tokens" not in sampling:
+        check_model(body.model, info=info, adapter=self._backend.adapter())
+        sampling = body.sampling
+        if chat and "max_tokens" not in sampling:
             sampling["max_tokens"] = max(1, info.max_model_len - max(map(len, prompts)))
-        options = body.mapping("stream_options", {})
-        n = body.integer("n", 1, low=1, high=MAX_N)
-        requests = []
         for prompt in prompts:
             check_token_ids(prompt if isinstance(prompt, tuple) else (), info=info)
-            requests.append(
-                GenerateRequest(
+        return _Asked(
+            requests=tuple(
+                GenerateBody(
                     prompt=prompt if isinstance(prompt, str) else None,
                     prompt_token_ids=prompt if isinstance(prompt, tuple) else None,
-                    n=n,
+                    n=body.n,
                     sampling=sampling,
                     logprobs=top,
-                    model=model,
-                    request_id=uuid.uuid4().hex,
+                    model=body.model,
                 )
-            )
-        return _Asked(
-            requests=tuple(requests),
-            model=model or info.served_names[0],
+                for prompt in prompts
+            ),
+            model=body.model or info.served_names[0],
             chat=chat,
-            stream=body.flag("stream", False),
-            usage=bool(options.get("include_usage")),
+            stream=body.stream,
+            usage=bool(body.stream_options.get("include_usage")),
             logprobs=top is not None,
-            token_ids=body.flag("return_token_ids", False),
+            token_ids=body.return_token_ids,
         )
 
     async def _answer(self, request: Request, asked: _Asked) -> Response:
@@ -175,7 +208,7 @@ class OpenAIRoutes:
         if asked.usage:
             yield json.dumps(envelope | {"choices": [], "usage": _usage(prompt, tokens)})
 
-    def _choice(self, asked: _Asked, part: GeneratedSequence | GenerateChunk, *, delta: bool) -> dict[str, Any]:
+    def _choice(self, asked: _Asked, part: ServedCompletion | GenerateChunk, *, delta: bool) -> dict[str, Any]:
         choice: dict[str, Any] = {"finish_reason": part.finish_reason, "logprobs": None}
         if not asked.chat:
             choice["text"] = part.text
@@ -194,39 +227,24 @@ class OpenAIRoutes:
         return str(self._backend.tokenizer.decode([token]))
 
 
-def render_chat(body: Body, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def render_chat(body: _ChatBody, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The token ids of a conversation. Refused (400) where it is none, or the model has no chat template."""
-    messages = body.sequence("messages")
-    if not messages or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+    if not body.messages or not all(isinstance(message.get("role"), str) for message in body.messages):
         raise Refused("messages is no list of messages with a role", remedy='send [{"role": "user", "content": ...}]')
     if tokenizer.chat_template is None:
         raise Refused("the model's tokenizer has no chat template", remedy="use /v1/completions or /generate")
-    options: Mapping[str, Any] = body.mapping("chat_template_kwargs", {})
     try:
         ids: Any = tokenizer.apply_chat_template(
-            messages,
-            tools=body.get("tools"),
-            add_generation_prompt=body.flag("add_generation_prompt", True),
+            body.messages,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
             tokenize=True,
             return_dict=False,
-            **options,
+            **body.chat_template_kwargs,
         )
     except Exception as error:  # a template is a program of the model's, and may raise anything
         raise Refused(f"the chat template cannot render these messages: {error}", remedy="correct them") from error
     return tuple(ids)
-
-
-def _prompts(body: Body) -> list[str | tuple[int, ...]]:
-    """One prompt or several, each as text or as token ids."""
-    value = body.get("prompt")
-    if isinstance(value, list) and value and all(isinstance(item, str) and item for item in value):
-        return list(value)
-    if isinstance(value, list) and value and all(isinstance(item, list) and item for item in value):
-        return [Body({"prompt": item}, known={"prompt"}).integers("prompt") for item in value]
-    prompt = body.integers("prompt") if isinstance(value, list) else body.text("prompt")
-    if not prompt:
-        raise Refused("the prompt is empty", remedy="begin it with at least one token")
-    return [prompt]
 
 
 def _envelope(asked: _Asked, *, chunk: bool) -> dict[str, Any]:
@@ -244,29 +262,23 @@ def _usage(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def _completion_logprobs(part: GeneratedSequence | GenerateChunk, text: Callable[[int], str]) -> dict[str, Any]:
+def _completion_logprobs(part: ServedCompletion | GenerateChunk, text: Callable[[int], str]) -> dict[str, Any]:
     tokens = [text(token) for token in part.token_ids]
     offsets = [sum(map(len, tokens[:i])) for i in range(len(tokens))]
     return {
         "tokens": tokens,
-        "token_logprobs": [finite(value) for value in part.token_logprobs],
-        "top_logprobs": [{text(t): finite(value) for t, value in entry.items()} for entry in _top(part)],
+        "token_logprobs": [finite(value) for value in part.logprobs],
+        "top_logprobs": [{text(t): finite(value) for t, value in entry.items()} for entry in top_logprobs(part)],
         "text_offset": offsets,
     }
 
 
-def _chat_logprobs(part: GeneratedSequence | GenerateChunk, text: Callable[[int], str]) -> dict[str, Any]:
+def _chat_logprobs(part: ServedCompletion | GenerateChunk, text: Callable[[int], str]) -> dict[str, Any]:
     def entry(token: int, logprob: float) -> dict[str, Any]:
         return {"token": text(token), "logprob": finite(logprob), "bytes": list(text(token).encode())}
 
     content = []
-    for token, logprob, top in zip(part.token_ids, part.token_logprobs, _top(part), strict=True):
+    for token, logprob, top in zip(part.token_ids, part.logprobs, top_logprobs(part), strict=True):
         others = [entry(other, value) for other, value in top.items()] if part.top_logprobs is not None else []
         content.append(entry(token, logprob) | {"top_logprobs": others})
     return {"content": content}
-
-
-def _top(part: GeneratedSequence | GenerateChunk) -> Sequence[Mapping[int, float]]:
-    if part.top_logprobs is not None:
-        return part.top_logprobs
-    return [{token: value} for token, value in zip(part.token_ids, part.token_logprobs, strict=True)]

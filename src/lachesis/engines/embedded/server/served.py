@@ -21,13 +21,10 @@ from lachesis.engines.embedded.server.batches import BatchRunner, Growing, Job
 from lachesis.engines.embedded.server.receiver import Receiver
 from lachesis.engines.embedded.server.text import GrowingText, cut_at_stop
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
+from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
 from lachesis.engines.serving.served import (
     AdapterStatus,
     DigestRequest,
-    GenerateChunk,
-    GeneratedSequence,
-    GenerateRequest,
-    GenerateResult,
     ModelInfo,
     ReceiverSpec,
     ReceiverStatus,
@@ -100,7 +97,7 @@ class ServedEmbedded(ServedEngine):
     def model_info(self) -> ModelInfo:
         return self._info
 
-    async def generate(self, request: GenerateRequest) -> GenerateResult:
+    async def generate(self, request: GenerateBody) -> GenerateResult:
         job, news = self._submit(request)
         try:
             while not job.done:
@@ -117,7 +114,7 @@ class ServedEmbedded(ServedEngine):
             prompt_logprobs=await self._prompt_logprobs(job.request.prompt_ids, request.prompt_logprobs),
         )
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[GenerateChunk]:
+    async def stream(self, request: GenerateBody) -> AsyncIterator[GenerateChunk]:
         if request.prompt_logprobs is not None:
             raise Refused("prompt_logprobs cannot be streamed", remedy="send stream: false")
         job, news = self._submit(request)
@@ -238,7 +235,7 @@ class ServedEmbedded(ServedEngine):
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    def _submit(self, request: GenerateRequest) -> tuple[Job, asyncio.Event]:
+    def _submit(self, request: GenerateBody) -> tuple[Job, asyncio.Event]:
         loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def notify() -> None:
@@ -249,7 +246,7 @@ class ServedEmbedded(ServedEngine):
         self._runner.submit(job)
         return job, news
 
-    def _request(self, request: GenerateRequest) -> GenerationRequest:
+    def _request(self, request: GenerateBody) -> GenerationRequest:
         """The engine's request. Refused (400) where it cannot be sampled."""
         sampling = request.sampling
         for name, neutral in _NEUTRAL.items():
@@ -284,11 +281,11 @@ class ServedEmbedded(ServedEngine):
             raise Refused(error.message, remedy=error.remedy) from error
         return wanted
 
-    def _decode(self, request: GenerateRequest) -> Callable[[Sequence[int]], str]:
+    def _decode(self, request: GenerateBody) -> Callable[[Sequence[int]], str]:
         skip = request.sampling.get("skip_special_tokens", True)
         return lambda ids: str(self._tokenizer.decode(list(ids), skip_special_tokens=skip))
 
-    def _text(self, request: GenerateRequest) -> GrowingText:
+    def _text(self, request: GenerateBody) -> GrowingText:
         sampling = request.sampling
         return GrowingText(
             self._decode(request),
@@ -296,14 +293,14 @@ class ServedEmbedded(ServedEngine):
             include_stop=sampling.get("include_stop_str_in_output", False),
         )
 
-    def _completion(self, sequence: Growing, *, job: Job, request: GenerateRequest) -> GeneratedSequence:
+    def _completion(self, sequence: Growing, *, job: Job, request: GenerateBody) -> ServedCompletion:
         sampling = request.sampling
         text = self._decode(request)(sequence.token_ids)
-        return GeneratedSequence(
+        return ServedCompletion(
             text=cut_at_stop(text, sampling.get("stop", ()), include=sampling.get("include_stop_str_in_output", False)),
             token_ids=tuple(sequence.token_ids),
             finish_reason=sequence.reason or "abort",
-            token_logprobs=tuple(sequence.logprobs),
+            logprobs=tuple(sequence.logprobs),
             top_logprobs=tuple(sequence.top) if request.logprobs else None,
             first_token_time=sequence.times[0] if sequence.times else job.submitted,
             last_token_time=sequence.times[-1] if sequence.times else job.submitted,
@@ -315,7 +312,7 @@ class ServedEmbedded(ServedEngine):
         sequence: Growing,
         *,
         job: Job,
-        request: GenerateRequest,
+        request: GenerateBody,
         start: int,
         stop: int,
         text: GrowingText,
@@ -325,7 +322,7 @@ class ServedEmbedded(ServedEngine):
             index=index,
             text=text.more(sequence.token_ids[:stop], finished=reason is not None),
             token_ids=tuple(sequence.token_ids[start:stop]),
-            token_logprobs=tuple(sequence.logprobs[start:stop]),
+            logprobs=tuple(sequence.logprobs[start:stop]),
             top_logprobs=tuple(sequence.top[start:stop]) if request.logprobs else None,
             finish_reason=reason,
             time=sequence.times[stop - 1] if stop else job.submitted,

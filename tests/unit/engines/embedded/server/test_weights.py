@@ -98,7 +98,9 @@ def test_tied_embeddings_may_come_once_or_under_both_names():
     assert "lm_head.weight" not in weights.state_dict_info()
     weights.check_receivable(full_spec(model))
     weights.check_receivable(full_spec(model, **{"lm_head.weight": model.lm_head.weight}))
-    assert weights.digests(DigestRequest({"x": DigestSlice("lm_head.weight")}))["x"] == digest(model.lm_head.weight)
+    assert weights.digests(DigestRequest(slices={"x": DigestSlice("lm_head.weight")}))["x"] == digest(
+        model.lm_head.weight
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_a_server_without_lora_takes_no_adapter(tmp_path):
 def test_digests_of_what_is_not_there_are_refused(part):
     _, weights = make(tiny_model("qwen2"))
     with pytest.raises(Refused):
-        weights.digests(DigestRequest({"x": part}))
+        weights.digests(DigestRequest(slices={"x": part}))
 
 
 @pytest.mark.parametrize(

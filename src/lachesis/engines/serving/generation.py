@@ -1,0 +1,241 @@
+"""``/generate``: what it is asked, what engines answer, and the JSON of both. Pure; no torch."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import ConfigDict, Field, GetPydanticSchema, model_validator
+from typing_extensions import TypedDict
+
+from lachesis.common.errors import EngineError
+from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, VersionSpan
+from lachesis.engines.serving.bodies import (
+    SINGLE,
+    Count,
+    Flag,
+    Number,
+    Refused,
+    Request,
+    Text,
+    TokenIds,
+    Whole,
+    given,
+    parse,
+)
+from lachesis.engines.serving.versions import VersionClock
+
+POLICY = "policy"
+_MAX_N = 1024
+_MAX_INT = (1 << 63) - 1
+_SYNONYMS = ("max_new_tokens", "max_completion_tokens")
+# What JSON has for the logprob of a token that was cut: it knows no infinity.
+_LEAST_LOGPROB = -9999.0
+
+
+class Sampling(TypedDict, total=False):
+    """The sampling fields whose meaning is known here; an engine may take others, which it checks itself."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")  # type: ignore[misc]
+
+    temperature: Annotated[Number, Field(ge=0)]
+    top_p: Annotated[Number, Field(gt=0, le=1)]
+    min_p: Annotated[Number, Field(ge=0, le=1)]
+    repetition_penalty: Annotated[Number, Field(gt=0)]
+    presence_penalty: Annotated[Number, Field(ge=-2, le=2)]
+    frequency_penalty: Annotated[Number, Field(ge=-2, le=2)]
+    max_tokens: Annotated[Whole, Field(ge=1, le=_MAX_INT)]
+    min_tokens: Annotated[Whole, Field(ge=0, le=_MAX_INT)]
+    top_k: Annotated[Whole, Field(ge=-1, le=_MAX_INT)]
+    seed: Annotated[Whole, Field(ge=-_MAX_INT - 1, le=_MAX_INT)]
+    ignore_eos: Flag
+    skip_special_tokens: Flag
+    spaces_between_special_tokens: Flag
+    include_stop_str_in_output: Flag
+    detokenize: Flag
+    stop: Annotated[list[Text], SINGLE]
+    stop_token_ids: list[Count]
+
+
+class SampledBody(Request):
+    """What all bodies that ask for completions have.
+
+    ``sampling`` holds the fields that the caller gave, under vLLM's names; in the body they stand beside the others.
+    """
+
+    # OpenAI clients hand these through from their callers; they have no meaning here.
+    also = frozenset({
+        "timeout", "user", "extra_body", "extra_headers", "extra_query", "tools", "tool_choice", "messages",
+    })  # fmt: skip
+
+    n: Annotated[Whole, Field(ge=1, le=_MAX_N)] = 1
+    stream: Flag = False
+    model: Text | None = None
+    sampling: Annotated[dict[str, Any], GetPydanticSchema(lambda _, handler: handler(Sampling))] = Field(
+        default_factory=dict
+    )
+
+
+class GenerateBody(SampledBody):
+    """What a client asks of ``/generate``; exactly one of ``prompt`` and ``prompt_token_ids`` is set.
+
+    ``logprobs = k`` asks for the ``k`` likeliest tokens at each place besides the sampled one, whose logprob is
+    always returned. (A trainer asks its engine by :class:`~lachesis.common.types.GenerationRequest`.)
+    """
+
+    prompt: Text | None = None
+    prompt_token_ids: TokenIds | None = None
+    logprobs: Count | None = None
+    prompt_logprobs: Count | None = None
+    request_id: Text = Field(default_factory=lambda: uuid.uuid4().hex)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_prompt(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """``prompt`` may also be token ids, or an object that names either."""
+        prompt = fields.get("prompt")
+        if prompt is not None and fields.get("prompt_token_ids") is not None:
+            raise Refused("the body has both prompt and prompt_token_ids", remedy="send one of them")
+        if isinstance(prompt, dict):
+            inner = given(prompt, ("prompt_token_ids", "prompt"), where="prompt")
+            if len(inner) != 1:
+                raise Refused("prompt names no prompt, or two", remedy='send {"prompt_token_ids": [...]}')
+            fields = fields | {"prompt": None} | inner
+        elif isinstance(prompt, list):
+            fields = fields | {"prompt": None, "prompt_token_ids": prompt}
+        if fields.get("prompt") is None and not fields.get("prompt_token_ids"):
+            raise Refused("the body has no prompt", remedy="send prompt or prompt_token_ids, at least one token long")
+        return fields
+
+
+B = TypeVar("B", bound=SampledBody)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedCompletion(Completion):
+    """A completion of T tokens and what only its server knows; the routes fill in ``versions`` by the times.
+
+    ``top_logprobs`` [T], where asked for, map token ids to logprobs, the sampled token first. The times are
+    ``time.monotonic()`` of this host at the first and the last token. A completion that was ended has the finish
+    reason ``abort`` and may be empty.
+    """
+
+    versions: VersionSpan = UNKNOWN_VERSIONS
+    text: str
+    top_logprobs: tuple[Mapping[int, float], ...] | None = None
+    first_token_time: float
+    last_token_time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult:
+    """All completions of one request, in order.
+
+    ``prompt_logprobs`` [P], where asked for, has ``None`` for the first position and a map for the others.
+    """
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[ServedCompletion, ...]
+    prompt_logprobs: tuple[Mapping[int, float] | None, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateChunk:
+    """What is new in completion ``index`` since its last chunk; ``finish_reason`` is set in its last one.
+
+    ``prompt_token_ids`` come with the first chunk of a request. ``time`` is ``time.monotonic()`` at the last
+    token of the chunk.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[Mapping[int, float], ...] | None = None
+    finish_reason: FinishReason | None = None
+    prompt_token_ids: tuple[int, ...] | None = None
+    time: float
+
+
+def parse_sampled(kind: type[B], document: Mapping[str, Any], *, sampling_fields: Collection[str]) -> B:
+    """The request in a body that has the sampling fields of an engine among its own.
+
+    Raises:
+        Refused: (400) a field is unknown, of the wrong type or out of range, or there is no prompt, or two.
+    """
+    own = {*kind.model_fields, *kind.also} - {"sampling"}
+    fields = given(document, {*own, *_SYNONYMS, *sampling_fields})
+    sampling = {name: fields.pop(name) for name in sampling_fields if name in fields}
+    for synonym in _SYNONYMS:
+        if synonym in fields:
+            sampling.setdefault("max_tokens", fields.pop(synonym))
+    return parse(kind, fields | {"sampling": sampling})
+
+
+def result_document(result: GenerateResult, *, request: GenerateBody, clock: VersionClock) -> dict[str, Any]:
+    """The answer of ``/generate``.
+
+    ``logprobs[i][t]`` is a list of ``{token id: logprob}``, the sampled token first; null unless asked for.
+    """
+    done = result.completions
+    document: dict[str, Any] = {
+        "text": [c.text for c in done],
+        "prompt": result.prompt,
+        "prompt_token_ids": result.prompt_token_ids,
+        "token_ids": [c.token_ids for c in done],
+        "finish_reasons": [c.finish_reason for c in done],
+        "logprobs": None if request.logprobs is None else [_documented(c) for c in done],
+        "token_logprobs": [[finite(value) for value in c.logprobs] for c in done],
+        "weight_version": [clock.span(c.first_token_time, c.last_token_time)._asdict() for c in done],
+    }
+    if result.prompt_logprobs is not None:
+        document["prompt_logprobs"] = [
+            None if entry is None else {str(token): finite(value) for token, value in entry.items()}
+            for entry in result.prompt_logprobs
+        ]
+    return document
+
+
+def chunk_document(chunk: GenerateChunk, *, request: GenerateBody, versions: tuple[int, int]) -> dict[str, Any]:
+    """One event of a streamed answer: what is new in completion ``index``, and its first and last version so far."""
+    document: dict[str, Any] = {
+        "index": chunk.index,
+        "text": chunk.text,
+        "token_ids": chunk.token_ids,
+        "token_logprobs": [finite(value) for value in chunk.logprobs],
+        "logprobs": None if request.logprobs is None else _documented(chunk),
+        "finish_reason": chunk.finish_reason,
+        "weight_version": {"first": versions[0], "last": versions[1]},
+    }
+    if chunk.prompt_token_ids is not None:
+        document["prompt_token_ids"] = chunk.prompt_token_ids
+    return document
+
+
+def finite(logprob: float) -> float:
+    """A logprob as JSON can hold it.
+
+    Raises:
+        EngineError: it is no number.
+    """
+    if math.isnan(logprob):
+        raise EngineError(
+            "the model's logprobs are not finite",
+            remedy="the weights have NaN or infinite values: lower the learning rate or resume earlier",
+        )
+    return max(logprob, _LEAST_LOGPROB)
+
+
+def top_logprobs(part: ServedCompletion | GenerateChunk) -> tuple[Mapping[int, float], ...]:
+    """For each token a map of logprobs: those asked for, or that of the sampled token alone."""
+    if part.top_logprobs is not None:
+        return part.top_logprobs
+    return tuple({token: value} for token, value in zip(part.token_ids, part.logprobs, strict=True))
+
+
+def _documented(part: ServedCompletion | GenerateChunk) -> list[list[dict[str, float]]]:
+    return [[{str(token): finite(value)} for token, value in entry.items()] for entry in top_logprobs(part)]

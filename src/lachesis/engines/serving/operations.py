@@ -1,0 +1,303 @@
+"""Every operation of an inference server, a row each: servers mount the table, clients call its rows.
+
+A new operation is a row here, with the types of its body and of its answer, and a method of that name on the
+engines, or on :class:`~lachesis.engines.serving.server.Server` where the engine has no part in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    ValidationInfo,
+    model_serializer,
+    model_validator,
+)
+
+from lachesis.engines.base import PauseMode
+from lachesis.engines.serving.bodies import Flag, Request, Text, TokenIds, Whole
+from lachesis.engines.serving.generation import POLICY
+from lachesis.engines.serving.served import (
+    AdapterStatus,
+    DigestRequest,
+    ModelInfo,
+    ReceiverSpec,
+    ReceiverState,
+    ReceiverStatus,
+    TensorInfo,
+    TransferKind,
+)
+from lachesis.transport.records import ChannelBackend
+
+Q = TypeVar("Q", bound=Request)
+A = TypeVar("A", bound=BaseModel)
+VERSION = "weight_version"
+
+
+def _resolved(path: Any, info: ValidationInfo) -> Any:
+    """On a server, whose context resolves paths, the path without links, inside of its roots."""
+    if not (isinstance(path, str | Path) and str(path)):
+        raise ValueError("Input should be a path")
+    return path if info.context is None else info.context(path)
+
+
+def _from_hex(value: Any) -> Any:
+    return int(value, 16) if isinstance(value, str) else value
+
+
+ServedPath = Annotated[Path, BeforeValidator(_resolved)]
+Version = Annotated[Whole, Field(ge=0, le=(1 << 53) - 1)]
+Hex = Annotated[int, BeforeValidator(_from_hex), PlainSerializer("{:016x}".format)]
+
+
+class Nothing(Request):
+    """No fields."""
+
+
+class Claim(Request):
+    owner: Text
+    takeover: Flag = False
+
+
+class Release(Request):
+    owner: Text
+
+
+class LoadAdapter(Request):
+    """Without a version it is counted one up."""
+
+    aliases: ClassVar = {"lora_path": "adapter_path", "lora_name": "adapter_name"}
+    also = ("lora_int_id", "load_inplace")
+
+    adapter_path: ServedPath
+    adapter_name: Text = POLICY
+    weight_version: Version | None = None
+
+
+class UnloadAdapter(Request):
+    """Without a name it is the adapter in force."""
+
+    aliases: ClassVar = {"lora_name": "adapter_name"}
+    also = ("lora_int_id",)
+
+    adapter_name: Text | None = None
+    weight_version: Version | None = None
+
+
+class NewVersion(Request):
+    weight_version: Version
+
+
+class ExportShared(Request):
+    path: ServedPath
+
+
+class Reload(Request):
+    path: ServedPath
+    weight_version: Version | None = None
+
+
+class Pause(Request):
+    mode: PauseMode = "keep"
+
+
+class Sleep(Request):
+    level: Annotated[Whole, Field(ge=1, le=2)] = 1
+
+
+class CanaryRequest(Request):
+    token_ids: TokenIds
+
+
+class Empty(BaseModel):
+    """Nothing."""
+
+
+class Answer(BaseModel):
+    """What all answers about weights say: of which version they are and of which session."""
+
+    weight_version: int = -1
+    session_id: str = ""
+
+
+class Stamped(BaseModel):
+    """The same, of answers that are worth nothing to a client that does not learn whose weights they are about."""
+
+    weight_version: int
+    session_id: str
+
+
+class ServerInfo(Stamped):
+    """Who a server is and how it stands. In the answer the model's fields stand beside the others.
+
+    ``url`` is the address that a client knows the server by.
+    """
+
+    url: str = Field(default="", exclude=True)
+    paused: bool
+    sleeping: bool
+    owner: str | None = None
+    engine: str
+    pid: int
+    model: ModelInfo
+    adapter: AdapterStatus | None = None
+    lachesis: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_model(cls, reply: Any) -> Any:
+        return reply | {"model": reply} if isinstance(reply.get("model"), str) else reply
+
+    @model_serializer(mode="wrap")
+    def _flat(self, serialize: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
+        document = serialize(self)
+        model = document.pop("model")
+        return document | model
+
+
+class Owned(Answer):
+    owner: str | None = None
+
+
+class Loaded(Answer):
+    status: str = "success"
+    adapter: AdapterStatus | None = None
+
+
+class Located(Answer):
+    path: Path
+
+
+class Paused(Answer):
+    paused: bool
+
+
+class Sleeping(Answer):
+    sleeping: bool
+
+
+class LoraStatus(Answer):
+    status: Literal["connected", "idle"]
+    detail: str
+    adapter: AdapterStatus | None
+    lora_enabled: bool
+    max_lora_rank: int
+
+
+class Receiver(BaseModel):
+    """Where the receiver stands, and what it was started with."""
+
+    status: ReceiverState
+    detail: str = ""
+    updates: int = 0
+    init_method: str | None = None
+    world_size: int | None = None
+    rank: int | None = None
+    backend: ChannelBackend | None = None
+    kind: TransferKind | None = None
+    num_params: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_engine(cls, found: Any) -> Any:
+        """On a server, of the engine's status, alone or among what the server knows."""
+        receiver = found.get("receiver") if isinstance(found, dict) else found
+        if not isinstance(receiver, ReceiverStatus):
+            return found
+        spec = {} if receiver.spec is None else dict(receiver.spec) | {"num_params": len(receiver.spec.tensors)}
+        told = {"status": receiver.state, "detail": receiver.detail, "updates": receiver.updates}
+        return (found if isinstance(found, dict) else {}) | spec | told
+
+
+class Receiving(Receiver, Answer):
+    """The same with the stamp."""
+
+
+class Debug(ServerInfo):
+    """What :class:`ServerInfo` says, the receiver, and the documented variables as this server sees them."""
+
+    receiver: Receiver
+    adapter_roots: list[Path]
+    variables: dict[str, str | None]
+
+
+class StateDict(Answer):
+    num_params: int = 0
+    param_mappings: dict[str, TensorInfo]
+
+
+class Canary(Stamped):
+    logprobs: tuple[float, ...]
+
+
+class Digests(Stamped):
+    digests: dict[str, Hex]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation(Generic[Q, A]):
+    """One route and what goes in and comes out of it.
+
+    Args:
+        name: of the method that does it: of ``Server``, with the request, or of the engine, with the request's fields
+            as keywords. It returns what the answer has besides the server's state. Empty if that is all of it.
+        path: of the route; ``aliases`` lead to the same.
+        request: what a body is parsed into.
+        answer: what clients get.
+        method: GET has no body.
+        guarded: whether it needs the session's token. What does not changes nothing, and may be sent again.
+        loading: where it changes weights, what it is doing then, with the request's fields in braces: one such
+            operation runs at a time, and at its end the prefix cache is reset and the request's version counts.
+    """
+
+    name: str
+    path: str
+    request: type[Q]
+    answer: type[A]
+    _: KW_ONLY
+    aliases: tuple[str, ...] = ()
+    method: Literal["GET", "POST"] = "POST"
+    guarded: bool = True
+    loading: str = ""
+
+
+HEALTH = Operation("health", "/health", Nothing, Empty, method="GET", guarded=False)
+PROBE = Operation("health_generate", "/health_generate", Nothing, Empty, method="GET", guarded=False)
+INFO = Operation("", "/bridge/info", Nothing, ServerInfo, method="GET", guarded=False)
+DEBUG = Operation("", "/bridge/debug", Nothing, Debug, method="GET", guarded=False)
+IS_PAUSED = Operation("", "/bridge/is_paused", Nothing, Paused, method="GET", guarded=False)
+IS_SLEEPING = Operation("", "/bridge/is_sleeping", Nothing, Sleeping, method="GET", guarded=False)
+LORA_STATUS = Operation("lora_status", "/lora/status", Nothing, LoraStatus, method="GET", guarded=False)
+RECEIVER = Operation("", "/nccl/status", Nothing, Receiving, method="GET", guarded=False)
+STATE_DICT = Operation("state_dict", "/bridge/state_dict_info", Nothing, StateDict, method="GET", guarded=False)
+CANARY = Operation("canary", "/bridge/canary", CanaryRequest, Canary, guarded=False)
+DIGESTS = Operation("digests", "/bridge/digests", DigestRequest, Digests, guarded=False)
+CLAIM = Operation("claim", "/bridge/claim", Claim, Owned)
+RELEASE = Operation("release", "/bridge/release", Release, Owned)
+LOAD_ADAPTER = Operation(
+    "load_adapter", "/lora/load", LoadAdapter, Loaded, loading="loading adapter {adapter_name!r}",
+    aliases=("/v1/load_lora_adapter", "/set_lora_adapter", "/set_lora_adapter/"),
+)  # fmt: skip
+UNLOAD_ADAPTER = Operation(
+    "unload_adapter", "/lora/unload", UnloadAdapter, Loaded, loading="unloading the adapter",
+    aliases=("/v1/unload_lora_adapter",),
+)  # fmt: skip
+START_RECEIVER = Operation("start_receiver", "/nccl/start_receiver", ReceiverSpec, Receiving)
+RECEIVE = Operation("receive", "/nccl/receive", NewVersion, Receiving, loading="receiving an update")
+STOP_RECEIVER = Operation("stop_receiver", "/nccl/stop_receiver", Nothing, Receiving)
+EXPORT = Operation("export_shared", "/bridge/export", ExportShared, Located)
+PAUSE = Operation("pause", "/bridge/pause", Pause, Paused)
+RESUME = Operation("resume", "/bridge/resume", Nothing, Paused)
+SLEEP = Operation("sleep", "/bridge/sleep", Sleep, Sleeping)
+WAKE_UP = Operation("wake_up", "/bridge/wake_up", Nothing, Sleeping)
+RELOAD = Operation("reload", "/bridge/reload", Reload, Located, loading="loading {path}")
+SET_VERSION = Operation("set_version", "/bridge/set_version", NewVersion, Answer, loading="setting the version")
+
+OPERATIONS = tuple(value for value in globals().values() if isinstance(value, Operation))

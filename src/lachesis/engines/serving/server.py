@@ -1,0 +1,277 @@
+"""What a server does besides its engine: its session, its owner, the version of the weights, one change at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import os
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lachesis
+from lachesis.common.errors import EngineError
+from lachesis.engines.serving import operations as ops
+from lachesis.engines.serving.adapter_files import read_adapter
+from lachesis.engines.serving.bodies import Refused, parse
+from lachesis.engines.serving.generation import POLICY, GenerateBody, finite
+from lachesis.engines.serving.served import AdapterStatus, DigestRequest, ModelInfo, ReceiverSpec, ServedEngine
+from lachesis.engines.serving.session import TOKEN_VARIABLE, Session, session_path
+from lachesis.engines.serving.versions import VersionClock
+
+Found = Mapping[str, Any] | None
+
+_PROBE_S = 30.0
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "LOGDIR", "VLLM_BRIDGE_CONFIG_PATH", "VLLM_ENABLE_SHARED_WEIGHTS", "NUM_INFERENCE_NODES",
+)  # fmt: skip
+
+
+class Server:
+    """One server: its own state, and a method for each operation that is not the engine's alone.
+
+    Args:
+        served: the engine.
+        session: of this server.
+        adapter_roots: adapters, checkpoints and bridge files are inside of these directories only.
+    """
+
+    def __init__(self, served: ServedEngine, *, session: Session, adapter_roots: Sequence[Path]) -> None:
+        self.served = served
+        self.session = session
+        self.clock = VersionClock()
+        self.owner: str | None = None
+        self.roots = tuple(Path(root).resolve() for root in adapter_roots)
+        self._changing: str | None = None
+
+    @property
+    def stamp(self) -> dict[str, Any]:
+        """What every answer about weights has: whose they are and of which version."""
+        return {"weight_version": self.clock.current, "session_id": self.session.session_id}
+
+    async def state(self) -> dict[str, Any]:
+        """How the server stands: what answers are filled from, each with the fields that it has."""
+        return {
+            **self.stamp,
+            "paused": await self.served.is_paused(),
+            "sleeping": await self.served.is_sleeping(),
+            "owner": self.owner,
+            "engine": self.served.kind,
+            "model": self.served.model_info(),
+            "pid": os.getpid(),
+            "adapter": self.served.adapter(),
+            "lachesis": lachesis.__version__,
+            "receiver": self.served.receiver(),
+            "adapter_roots": self.roots,
+            "variables": {name: os.environ.get(name) for name in _VARIABLES},
+        }
+
+    def check_token(self, authorization: str | None) -> None:
+        """Raise Refused (401) unless the header is ``Bearer`` and the session's token."""
+        scheme, _, token = (authorization or "").partition(" ")
+        where = f"it is in {session_path(self.session.port)} of the server's user, or in {TOKEN_VARIABLE}"
+        if scheme.lower() != "bearer" or not token:
+            raise Refused(
+                "this route needs the session's token", status=401, remedy=f"send Authorization: Bearer TOKEN; {where}"
+            )
+        if not hmac.compare_digest(token.strip().encode("latin-1", "replace"), self.session.token.encode()):
+            raise Refused("the token is not that of this server's session", status=401, remedy=where)
+
+    def inside_roots(self, path: str) -> Path:
+        """``path`` without symbolic links.
+
+        Raises:
+            Refused: (403) it, or an entry of the directory it names, is outside of the adapter roots.
+        """
+        try:
+            resolved = Path(path).expanduser().resolve()
+            entries = list(resolved.iterdir()) if resolved.is_dir() else []
+            targets = [resolved, *(entry.resolve() for entry in entries if entry.is_symlink())]
+        except (OSError, RuntimeError, ValueError) as error:
+            raise Refused(f"the path {path!r} cannot be resolved: {error}", remedy="name a directory") from error
+        for target in targets:
+            if not any(target.is_relative_to(root) for root in self.roots):
+                allowed = ", ".join(map(str, self.roots)) or "none is set"
+                raise Refused(
+                    f"{path!r} leads outside of the allowed directories ({allowed})",
+                    status=403,
+                    remedy="put it inside one of them, or start the server with --adapter-root DIRECTORY",
+                )
+        return resolved
+
+    async def run(self, operation: ops.Operation[Any, Any], document: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of an operation to the object in a body.
+
+        Raises:
+            LachesisError: what the operation raises, :class:`Refused` for a body that is none of this operation.
+        """
+        request = parse(operation.request, document, context=self.inside_roots)
+        fields = dict(request)
+
+        async def work() -> Found:
+            if own := getattr(self, operation.name, None):
+                return await own(request)
+            arguments = {name: value for name, value in fields.items() if name != ops.VERSION}
+            return await getattr(self.served, operation.name)(**arguments)
+
+        if operation.loading:
+            what = operation.loading.format(**fields)
+            found = await self._change_weights(what, work, version=fields[ops.VERSION])
+        else:
+            found = await work() if operation.name else None
+        answer = operation.answer.model_validate(fields | await self.state() | dict(found or {}))
+        return answer.model_dump(mode="json")
+
+    async def _change_weights(self, what: str, change: Callable[[], Awaitable[Found]], *, version: int | None) -> Found:
+        """Run ``change``, drop what was cached under the old weights, then record the version; ``None`` counts one up.
+
+        A change that fails leaves the version. It runs to its end even if the client has gone.
+
+        Raises:
+            Refused: (409) another change is running; ``what`` it does is in the error.
+        """
+        if self._changing is not None:
+            raise Refused(f"the weights are being changed: {self._changing}", status=409, remedy="wait for its end")
+        self._changing = what
+
+        async def whole() -> Found:
+            try:
+                answer = await change()
+                await self.served.reset_prefix_cache()
+                self.clock.record(self.clock.current + 1 if version is None else version)
+                return answer
+            finally:
+                self._changing = None
+
+        return await asyncio.shield(asyncio.ensure_future(whole()))
+
+    # The operations that the engine does not do alone: what they find goes into the answer.
+
+    async def health_generate(self, _: ops.Nothing) -> None:
+        """One token, or 503 with the reason."""
+        if await self.served.is_paused() or await self.served.is_sleeping():
+            raise Refused("the engine is paused or asleep", status=503, remedy="resume it or wake it up")
+        probe = GenerateBody(prompt_token_ids=(1,), sampling={"max_tokens": 1}, request_id="health_generate")
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                probed = await self.served.generate(probe)
+            for completion in probed.completions:
+                _finite(completion.logprobs)
+        except TimeoutError as error:
+            message = f"no token came within {_PROBE_S:g} s"
+            raise Refused(message, status=503, remedy="look at the server's log") from error
+        except EngineError as error:
+            raise Refused(f"no token can be generated: {error.message}", status=503, remedy=error.remedy) from error
+
+    async def lora_status(self, _: ops.Nothing) -> Found:
+        adapter, described = self.served.adapter(), self.served.model_info()
+        return {
+            "status": "connected" if adapter else "idle",
+            "detail": f"{adapter.name!r} is in force" if adapter else "no adapter is loaded",
+            "lora_enabled": described.lora_enabled,
+            "max_lora_rank": described.max_lora_rank,
+        }
+
+    async def state_dict(self, _: ops.Nothing) -> Found:
+        tensors = await self.served.state_dict_info()
+        return {"num_params": len(tensors), "param_mappings": tensors}
+
+    async def canary(self, request: ops.CanaryRequest) -> Found:
+        info, token_ids = self.served.model_info(), request.token_ids
+        if not 2 <= len(token_ids) <= info.max_model_len:
+            message = f"a canary of {len(token_ids)} tokens cannot be read"
+            raise Refused(message, remedy=f"give 2 to {info.max_model_len} token ids")
+        check_token_ids(token_ids, info=info)
+        return {"logprobs": _finite(await self.served.canary(token_ids))}
+
+    async def digests(self, request: DigestRequest) -> Found:
+        return {"digests": await self.served.digests(request)}
+
+    async def claim(self, request: ops.Claim) -> None:
+        """Note that the owner changes the weights from now on. Refused (409) where another one does."""
+        if self.owner not in (None, request.owner) and not request.takeover:
+            raise Refused(
+                f"this engine belongs to {self.owner!r}; {request.owner!r} cannot have it",
+                status=409,
+                remedy="stop the other run and start the engine anew, or take it over (engine.takeover: true)",
+            )
+        self.owner = request.owner
+
+    async def release(self, request: ops.Release) -> None:
+        """The reverse of :meth:`claim`. Idempotent; the claim of another run stays."""
+        if self.owner == request.owner:
+            self.owner = None
+
+    async def load_adapter(self, request: ops.LoadAdapter) -> None:
+        await asyncio.to_thread(read_adapter, request.adapter_path, max_rank=self._max_rank())
+        await self.served.load_adapter(name=request.adapter_name, path=request.adapter_path)
+
+    async def unload_adapter(self, request: ops.UnloadAdapter) -> None:
+        loaded = self.served.adapter()
+        name = request.adapter_name or (loaded.name if loaded else None)
+        if name is None:
+            raise Refused("no adapter is loaded", status=404, remedy="the base weights are served already")
+        await self.served.unload_adapter(name=name)
+
+    async def start_receiver(self, spec: ReceiverSpec) -> None:
+        if spec.lora is not None and spec.lora.r > (max_rank := self._max_rank()):
+            raise Refused(
+                f"lora.r is {spec.lora.r}, the server holds up to {max_rank}",
+                status=422,
+                remedy=f"start the server with --max-lora-rank {spec.lora.r}",
+            )
+        await self.served.start_receiver(spec)
+
+    async def set_version(self, _: ops.NewVersion) -> None:
+        """Shared storage: the trainer has written the weights itself."""
+
+    def _max_rank(self) -> int:
+        info = self.served.model_info()
+        if not info.lora_enabled:
+            raise Refused("this server was started without LoRA", status=409, remedy="start it with --enable-lora")
+        return info.max_lora_rank
+
+
+def _finite(logprobs: Sequence[float]) -> list[float]:
+    return [finite(value) for value in logprobs]
+
+
+def check_model(name: str | None, *, info: ModelInfo, adapter: AdapterStatus | None) -> None:
+    """All names of the model mean the weights in force: the base's, ``policy``, the adapter's.
+
+    Raises:
+        Refused: (404) the name is none of them.
+    """
+    names = [*info.served_names, info.model, POLICY, *([adapter.name] if adapter else [])]
+    if name is not None and name not in names:
+        known = " or ".join(dict.fromkeys(names))
+        raise Refused(f"no model {name!r} is served here", status=404, remedy=f"ask for {known}")
+
+
+def check_prompt(request: GenerateBody, *, info: ModelInfo) -> None:
+    """What can be known of a prompt of token ids before it is generated from.
+
+    Raises:
+        Refused: (400) the model does not know a token, or has no room for prompt and completion.
+    """
+    token_ids = request.prompt_token_ids
+    if token_ids is None:
+        return
+    check_token_ids(token_ids, info=info)
+    # Without max_tokens the engine takes as many as there is room for, and at least one.
+    wanted = request.sampling.get("max_tokens", 1)
+    if len(token_ids) + wanted > info.max_model_len:
+        raise Refused(
+            f"the prompt has {len(token_ids)} tokens and {wanted} are to follow, but the context holds "
+            f"{info.max_model_len}",
+            remedy="shorten the prompt, lower max_tokens, or start the server with a larger --max-model-len",
+        )
+
+
+def check_token_ids(token_ids: Sequence[int], *, info: ModelInfo) -> None:
+    """Raise Refused (400) for a token id that the model does not know."""
+    if token_ids and max(token_ids) >= info.vocab_size:
+        raise Refused(
+            f"token id {max(token_ids)} is outside of 0 to {info.vocab_size - 1}",
+            remedy="use the tokenizer that belongs to the model",
+        )

@@ -1,0 +1,52 @@
+"""What /generate is asked, and the versions of what it answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from lachesis.engines.serving.bodies import Refused
+from lachesis.engines.serving.generation import GenerateBody, parse_sampled
+from lachesis.engines.serving.versions import VersionClock
+from tests.unit.engines.serving.fakes import FIELDS
+
+
+def generate(**document):
+    return parse_sampled(GenerateBody, {"prompt": "a"} | document, sampling_fields=FIELDS)
+
+
+def test_a_generate_request_has_what_the_caller_gave_and_nothing_else():
+    request = generate(temperature=0.5, stop="x", stop_token_ids=[3], max_tokens=None, n=3, logit_bias={"1": 2.0})
+    assert request.sampling == {"temperature": 0.5, "stop": ["x"], "stop_token_ids": [3], "logit_bias": {"1": 2.0}}
+    assert (request.n, request.logprobs, request.prompt) == (3, None, "a")
+    assert generate(max_completion_tokens=5).sampling == {"max_tokens": 5}
+    assert generate(max_new_tokens=5, max_tokens=6).sampling == {"max_tokens": 6}
+    assert generate(timeout=3, user="u", tools=None).sampling == {}
+    assert generate().request_id != generate().request_id
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"n": 0}, {"n": 5000}, {"temperature": -0.1}, {"top_p": 0}, {"top_k": -2}, {"max_tokens": 0},
+        {"min_tokens": -1}, {"seed": 1 << 63}, {"stop": [""]}, {"stop_token_ids": [-1]}, {"ignore_eos": 1},
+        {"logprobs": -1}, {"prompt": None}, {"prompt": []}, {"prompt": 3},
+        {"prompt": {"prompt_token_ids": []}}, {"prompt": {}},
+        {"prompt": {"prompt_token_ids": [1], "prompt": "a"}}, {"prompt_token_ids": [1]}, {"temperature": 1e999},
+    ],
+)  # fmt: skip
+def test_requests_that_mean_nothing_are_refused(document):
+    with pytest.raises(Refused) as caught:
+        generate(**document)
+    assert caught.value.status == 400
+
+
+def test_versions_are_those_in_force_at_a_moment(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    clock = VersionClock()
+    assert clock.current == clock.at(0) == 0
+    for moment, version in ((20.0, 4), (30.0, 2)):
+        now[0] = moment
+        clock.record(version)
+    assert [clock.at(moment) for moment in (19.9, 20.0, 29.9, 30.0)] == [0, 4, 4, 2]
+    assert clock.span(15, 25) == (0, 4) and clock.current == 2
