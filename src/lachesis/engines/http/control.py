@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ KEEP_ALIVE_S = 2.0
 
 Q = TypeVar("Q", bound=Request)
 A = TypeVar("A", bound=BaseModel)
+Send = Callable[..., httpx.Response]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,14 @@ class ServerControl:
 
     def call(self, operation: Operation[Q, A], request: Q, *, deadline: Deadline) -> A:
         """The answer to an operation; see the class for what it raises."""
-        body = None if operation.method == "GET" else request.model_dump(mode="json", exclude_unset=True)
-        send = self._change if operation.guarded else self._reading
-        reply = send(operation.method, operation.path, body, deadline=deadline)
+        send = partial(self._send, operation, request, deadline=deadline)
+        try:
+            response = self._with_token(send) if operation.guarded else _once_more(send)
+        except httpx.TransportError as error:
+            raise self.unreachable(error) from error
+        reply = read_reply(response, url=self.url, route=operation.path)
+        if self._seen is None:
+            self.saw("in order")
         try:
             return operation.answer.model_validate(reply)
         except ValidationError as error:
@@ -193,67 +200,40 @@ class ServerControl:
             return error
         return DeadlineExceeded(f"{deadline.name}: {detail}", remedy="look at the engine's log")
 
-    def _reading(
-        self, method: str, route: str, body: Mapping[str, Any] | None, *, deadline: Deadline
-    ) -> dict[str, Any]:
-        """Asked again, once, where the connection broke: it changes nothing."""
-        try:
-            return self._answer(self._send(method, route, body, {}, deadline=deadline), route)
-        except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
-            pass
-        except httpx.TransportError as error:
-            raise self.unreachable(error) from error
-        try:
-            return self._answer(self._send(method, route, body, {}, deadline=deadline), route)
-        except httpx.TransportError as error:
-            raise self.unreachable(error) from error
-
-    def _change(self, method: str, route: str, body: Mapping[str, Any] | None, *, deadline: Deadline) -> dict[str, Any]:
-        """With the token, and never sent twice."""
+    def _with_token(self, send: Send) -> httpx.Response:
+        """Never sent twice: what a server refused for another token, as that of the one before, it has not done."""
         token = self._token or session_token(self.url)
-        response = self._authorized(method, route, body, token, deadline=deadline)
+        response = send(token)
         if response.status_code == 401 and self._given_token is None:
-            # A server that was started again has another token; what it refused it has not done.
             token, before = session_token(self.url), token
-            if token != before:
-                response = self._authorized(method, route, body, token, deadline=deadline)
-        reply = self._answer(response, route)
-        self._token = token
-        return reply
-
-    def _authorized(
-        self, method: str, route: str, body: Mapping[str, Any] | None, token: str, *, deadline: Deadline
-    ) -> httpx.Response:
-        try:
-            return self._send(method, route, body, {"Authorization": f"Bearer {token}"}, deadline=deadline)
-        except httpx.TransportError as error:
-            raise self.unreachable(error) from error
+            response = response if token == before else send(token)
+        if response.status_code != 401:
+            self._token = token
+        return response
 
     def _send(
-        self,
-        method: str,
-        route: str,
-        body: Mapping[str, Any] | None,
-        headers: Mapping[str, str],
-        *,
-        deadline: Deadline,
+        self, operation: Operation[Any, Any], request: Request, token: str = "", *, deadline: Deadline
     ) -> httpx.Response:
         """Raises DeadlineExceeded, EngineError (no connection in time), and httpx's other TransportErrors."""
-        deadline.check(f"{self.url}{route} was not asked")
+        url = f"{self.url}{operation.path}"
+        deadline.check(f"{url} was not asked")
         remaining = deadline.remaining_s()
-        connect_s = _CONNECT_S if remaining is None else min(_CONNECT_S, remaining)
-        timeout = httpx.Timeout(remaining, connect=connect_s)
+        timeout = httpx.Timeout(remaining, connect=_CONNECT_S if remaining is None else min(_CONNECT_S, remaining))
+        body = None if operation.method == "GET" else request.model_dump(mode="json", exclude_unset=True)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
-            return self._http.request(method, f"{self.url}{route}", json=body, headers=headers, timeout=timeout)
+            return self._http.request(operation.method, url, json=body, headers=headers, timeout=timeout)
         except httpx.ConnectTimeout as error:
             raise self.unreachable(error) from error
         except httpx.TimeoutException as error:
-            raise self.expired(deadline, route) from error
+            raise self.expired(deadline, operation.path) from error
         except RuntimeError as error:  # httpx's, for a client that was closed
             raise EngineError(f"the client of {self.url} is closed", remedy="make a new one") from error
 
-    def _answer(self, response: httpx.Response, route: str) -> dict[str, Any]:
-        reply = read_reply(response, url=self.url, route=route)
-        if self._seen is None:
-            self.saw("in order")
-        return reply
+
+def _once_more(send: Send) -> httpx.Response:
+    """What changes nothing is asked again, once, where the connection broke."""
+    try:
+        return send()
+    except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+        return send()

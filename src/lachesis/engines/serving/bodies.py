@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from lachesis.common.errors import EngineError
+from lachesis.common.errors import EngineError, LachesisError
 
 
 class Refused(EngineError):
@@ -121,6 +121,12 @@ def fault_of(error: ValidationError, *, where: str = "") -> str:
         return f"the field {name!r} is missing"
     wanted = fault["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
     return f"the field {name!r} is {_named(fault['input'])}: {wanted}"
+
+
+def error_document(error: LachesisError) -> dict[str, Any]:
+    """An error in an answer."""
+    kind = "EngineError" if isinstance(error, Refused) else type(error).__name__
+    return {"error": {"type": kind, "message": error.message, "remedy": error.remedy}}
 
 
 def _named(value: Any) -> str:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
-from lachesis.engines.serving.bodies import Refused, parse_object
+from lachesis.engines.serving.bodies import Refused, error_document, parse_object
 from lachesis.engines.serving.generation import (
     GenerateBody,
     GenerateChunk,
@@ -89,12 +89,6 @@ def error_response(error: LachesisError) -> JSONResponse:
     status = error.status if isinstance(error, Refused) else 504 if isinstance(error, DeadlineExceeded) else 500
     headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
     return JSONResponse(error_document(error), status_code=status, headers=headers)
-
-
-def error_document(error: LachesisError) -> dict[str, Any]:
-    """An error in an answer."""
-    kind = "EngineError" if isinstance(error, Refused) else type(error).__name__
-    return {"error": {"type": kind, "message": error.message, "remedy": error.remedy}}
 
 
 async def read_body(request: Request) -> dict[str, Any]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from lachesis.common.errors import LachesisError
 from lachesis.engines.serving.generation import POLICY
 from lachesis.engines.serving.routes import error_response
-from lachesis.engines.serving.served import AdapterStatus, ModelInfo
+
+if TYPE_CHECKING:
+    from lachesis.engines.vllm.served import ServedVllm
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -26,23 +28,6 @@ _SALTED = (
 _GENERATING = (*_SALTED, "/v1/messages", "/generative_scoring", "/v1/systemone")
 
 
-class Aliased(Protocol):
-    """What the middleware asks of the engine."""
-
-    lora_request: Any | None
-
-    @property
-    def cache_salt(self) -> str: ...
-
-    def model_info(self) -> ModelInfo: ...
-
-    def adapter(self) -> AdapterStatus | None: ...
-
-    async def wait_until_running(self) -> None: ...
-
-    async def empty_stale_cache(self) -> None: ...
-
-
 class ModelAliases:
     """ASGI middleware, loaded with ``--middleware lachesis.engines.vllm.aliases.ModelAliases``.
 
@@ -55,7 +40,7 @@ class ModelAliases:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        served: Aliased | None = None
+        served: ServedVllm | None = None
         if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _GENERATING:
             served = getattr(scope["app"].state, "lachesis", None)
         if served is None:
@@ -75,7 +60,7 @@ class ModelAliases:
         await self._app(_with_length(scope, len(body)), _replayed(body, receive), send)
 
 
-def rewritten(body: bytes, served: Aliased, *, salted: bool) -> bytes:
+def rewritten(body: bytes, served: ServedVllm, *, salted: bool) -> bytes:
     """The body with the model's name and the salt put in; as it was where it is no JSON object."""
     try:
         document = json.loads(body)
@@ -93,7 +78,7 @@ def rewritten(body: bytes, served: Aliased, *, salted: bool) -> bytes:
     return json.dumps(document).encode()
 
 
-def _is_alias(name: Any, served: Aliased) -> bool:
+def _is_alias(name: Any, served: ServedVllm) -> bool:
     """Whether a name, or none, means the model that is served."""
     info, adapter = served.model_info(), served.adapter()
     names: Sequence[str | None] = (None, "", POLICY, info.model, *info.served_names, adapter.name if adapter else None)

@@ -8,7 +8,7 @@ from typing import Any
 
 import lachesis.common.errors
 from lachesis.common.errors import EngineError, LachesisError
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.bodies import Refused, error_document
 
 
 def answer(call: Callable[[], Any]) -> str:
@@ -16,10 +16,10 @@ def answer(call: Callable[[], Any]) -> str:
     try:
         return json.dumps({"result": call()})
     except LachesisError as error:
-        return json.dumps({"error": _error_document(error)})
+        return json.dumps(error_document(error) | {"status": getattr(error, "status", None)})
     except Exception as error:
         wrapped = EngineError(f"{type(error).__name__}: {error}", remedy="look at the server's log")
-        return json.dumps({"error": _error_document(wrapped)})
+        return json.dumps(error_document(wrapped))
 
 
 def read_answer(text: str) -> Any:
@@ -32,16 +32,7 @@ def read_answer(text: str) -> Any:
     error = document.get("error")
     if error is None:
         return document["result"]
-    if error["status"] is not None:
-        raise Refused(error["message"], status=error["status"], remedy=error["remedy"])
+    if document.get("status") is not None:
+        raise Refused(error["message"], status=document["status"], remedy=error["remedy"])
     kind = getattr(lachesis.common.errors, error["type"], EngineError)
     raise kind(error["message"], remedy=error["remedy"])
-
-
-def _error_document(error: LachesisError) -> dict[str, Any]:
-    return {
-        "type": type(error).__name__,
-        "message": error.message,
-        "remedy": error.remedy,
-        "status": error.status if isinstance(error, Refused) else None,
-    }

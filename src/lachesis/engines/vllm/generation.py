@@ -131,49 +131,35 @@ class Generator:
 
 
 def _sequence(output: Any, *, request: GenerateBody, started: float) -> ServedCompletion:
-    (completion,) = output.outputs
-    tokens = tuple(completion.token_ids)
-    metrics = output.metrics
     # vLLM leaves 0 where no token came, and gives no metrics with --disable-log-stats.
-    first = getattr(metrics, "first_token_ts", 0.0) or started
-    last = getattr(metrics, "last_token_ts", 0.0) or time.monotonic()
     return ServedCompletion(
-        text=completion.text,
-        token_ids=tokens,
-        finish_reason=_finish_reason(completion.finish_reason) or "abort",
-        logprobs=_token_logprobs(completion),
-        top_logprobs=_top_logprobs(completion) if request.logprobs else None,
-        first_token_time=first,
-        last_token_time=last,
+        **_sampled(output, request),
+        finish_reason=_finish_reason(output.outputs[0].finish_reason) or "abort",
+        first_token_time=getattr(output.metrics, "first_token_ts", 0.0) or started,
+        last_token_time=getattr(output.metrics, "last_token_ts", 0.0) or time.monotonic(),
     )
 
 
 def _chunk(output: Any, *, index: int, request: GenerateBody, with_prompt: bool) -> GenerateChunk:
-    (completion,) = output.outputs
     return GenerateChunk(
+        **_sampled(output, request),
         index=index,
-        text=completion.text,
-        token_ids=tuple(completion.token_ids),
-        logprobs=_token_logprobs(completion),
-        top_logprobs=_top_logprobs(completion) if request.logprobs else None,
-        finish_reason=_finish_reason(completion.finish_reason),
+        finish_reason=_finish_reason(output.outputs[0].finish_reason),
         prompt_token_ids=tuple(output.prompt_token_ids) if with_prompt else None,
         time=getattr(output.metrics, "last_token_ts", 0.0) or time.monotonic(),
     )
 
 
-def _token_logprobs(completion: Any) -> tuple[float, ...]:
-    entries: Sequence[Any] = completion.logprobs or ()
-    return tuple(entry[token].logprob for token, entry in zip(completion.token_ids, entries, strict=True))
-
-
-def _top_logprobs(completion: Any) -> tuple[Mapping[int, float], ...]:
-    entries: Sequence[Any] = completion.logprobs or ()
-    # The sampled token first, then the likeliest.
-    return tuple(
-        {other: entry[other].logprob for other in (token, *entry)}
-        for token, entry in zip(completion.token_ids, entries, strict=True)
-    )
+def _sampled(output: Any, request: GenerateBody) -> dict[str, Any]:
+    """What a completion and a piece of one have in common."""
+    (completion,) = output.outputs
+    tokens, entries = completion.token_ids, completion.logprobs or []
+    places = list(zip(tokens, entries, strict=True))
+    top = None
+    if request.logprobs:  # the sampled token first, then the likeliest
+        top = tuple({other: entry[other].logprob for other in (token, *entry)} for token, entry in places)
+    logprobs = tuple(entry[token].logprob for token, entry in places)
+    return {"text": completion.text, "token_ids": tuple(tokens), "logprobs": logprobs, "top_logprobs": top}
 
 
 def _prompt_logprobs(output: Any) -> tuple[Mapping[int, float] | None, ...]:

@@ -74,15 +74,15 @@ B = TypeVar("B", bound=_OpenAIBody)
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a body asks for: a request for each prompt, and how its answer looks."""
+    """What a body asks for: a request for each prompt, and by the body how its answer looks."""
 
     requests: tuple[GenerateBody, ...]
     model: str
-    chat: bool
-    stream: bool
-    usage: bool
-    logprobs: bool
-    token_ids: bool
+    body: _OpenAIBody
+
+    @property
+    def chat(self) -> bool:
+        return isinstance(self.body, _ChatBody)
 
 
 class OpenAIRoutes:
@@ -125,49 +125,40 @@ class OpenAIRoutes:
         for name in ("echo", "suffix"):
             if getattr(body, name):
                 raise Refused(f"{name} is not known to the embedded engine", remedy="leave it out, or use vLLM")
-        return await self._answer(request, self._asked(body, body.prompt, top=body.logprobs, chat=False))
+        return await self._answer(request, self._asked(body, body.prompt, top=body.logprobs))
 
     async def _chat(self, request: Request) -> Response:
         body = await self._parsed(_ChatBody, request)
         prompt = render_chat(body, self._backend.tokenizer)
         top = body.top_logprobs if body.logprobs else None
-        return await self._answer(request, self._asked(body, [prompt], top=top, chat=True))
+        return await self._answer(request, self._asked(body, [prompt], top=top))
 
     async def _parsed(self, kind: type[B], request: Request) -> B:
         return parse_sampled(kind, await read_body(request), sampling_fields=self._backend.sampling_fields)
 
-    def _asked(
-        self, body: _OpenAIBody, prompts: Sequence[str | tuple[int, ...]], *, top: int | None, chat: bool
-    ) -> _Asked:
+    def _asked(self, body: _OpenAIBody, prompts: Sequence[str | tuple[int, ...]], *, top: int | None) -> _Asked:
         info = self._backend.model_info()
         check_model(body.model, info=info, adapter=self._backend.adapter())
         sampling = body.sampling
-        if chat and "max_tokens" not in sampling:
+        if isinstance(body, _ChatBody) and "max_tokens" not in sampling:
             sampling["max_tokens"] = max(1, info.max_model_len - max(map(len, prompts)))
         for prompt in prompts:
             check_token_ids(prompt if isinstance(prompt, tuple) else (), info=info)
-        return _Asked(
-            requests=tuple(
-                GenerateBody(
-                    prompt=prompt if isinstance(prompt, str) else None,
-                    prompt_token_ids=prompt if isinstance(prompt, tuple) else None,
-                    n=body.n,
-                    sampling=sampling,
-                    logprobs=top,
-                    model=body.model,
-                )
-                for prompt in prompts
-            ),
-            model=body.model or info.served_names[0],
-            chat=chat,
-            stream=body.stream,
-            usage=bool(body.stream_options.get("include_usage")),
-            logprobs=top is not None,
-            token_ids=body.return_token_ids,
+        requests = tuple(
+            GenerateBody(
+                prompt=prompt if isinstance(prompt, str) else None,
+                prompt_token_ids=prompt if isinstance(prompt, tuple) else None,
+                n=body.n,
+                sampling=sampling,
+                logprobs=top,
+                model=body.model,
+            )
+            for prompt in prompts
         )
+        return _Asked(requests, body.model or info.served_names[0], body)
 
     async def _answer(self, request: Request, asked: _Asked) -> Response:
-        if asked.stream:
+        if asked.body.stream:
             if len(asked.requests) > 1:
                 raise Refused("several prompts cannot be streamed at once", remedy="send one prompt, or stream: false")
             events = self._events(asked)
@@ -180,12 +171,12 @@ class OpenAIRoutes:
         for result in results:
             for sequence in result.completions:
                 choice = {"index": len(choices), **self._choice(asked, sequence, delta=False)}
-                if asked.token_ids and not asked.chat:
+                if asked.body.return_token_ids and not asked.chat:
                     choice["prompt_token_ids"] = result.prompt_token_ids
                 choices.append(choice)
         tokens = sum(len(s.token_ids) for r in results for s in r.completions)
         document = _envelope(asked, chunk=False) | {"choices": choices}
-        if asked.chat and asked.token_ids:
+        if asked.chat and asked.body.return_token_ids:
             document["prompt_token_ids"] = results[0].prompt_token_ids
         return document | {"usage": _usage(sum(len(r.prompt_token_ids) for r in results), tokens)}
 
@@ -201,11 +192,11 @@ class OpenAIRoutes:
                 event = envelope | {"choices": [choice]}
                 if chunk.prompt_token_ids is not None:
                     prompt = len(chunk.prompt_token_ids)
-                    if asked.token_ids:
+                    if asked.body.return_token_ids:
                         (event if asked.chat else choice)["prompt_token_ids"] = chunk.prompt_token_ids
                 tokens += len(chunk.token_ids)
                 yield json.dumps(event)
-        if asked.usage:
+        if asked.body.stream_options.get("include_usage"):
             yield json.dumps(envelope | {"choices": [], "usage": _usage(prompt, tokens)})
 
     def _choice(self, asked: _Asked, part: ServedCompletion | GenerateChunk, *, delta: bool) -> dict[str, Any]:
@@ -216,10 +207,10 @@ class OpenAIRoutes:
             choice["delta"] = {"content": part.text}
         else:
             choice["message"] = {"role": "assistant", "content": part.text}
-        if asked.logprobs:
+        if asked.requests[0].logprobs is not None:
             shape = _chat_logprobs if asked.chat else _completion_logprobs
             choice["logprobs"] = shape(part, self._token_text)
-        if asked.token_ids:
+        if asked.body.return_token_ids:
             choice["token_ids"] = part.token_ids
         return choice
 

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,6 +45,7 @@ _FIELDS = frozenset(_NEUTRAL) | {
     "max_tokens", "min_tokens", "seed", "stop", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output",
     "structured_outputs",
 }  # fmt: skip
+_PARAMS = _FIELDS & {field.name for field in fields(SamplingParams)}
 _MAX_TOKENS = 16  # vLLM's, where a request says nothing
 _CONTROL_THREADS = 16
 
@@ -256,25 +257,12 @@ class ServedEmbedded(ServedEngine):
         if prompt_ids is None:
             prompt_ids = tuple(self._tokenizer(request.prompt)["input_ids"])  # type: ignore[arg-type]
         room = self._info.max_model_len - len(prompt_ids)
-        wanted = GenerationRequest(
-            prompt_ids,
-            SamplingParams(
-                max_tokens=sampling.get("max_tokens", max(1, min(_MAX_TOKENS, room))),
-                top_k=max(0, sampling.get("top_k", 0)),
-                stop=tuple(sampling.get("stop", ())),
-                stop_token_ids=tuple(sampling.get("stop_token_ids", ())),
-                temperature=float(sampling.get("temperature", 1.0)),
-                top_p=float(sampling.get("top_p", 1.0)),
-                min_p=float(sampling.get("min_p", 0.0)),
-                repetition_penalty=float(sampling.get("repetition_penalty", 1.0)),
-                min_tokens=sampling.get("min_tokens", 0),
-                presence_penalty=float(sampling.get("presence_penalty", 0.0)),
-                frequency_penalty=float(sampling.get("frequency_penalty", 0.0)),
-                guided_regex=_regex(sampling.get("structured_outputs")),
-            ),
-            n=request.n,
-            seed=sampling.get("seed", secrets.randbits(63)),
-        )
+        params: dict[str, Any] = {"max_tokens": max(1, min(_MAX_TOKENS, room))}
+        params |= {name: value for name, value in sampling.items() if name in _PARAMS}
+        params |= {name: tuple(params.get(name, ())) for name in ("stop", "stop_token_ids")}
+        params |= {"top_k": max(0, params.get("top_k", 0)), "guided_regex": _regex(sampling.get("structured_outputs"))}
+        seed = sampling.get("seed", secrets.randbits(63))
+        wanted = GenerationRequest(prompt_ids, SamplingParams(**params), n=request.n, seed=seed)
         try:
             self._engine.check(wanted)
         except EngineError as error:
