@@ -35,10 +35,10 @@ from lachesis.common.types import Group, Prompt
 from lachesis.config.load import load_config
 from lachesis.config.rules import learning_rate
 from lachesis.config.schema import LachesisConfig
+from lachesis.config.steps import total_steps
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from lachesis.rollouts.datasets import PromptStream
-from lachesis.run.options import steps as run_steps
 from lachesis.run.parts import build_engine, build_evaluation, build_policy, build_rewarder, load_data
 from lachesis.train.optim.schedule import schedule_factor
 
@@ -166,7 +166,7 @@ def our_step(values: Mapping[str, float], groups: Sequence[Group]) -> Step:
 def prompts_in_order(config: LachesisConfig) -> list[Prompt]:
     """The prompts of all steps, as Lachesis draws them."""
     stream = PromptStream(load_data(config)[0], seed=config.run.seed, shuffle=config.data.shuffle)
-    return stream.take(run_steps(config) * config.batch.prompts_per_step)
+    return stream.take(total_steps(config) * config.batch.prompts_per_step)
 
 
 class TrlRunner:

@@ -28,10 +28,9 @@ from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.config.schema import LoraAdapterConfig, NoAdapterConfig, OptimizerConfig
+from lachesis.config.schema import AlgorithmConfig, LoraAdapterConfig, NoAdapterConfig, OptimizerConfig
 from lachesis.train.batch import pack
 from lachesis.train.distributed.single import SingleDevice
-from lachesis.train.losses.options import LossOptions
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.model.residual import keep_residual_in_float32
@@ -149,7 +148,7 @@ def our_step(
         optimizer_builder=partial(
             build_optimizer, config=OptimizerConfig(learning_rate=1e-6), learning_rate=1e-6, total_steps=1000
         ),
-        options=LossOptions(loss_type="grpo"),
+        options=AlgorithmConfig(loss_type="grpo", sampler_correction="sequence_mask"),
         compile_layers=device.type == "cuda",
     )
 

@@ -32,12 +32,12 @@ from lachesis.train.distributed.meeting import leaving, open_team, reach_leader
 from lachesis.train.distributed.replicate import Replicate
 from lachesis.train.distributed.single import SingleDevice
 from lachesis.train.distributed.strategy import Strategy
-from lachesis.train.losses.options import LossOptions
 from lachesis.train.losses.reference import ReferenceOptions
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.model.residual import keep_residual_in_float32
 from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
+from tests.losses import loss_options
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.train.drifted import drifted_groups, used
 
@@ -117,7 +117,7 @@ def build(case: Case, strategy: Strategy, *, device: torch.device, make: Any = P
             learning_rate=1e-2,
             total_steps=10,
         ),
-        options=LossOptions(**case.loss),
+        options=loss_options(**case.loss),
         packing=case.packing,
         compile_layers=case.compile,
         reference=case.reference,

@@ -29,7 +29,6 @@ from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.http.client import HttpEngine
 from lachesis.train.batch import pack
 from lachesis.train.distributed.single import SingleDevice
-from lachesis.train.losses.options import LossOptions
 from lachesis.train.model.forward import plan_forward, target_logprobs
 from lachesis.train.model.loading import LoadedModel
 from lachesis.train.optim.optimizer import build_optimizer
@@ -51,6 +50,7 @@ from tests.contracts.bridge_cases import (
 from tests.contracts.bridge_faults import FAULTS, Tampering
 from tests.contracts.servers import CHAT_TEMPLATE, MAX_LEN, TOKEN, Server, python_path
 from tests.contracts.vllm_server import ENVIRONMENT, build_model, entry_point, needs_vllm
+from tests.losses import loss_options
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
 from tests.unit.train.model.test_forward import random_groups
 
@@ -425,7 +425,7 @@ class TestInProcess:
             LoadedModel(model=transformer, transformer=transformer, tokenizer=tiny_tokenizer()),
             strategy=SingleDevice(),
             optimizer_builder=partial(build_optimizer, config=OptimizerConfig(), learning_rate=2e-2, total_steps=10),
-            options=LossOptions(),
+            options=loss_options(),
         )
 
 

@@ -17,12 +17,12 @@ from torch.profiler import ProfilerActivity, profile
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig, OptimizerConfig
 from lachesis.train.batch import Batch, idle_micro_batch, pack
 from lachesis.train.distributed.single import SingleDevice
-from lachesis.train.losses.options import LossOptions
 from lachesis.train.model.float8 import Float8Scaling, compute_in_float8
 from lachesis.train.model.forward import target_logprobs
 from lachesis.train.model.loading import load_model
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
+from tests.losses import loss_options
 from tests.tiny import PAD_ID, tiny_model, tiny_tokenizer
 from tests.unit.train.model.test_forward import random_groups
 
@@ -60,7 +60,7 @@ def make_policy(
         loaded,
         strategy=SingleDevice(),
         optimizer_builder=optimizer,
-        options=LossOptions(),
+        options=loss_options(),
         packing=packing,
         compile_layers=compiled,
     )

@@ -17,6 +17,12 @@ def steps_of(*, epochs: float, problems: int, prompts_per_step: int, num_iterati
     return batches * num_iterations
 
 
+def total_steps(config: LachesisConfig) -> int:
+    """The number of optimizer steps of a run, once :func:`with_steps` has set it."""
+    assert config.run.steps is not None, "with_steps sets it"
+    return config.run.steps
+
+
 def with_steps(config: LachesisConfig, *, problems: int) -> LachesisConfig:
     """The same configuration with ``run.steps`` set, once it is known how many problems there are to train on.
 

@@ -21,6 +21,7 @@ from lachesis.config import schema
 from lachesis.config.rules import learning_rate
 from lachesis.config.rules.rollout_api import evaluates
 from lachesis.config.schema import LachesisConfig
+from lachesis.config.steps import total_steps
 from lachesis.engines.base import Engine
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.pipeline.collect import Collector, Reroll, WholeBatches
@@ -28,7 +29,6 @@ from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
 from lachesis.pipeline.filters import any_reward_differs, has_signal
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
-from lachesis.pipeline.scoring import assign_advantages
 from lachesis.rollouts.atropos.convert import Conversion
 from lachesis.rollouts.atropos.source import build_atropos_source, keep_given_advantages
 from lachesis.rollouts.base import RolloutSource
@@ -41,14 +41,14 @@ from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
 from lachesis.rollouts.streaming import StreamingSource
 from lachesis.run.engine import EngineSide, RunPlace, build_servers
-from lachesis.run.options import advantage_function, loss_options, sampling_params, steps
 from lachesis.train.batch import Batch
 from lachesis.train.distributed.single import SingleDevice
 from lachesis.train.distributed.split import pack_for_ranks
 from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.distributed.whole import WholeModel
 from lachesis.train.iterations import RepeatedFeed
-from lachesis.train.losses.custom import load_custom_loss
+from lachesis.train.losses.advantage import advantage_function, assign_advantages
+from lachesis.train.losses.custom import CustomLoss, load_custom_loss
 from lachesis.train.losses.reference import ReferenceOptions
 from lachesis.train.model.attach import WeightSource
 from lachesis.train.model.loading import LoadedModel, context_length, eos_token_ids, load_model, load_tokenizer
@@ -146,9 +146,10 @@ def build_policy(
             config=config.optimizer,
             strategy=strategy,
             learning_rate=learning_rate(config),
-            total_steps=steps(config),
+            total_steps=total_steps(config),
         ),
-        options=loss_options(config),
+        options=config.algorithm,
+        max_completion_length=config.sampling.max_completion_length,
         packing=config.model.packing,
         compile_layers=config.model.compile == "on" or (config.model.compile == "auto" and on_gpu),
         reference=ReferenceOptions(
@@ -156,8 +157,13 @@ def build_policy(
             mixup_alpha=config.algorithm.ref_mixup_alpha,
             sync_steps=config.algorithm.ref_sync_steps,
         ),
-        custom_loss=load_custom_loss(config.algorithm.loss) if config.algorithm.loss else None,
+        custom_loss=build_custom_loss(config),
     )
+
+
+def build_custom_loss(config: LachesisConfig) -> CustomLoss | None:
+    spec = config.algorithm.loss
+    return load_custom_loss(spec, max_completion_length=config.sampling.max_completion_length) if spec else None
 
 
 def build_engine_side(
@@ -241,10 +247,11 @@ def build_atropos_feed(
         reachable=reachable,
     )
     pack_groups = partial(pack_batch, config=config, policy=policy)
-    assign = partial(assign_advantages, compute=advantage_function(config))
     feed = SynchronousFeed(
         collector=WholeBatches(source, count=config.batch.prompts_per_step),
-        finisher=Finisher(advantages=keep_given_advantages(assign), pack=pack_groups, replay=build_replay(config)),
+        finisher=Finisher(
+            advantages=keep_given_advantages(advantage_assigner(config)), pack=pack_groups, replay=build_replay(config)
+        ),
         batch_deadline_s=max(config.deadlines.batch_s, config.source.wait_s),
     )
     return repeated(feed, config, pack=pack_groups)
@@ -258,6 +265,12 @@ def repeated(feed: Feed[Batch], config: LachesisConfig, *, pack: Callable[[Seque
 def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
     size = config.pipeline.replay_size
     return ReplayBuffer(size=size, seed=config.run.seed, signal=signal_function(config)) if size else None
+
+
+def advantage_assigner(config: LachesisConfig) -> Callable[[Sequence[Group]], list[Group]]:
+    """Sets the advantages of a step's groups."""
+    compute = advantage_function(config.algorithm, weights=config.rewards.weights)
+    return partial(assign_advantages, compute=compute)
 
 
 def signal_function(config: LachesisConfig) -> Callable[[Group], bool]:
@@ -280,7 +293,7 @@ def build_feed(
         signal=signal_function(config),
     )
     finisher = Finisher(
-        advantages=partial(assign_advantages, compute=advantage_function(config)),
+        advantages=advantage_assigner(config),
         pack=pack_groups,
         replay=build_replay(config),
     )
@@ -309,7 +322,7 @@ def build_source(
         "engine": engine,
         "rewarder": rewarder,
         "decode": text_decoder(policy.loaded.tokenizer),
-        "params": sampling_params(config),
+        "params": config.sampling.params(),
         "num_generations": config.sampling.num_generations,
         "seed": config.run.seed,
         "generation_s": config.deadlines.generation_s,
@@ -333,7 +346,7 @@ def build_reroll(config: LachesisConfig) -> Reroll | None:
     start = config.pipeline.reroll_start_fraction
     if start >= 1:
         return None
-    return Reroll(start_step=math.ceil(steps(config) * start), max_groups=config.pipeline.reroll_max_groups)
+    return Reroll(start_step=math.ceil(total_steps(config) * start), max_groups=config.pipeline.reroll_max_groups)
 
 
 def build_evaluation(
@@ -347,14 +360,14 @@ def build_evaluation(
             engine=engine,
             rewarder=rewarder,
             decode=text_decoder(policy.loaded.tokenizer),
-            params=replace(sampling_params(config), temperature=config.evaluation.temperature),
+            params=replace(config.sampling.params(), temperature=config.evaluation.temperature),
             samples=config.evaluation.samples_per_problem,
             success_reward=config.evaluation.success_reward,
             limit=config.evaluation.max_problems,
             seed=config.run.seed,
             generation_s=config.deadlines.generation_s,
         )
-    return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=steps(config))
+    return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=total_steps(config))
 
 
 def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Policy) -> Batch:

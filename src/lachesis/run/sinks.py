@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from lachesis.bridges.proof import QUANTIZED_TOLERANCE
 from lachesis.common.types import StepRecord
 from lachesis.config.schema import LachesisConfig
+from lachesis.config.steps import total_steps
 from lachesis.metrics.health.monitor import HealthMonitor
+from lachesis.metrics.health.types import Limits
 from lachesis.metrics.hub import MetricsHub
 from lachesis.metrics.report.page import ReportSink
 from lachesis.metrics.sinks.base import Sink
@@ -22,7 +26,10 @@ from lachesis.metrics.sinks.tensorboard import TensorBoardSink
 from lachesis.metrics.sinks.wandb import WandbSink
 from lachesis.rollouts.generation import text_decoder
 from lachesis.run.directory import RunDirectory
-from lachesis.run.options import health_limits, steps
+
+# Logprobs are about 0.1 nats apart, in the mean, where one side has NF4 weights or multiplies in float8; with int8
+# weights the usual limit holds.
+ROUNDED_LOGPROB_DIFF = 0.3
 
 
 def build_sinks(
@@ -68,7 +75,7 @@ def build_sinks(
     for console in consoles:
         if console is not None:
             every = logging_config.every_steps
-            sinks.append(ConsoleSink(console, steps(config), every_steps=every, title=config.run.name))
+            sinks.append(ConsoleSink(console, total_steps(config), every_steps=every, title=config.run.name))
             sinks += [CompletionsSink(console, completions)] if completions is not None else []
     monitor = HealthMonitor(limits=health_limits(config))
     if resume_step is not None:
@@ -76,6 +83,23 @@ def build_sinks(
         for result in read_metrics(files["metrics"]).evaluations:
             monitor.evaluation(result)
     return MetricsHub(sinks, monitor=monitor)
+
+
+def health_limits(config: LachesisConfig) -> Limits:
+    """From where on a run says that samples are old, and that trainer and engine disagree.
+
+    The first is later where the configuration wants older ones, the second where only one side rounds its products
+    or its base weights.
+    """
+    kind, pipeline = config.model.quantization, config.pipeline
+    wanted = max(Limits().staleness, config.algorithm.num_iterations - 1)
+    limits = Limits(staleness=max(wanted, pipeline.max_staleness or 0) if pipeline.async_prefetch else wanted)
+    if config.model.matmul_dtype != "auto":
+        return replace(limits, logprob_diff=ROUNDED_LOGPROB_DIFF)
+    if kind == "none" or config.engine.kind == "embedded":
+        return limits
+    wider = replace(limits, canary_error=QUANTIZED_TOLERANCE[kind] / 2)
+    return wider if kind == "int8" else replace(wider, logprob_diff=ROUNDED_LOGPROB_DIFF)
 
 
 def _completion_picker(

@@ -26,7 +26,7 @@ from lachesis.common.world import World
 from lachesis.config.load import LoadedConfig, dump_config
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.steps import with_steps
+from lachesis.config.steps import total_steps, with_steps
 from lachesis.metrics.hub import DISK_FULL, MetricsHub
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.telemetry import Telemetry
@@ -34,7 +34,6 @@ from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.atropos.watch import EngineWatch
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, engine_log
-from lachesis.run.options import loss_options, steps
 from lachesis.run.parts import (
     build_atropos_feed,
     build_engine_side,
@@ -211,7 +210,6 @@ def build_parts(
     Raises:
         LachesisError: one of its subclasses, for whatever is wrong with the input.
     """
-    loss_options(config)
     problems, held_out = load_data(config)
     config = with_steps(config, problems=len(problems))
     environments = config.source.kind == "atropos"
@@ -281,11 +279,11 @@ def run_to_end(
     run: RunDirectory, config: LachesisConfig, *, trainer: Trainer, start: int, hub: MetricsHub
 ) -> RunSummary:
     """Train to the end (or until asked to stop), save the model, close the sinks."""
-    run.update(status="running", step=start, steps=steps(config))
+    run.update(status="running", step=start, steps=total_steps(config))
     started = time.perf_counter()
-    step = trainer.train(start=start, steps=steps(config))
+    step = trainer.train(start=start, steps=total_steps(config))
     seconds = time.perf_counter() - started
-    finished = step >= steps(config)
+    finished = step >= total_steps(config)
     if finished and config.checkpoint.save_final:
         save_policy(trainer.policy, run.files["final"])
     hub.close()  # which also writes the report

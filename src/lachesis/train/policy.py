@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lachesis.config.schema import AlgorithmConfig
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum
 from lachesis.train.batch import Batch, MicroBatch, idle_micro_batch
 from lachesis.train.canary import CanaryReader
 from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.custom import CustomLoss
-from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss, require_token_correction
-from lachesis.train.losses.options import LossOptions
+from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss
 from lachesis.train.losses.reference import (
     ReferenceOptions,
     SamplerReference,
@@ -55,14 +55,15 @@ class Policy:
         loaded: model, tokenizer and adapter.
         strategy: how the model is placed and sharded.
         optimizer_builder: makes the optimizer.
-        options: the loss.
+        options: the loss, as the configuration's rules allow it.
+        max_completion_length: as ``sampling.max_completion_length``; ``dr_grpo`` divides by it.
         packing: as ``model.packing``.
         compile_layers: compile decoder layers.
         reference: the KL term's; built where ``options.beta`` > 0 or the custom loss asks for it.
         custom_loss: takes the place of the loss type's loss of a token.
 
     Raises:
-        ConfigError: options that cannot be combined.
+        ModelError: the model cannot be run as ``packing`` demands.
     """
 
     def __init__(
@@ -71,17 +72,18 @@ class Policy:
         *,
         strategy: Strategy,
         optimizer_builder: OptimizerBuilder,
-        options: LossOptions,
+        options: AlgorithmConfig,
+        max_completion_length: int | None = None,
         packing: Packing = "auto",
         compile_layers: bool = False,
         reference: ReferenceOptions | None = None,
         custom_loss: CustomLoss | None = None,
     ) -> None:
-        require_token_correction(options)
         self.loaded = loaded
         self.model = loaded.model
         self.transformer = loaded.transformer
         self.options = options
+        self.max_completion_length = max_completion_length
         self.custom_loss = custom_loss
         self.strategy = strategy
         # Dropout (an adapter's) and float8 are for the loss only: probes, canary and engine see the network as it is.
@@ -250,6 +252,7 @@ class Policy:
             ref_logprobs=reference,
             entropies=scores.entropies,
             options=self.options,
+            max_completion_length=self.max_completion_length,
             token_loss=self.custom_loss,
             **counts._asdict(),
         )
@@ -270,7 +273,7 @@ class Policy:
     @property
     def _uses_sampler(self) -> bool:
         options = self.options
-        corrects = options.vllm_importance_sampling_correction or options.off_policy_mask_threshold is not None
+        corrects = options.sampler_correction != "none" or options.off_policy_mask_threshold is not None
         return corrects or self.custom_loss is not None
 
     def _scores(self, micro: MicroBatch) -> TokenLogprobs:

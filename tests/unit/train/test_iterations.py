@@ -16,13 +16,13 @@ from lachesis.metrics.values import reduce_metrics
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch, pack
 from lachesis.train.iterations import OldLogprobStore, RepeatedFeed
-from lachesis.train.losses.options import LossOptions
 from lachesis.train.policy import Policy
+from tests.losses import loss_options
 from tests.tiny import tiny_model
 from tests.unit.train.drifted import drifted_groups, tokens_of, used
 from tests.unit.train.test_policy import make_policy
 
-OPTIONS = LossOptions(loss_type="dapo", vllm_importance_sampling_mode="token_truncate")
+OPTIONS = loss_options(loss_type="dapo", sampler_correction="token_truncate")
 
 
 def groups() -> list[Group]:

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, VersionSpan
-from lachesis.config.schema import LoraAdapterConfig, OptimizerConfig
+from lachesis.config.schema import AlgorithmConfig, LoraAdapterConfig, OptimizerConfig
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import pack
 from lachesis.train.distributed.single import SingleDevice
 from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.losses.custom import CustomLoss
-from lachesis.train.losses.options import LossOptions
 from lachesis.train.losses.reference import ReferenceOptions
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
+from tests.losses import loss_options
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.train.drifted import drifted_groups, used
 from tests.unit.train.model.test_forward import random_groups
@@ -30,7 +30,8 @@ LOSSES = ["grpo", "bnpo", "dr_grpo", "dapo"]
 
 def make_policy(
     *,
-    options: LossOptions,
+    options: AlgorithmConfig,
+    max_completion_length: int | None = 8,
     packing: str = "auto",
     lora: bool = False,
     architecture: str = "qwen2",
@@ -56,6 +57,7 @@ def make_policy(
             total_steps=10,
         ),
         options=options,
+        max_completion_length=max_completion_length,
         packing=packing,
         reference=reference,
         custom_loss=custom_loss,
@@ -76,7 +78,7 @@ def without_advantage(groups: list[Group]) -> list[Group]:
 @pytest.mark.parametrize("loss_type", LOSSES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_step_does_not_depend_on_budget_accumulation_or_order(loss_type, level):
-    options = LossOptions(loss_type=loss_type, importance_sampling_level=level, max_completion_length=8)
+    options = loss_options(loss_type=loss_type, importance_sampling_level=level)
     groups = random_groups(groups=4, samples=4, longest=8)
     before = torch.cat([p.detach().flatten() for p in make_policy(options=options).model.parameters()])
     whole, metrics = parameters_after_step(make_policy(options=options), groups, max_tokens=1 << 20)
@@ -96,7 +98,7 @@ def test_step_does_not_depend_on_budget_accumulation_or_order(loss_type, level):
 
 
 def test_packed_equals_padded_rows():
-    options = LossOptions()
+    options = loss_options()
     groups = random_groups(groups=3, samples=4, longest=8)
     packed, _ = parameters_after_step(make_policy(options=options), groups, max_tokens=40)
     padded, _ = parameters_after_step(make_policy(options=options, packing="padded"), groups, max_tokens=40)
@@ -104,7 +106,7 @@ def test_packed_equals_padded_rows():
 
 
 def test_leaving_out_sequences_without_advantage_changes_no_parameter():
-    options = LossOptions(loss_type="dapo")
+    options = loss_options(loss_type="dapo")
     groups = random_groups(groups=4, samples=4, longest=8)
     mixed = without_advantage(groups[:2]) + groups[2:]
     all_of_them, _ = parameters_after_step(make_policy(options=options), mixed, max_tokens=60)
@@ -119,7 +121,7 @@ def test_kl_pulls_towards_the_base_model():
     groups = random_groups(groups=3, samples=4, longest=8)
     silent = without_advantage(groups)
     for lora in (False, True):
-        policy = make_policy(options=LossOptions(beta=1.0, use_bias_correction_kl=False), lora=lora)
+        policy = make_policy(options=loss_options(beta=1.0, use_bias_correction_kl=False), lora=lora)
         with torch.no_grad():
             for parameter in (p for p in policy.model.parameters() if p.requires_grad):
                 parameter += 0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
@@ -149,7 +151,7 @@ class TestAlignment:
     """Trainer and engine are compared on what the weights of now have sampled, and on nothing else."""
 
     def differences(self, groups: list[Group], *, steps: int = 0, **packing: int) -> tuple[float | None, float | None]:
-        policy = make_policy(options=LossOptions())
+        policy = make_policy(options=loss_options())
         for _ in range(steps):
             policy.step()
         batch = pack(groups, max_tokens=packing.get("max_tokens", 1 << 20))
@@ -180,14 +182,14 @@ class TestAlignment:
         assert self.differences(sampled_at(shifted(exact, 0.5), span, span, span), steps=2) == (None, None)
 
     def test_a_second_use_of_a_batch_is_not_compared(self, exact: list[Group]):
-        policy, batch = make_policy(options=LossOptions()), pack(shifted(exact, 0.5), max_tokens=1 << 20)
+        policy, batch = make_policy(options=loss_options()), pack(shifted(exact, 0.5), max_tokens=1 << 20)
         for iteration, said in ((0, True), (1, False)):
             metrics = reduce_metrics(policy.accumulate(used(batch, iteration, of=2)) | policy.step())
             assert ("logprob_diff_mean" in metrics) is said
 
 
 def test_canary_is_what_a_plain_pass_computes():
-    policy = make_policy(options=LossOptions())
+    policy = make_policy(options=loss_options())
     ids = [5, 9, 13, 20]
     log_p = policy.transformer(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
     expected = [float(log_p[i, ids[i + 1]]) for i in range(3)]
@@ -195,7 +197,7 @@ def test_canary_is_what_a_plain_pass_computes():
 
 
 def test_the_canary_sees_the_adapter():
-    policy, ids = make_policy(options=LossOptions(), lora=True), [5, 9, 13, 20]
+    policy, ids = make_policy(options=loss_options(), lora=True), [5, 9, 13, 20]
     before = policy.canary(ids)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
@@ -220,7 +222,7 @@ class BusierRank(SingleDevice):
 @pytest.mark.parametrize("quantile", [1.0, 0.4])
 def test_a_rank_without_advantages_takes_part_in_every_pass_of_the_others(beta: float, quantile: float):
     """A constant loss in place of the pass would leave sharded ranks waiting for this one's collectives."""
-    options = LossOptions(loss_type="dapo", beta=beta, top_entropy_quantile=quantile)
+    options = loss_options(loss_type="dapo", beta=beta, top_entropy_quantile=quantile)
     silent = without_advantage(random_groups(groups=2, samples=3, longest=6))
     batch = pack(silent, max_tokens=100, skip_zero_advantage=True)
     assert batch.micro_batches == ()
@@ -243,15 +245,15 @@ def test_a_rank_without_advantages_takes_part_in_every_pass_of_the_others(beta: 
 
 def test_idle_passes_change_no_gradient():
     groups = random_groups(groups=2, samples=3, longest=6)
-    alone, _ = parameters_after_step(make_policy(options=LossOptions()), groups, max_tokens=30)
-    busy = make_policy(options=LossOptions(), strategy=BusierRank(micro_batches=9))
+    alone, _ = parameters_after_step(make_policy(options=loss_options()), groups, max_tokens=30)
+    busy = make_policy(options=loss_options(), strategy=BusierRank(micro_batches=9))
     found, metrics = parameters_after_step(busy, groups, max_tokens=30)
     assert torch.equal(found, alone)
     assert metrics["mean_ratio"] > 0
 
 
 def test_where_no_rank_has_anything_to_learn_nothing_moves():
-    policy = make_policy(options=LossOptions())
+    policy = make_policy(options=loss_options())
     silent = without_advantage(random_groups(groups=2, samples=3, longest=6))
     before = torch.cat([p.detach().flatten().clone() for p in policy.model.parameters()])
     found, metrics = parameters_after_step(policy, silent, max_tokens=100, skip_zero_advantage=True)
@@ -263,8 +265,8 @@ def test_where_no_rank_has_anything_to_learn_nothing_moves():
     "options", [{"beta": 0.1}, {"entropy_coef": 0.1}, {"top_entropy_quantile": 0.5}], ids=lambda o: next(iter(o))
 )
 def test_with_another_term_than_the_advantages_no_row_may_be_left_out(options: dict):
-    assert LossOptions().ignores_zero_advantage
-    assert not LossOptions(**options).ignores_zero_advantage
+    assert loss_options().ignores_zero_advantage
+    assert not loss_options(**options).ignores_zero_advantage
 
 
 def test_the_entropy_quantile_is_one_of_all_ranks():
@@ -275,7 +277,7 @@ def test_the_entropy_quantile_is_one_of_all_ranks():
             return torch.cat([values, torch.zeros_like(values)])
 
     groups = random_groups(groups=2, samples=3, longest=6)
-    options = LossOptions(loss_type="dapo", top_entropy_quantile=0.5)
+    options = loss_options(loss_type="dapo", top_entropy_quantile=0.5)
     batch = pack(groups, max_tokens=100)
     policy = make_policy(options=options, strategy=Twin())
     counts = policy._count(batch, batch.micro_batches)

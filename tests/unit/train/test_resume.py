@@ -13,9 +13,9 @@ import torch
 from lachesis.common.errors import CheckpointError
 from lachesis.train.batch import pack
 from lachesis.train.checkpoint import CheckpointManager
-from lachesis.train.losses.options import LossOptions
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
+from tests.losses import loss_options
 from tests.unit.train.model.test_forward import random_groups
 from tests.unit.train.test_policy import make_policy
 
@@ -66,7 +66,7 @@ def saved(directory: Path) -> list[str]:
     ],
 )
 def test_when_checkpoints_are_saved(tmp_path: Path, every_steps, steps, stopping, expected):
-    manager = checkpoints(tmp_path, make_policy(options=LossOptions()), every_steps=every_steps)
+    manager = checkpoints(tmp_path, make_policy(options=loss_options()), every_steps=every_steps)
     for step in steps:
         manager.maybe_save(step, stopping=stopping)
     assert saved(tmp_path) == expected
@@ -74,12 +74,12 @@ def test_when_checkpoints_are_saved(tmp_path: Path, every_steps, steps, stopping
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 def test_everything_goes_on_exactly(tmp_path: Path, lora: bool):
-    straight = make_policy(options=LossOptions(), lora=lora)
+    straight = make_policy(options=loss_options(), lora=lora)
     train(straight, steps=2)
     checkpoints(tmp_path, straight, PlaceInData(40)).maybe_save(2)
     expected = train(straight, steps=3, seed=50)
 
-    resumed, feed = make_policy(options=LossOptions(), lora=lora), PlaceInData()
+    resumed, feed = make_policy(options=loss_options(), lora=lora), PlaceInData()
     assert not torch.equal(weights(resumed), weights(straight))
     assert checkpoints(tmp_path, resumed, feed).restore() == 2
     assert feed.place == 40
@@ -88,7 +88,7 @@ def test_everything_goes_on_exactly(tmp_path: Path, lora: bool):
 
 
 def test_random_generators_go_on_where_they_were(tmp_path: Path):
-    policy = make_policy(options=LossOptions())
+    policy = make_policy(options=loss_options())
     torch.manual_seed(3)
     checkpoints(tmp_path, policy).maybe_save(2)
     expected = (torch.rand(3).tolist(), random.random(), np.random.rand())
@@ -99,7 +99,7 @@ def test_random_generators_go_on_where_they_were(tmp_path: Path):
 
 def test_weights_are_restored_in_place(tmp_path: Path):
     """An engine may read the same storage."""
-    policy = make_policy(options=LossOptions())
+    policy = make_policy(options=loss_options())
     checkpoints(tmp_path, policy).maybe_save(2)
     before, places = weights(policy), [p.data_ptr() for p in policy.model.parameters()]
     train(policy, steps=1)
@@ -111,7 +111,7 @@ def test_weights_are_restored_in_place(tmp_path: Path):
 
 
 def test_with_lora_only_the_adapter_is_saved(tmp_path: Path):
-    policy = make_policy(options=LossOptions(), lora=True)
+    policy = make_policy(options=loss_options(), lora=True)
     checkpoints(tmp_path, policy).maybe_save(2)
     tensors = CheckpointManager(tmp_path, keep_last=1).load().tensors
     assert tensors
@@ -119,7 +119,7 @@ def test_with_lora_only_the_adapter_is_saved(tmp_path: Path):
 
 
 def test_without_a_checkpoint_the_run_starts_anew_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    policy = make_policy(options=LossOptions())
+    policy = make_policy(options=loss_options())
     before, feed = weights(policy), PlaceInData(3)
     with caplog.at_level(logging.WARNING, logger="lachesis"):
         assert checkpoints(tmp_path, policy, feed).restore() == 0
@@ -130,8 +130,8 @@ def test_without_a_checkpoint_the_run_starts_anew_and_says_so(tmp_path: Path, ca
 
 @pytest.mark.parametrize(("saved_lora", "own_lora"), [(True, False), (False, True)])
 def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: Path, saved_lora, own_lora):
-    checkpoints(tmp_path, make_policy(options=LossOptions(), lora=saved_lora)).maybe_save(2)
-    policy = make_policy(options=LossOptions(), lora=own_lora)
+    checkpoints(tmp_path, make_policy(options=loss_options(), lora=saved_lora)).maybe_save(2)
+    policy = make_policy(options=loss_options(), lora=own_lora)
     before, feed = weights(policy), PlaceInData(3)
     with pytest.raises(
         CheckpointError, match=r"step 2 is of another model: \d+ tensors differ, among them \w"
@@ -143,9 +143,9 @@ def test_a_checkpoint_of_another_model_is_refused_and_changes_nothing(tmp_path: 
 
 
 def test_a_model_of_another_size_is_refused(tmp_path: Path):
-    checkpoints(tmp_path, make_policy(options=LossOptions(), architecture="qwen2")).maybe_save(2)
+    checkpoints(tmp_path, make_policy(options=loss_options(), architecture="qwen2")).maybe_save(2)
     with pytest.raises(CheckpointError, match="of another model"):
-        checkpoints(tmp_path, make_policy(options=LossOptions(), architecture="qwen3")).restore()
+        checkpoints(tmp_path, make_policy(options=loss_options(), architecture="qwen3")).restore()
 
 
 def test_a_place_in_the_data_of_another_source_is_refused(tmp_path: Path):
@@ -153,7 +153,7 @@ def test_a_place_in_the_data_of_another_source_is_refused(tmp_path: Path):
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.place = state["batches_known"]
 
-    policy = make_policy(options=LossOptions())
+    policy = make_policy(options=loss_options())
     checkpoints(tmp_path, policy).maybe_save(2)
     with pytest.raises(CheckpointError, match=r"step 2 has no place in the data .*KeyError 'batches_known'") as caught:
         checkpoints(tmp_path, policy, Elsewhere()).restore()
@@ -161,7 +161,7 @@ def test_a_place_in_the_data_of_another_source_is_refused(tmp_path: Path):
 
 
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path):
-    policy = make_policy(options=LossOptions())
+    policy = make_policy(options=loss_options())
     manager = checkpoints(tmp_path, policy, PlaceInData(2))
     manager.maybe_save(2)
     expected = weights(policy)
@@ -174,6 +174,6 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path):
 
 
 def test_the_data_position_is_readable_json(tmp_path: Path):
-    checkpoints(tmp_path, make_policy(options=LossOptions()), PlaceInData(12)).maybe_save(4)
+    checkpoints(tmp_path, make_policy(options=loss_options()), PlaceInData(12)).maybe_save(4)
     meta = json.loads((tmp_path / "step_000004" / "meta.json").read_text())
     assert meta == {"step": 4, "feed": {"place": 12, "front": ["7"]}}

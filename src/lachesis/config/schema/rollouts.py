@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from lachesis.common.types import SamplingParams
 from lachesis.config.schema.base import Fraction, NonNegativeInt, OpenFraction, PositiveFloat, PositiveInt, Section
 
 DatasetFormat = Literal["auto", "prompt", "instruction_response", "input_output", "problem_solution", "messages"]
@@ -162,3 +163,21 @@ class SamplingConfig(Section):
     generation_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Further fields of vLLM's SamplingParams, by its names."
     )
+
+    def params(self) -> SamplingParams:
+        """What is asked of an engine, for any number of completions."""
+        return SamplingParams(
+            max_tokens=self.max_completion_length,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            stop_token_ids=tuple(self.stop_token_ids),
+            stop=tuple(self.stop),
+            min_tokens=self.min_tokens,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            guided_regex=self.guided_regex,
+            extra=self.generation_kwargs,
+        )

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from lachesis.config.schema.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+# CISPO bounds the ratio itself, and PPO's 0.2 in its place would make the weight a constant; 5 is usual.
+CISPO_EPSILON_HIGH = 5.0
 
+
+# The loss takes this record itself: an option of it is a field here and its use in lachesis.train.losses.
 class AlgorithmConfig(Section):
     """The loss and the advantages. Names and meanings are TRL's."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = Field(
         default="grpo", description="Loss and normalization."
@@ -83,6 +89,21 @@ class AlgorithmConfig(Section):
         description="Leave sequences whose advantage is 0 out of the forward pass (their gradient is 0 without "
         "KL term); normalization still counts them.",
     )
+
+    @property
+    def upper_epsilon(self) -> float:
+        """The bound above: ``epsilon_high``, or where that is unset ``epsilon`` (CISPO: 5)."""
+        if self.epsilon_high is not None:
+            return self.epsilon_high
+        return CISPO_EPSILON_HIGH if self.loss_type == "cispo" else self.epsilon
+
+    @property
+    def ignores_zero_advantage(self) -> bool:
+        """Whether a row whose advantage is 0 has no gradient and bears on no other row's.
+
+        A KL term or an entropy bonus moves it all the same, and the entropy quantile is one of all tokens.
+        """
+        return not self.beta and not self.entropy_coef and self.top_entropy_quantile == 1
 
 
 class BatchConfig(Section):

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lachesis.common.errors import ConfigError, RewardError, TrainingError
+from lachesis.common.types import Group
+from lachesis.config.schema import AlgorithmConfig
 
 EPSILON = 1e-4
 """Added to standard deviations before dividing, as in TRL."""
+
+
+AdvantageFunction = Callable[[Sequence[Sequence[float | None]], Sequence[int]], list[float]]
+"""From rewards [N][K] (None: the function abstained) and group numbers [N] to advantages [N]."""
 
 
 class Moments(NamedTuple):
@@ -19,6 +27,42 @@ class Moments(NamedTuple):
 
     mean: Tensor
     std: Tensor
+
+
+def advantage_function(algorithm: AlgorithmConfig, *, weights: Sequence[float] | None) -> AdvantageFunction:
+    """:func:`group_advantages` of lists, as the algorithm section says; ``weights`` one per reward, all 1 if unset."""
+
+    def compute(rewards: Sequence[Sequence[float | None]], group: Sequence[int]) -> list[float]:
+        known = [[math.nan if value is None else value for value in row] for row in rewards]
+        return group_advantages(
+            torch.tensor(known, dtype=torch.float64),
+            group=torch.tensor(group),
+            weights=None if weights is None else torch.tensor(weights, dtype=torch.float64),
+            scale_rewards=algorithm.scale_rewards,
+            aggregation=algorithm.aggregation,
+        ).tolist()
+
+    return compute
+
+
+def assign_advantages(groups: Sequence[Group], *, compute: AdvantageFunction) -> list[Group]:
+    """Set every sample's advantage from the rewards of all groups, which some normalizations need at once.
+
+    Raises:
+        RewardError: no sample has any reward.
+    """
+    rewards = [sample.rewards for group in groups for sample in group.samples]
+    if rewards and all(value is None for row in rewards for value in row):
+        raise RewardError(
+            f"every reward function abstained on all {len(rewards)} completions of this step",
+            remedy="let at least one function judge, or train on more prompts a step (batch.prompts_per_step)",
+        )
+    number = [i for i, group in enumerate(groups) for _ in group.samples]
+    advantages = iter([value for _, value in zip(number, compute(rewards, number), strict=True)])
+    return [
+        replace(group, samples=tuple(replace(sample, advantage=next(advantages)) for sample in group.samples))
+        for group in groups
+    ]
 
 
 def group_advantages(

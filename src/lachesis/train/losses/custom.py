@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from lachesis.common.errors import ConfigError, TrainingError
 from lachesis.common.imports import describe_exception, load_function, nearest
-from lachesis.train.losses.options import LossOptions
+from lachesis.config.schema import AlgorithmConfig
 from lachesis.train.losses.ratios import Terms
 
 
@@ -40,7 +41,7 @@ class CustomTokenLoss(Protocol):
         mask: Tensor,
         row: Tensor,
         num_rows: int,
-        options: LossOptions,
+        options: SimpleNamespace,
     ) -> Tensor:
         """The loss of each token, float [T], with gradient.
 
@@ -59,7 +60,7 @@ class CustomTokenLoss(Protocol):
             mask: float [T], 1 where the token counts, else 0.
             row: int64 [T], 0..S-1, not in order.
             num_rows: S.
-            options: the loss's options.
+            options: the keys of ``algorithm`` by name, and what else :func:`given_options` adds.
         """
         ...
 
@@ -73,15 +74,17 @@ _ARGUMENTS = tuple(
 class CustomLoss:
     """A checked :class:`CustomTokenLoss`; stands where a loss type's ℓ would (``policy_loss(token_loss=)``).
 
-    ``arguments`` are the names that it is given beyond the logprobs; ``needs_reference``: it names ``ref_logprobs``.
+    ``arguments`` are the names that it is given beyond the logprobs; ``needs_reference``: it names ``ref_logprobs``;
+    ``max_completion_length``: what its options say that is.
     """
 
     spec: str
     function: Callable[..., Any]
     arguments: frozenset[str]
     needs_reference: bool
+    max_completion_length: int | None = None
 
-    def __call__(self, terms: Terms, options: LossOptions) -> Tensor:
+    def __call__(self, terms: Terms, options: AlgorithmConfig) -> Tensor:
         """The loss of each token, [T], 0 where the mask is.
 
         Raises:
@@ -107,7 +110,7 @@ class CustomLoss:
             )
         return values
 
-    def _given(self, terms: Terms, options: LossOptions) -> dict[str, Any]:
+    def _given(self, terms: Terms, options: AlgorithmConfig) -> dict[str, Any]:
         everything = {
             "old_logprobs": terms.old,
             "sampling_logprobs": terms.sampled,
@@ -118,12 +121,28 @@ class CustomLoss:
             "mask": terms.rows.mask,
             "row": terms.rows.row,
             "num_rows": terms.rows.size,
-            "options": options,
+            "options": given_options(options, max_completion_length=self.max_completion_length),
         }
         return {name: everything[name] for name in self.arguments}
 
 
-def load_custom_loss(spec: str) -> CustomLoss:
+def given_options(algorithm: AlgorithmConfig, *, max_completion_length: int | None) -> SimpleNamespace:
+    """The keys of the algorithm section, and what losses written for version 0.1 may read beside them."""
+    corrects = algorithm.sampler_correction != "none"
+    own = {"epsilon_high": algorithm.upper_epsilon} if algorithm.loss_type == "cispo" else {}
+    return SimpleNamespace(
+        **{**dict(algorithm), **own},
+        upper_epsilon=algorithm.upper_epsilon,
+        ignores_zero_advantage=algorithm.ignores_zero_advantage,
+        max_completion_length=max_completion_length,
+        vllm_importance_sampling_correction=corrects,
+        vllm_importance_sampling_mode=algorithm.sampler_correction if corrects else "sequence_mask",
+        vllm_importance_sampling_clip_min=algorithm.sampler_correction_min,
+        vllm_importance_sampling_clip_max=algorithm.sampler_correction_max,
+    )
+
+
+def load_custom_loss(spec: str, *, max_completion_length: int | None = None) -> CustomLoss:
     """The loss function that ``spec`` (``module.function`` or ``FILE.py:FUNCTION``) names.
 
     Raises:
@@ -154,6 +173,7 @@ def load_custom_loss(spec: str) -> CustomLoss:
         function=function,
         arguments=frozenset(_ARGUMENTS) if takes_any else frozenset(named) & frozenset(_ARGUMENTS),
         needs_reference="ref_logprobs" in named,
+        max_completion_length=max_completion_length,
     )
 
 

@@ -7,7 +7,8 @@ T completion tokens of S rows stand in one stream, A is the advantage, r = π/π
 ℓ and the weights w (0 where the mask is) are the loss type's, ``keep`` is off-policy sequence masking times
 the high-entropy mask, c corrects for the sampler. The masks do not touch the KL term. The weights are made of
 counts over the whole optimizer step, so the losses of micro-batches add up to that of the whole, however it
-is cut. Names and formulas are those of TRL 1.16.
+is cut. Names and formulas are those of TRL 1.16. The options are the ``algorithm`` section of
+the configuration: a new one is a field there and its use here.
 """
 
 from __future__ import annotations
@@ -20,17 +21,8 @@ import torch
 from torch import Tensor
 
 from lachesis.common.errors import ConfigError
-from lachesis.train.losses.options import LossOptions
-from lachesis.train.losses.ratios import SAMPLER_MODES, Rows, Terms, gather_terms
-
-__all__ = [
-    "LossOptions",
-    "PolicyLoss",
-    "TokenLoss",
-    "high_entropy_threshold",
-    "policy_loss",
-    "require_token_correction",
-]
+from lachesis.config.schema import AlgorithmConfig
+from lachesis.train.losses.ratios import Rows, Terms, gather_terms
 
 
 class PolicyLoss(NamedTuple):
@@ -56,7 +48,7 @@ class PolicyLoss(NamedTuple):
 # --- the loss of a token, ℓ(r, A): [T] ----------------------------------------------------------------------
 
 
-def clipped(terms: Terms, options: LossOptions) -> Tensor:
+def clipped(terms: Terms, options: AlgorithmConfig) -> Tensor:
     """-min(r·A, clip(r, 1-ε, 1+ε_high)·A), for either sign of A (PPO, arXiv 1707.06347).
 
     ``delta`` caps the first r, which bounds the loss where A < 0 (INTELLECT-2, arXiv 2505.07291).
@@ -65,24 +57,24 @@ def clipped(terms: Terms, options: LossOptions) -> Tensor:
     return -torch.minimum(_capped(terms.ratio, options) * terms.advantages, inside * terms.advantages)
 
 
-def cispo(terms: Terms, options: LossOptions) -> Tensor:
+def cispo(terms: Terms, options: AlgorithmConfig) -> Tensor:
     """-sg(min(r, ε_high))·A·log π: no token loses its gradient (MiniMax-M1, arXiv 2506.13585)."""
     return -terms.ratio.detach().clamp(max=options.upper_epsilon) * terms.advantages * terms.logprobs
 
 
-def sapo(terms: Terms, options: LossOptions) -> Tensor:
+def sapo(terms: Terms, options: AlgorithmConfig) -> Tensor:
     """-A·σ(τ(r-1))·4/τ, τ by the sign of A: a soft gate instead of a clip (SAPO, arXiv 2511.20347)."""
     tau = _either(terms.advantages > 0, options.sapo_temperature_pos, options.sapo_temperature_neg, terms.ratio)
     return -terms.advantages * torch.sigmoid(tau * (terms.ratio - 1)) * 4 / tau
 
 
-def vespo(terms: Terms, options: LossOptions) -> Tensor:
+def vespo(terms: Terms, options: AlgorithmConfig) -> Tensor:
     """-φ(W)·A·log π, φ(W) as in :func:`vespo_weight` (VESPO, arXiv 2602.10693)."""
     return -vespo_weight(terms, options) * terms.advantages * terms.logprobs
 
 
 @torch.no_grad()
-def vespo_weight(terms: Terms, options: LossOptions) -> Tensor:
+def vespo_weight(terms: Terms, options: AlgorithmConfig) -> Tensor:
     """φ(W) = e^λ·W^k·e^(-λW) of the row's W = Π_t r_t·c_t, so that φ(1) = 1; k, λ by the sign of A. [T]"""
     lowest, highest = math.log(1e-8), 20.0  # bounds of log-weights in the authors' code
     log_weight = terms.log_ratio.clamp(-highest, highest)
@@ -98,28 +90,32 @@ def vespo_weight(terms: Terms, options: LossOptions) -> Tensor:
 # --- normalization: what a token weighs, [T] ----------------------------------------------------------------
 
 
-def sequence_mean(rows: Rows, options: LossOptions, num_sequences: float, num_tokens: float) -> Tensor:
+def sequence_mean(rows: Rows, num_sequences: float, num_tokens: float, max_length: int | None) -> Tensor:
     """1/S · Σ_rows Σm(·)/Σm (GRPO, arXiv 2402.03300)."""
     return rows.share / max(num_sequences, 1)
 
 
-def sequence_sum(rows: Rows, options: LossOptions, num_sequences: float, num_tokens: float) -> Tensor:
+def sequence_sum(rows: Rows, num_sequences: float, num_tokens: float, max_length: int | None) -> Tensor:
     """1/S · Σm(·) (LUSPO, arXiv 2602.05261)."""
     return rows.mask / max(num_sequences, 1)
 
 
-def token_mean(rows: Rows, options: LossOptions, num_sequences: float, num_tokens: float) -> Tensor:
+def token_mean(rows: Rows, num_sequences: float, num_tokens: float, max_length: int | None) -> Tensor:
     """Σm(·)/N (DAPO, arXiv 2503.14476)."""
     return rows.mask / max(num_tokens, 1)
 
 
-def constant_length(rows: Rows, options: LossOptions, num_sequences: float, num_tokens: float) -> Tensor:
+def constant_length(rows: Rows, num_sequences: float, num_tokens: float, max_length: int | None) -> Tensor:
     """1/S · Σm(·)/max_completion_length (Dr. GRPO, arXiv 2503.20783)."""
-    assert options.max_completion_length is not None  # LossOptions sees to it
-    return rows.mask / (max(num_sequences, 1) * options.max_completion_length)
+    if max_length is None:
+        raise ConfigError(
+            "loss_type='dr_grpo' divides by max_completion_length, which is not set",
+            remedy="set it to the most tokens that a completion may have",
+        )
+    return rows.mask / (max(num_sequences, 1) * max_length)
 
 
-TokenLoss = Callable[[Terms, LossOptions], Tensor]
+TokenLoss = Callable[[Terms, AlgorithmConfig], Tensor]
 """The loss of each token, [T], with gradient."""
 
 
@@ -127,7 +123,7 @@ class LossType(NamedTuple):
     """The loss of a token, and what a token weighs."""
 
     per_token: TokenLoss
-    weight: Callable[[Rows, LossOptions, float, float], Tensor]
+    weight: Callable[[Rows, float, float, int | None], Tensor]
 
 
 LOSS_TYPES: Mapping[str, LossType] = {
@@ -146,7 +142,7 @@ LOSS_TYPES: Mapping[str, LossType] = {
 
 
 @torch.no_grad()
-def off_policy_keep(terms: Terms, options: LossOptions) -> Tensor:
+def off_policy_keep(terms: Terms, options: AlgorithmConfig) -> Tensor:
     """1 where A ≥ 0 or mean_t(log π_b - log π) ≤ threshold, else 0 (OPSM, DeepSeek-V3.2, eq. 9).
 
     π_b is the sampler where its logprobs are given, else π_old; an unknown token (NaN) is no sign of drift.
@@ -173,7 +169,7 @@ def high_entropy_threshold(entropies: Tensor, *, mask: Tensor, top_quantile: flo
 
 
 @torch.no_grad()
-def high_entropy_keep(terms: Terms, options: LossOptions, threshold: Tensor | float | None) -> Tensor:
+def high_entropy_keep(terms: Terms, options: AlgorithmConfig, threshold: Tensor | float | None) -> Tensor:
     """m where the entropy reaches the threshold (by default of these tokens), else 0."""
     if threshold is None:
         top = options.top_entropy_quantile
@@ -181,7 +177,7 @@ def high_entropy_keep(terms: Terms, options: LossOptions, threshold: Tensor | fl
     return terms.rows.mask * (terms.entropies >= threshold)
 
 
-def kl_to_reference(terms: Terms, options: LossOptions) -> Tensor:
+def kl_to_reference(terms: Terms, options: AlgorithmConfig) -> Tensor:
     """k3 = exp(d) - d - 1 with d = log π_ref - log π (J. Schulman, "Approximating KL divergence").
 
     The tokens come from π_old; times r (``use_bias_correction_kl``) it estimates the divergence under π.
@@ -206,7 +202,8 @@ def policy_loss(
     entropies: Tensor | None = None,
     num_sequences: float,
     num_tokens: float,
-    options: LossOptions,
+    options: AlgorithmConfig,
+    max_completion_length: int | None = None,
     entropy_threshold: Tensor | float | None = None,
     num_high_entropy_tokens: float | None = None,
     token_loss: TokenLoss | None = None,
@@ -222,15 +219,16 @@ def policy_loss(
         sampling_logprobs: float [T], NaN where unknown; ``None``: the sampler is not corrected for.
         ref_logprobs, entropies: float [T], where the options need them; entropies are measured if given.
         num_sequences, num_tokens: counts over the whole optimizer step and all ranks.
+        max_completion_length: the constant that ``dr_grpo`` divides by.
         entropy_threshold, num_high_entropy_tokens: :func:`high_entropy_threshold` of the whole step, and how
             many of its tokens reach it; by default those of this micro-batch, which then is the whole.
         token_loss: takes the place of the loss type's ℓ; masks, correction, KL and normalization stay.
 
     Raises:
-        ConfigError: the options need what is not given, or cannot be combined.
+        ConfigError: the options need what is not given.
         TrainingError: a tensor is not [T].
     """
-    _require_inputs(options, sampling=sampling_logprobs, reference=ref_logprobs, entropies=entropies)
+    _require_inputs(options, reference=ref_logprobs, entropies=entropies)
     terms = gather_terms(
         logprobs,
         row=row,
@@ -257,14 +255,14 @@ def policy_loss(
     kl = kl_to_reference(terms, options) if options.beta else None
     if kl is not None:
         loss = loss + options.beta * kl
-    total = (loss * weight(terms.rows, options, num_sequences, num_tokens)).sum()
+    total = (loss * weight(terms.rows, num_sequences, num_tokens, max_completion_length)).sum()
     if options.entropy_coef:
         total = total - options.entropy_coef * (terms.entropies * kept).sum() / max(num_kept, 1)
     return PolicyLoss(total, _metrics(terms, options, per_token=per_token, kl=kl))
 
 
 @torch.no_grad()
-def _metrics(terms: Terms, options: LossOptions, *, per_token: TokenLoss, kl: Tensor | None) -> dict[str, Tensor]:
+def _metrics(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLoss, kl: Tensor | None) -> dict[str, Tensor]:
     rows = terms.rows
     tokens = {"mean_ratio": terms.ratio, "mean_kl": terms.log_ratio.expm1() - terms.log_ratio}
     optional = {"entropy": terms.entropies, "kl_reference": kl, "sampling_ratio": terms.correction}
@@ -279,7 +277,7 @@ def _metrics(terms: Terms, options: LossOptions, *, per_token: TokenLoss, kl: Te
     return metrics
 
 
-def _clip_indicators(terms: Terms, options: LossOptions, *, per_token: TokenLoss) -> dict[str, Tensor]:
+def _clip_indicators(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLoss) -> dict[str, Tensor]:
     """Where r is beyond a bound on the side to which A pushes it. Bool [T]"""
     if per_token is clipped:
         ratio = _capped(terms.ratio, options)
@@ -299,7 +297,7 @@ def _pairs(values: Mapping[str, Tensor], *, weight: Tensor, total: Tensor) -> di
     return dict(zip(values, pairs.unbind(), strict=True))
 
 
-def _capped(ratio: Tensor, options: LossOptions) -> Tensor:
+def _capped(ratio: Tensor, options: AlgorithmConfig) -> Tensor:
     return ratio if options.delta is None else ratio.clamp(max=options.delta)
 
 
@@ -307,9 +305,7 @@ def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.where(condition, like.new_full((), yes), no)
 
 
-def _require_inputs(
-    options: LossOptions, *, sampling: Tensor | None, reference: Tensor | None, entropies: Tensor | None
-) -> None:
+def _require_inputs(options: AlgorithmConfig, *, reference: Tensor | None, entropies: Tensor | None) -> None:
     if options.beta and reference is None:
         raise ConfigError(f"beta={options.beta:g} needs ref_logprobs", remedy="give them, or set beta to 0")
     if entropies is None and (options.entropy_coef or options.top_entropy_quantile < 1):
@@ -317,18 +313,4 @@ def _require_inputs(
             f"entropy_coef={options.entropy_coef:g} and "
             f"top_entropy_quantile={options.top_entropy_quantile:g} need entropies",
             remedy="give them, or leave both options at 0 and 1",
-        )
-    if sampling is not None:
-        require_token_correction(options)
-
-
-def require_token_correction(options: LossOptions) -> None:
-    """Raise ConfigError where VESPO, whose weight is a product over tokens, would get a correction per sequence."""
-    mode = options.vllm_importance_sampling_mode
-    corrects = options.vllm_importance_sampling_correction
-    if corrects and options.loss_type == "vespo" and SAMPLER_MODES[mode].of_sequence:
-        raise ConfigError(
-            f"loss_type='vespo' multiplies corrections of tokens, but vllm_importance_sampling_mode={mode!r} "
-            "has one for the whole sequence",
-            remedy="choose token_truncate or token_mask",
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lachesis.common.errors import TrainingError
-from lachesis.train.losses.options import LossOptions
+from lachesis.config.schema import AlgorithmConfig
 
 
 @dataclass(frozen=True)
@@ -118,17 +118,16 @@ SAMPLER_MODES: Mapping[str, SamplerMode] = {
 
 
 @torch.no_grad()
-def sampler_correction(rows: Rows, old: Tensor, sampled: Tensor, options: LossOptions) -> Tensor:
+def sampler_correction(rows: Rows, old: Tensor, sampled: Tensor, options: AlgorithmConfig) -> Tensor:
     """c = exp(log π_old - log π_sampler) of a token, or of the sum over its row; without gradient. [T]
 
     A token that the sampler gave no logprob for (NaN) contributes 0 to the log, so a ratio of 1.
     """
-    mode = SAMPLER_MODES[options.vllm_importance_sampling_mode]
+    mode = SAMPLER_MODES[options.sampler_correction]
     log_weight = (old - sampled).nan_to_num(nan=0.0)
     if mode.of_sequence:
         log_weight = rows.spread(rows.sum(log_weight))
-    low, high = options.vllm_importance_sampling_clip_min, options.vllm_importance_sampling_clip_max
-    return mode.bounded(log_weight.exp(), low, high)
+    return mode.bounded(log_weight.exp(), options.sampler_correction_min, options.sampler_correction_max)
 
 
 def gather_terms(
@@ -141,7 +140,7 @@ def gather_terms(
     sampling_logprobs: Tensor | None,
     ref_logprobs: Tensor | None,
     entropies: Tensor | None,
-    options: LossOptions,
+    options: AlgorithmConfig,
 ) -> Terms:
     """The inputs of :func:`lachesis.train.losses.loss.policy_loss`, blanked where the mask is 0, and their ratios.
 
@@ -167,7 +166,7 @@ def gather_terms(
     old = clean("old_logprobs", old_logprobs)
     old = current.detach() if old is None else torch.where(old.isnan(), current.detach(), old)
     sampled = clean("sampling_logprobs", sampling_logprobs)
-    corrects = sampled is not None and options.vllm_importance_sampling_correction
+    corrects = sampled is not None and options.sampler_correction != "none"
     log_ratio = current - old
     return Terms(
         rows=rows,

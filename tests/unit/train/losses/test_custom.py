@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from lachesis.common.errors import ConfigError, LachesisError, TrainingError
+from lachesis.config.schema import AlgorithmConfig
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import idle_micro_batch, pack
 from lachesis.train.losses.custom import CustomLoss, load_custom_loss
-from lachesis.train.losses.options import LossOptions
+from tests.losses import loss_options
 from tests.tiny import tiny_model
 from tests.unit.train.drifted import drifted_groups
 from tests.unit.train.test_policy import make_policy
@@ -32,7 +34,7 @@ def write(directory: Path, text: str) -> CustomLoss:
 
 
 def step(loss: CustomLoss | None, *, split: int = 1 << 20, **options) -> tuple[torch.Tensor, dict[str, float]]:
-    policy = make_policy(options=LossOptions(vllm_importance_sampling_correction=False, **options), custom_loss=loss)
+    policy = make_policy(options=loss_options(sampler_correction="none", **options), custom_loss=loss)
     batch = pack(drifted_groups(tiny_model().double()), max_tokens=split)
     metrics = reduce_metrics(policy.accumulate(batch))
     return torch.cat([p.grad.flatten() for p in policy.model.parameters()]), metrics
@@ -70,25 +72,42 @@ def test_it_is_given_what_it_names(tmp_path: Path):
     assert seen["scale"] == 1.0
 
 
+def test_its_options_are_the_algorithm_section_and_have_the_names_of_version_0_1(tmp_path: Path):
+    loss = write(
+        tmp_path,
+        "seen = []\ndef loss(logprobs, *, options):\n    seen.append(options)\n    return -logprobs\n",
+    )
+    options = loss_options(loss_type="cispo", sampler_correction="token_mask", sampler_correction_min=0.5)
+    policy = make_policy(options=options, custom_loss=replace(loss, max_completion_length=8))
+    policy.accumulate(pack(drifted_groups(tiny_model().double(), groups=1), max_tokens=100))
+    (seen,) = loss.function.__globals__["seen"]
+    for name in set(AlgorithmConfig.model_fields) - {"epsilon_high"}:
+        assert getattr(seen, name) == getattr(options, name), name
+    assert (seen.epsilon_high, seen.upper_epsilon, seen.max_completion_length) == (5.0, 5.0, 8)
+    assert (seen.vllm_importance_sampling_correction, seen.vllm_importance_sampling_mode) == (True, "token_mask")
+    assert (seen.vllm_importance_sampling_clip_min, seen.vllm_importance_sampling_clip_max) == (0.5, 3.0)
+    assert seen.ignores_zero_advantage
+
+
 def test_naming_the_reference_holds_one_and_rest_does_not(tmp_path: Path):
     text = "def loss(logprobs, {}):\n    return -logprobs * (1 if {} is None else 2)\n"
     named = write(tmp_path, text.format("ref_logprobs", "ref_logprobs"))
     rest = write(tmp_path, text.format("**rest", "rest['ref_logprobs']"))
     assert named.needs_reference
-    policies = [make_policy(options=LossOptions(), custom_loss=loss) for loss in (named, rest)]
+    policies = [make_policy(options=loss_options(), custom_loss=loss) for loss in (named, rest)]
     assert [policy.reference is None for policy in policies] == [False, True]
     assert torch.allclose(step(named)[0], 2 * step(rest)[0])
 
 
 def test_rows_without_advantage_are_its_own_affair(tmp_path: Path):
-    policy = make_policy(options=LossOptions(), custom_loss=write(tmp_path, CLIPPED))
+    policy = make_policy(options=loss_options(), custom_loss=write(tmp_path, CLIPPED))
     assert not policy.ignores_zero_advantage
-    assert make_policy(options=LossOptions()).ignores_zero_advantage
+    assert make_policy(options=loss_options()).ignores_zero_advantage
 
 
 def test_a_pass_without_tokens_does_not_ask_it(tmp_path: Path):
     policy = make_policy(
-        options=LossOptions(),
+        options=loss_options(),
         custom_loss=write(tmp_path, "def loss(logprobs):\n    return logprobs.max() + logprobs\n"),
     )
     batch = pack(drifted_groups(tiny_model().double(), groups=1), max_tokens=100)

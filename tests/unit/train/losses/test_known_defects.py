@@ -16,12 +16,11 @@ import torch
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.metrics.values import reduce_metrics
 from lachesis.pipeline.feed import Finisher
-from lachesis.pipeline.scoring import assign_advantages
 from lachesis.train.batch import Batch, pack
-from lachesis.train.losses.advantage import group_advantages
-from lachesis.train.losses.options import LossOptions
+from lachesis.train.losses.advantage import assign_advantages, group_advantages
 from lachesis.train.losses.reference import ReferenceOptions
 from lachesis.train.policy import Policy
+from tests.losses import loss_options
 from tests.tiny import tiny_model
 from tests.unit.train.drifted import drifted_groups, tokens_of, used
 from tests.unit.train.model.test_forward import plain_logprobs
@@ -62,8 +61,10 @@ def learn(policy: Policy, batch: Batch) -> tuple[torch.Tensor, dict[str, float]]
     return found, metrics
 
 
-def one_step(groups: Sequence[Group], *, packing: dict | None = None, **options) -> tuple[torch.Tensor, dict]:
-    policy = make_policy(options=LossOptions(**options))
+def one_step(
+    groups: Sequence[Group], *, packing: dict | None = None, max_completion_length: int = 8, **options
+) -> tuple[torch.Tensor, dict]:
+    policy = make_policy(options=loss_options(**options), max_completion_length=max_completion_length)
     return learn(policy, pack(groups, max_tokens=1 << 20, **(packing or {})))
 
 
@@ -125,7 +126,7 @@ class TestSamplerCorrection:
         """axolotl clamps to 1/cap after masking: what was masked comes back with that weight."""
         group = group_of([(8, 9), (10, 11)], advantages=[1.0, 1.0], log_ratios=[3.0, 0.0])
         kept = replace(group, samples=(replace(group.samples[0], mask=(0, 0)), group.samples[1]))
-        options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_min": 1 / 3}
+        options = {"sampler_correction": mode, "sampler_correction_min": 1 / 3}
         found, metrics = one_step([group], packing=TRAINER, **options)
         expected, _ = one_step([kept], packing=TRAINER, **options)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
@@ -135,14 +136,14 @@ class TestSamplerCorrection:
         group = group_of([(8, 9)], advantages=[1.0])
         unknown = replace(group, samples=(replace(group.samples[0], logprobs=(NAN, NAN)),))
         for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
-            found, metrics = one_step([unknown], packing=TRAINER, vllm_importance_sampling_mode=mode)
+            found, metrics = one_step([unknown], packing=TRAINER, sampler_correction=mode)
             assert metrics["sampling_ratio"] == 1.0
             assert found.isfinite().all()
             assert metrics["mean_ratio"] == 1.0
 
     def test_the_correction_is_of_the_old_policy_and_not_of_the_current(self):
         """π_old/s: a constant of the batch, without gradient, whatever is learned from it meanwhile."""
-        policy = make_policy(options=LossOptions(vllm_importance_sampling_mode="token_truncate"))
+        policy = make_policy(options=loss_options(sampler_correction="token_truncate"))
         group = group_of([(8, 9), (10, 11)], advantages=[1.0, -1.0], log_ratios=[0.5, -0.5])
         batch = pack([group], max_tokens=100, **TRAINER)
         seen = []
@@ -168,7 +169,7 @@ class TestOffPolicyMask:
     def test_drift_is_measured_against_the_sampler(self):
         """Against π_old, which is the policy itself at the first use, nothing ever drifts."""
         group = group_of([(8, 9)], advantages=[-1.0], log_ratios=[-0.5])
-        options = {"off_policy_mask_threshold": 0.1, "vllm_importance_sampling_correction": False}
+        options = {"off_policy_mask_threshold": 0.1, "sampler_correction": "none"}
         for packing in ({}, TRAINER):
             gradient, _ = one_step([group], packing=packing, **options)
             assert float(gradient.abs().max()) == 0.0
@@ -179,14 +180,14 @@ class TestOffPolicyMask:
 class TestKl:
     def test_masks_do_not_remove_it(self):
         group = group_of([(8, 9)], advantages=[-1.0], log_ratios=[-0.5])
-        policy = moved(make_policy(options=LossOptions(beta=0.5, off_policy_mask_threshold=0.1)))
+        policy = moved(make_policy(options=loss_options(beta=0.5, off_policy_mask_threshold=0.1)))
         gradient, metrics = learn(policy, pack([group], max_tokens=100, **TRAINER))
         assert metrics["loss"] == pytest.approx(0.5 * metrics["kl_reference"], rel=1e-5)
         assert float(gradient.abs().max()) > 1e-6
 
     def test_rows_without_advantage_keep_it(self):
         """axolotl skips micro-batches without advantages and loses their KL."""
-        policy = moved(make_policy(options=LossOptions(beta=0.5)))
+        policy = moved(make_policy(options=loss_options(beta=0.5)))
         silent = without_advantage(drifted_groups(tiny_model().double(), groups=1))
         batch = pack(silent, max_tokens=100, skip_zero_advantage=policy.ignores_zero_advantage)
         assert batch.skipped_sequences == 0
@@ -196,7 +197,7 @@ class TestKl:
     def test_the_bias_correction_is_a_choice(self):
         """TRL 1.10 and axolotl leave it out, TRL 1.16 has it; times r the k3 estimate is unbiased off-policy."""
         batch = pack(drifted_groups(tiny_model().double(), groups=1), max_tokens=100)
-        policies = [make_policy(options=LossOptions(beta=0.5, use_bias_correction_kl=use)) for use in (True, False)]
+        policies = [make_policy(options=loss_options(beta=0.5, use_bias_correction_kl=use)) for use in (True, False)]
         with_it, without = (learn(moved(policy), batch)[1]["kl_reference"] for policy in policies)
         assert with_it != pytest.approx(without, rel=1e-3)
 
@@ -204,7 +205,7 @@ class TestKl:
         """Atropos calls the sampler's logprobs the reference: nothing holds the policy near its start."""
         found = {}
         for kind in ("base", "sampler"):
-            policy = moved(make_policy(options=LossOptions(beta=1.0), reference=ReferenceOptions(kind=kind)))
+            policy = moved(make_policy(options=loss_options(beta=1.0), reference=ReferenceOptions(kind=kind)))
             fresh = drifted_groups(policy.transformer, groups=1, noise=0.0)
             found[kind] = learn(policy, pack(fresh, max_tokens=100))[1]["kl_reference"]
         assert found["sampler"] == pytest.approx(0.0, abs=1e-6)
@@ -213,7 +214,7 @@ class TestKl:
     def test_an_average_works_with_an_adapter(self):
         """TRL refuses sync_ref_model with PEFT."""
         reference = ReferenceOptions(kind="ema", mixup_alpha=1.0, sync_steps=1)
-        policy = make_policy(options=LossOptions(beta=1.0), reference=reference, lora=True)
+        policy = make_policy(options=loss_options(beta=1.0), reference=reference, lora=True)
         batch = pack(drifted_groups(tiny_model().double(), groups=1), max_tokens=100)
         assert len(policy.state_dict()["reference"]) == len([p for p in policy.model.parameters() if p.requires_grad])
         policy.accumulate(batch)
@@ -247,7 +248,7 @@ class TestCounts:
     def test_accumulation_does_not_rescale_the_loss(self, loss_type: str):
         """axolotl's dapo denominator ignores accumulation (trl#6024), and bnpo's mean is of each micro-batch."""
         groups = drifted_groups(tiny_model().double())
-        options = LossOptions(loss_type=loss_type, vllm_importance_sampling_correction=False)
+        options = loss_options(loss_type=loss_type, sampler_correction="none")
         whole, cut = (
             learn(make_policy(options=options), pack(groups, max_tokens=budget))[1]["loss"] for budget in (1 << 20, 12)
         )
@@ -257,7 +258,7 @@ class TestCounts:
 class TestReplay:
     def test_nothing_about_a_replayed_group_is_stale(self):
         """axolotl recomputes π_old alone: its correction stays that of the first time."""
-        policy = make_policy(options=LossOptions(vllm_importance_sampling_mode="token_truncate"))
+        policy = make_policy(options=loss_options(sampler_correction="token_truncate"))
         groups = [replace(g, replaces=g) for g in drifted_groups(policy.transformer, groups=1, noise=0.1)]
         packing = {"old_logprobs": "trainer", "replayed_old_logprobs": "trainer"}
         first = reduce_metrics(policy.accumulate(pack(groups, max_tokens=100, **packing)))
@@ -287,10 +288,10 @@ class TestWiring:
     @pytest.mark.parametrize(
         ("packing", "options"),
         [
-            ({}, {"off_policy_mask_threshold": 0.1, "vllm_importance_sampling_correction": False}),
-            ({}, {"top_entropy_quantile": 0.5, "vllm_importance_sampling_correction": False}),
-            (TRAINER, {"vllm_importance_sampling_mode": "token_mask"}),
-            (TRAINER, {"vllm_importance_sampling_mode": "sequence_mask"}),
+            ({}, {"off_policy_mask_threshold": 0.1, "sampler_correction": "none"}),
+            ({}, {"top_entropy_quantile": 0.5, "sampler_correction": "none"}),
+            (TRAINER, {"sampler_correction": "token_mask"}),
+            (TRAINER, {"sampler_correction": "sequence_mask"}),
         ],
         ids=["off-policy", "entropy", "token", "sequence"],
     )
@@ -298,11 +299,11 @@ class TestWiring:
         """What beta adds to the gradient is the same whatever the rest of the loss is multiplied by."""
         group = group_of([(8, 9, 10), (11, 12, 13)], advantages=[-1.0, 1.0], log_ratios=[-0.5, 3.0])
         batch = pack([group], max_tokens=100, **packing)
-        plain = {"vllm_importance_sampling_correction": False}
+        plain = {"sampler_correction": "none"}
 
         def gradient(beta: float, **changes) -> torch.Tensor:
             # Without a clip, which would take the gradient of these tokens away by itself.
-            options = LossOptions(beta=beta, epsilon=1e3, **changes)
+            options = loss_options(beta=beta, epsilon=1e3, **changes)
             return learn(moved(make_policy(options=options)), batch)[0]
 
         without_kl, unmasked = gradient(0.0, **options), gradient(0.0, **plain)

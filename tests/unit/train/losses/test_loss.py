@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-from dataclasses import fields, replace
 from functools import cache
 from typing import Any, NamedTuple, get_args
 
@@ -15,14 +14,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lachesis.common.errors import ConfigError, TrainingError
-from lachesis.train.losses.loss import LOSS_TYPES, LossOptions, PolicyLoss, high_entropy_threshold, policy_loss
-from lachesis.train.losses.options import LossName
+from lachesis.config.document import Document
+from lachesis.config.load import validate
+from lachesis.config.schema import AlgorithmConfig
+from lachesis.train.losses.loss import LOSS_TYPES, PolicyLoss, high_entropy_threshold, policy_loss
+from tests.losses import loss_options
 from tests.paths import GOLDEN
 
 RECORDED = json.loads(gzip.decompress((GOLDEN / "trl-1.16-losses.json.gz").read_bytes()))
 FIXTURE, CASES = RECORDED["fixture"], RECORDED["cases"]
 NAMES = sorted({case["name"] for case in CASES} - {"accum", "model"})
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5}
+OURS = {
+    "vllm_importance_sampling_mode": "sampler_correction",
+    "vllm_importance_sampling_clip_min": "sampler_correction_min",
+    "vllm_importance_sampling_clip_max": "sampler_correction_max",
+}
 METRICS = {
     "entropy": "entropy",
     "kl": "kl_reference",
@@ -51,10 +58,14 @@ def _fixture(name: str, dtype: torch.dtype) -> Tensor:
     return torch.tensor([row + [0.0] * (width - len(row)) for row in rows], dtype=dtype)
 
 
-def _options(case: dict) -> LossOptions:
-    known = {field.name for field in fields(LossOptions)}
-    config = {name: value for name, value in case["config"].items() if name in known}
-    return LossOptions(**{"max_completion_length": FIXTURE["max_completion_length"]} | config)
+def _options(case: dict) -> AlgorithmConfig:
+    config = dict(case["config"])
+    if not config.get("vllm_importance_sampling_correction", True):
+        config["vllm_importance_sampling_mode"] = "none"
+    config = {OURS.get(name, name): value for name, value in config.items()}
+    if config["loss_type"] == "cispo" and config.get("epsilon_high") is None:
+        config["epsilon_high"] = config.get("epsilon", 0.2)  # as TRL has it, without a bound that suits cispo
+    return loss_options(**{name: value for name, value in config.items() if name in AlgorithmConfig.model_fields})
 
 
 def _packed(case: dict, dtype: torch.dtype, rows: slice | None = None) -> Packed:
@@ -78,7 +89,7 @@ def _packed(case: dict, dtype: torch.dtype, rows: slice | None = None) -> Packed
 
 
 def _loss(inputs: dict[str, Any], **keywords: Any) -> PolicyLoss:
-    return policy_loss(**(inputs | keywords))
+    return policy_loss(**({"max_completion_length": FIXTURE["max_completion_length"]} | inputs | keywords))
 
 
 def _mean(pair: Tensor) -> float:
@@ -187,7 +198,7 @@ def test_micro_batches_add_up_to_trl_whatever_the_split(loss_type: str, sizes: t
     whole = "dapo" if loss_type == "bnpo" else loss_type
     case = next(c for c in CASES if c["name"] == "accum" and c["config"]["loss_type"] == whole)
     inputs, _ = packed = _packed(case, torch.float64)
-    options = replace(_options(case), loss_type=loss_type)
+    options = _options(case).model_copy(update={"loss_type": loss_type})
     order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
     losses = [
         _loss(_select(inputs, rows), num_sequences=16, num_tokens=case["num_items_in_batch"], options=options).loss
@@ -205,8 +216,7 @@ EVERYTHING = {
     "off_policy_mask_threshold": 0.01,
     "top_entropy_quantile": 0.3,
     "entropy_coef": 0.05,
-    "vllm_importance_sampling_mode": "token_truncate",
-    "max_completion_length": 16,
+    "sampler_correction": "token_truncate",
 }
 
 
@@ -215,7 +225,7 @@ def test_a_small_divergence_is_not_lost_in_rounding() -> None:
     logprobs = torch.full((8,), -1.0, requires_grad=True)
     far = torch.tensor([1e-4, -1e-4, 3e-4, -3e-4, 2e-4, -2e-4, 1e-3, -1e-3])
     out = _one_row(
-        [0.0] * 8, 0.0, LossOptions(beta=0.1), logprobs=logprobs, ref_logprobs=-1.0 + far,
+        [0.0] * 8, 0.0, loss_options(beta=0.1), logprobs=logprobs, ref_logprobs=-1.0 + far,
         mask=torch.ones(8), advantages=torch.zeros(1), old_logprobs=torch.full((8,), -1.0),
     )  # fmt: skip
     exact = float(((far.double() ** 2) / 2).mean())
@@ -228,7 +238,7 @@ def test_all_options_at_once_add_up(loss_type: str, level: str) -> None:
     """Also the entropy quantile, given the threshold and count of the whole step; and every metric."""
     case = next(c for c in CASES if c["name"] == "accum") | {"use_vllm": True, "nan_sampling": True}
     inputs, _ = _packed(case | {"tool_mask": True}, torch.float64)
-    options = LossOptions(loss_type=loss_type, importance_sampling_level=level, **EVERYTHING)
+    options = loss_options(loss_type=loss_type, importance_sampling_level=level, **EVERYTHING)
     counts = {"num_sequences": 16, "num_tokens": inputs["mask"].sum().item(), "options": options}
     whole = _loss(inputs, **counts)
     (gradient,) = torch.autograd.grad(whole.loss, inputs["logprobs"])
@@ -284,7 +294,7 @@ def test_agrees_with_trl_through_a_model(loss_type: str) -> None:
         _assert_metrics_agree(case, _metrics_as_trl(case, out, 8), tolerance=1e-5)
 
 
-def _one_row(log_ratio: list[float], advantage: float, options: LossOptions, **keywords: Any) -> PolicyLoss:
+def _one_row(log_ratio: list[float], advantage: float, options: AlgorithmConfig, **keywords: Any) -> PolicyLoss:
     logprobs = torch.full((len(log_ratio),), -1.0, dtype=torch.float64, requires_grad=True)
     inputs = {
         "logprobs": logprobs,
@@ -311,7 +321,7 @@ def _one_row(log_ratio: list[float], advantage: float, options: LossOptions, **k
     ],
 )
 def test_clip_is_pessimistic_for_either_sign(ratio: float, advantage: float, loss: float, moves: bool) -> None:
-    out = _one_row([math.log(ratio)], advantage, LossOptions())
+    out = _one_row([math.log(ratio)], advantage, loss_options())
     assert out.loss.item() == pytest.approx(loss)
     assert (out.metrics["gradient"].abs().item() > 0) is moves
     assert _mean(out.metrics["clipped_fraction"]) == (not moves)
@@ -321,7 +331,7 @@ def test_clip_is_pessimistic_for_either_sign(ratio: float, advantage: float, los
 
 def test_mask_mode_with_a_minimum_does_mask() -> None:
     """A clamp after masking would lift the zeros to the minimum again."""
-    options = LossOptions(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_min=0.5)
+    options = loss_options(sampler_correction="token_mask", sampler_correction_min=0.5)
     sampled = torch.tensor([-1.0, -4.0, 1.0, math.nan], dtype=torch.float64)  # ratios 1, e^3, e^-2, unknown
     out = _one_row([0.0] * 4, -1.0, options, sampling_logprobs=sampled)
     assert out.metrics["gradient"].tolist() == [0.25, 0.0, 0.0, 0.25]
@@ -338,14 +348,14 @@ def test_mask_mode_with_a_minimum_does_mask() -> None:
     ],
 )
 def test_off_policy_mask_measures_against_the_sampler(sampled: list[float], advantage: float, kept: bool) -> None:
-    options = LossOptions(off_policy_mask_threshold=0.11, vllm_importance_sampling_correction=False)
+    options = loss_options(off_policy_mask_threshold=0.11, sampler_correction="none")
     values = torch.tensor(sampled, dtype=torch.float64)
     out = _one_row([0.0, 0.0], advantage, options, sampling_logprobs=values)
     assert out.loss.item() == (-advantage if kept else 0.0)
 
 
 def test_masks_leave_the_kl_term() -> None:
-    options = LossOptions(off_policy_mask_threshold=0.1, beta=0.1, use_bias_correction_kl=False)
+    options = loss_options(off_policy_mask_threshold=0.1, beta=0.1, use_bias_correction_kl=False)
     reference = torch.tensor([-2.0, 0.0], dtype=torch.float64)
     out = _one_row([-1.0, -1.0], -1.0, options, ref_logprobs=reference)
     k3 = (math.exp(-1) + 1 - 1 + math.exp(1) - 1 - 1) / 2
@@ -358,7 +368,7 @@ def test_masks_leave_the_kl_term() -> None:
 def test_tokens_that_do_not_count_may_be_anything(loss_type: str, level: str) -> None:
     case = next(c for c in CASES if c["name"] == "tool_mask") | {"use_vllm": True}
     inputs, _ = _packed(case, torch.float64)
-    options = LossOptions(loss_type=loss_type, importance_sampling_level=level, **EVERYTHING)
+    options = loss_options(loss_type=loss_type, importance_sampling_level=level, **EVERYTHING)
     counts = {"num_sequences": 8, "num_tokens": inputs["mask"].sum().item(), "options": options}
     expected = _loss(inputs, **counts)
     (gradient,) = torch.autograd.grad(expected.loss, inputs["logprobs"])
@@ -377,7 +387,7 @@ def test_tokens_that_do_not_count_may_be_anything(loss_type: str, level: str) ->
 def test_unknown_old_logprobs_are_the_current_ones(loss_type: str) -> None:
     case = next(c for c in CASES if c["name"] == "core")
     inputs, _ = _packed(case, torch.float64)
-    options = LossOptions(loss_type=loss_type, max_completion_length=16)
+    options = loss_options(loss_type=loss_type)
     counts = {"num_sequences": 8, "num_tokens": 57, "options": options}
     absent = _loss(inputs, old_logprobs=None, **counts)
     unknown = _loss(inputs, old_logprobs=torch.full_like(inputs["old_logprobs"], math.nan), **counts)
@@ -391,7 +401,7 @@ def test_unknown_old_logprobs_are_the_current_ones(loss_type: str) -> None:
 def test_advantages_per_token_and_tokens_in_any_order(loss_type: str) -> None:
     case = next(c for c in CASES if c["name"] == "core")
     inputs, _ = _packed(case, torch.float64)
-    options = LossOptions(loss_type=loss_type, off_policy_mask_threshold=0.01, max_completion_length=16)
+    options = loss_options(loss_type=loss_type, off_policy_mask_threshold=0.01)
     counts = {"num_sequences": 8, "num_tokens": 57, "options": options}
     expected = _loss(inputs, **counts).loss
     per_token = inputs["advantages"][inputs["row"]]
@@ -406,7 +416,7 @@ def test_one_token_a_row() -> None:
     """With as many rows as tokens the advantages are those of rows, whatever the order of the tokens."""
     zeros = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     row, advantages = torch.tensor([2, 0, 1]), torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    counts = {"num_sequences": 3, "num_tokens": 3, "options": LossOptions()}
+    counts = {"num_sequences": 3, "num_tokens": 3, "options": loss_options()}
     policy_loss(zeros, row=row, mask=torch.ones(3), advantages=advantages, **counts).loss.backward()
     torch.testing.assert_close(zeros.grad, -advantages[row] / 3)
 
@@ -416,7 +426,7 @@ def test_one_token_a_row() -> None:
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_micro_batch_without_a_token_that_counts(loss_type: str, level: str, num_tokens: int) -> None:
     values = torch.full((num_tokens,), -1.0, requires_grad=True)
-    options = LossOptions(loss_type=loss_type, importance_sampling_level=level, **EVERYTHING)
+    options = loss_options(loss_type=loss_type, importance_sampling_level=level, **EVERYTHING)
     given = ("old_logprobs", "sampling_logprobs", "ref_logprobs", "entropies")
     out = policy_loss(
         values,
@@ -426,6 +436,7 @@ def test_micro_batch_without_a_token_that_counts(loss_type: str, level: str, num
         num_sequences=2,
         num_tokens=10,
         options=options,
+        max_completion_length=16,
         **{name: values.detach() - 1 for name in given},
     )
     out.loss.backward()
@@ -447,7 +458,7 @@ def test_the_default_loss_is_lean() -> None:
     """It runs thousands of times on small models, where each operation costs the same whatever its size."""
     inputs, _ = _packed(next(c for c in CASES if c["name"] == "core"), torch.float32)
     with _CountOperations() as operations:
-        _loss(inputs, num_sequences=8, num_tokens=57, options=LossOptions())
+        _loss(inputs, num_sequences=8, num_tokens=57, options=loss_options())
     assert operations.count <= 70
 
 
@@ -455,17 +466,17 @@ def test_the_default_loss_is_lean() -> None:
     ("changes", "error", "message"),
     [
         (
-            {"options": LossOptions(beta=0.1), "ref_logprobs": None},
+            {"options": loss_options(beta=0.1), "ref_logprobs": None},
             ConfigError,
             "beta=0.1 needs ref_logprobs",
         ),
-        ({"options": LossOptions(entropy_coef=0.1), "entropies": None}, ConfigError, "need entropies"),
+        ({"options": loss_options(entropy_coef=0.1), "entropies": None}, ConfigError, "need entropies"),
         (
-            {"options": LossOptions(top_entropy_quantile=0.2), "entropies": None},
+            {"options": loss_options(top_entropy_quantile=0.2), "entropies": None},
             ConfigError,
             "need entropies",
         ),
-        ({"options": LossOptions(loss_type="vespo")}, ConfigError, "sequence_mask"),
+        ({"options": loss_options(loss_type="dr_grpo"), "max_completion_length": None}, ConfigError, "not set"),
         ({"mask": torch.ones(3)}, TrainingError, r"mask of shape \(3,\)"),
         ({"row": torch.zeros(3, dtype=torch.int64)}, TrainingError, r"row of shape \(3,\)"),
         ({"old_logprobs": torch.zeros(57, 1)}, TrainingError, r"old_logprobs of shape \(57, 1\)"),
@@ -474,43 +485,42 @@ def test_the_default_loss_is_lean() -> None:
 def test_missing_and_misshapen_inputs_are_refused(changes: dict, error: type[Exception], message: str) -> None:
     inputs, _ = _packed(next(c for c in CASES if c["name"] == "vllm_is"), torch.float32)
     with pytest.raises(error, match=message):
-        _loss({"options": LossOptions(), "num_sequences": 8, "num_tokens": 57} | inputs | changes)
+        _loss({"options": loss_options(), "num_sequences": 8, "num_tokens": 57} | inputs | changes)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    "options",
     [
-        ({"loss_type": "ppo"}, "loss_type='ppo' does not exist -> choose one of grpo, bnpo"),
-        ({"importance_sampling_level": "row"}, "importance_sampling_level='row'"),
-        ({"vllm_importance_sampling_mode": "clip"}, "vllm_importance_sampling_mode='clip'"),
-        ({"epsilon": -0.1}, "epsilon=-0.1 is out of range -> give a finite number from 0"),
-        ({"epsilon": None}, "epsilon=None"),
-        ({"epsilon_high": math.inf}, "epsilon_high=inf"),
-        ({"beta": math.nan}, "beta=nan"),
-        ({"delta": 0}, "delta=0 is out of range -> give a finite number above 0"),
-        (
-            {"top_entropy_quantile": 1.1},
-            "top_entropy_quantile=1.1 is out of range -> give a finite number from 0 to 1",
-        ),
-        ({"entropy_coef": "0.1"}, "entropy_coef='0.1'"),
-        ({"off_policy_mask_threshold": True}, "off_policy_mask_threshold=True"),
-        ({"sapo_temperature_neg": 0.0}, "sapo_temperature_neg=0.0"),
-        ({"vespo_lambda_pos": 0.0}, "vespo_lambda_pos=0.0"),
-        ({"vespo_k_neg": -1.0}, "vespo_k_neg=-1.0"),
-        ({"loss_type": "dr_grpo"}, "max_completion_length, which is not set"),
-        ({"max_completion_length": 0}, "max_completion_length=0"),
-        ({"vllm_importance_sampling_clip_min": 3.0}, "clip_min=3 is not below"),
-        (
-            {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
-            "no bound to truncate at",
-        ),
+        {"loss_type": "ppo"},
+        {"importance_sampling_level": "row"},
+        {"sampler_correction": "clip"},
+        {"epsilon": -0.1},
+        {"epsilon": None},
+        {"epsilon_high": math.inf},
+        {"beta": math.nan},
+        {"delta": 0},
+        {"top_entropy_quantile": 1.1},
+        {"entropy_coef": math.inf},
+        {"off_policy_mask_threshold": math.nan},
+        {"sapo_temperature_neg": 0.0},
+        {"vespo_lambda_pos": 0.0},
+        {"vespo_k_neg": -1.0},
     ],
+    ids=str,
 )
-def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
+    """Before a model is loaded, with the line of the file: the section that the loss reads checks itself."""
+    sections = {"run": {"steps": 1}, "model": {"path": "a"}, "data": {"path": "a"}, "rewards": {"functions": ["a.b"]}}
     with pytest.raises(ConfigError) as caught:
-        LossOptions(**options)
-    assert message in str(caught.value)
+        validate(Document("run.yaml", sections | {"algorithm": options}))
+    assert f"algorithm.{next(iter(options))}" in str(caught.value)
+    assert "expected" in str(caught.value)
+
+
+def test_cispo_has_a_bound_of_its_own() -> None:
+    assert [AlgorithmConfig(loss_type=name).upper_epsilon for name in ("cispo", "grpo")] == [5.0, 0.2]
+    assert AlgorithmConfig(loss_type="cispo", epsilon_high=3.0).upper_epsilon == 3.0
 
 
 def test_every_name_has_its_loss() -> None:
-    assert tuple(LOSS_TYPES) == get_args(LossName)
+    assert tuple(LOSS_TYPES) == get_args(AlgorithmConfig.model_fields["loss_type"].annotation)

@@ -10,9 +10,9 @@ import torch
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import MicroBatch, pack
-from lachesis.train.losses.options import LossOptions
 from lachesis.train.losses.reference import ReferenceOptions
 from lachesis.train.policy import Policy
+from tests.losses import loss_options
 from tests.tiny import tiny_model
 from tests.unit.train.drifted import drifted_groups
 from tests.unit.train.test_policy import make_policy
@@ -22,7 +22,7 @@ both_adapters = pytest.mark.parametrize("lora", [False, True], ids=["full", "lor
 
 
 def policy_with(reference: ReferenceOptions | None, *, lora: bool = False) -> Policy:
-    return make_policy(options=LossOptions(beta=0.5), reference=reference, lora=lora)
+    return make_policy(options=loss_options(beta=0.5), reference=reference, lora=lora)
 
 
 def micro_batch() -> MicroBatch:
@@ -133,7 +133,7 @@ def test_a_checkpoint_of_another_reference_is_refused():
 def test_the_sampler_as_reference_is_what_the_samples_came_with():
     """Atropos calls this the reference model. Unknown logprobs add nothing to the KL."""
     policy = make_policy(
-        options=LossOptions(beta=1.0, use_bias_correction_kl=False), reference=ReferenceOptions(kind="sampler")
+        options=loss_options(beta=1.0, use_bias_correction_kl=False), reference=ReferenceOptions(kind="sampler")
     )
     (micro,) = (batch := pack(drifted_groups(tiny_model().double()), max_tokens=1 << 20)).micro_batches
     current = own_logprobs(policy, micro)
@@ -147,7 +147,7 @@ def test_the_sampler_as_reference_is_what_the_samples_came_with():
 @both_adapters
 def test_without_kl_no_reference_is_held(lora: bool):
     for kind in ("base", "ema", "sampler"):
-        policy = make_policy(options=LossOptions(), lora=lora, reference=ReferenceOptions(kind=kind))
+        policy = make_policy(options=loss_options(), lora=lora, reference=ReferenceOptions(kind=kind))
         assert policy.reference is None
 
 

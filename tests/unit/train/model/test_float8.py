@@ -18,13 +18,13 @@ from lachesis.common.errors import DependencyError, ModelError
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig, OptimizerConfig
 from lachesis.train.batch import Batch, idle_micro_batch
 from lachesis.train.distributed.single import SingleDevice, decoder_layers
-from lachesis.train.losses.options import LossOptions
 from lachesis.train.model import float8
 from lachesis.train.model.float8 import Float8Scaling, Float8Switch, compute_in_float8
 from lachesis.train.model.forward import target_logprobs
 from lachesis.train.model.loading import LoadedModel, load_model
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
+from tests.losses import loss_options
 from tests.tiny import PAD_ID, tiny_model, tiny_tokenizer
 from tests.unit.train.model.test_quantized import batch_for
 
@@ -58,7 +58,7 @@ def make_policy(loaded: LoadedModel, *, packing: str = "auto", beta: float = 0.0
     def optimizer(parameters):
         return build_optimizer(parameters, config=OptimizerConfig(), learning_rate=1e-2, total_steps=50)
 
-    options = LossOptions(beta=beta)
+    options = loss_options(beta=beta)
     return Policy(loaded, strategy=SingleDevice(), optimizer_builder=optimizer, options=options, packing=packing)
 
 

@@ -19,12 +19,12 @@ from lachesis.config.shape import read_shape
 from lachesis.train.batch import Batch, pack
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.distributed.single import SingleDevice
-from lachesis.train.losses.options import LossOptions
 from lachesis.train.model.forward import target_logprobs
 from lachesis.train.model.loading import LoadedModel, load_model
 from lachesis.train.model.quantized import held_bytes, quantized_layers, settle
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
+from tests.losses import loss_options
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.train.model.test_forward import random_groups
 
@@ -64,7 +64,7 @@ def make_policy(loaded: LoadedModel, *, packing: str = "auto", learning_rate: fl
         optimizer_builder=partial(
             build_optimizer, config=OptimizerConfig.model_validate(options), learning_rate=learning_rate, total_steps=50
         ),
-        options=LossOptions(),
+        options=loss_options(),
         packing=packing,
     )
 

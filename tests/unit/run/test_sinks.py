@@ -7,7 +7,7 @@ import pytest
 from lachesis.bridges.proof import QUANTIZED_TOLERANCE
 from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.health.types import Limits
-from lachesis.run.options import health_limits
+from lachesis.run.sinks import health_limits
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])

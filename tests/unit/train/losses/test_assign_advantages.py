@@ -4,7 +4,7 @@ import pytest
 
 from lachesis.common.errors import RewardError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.pipeline.scoring import assign_advantages
+from lachesis.train.losses.advantage import assign_advantages
 
 
 def group(name: str, *rewards: tuple[float | None, ...]) -> Group:
