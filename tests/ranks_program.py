@@ -32,7 +32,6 @@ from lachesis.train.distributed.meeting import leaving, open_team, reach_leader
 from lachesis.train.distributed.replicate import Replicate
 from lachesis.train.distributed.single import SingleDevice
 from lachesis.train.distributed.strategy import Strategy
-from lachesis.train.losses.reference import ReferenceOptions
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.model.residual import keep_residual_in_float32
 from lachesis.train.optim.sharded import build_sharded_optimizer
@@ -55,7 +54,6 @@ class Case:
     dtype: str = "float64"
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     distributed: Mapping[str, Any] = field(default_factory=dict)
-    reference: ReferenceOptions | None = None
     checkpointing: bool = False
     residual: bool = False
     compile: bool = False
@@ -64,21 +62,21 @@ class Case:
     tolerance: float = 1e-9
 
 
-EMA = ReferenceOptions(kind="ema", mixup_alpha=0.3, sync_steps=1)
+EMA = {"kl_reference": "ema", "ref_mixup_alpha": 0.3, "ref_sync_steps": 1}
 BF16 = {"dtype": "bfloat16", "tolerance": 0.05}
 CASES: dict[str, Case] = {
     "full": Case(),
     "tied": Case(model={"tie_word_embeddings": True}, loss={"beta": 0.1}),
-    "ema": Case(loss={"beta": 0.1}, reference=EMA),
+    "ema": Case(loss={"beta": 0.1, **EMA}),
     "lora": Case(lora=True, loss={"beta": 0.1}),
-    "lora_ema": Case(lora=True, loss={"beta": 0.1}, reference=EMA, checkpointing=True),
+    "lora_ema": Case(lora=True, loss={"beta": 0.1, **EMA}, checkpointing=True),
     "entropy": Case(loss={"top_entropy_quantile": 0.4, "entropy_coef": 0.01}),
     "uses": Case(uses=2, loss={"loss_type": "dapo"}),
     "gathered": Case(distributed={"reshard_after_forward": False}, checkpointing=True, loss={"beta": 0.1}),
     "padded": Case(model={"architecture": "bloom"}, packing="padded"),
     "softcap": Case(model={"architecture": "gemma2"}),
     "groups_of_one": Case(distributed={"shard_size": 1}),
-    "replicate": Case(distributed={"strategy": "replicate"}, loss={"beta": 0.1}, reference=EMA, uses=2),
+    "replicate": Case(distributed={"strategy": "replicate"}, loss={"beta": 0.1, **EMA}, uses=2),
     "replicate_lora": Case(distributed={"strategy": "replicate"}, lora=True, optimizer={"kind": "adafactor"}),
     "masters": Case(**BF16),
     "stochastic": Case(**BF16, optimizer={"weight_update": "stochastic_rounding"}),
@@ -88,7 +86,7 @@ GPU_CASES: dict[str, Case] = {
     "flash": Case(**BF16, loss={"beta": 0.1}),
     "flash_lora": Case(**BF16, lora=True, checkpointing=True, residual=True, loss={"beta": 0.1}),
     "compiled": Case(**BF16, compile=True),
-    "offload": Case(distributed={"cpu_offload": True}, loss={"beta": 0.1}, reference=EMA),
+    "offload": Case(distributed={"cpu_offload": True}, loss={"beta": 0.1, **EMA}),
     "cpu_optimizer": Case(**BF16, optimizer={"kind": "adamw_cpu"}),
 }
 
@@ -120,7 +118,6 @@ def build(case: Case, strategy: Strategy, *, device: torch.device, make: Any = P
         options=loss_options(**case.loss),
         packing=case.packing,
         compile_layers=case.compile,
-        reference=case.reference,
     )
 
 

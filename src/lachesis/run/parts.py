@@ -49,7 +49,6 @@ from lachesis.train.distributed.whole import WholeModel
 from lachesis.train.iterations import RepeatedFeed
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from lachesis.train.losses.custom import CustomLoss, load_custom_loss
-from lachesis.train.losses.reference import ReferenceOptions
 from lachesis.train.model.attach import WeightSource
 from lachesis.train.model.loading import LoadedModel, context_length, eos_token_ids, load_model, load_tokenizer
 from lachesis.train.optim.sharded import build_sharded_optimizer
@@ -152,11 +151,6 @@ def build_policy(
         max_completion_length=config.sampling.max_completion_length,
         packing=config.model.packing,
         compile_layers=config.model.compile == "on" or (config.model.compile == "auto" and on_gpu),
-        reference=ReferenceOptions(
-            kind=config.algorithm.kl_reference,
-            mixup_alpha=config.algorithm.ref_mixup_alpha,
-            sync_steps=config.algorithm.ref_sync_steps,
-        ),
         custom_loss=build_custom_loss(config),
     )
 

@@ -18,7 +18,6 @@ from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss
 from lachesis.train.losses.reference import (
-    ReferenceOptions,
     SamplerReference,
     build_reference,
     load_reference,
@@ -59,7 +58,6 @@ class Policy:
         max_completion_length: as ``sampling.max_completion_length``; ``dr_grpo`` divides by it.
         packing: as ``model.packing``.
         compile_layers: compile decoder layers.
-        reference: the KL term's; built where ``options.beta`` > 0 or the custom loss asks for it.
         custom_loss: takes the place of the loss type's loss of a token.
 
     Raises:
@@ -76,7 +74,6 @@ class Policy:
         max_completion_length: int | None = None,
         packing: Packing = "auto",
         compile_layers: bool = False,
-        reference: ReferenceOptions | None = None,
         custom_loss: CustomLoss | None = None,
     ) -> None:
         self.loaded = loaded
@@ -89,7 +86,7 @@ class Policy:
         # Dropout (an adapter's) and float8 are for the loss only: probes, canary and engine see the network as it is.
         self.model.eval()
         needs_reference = options.beta > 0 or (custom_loss is not None and custom_loss.needs_reference)
-        kl_reference = (reference or ReferenceOptions()) if needs_reference else None
+        kl_reference = options if needs_reference else None
         # What is sharded cannot be copied any more.
         second = second_model(loaded, kl_reference)
         for model in (self.transformer, second):

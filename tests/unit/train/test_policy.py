@@ -16,7 +16,6 @@ from lachesis.train.batch import pack
 from lachesis.train.distributed.single import SingleDevice
 from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.losses.custom import CustomLoss
-from lachesis.train.losses.reference import ReferenceOptions
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
@@ -37,7 +36,6 @@ def make_policy(
     architecture: str = "qwen2",
     loaded: LoadedModel | None = None,
     strategy: Strategy | None = None,
-    reference: ReferenceOptions | None = None,
     custom_loss: CustomLoss | None = None,
 ) -> Policy:
     if loaded is None:
@@ -59,7 +57,6 @@ def make_policy(
         options=options,
         max_completion_length=max_completion_length,
         packing=packing,
-        reference=reference,
         custom_loss=custom_loss,
     )
 

@@ -85,10 +85,6 @@ def _reference(config: LachesisConfig) -> Iterator[Finding]:
     if algorithm.kl_reference != "ema":
         for key in changed(config, "algorithm", "ref_mixup_alpha", "ref_sync_steps"):
             yield note("reference", f"{key} does nothing with kl_reference {algorithm.kl_reference}")
-    if algorithm.kl_reference == "ema" and algorithm.ref_mixup_alpha == 0:
-        yield warning(
-            "reference", "algorithm.ref_mixup_alpha 0 never moves the reference; base is the same without copy"
-        )
 
 
 def _sampler_correction(config: LachesisConfig) -> Iterator[Finding]:

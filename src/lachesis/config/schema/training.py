@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -46,7 +46,7 @@ class AlgorithmConfig(Section):
         description="What the KL divergence is to: the model from before training, a moving average of the policy, or "
         "the policy that sampled.",
     )
-    ref_mixup_alpha: Fraction = Field(
+    ref_mixup_alpha: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.6, description="With `ema`: the reference becomes alpha times policy plus 1 - alpha times itself."
     )
     ref_sync_steps: PositiveInt = Field(default=512, description="With `ema`: so every N steps.")

@@ -1,4 +1,9 @@
-"""References of the KL term: the base model, an average that follows the policy, or the sampler."""
+"""References of the KL term, held only where something needs one (``beta`` > 0, or a loss that asks for it).
+
+``base`` is the model that training started from; ``ema`` becomes alpha·policy + (1 - alpha)·ref every so many optimizer
+steps (TR-DPO, arXiv 2404.09656; TRL's ``sync_ref_model``); ``sampler`` stands for the logprobs that the samples came
+with: the policy itself, some versions ago.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 from peft import PeftModel
@@ -14,42 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lachesis.common.errors import CheckpointError, ConfigError
+from lachesis.common.errors import CheckpointError
+from lachesis.config.schema import AlgorithmConfig
 from lachesis.train.batch import MicroBatch
 from lachesis.train.model.forward import ForwardPlan, loss_token_logprobs
 from lachesis.train.model.loading import LoadedModel
-
-ReferenceKind = Literal["base", "ema", "sampler"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReferenceOptions:
-    """Which model the KL term pulls towards. It is held only where something needs it (``beta`` > 0).
-
-    Attributes:
-        kind: ``base``, the model that training started from; ``ema``, every ``sync_steps`` optimizer steps
-            ref ← alpha·policy + (1 - alpha)·ref (TR-DPO, arXiv 2404.09656; TRL's ``sync_ref_model``);
-            ``sampler``, the logprobs that the samples came with: the policy itself, some versions ago.
-        mixup_alpha, sync_steps: those of ``ema``, with TRL's defaults.
-
-    Raises:
-        ConfigError: an unknown kind, or a number out of range.
-    """
-
-    kind: ReferenceKind = "base"
-    mixup_alpha: float = 0.6
-    sync_steps: int = 512
-
-    def __post_init__(self) -> None:
-        if self.kind not in get_args(ReferenceKind):
-            raise ConfigError(
-                f"there is no KL reference {self.kind!r}", remedy=f"choose one of {', '.join(get_args(ReferenceKind))}"
-            )
-        if not 0 < self.mixup_alpha <= 1 or self.sync_steps < 1:
-            raise ConfigError(
-                f"the reference cannot follow the policy with alpha {self.mixup_alpha:g} every {self.sync_steps} steps",
-                remedy="give an alpha above 0 and up to 1, and at least 1 step",
-            )
 
 
 class Reference(Protocol):
@@ -72,26 +46,26 @@ class Reference(Protocol):
         ...
 
 
-def second_model(loaded: LoadedModel, options: ReferenceOptions | None) -> PreTrainedModel | None:
+def second_model(loaded: LoadedModel, options: AlgorithmConfig | None) -> PreTrainedModel | None:
     """The copy that such a reference of full fine-tuning needs; None where it needs none, or there is no reference."""
-    if options is None or options.kind == "sampler" or isinstance(loaded.model, PeftModel):
+    if options is None or options.kl_reference == "sampler" or isinstance(loaded.model, PeftModel):
         return None
     return copy.deepcopy(loaded.transformer).requires_grad_(False).eval()
 
 
 def build_reference(
-    loaded: LoadedModel, *, plan: ForwardPlan, options: ReferenceOptions, second: PreTrainedModel | None = None
+    loaded: LoadedModel, *, plan: ForwardPlan, options: AlgorithmConfig, second: PreTrainedModel | None = None
 ) -> Reference:
     """The reference of a policy over ``loaded``, which still is the model that training starts from.
 
     Args:
         second: as :func:`second_model` made it, and placed where the policy's model is.
     """
-    if options.kind == "sampler":
+    if options.kl_reference == "sampler":
         return SamplerReference()
     average = None
-    if options.kind == "ema":
-        average = Average(alpha=options.mixup_alpha, every=options.sync_steps)
+    if options.kl_reference == "ema":
+        average = Average(alpha=options.ref_mixup_alpha, every=options.ref_sync_steps)
     if isinstance(loaded.model, PeftModel):
         adapted = loaded.model
         if average is None:

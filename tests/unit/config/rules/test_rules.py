@@ -264,12 +264,6 @@ def test_all_problems_are_told_at_once(build):
         ),
         ({"algorithm": {"delta": 1.1}}, "warning", "loss", "delta 1.1 is not above 1 + epsilon 1.2"),
         ({"algorithm": {"ref_sync_steps": 8}}, "note", "reference", "ref_sync_steps does nothing"),
-        (
-            {"algorithm": {"kl_reference": "ema", "beta": 0.1, "ref_mixup_alpha": 0.0}},
-            "warning",
-            "reference",
-            "never moves the reference",
-        ),
         ({"algorithm": {"sampler_correction_min": 0.1}}, "note", "sampler_correction", "does nothing with sampler"),
         ({"algorithm": {"num_iterations": 4}}, "note", "iterations", "trained on 2 times; 8 or 12 steps are"),
         ({"pipeline": {"prefetch_depth": 2}}, "note", "prefetch", "while pipeline.async_prefetch is false"),

@@ -18,7 +18,6 @@ from lachesis.metrics.values import reduce_metrics
 from lachesis.pipeline.feed import Finisher
 from lachesis.train.batch import Batch, pack
 from lachesis.train.losses.advantage import assign_advantages, group_advantages
-from lachesis.train.losses.reference import ReferenceOptions
 from lachesis.train.policy import Policy
 from tests.losses import loss_options
 from tests.tiny import tiny_model
@@ -205,7 +204,7 @@ class TestKl:
         """Atropos calls the sampler's logprobs the reference: nothing holds the policy near its start."""
         found = {}
         for kind in ("base", "sampler"):
-            policy = moved(make_policy(options=loss_options(beta=1.0), reference=ReferenceOptions(kind=kind)))
+            policy = moved(make_policy(options=loss_options(beta=1.0, kl_reference=kind)))
             fresh = drifted_groups(policy.transformer, groups=1, noise=0.0)
             found[kind] = learn(policy, pack(fresh, max_tokens=100))[1]["kl_reference"]
         assert found["sampler"] == pytest.approx(0.0, abs=1e-6)
@@ -213,8 +212,8 @@ class TestKl:
 
     def test_an_average_works_with_an_adapter(self):
         """TRL refuses sync_ref_model with PEFT."""
-        reference = ReferenceOptions(kind="ema", mixup_alpha=1.0, sync_steps=1)
-        policy = make_policy(options=loss_options(beta=1.0), reference=reference, lora=True)
+        options = loss_options(beta=1.0, kl_reference="ema", ref_mixup_alpha=1.0, ref_sync_steps=1)
+        policy = make_policy(options=options, lora=True)
         batch = pack(drifted_groups(tiny_model().double(), groups=1), max_tokens=100)
         assert len(policy.state_dict()["reference"]) == len([p for p in policy.model.parameters() if p.requires_grad])
         policy.accumulate(batch)

@@ -505,6 +505,10 @@ def test_missing_and_misshapen_inputs_are_refused(changes: dict, error: type[Exc
         {"sapo_temperature_neg": 0.0},
         {"vespo_lambda_pos": 0.0},
         {"vespo_k_neg": -1.0},
+        {"kl_reference": "old"},
+        {"ref_mixup_alpha": 0.0},
+        {"ref_mixup_alpha": 1.5},
+        {"ref_sync_steps": 0},
     ],
     ids=str,
 )
