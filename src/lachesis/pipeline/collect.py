@@ -8,8 +8,8 @@ from typing import Any
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError
+from lachesis.common.group_codec import decode_group, encode_group
 from lachesis.common.types import Group, Prompt
-from lachesis.metrics.sinks.tape import decode_group, encode_group
 from lachesis.pipeline.filters import failed_entirely, has_signal
 from lachesis.rollouts.base import RolloutSource
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
+from lachesis.common.group_codec import decode_group, encode_group
 from lachesis.common.types import Group
-from lachesis.metrics.sinks.tape import decode_group, encode_group
 from lachesis.pipeline.buffer import Slots
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import BatchT, Feed, Finisher

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from lachesis.common.errors import CheckpointError
+from lachesis.common.group_codec import decode_group, encode_group
 from lachesis.common.types import Group
-from lachesis.metrics.sinks.tape import decode_group, encode_group
 from lachesis.pipeline.filters import given_advantages, has_signal
 
 

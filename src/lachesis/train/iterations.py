@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from lachesis.common.errors import CheckpointError, TrainingError
+from lachesis.common.group_codec import decode_group, encode_group
 from lachesis.common.types import Group
-from lachesis.metrics.sinks.tape import decode_group, encode_group
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch, MicroBatch
 

@@ -7,9 +7,7 @@ logprobs and numbers go in: what was generated, under which weights, and how it 
 from __future__ import annotations
 
 import json
-import math
-import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,18 +15,17 @@ from pydantic_core import PydanticSerializationError, to_json
 
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
-from lachesis.common.types import Group, Prompt, Sample, StepRecord, VersionSpan
+from lachesis.common.group_codec import TokenTexts, decode_group, encode_group
+from lachesis.common.types import Group, StepRecord
 from lachesis.metrics.sinks.base import Sink
-
-TokenTexts = Callable[[Sequence[int]], Sequence[str]]
 
 
 class SupportsTokenText(Protocol):
     """The part of a Hugging Face tokenizer that :func:`token_texts` needs."""
 
-    def convert_ids_to_tokens(self, ids: int) -> str: ...
+    def convert_ids_to_tokens(self, ids: int) -> Any: ...
 
-    def decode(self, token_ids: list[int], **options: Any) -> str: ...
+    def decode(self, token_ids: list[int], **options: Any) -> Any: ...
 
 
 class TapeSink(Sink):
@@ -133,101 +130,12 @@ def _malformed(path: Path, number: int, reason: Exception | str) -> DataError:
     )
 
 
-def encode_group(group: Group, *, texts: TokenTexts | None = None) -> dict[str, Any]:
-    """A group as JSON-safe values; ``texts`` adds the text of each completion token as ``pieces``."""
-    prompt = group.prompt
-    line: dict[str, Any] = {
-        "prompt": {
-            "id": prompt.id,
-            "text": prompt.text,
-            "token_ids": prompt.token_ids,
-            "columns": {str(name): json_safe(value) for name, value in prompt.columns.items()},
-        },
-        "samples": [_encode_sample(sample, prompt=prompt, texts=texts) for sample in group.samples],
-    }
-    if prompt.messages is not None:
-        line["prompt"]["messages"] = json_safe(prompt.messages)
-    if group.replaces is not None:
-        line["replaces"] = encode_group(group.replaces)
-    return line
-
-
 def _line(document: Mapping[str, Any]) -> bytes:
     """As JSON on one line. A step has a number for each token of it, which the standard library takes long over."""
     try:
         return to_json(document)
     except PydanticSerializationError:  # half a surrogate pair in a text, which UTF-8 cannot hold
         return json.dumps(document).encode()
-
-
-def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None) -> dict[str, Any]:
-    line: dict[str, Any] = {} if sample.prompt_ids == prompt.token_ids else {"prompt_ids": sample.prompt_ids}
-    line |= {
-        "completion_ids": sample.completion_ids,
-        "logprobs": _finite(sample.logprobs),
-        "mask": sample.mask,
-        "text": sample.text,
-        "finish_reason": sample.finish_reason,
-        "versions": sample.versions,
-        "temperature": sample.temperature,
-        "rewards": _finite(sample.rewards),
-        "reward": _finite((sample.reward,))[0],
-        "advantage": _finite((sample.advantage,))[0],
-    }
-    if sample.token_advantages is not None:
-        line["token_advantages"] = sample.token_advantages
-    if texts is not None:
-        line["pieces"] = list(texts(sample.completion_ids))
-    return line
-
-
-def decode_group(line: Mapping[str, Any]) -> Group:
-    """The reverse of :func:`encode_group`."""
-    fields = line["prompt"]
-    messages = fields.get("messages")
-    prompt = Prompt(
-        id=fields["id"],
-        token_ids=tuple(fields["token_ids"]),
-        text=fields["text"],
-        messages=None if messages is None else tuple(messages),
-        columns=fields["columns"],
-    )
-    samples = tuple(_decode_sample(sample, prompt) for sample in line["samples"])
-    replaces = decode_group(line["replaces"]) if "replaces" in line else None
-    return Group(prompt=prompt, samples=samples, replaces=replaces)
-
-
-def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
-    mask, by_token = line["mask"], line.get("token_advantages")
-    return Sample(
-        prompt_ids=tuple(line.get("prompt_ids", prompt.token_ids)),
-        completion_ids=tuple(line["completion_ids"]),
-        logprobs=tuple(math.nan if value is None else value for value in line["logprobs"]),
-        finish_reason=line["finish_reason"],
-        versions=VersionSpan(*line["versions"]),
-        text=line["text"],
-        mask=None if mask is None else tuple(mask),
-        temperature=line["temperature"],
-        rewards=tuple(line["rewards"]),
-        reward=line["reward"],
-        advantage=line["advantage"],
-        token_advantages=None if by_token is None else tuple(by_token),
-    )
-
-
-def json_safe(value: Any) -> Any:
-    """``value`` as JSON can hold it: other libraries' numbers as Python's, what has no place as its repr."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    if isinstance(value, numbers.Real) and math.isfinite(float(value)):
-        return float(value)
-    if isinstance(value, list | tuple):
-        return [json_safe(item) for item in value]
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: json_safe(item) for key, item in value.items()}
-    return repr(value)
 
 
 def token_texts(tokenizer: SupportsTokenText) -> TokenTexts:
@@ -246,10 +154,3 @@ def token_texts(tokenizer: SupportsTokenText) -> TokenTexts:
         return known[token_id]
 
     return lambda token_ids: [text_of(token_id) for token_id in token_ids]
-
-
-def _finite(values: Sequence[float | None]) -> list[float | None]:
-    """JSON has no NaN; an unknown logprob is null."""
-    if None not in values and math.isfinite(sum(values)):  # as it is only where each of them is
-        return list(values)
-    return [value if value is not None and math.isfinite(value) else None for value in values]

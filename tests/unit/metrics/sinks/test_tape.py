@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 
 from lachesis.common.errors import DataError
 from lachesis.common.types import Group, StepRecord
-from lachesis.metrics.sinks.tape import TapeSink, json_safe, read_groups, read_lines, tape_files, token_texts
+from lachesis.metrics.sinks.tape import TapeSink, read_groups, read_lines, tape_files, token_texts
 
 MakeGroup = Callable[..., Group]
 
@@ -57,23 +56,6 @@ def test_prompt_ids_are_written_only_where_they_differ(tmp_path: Path, make_grou
     other = replace(group.samples[0], prompt_ids=(7,))
     line = next(read_lines(write(tmp_path, [replace(group, samples=(group.samples[0], other))])))
     assert ["prompt_ids" in sample for sample in line["samples"]] == [False, True]
-
-
-@pytest.mark.parametrize(
-    ("value", "safe"),
-    [
-        (numpy.int64(3), 3),
-        (numpy.float32(0.5), 0.5),
-        ((1, "a"), [1, "a"]),
-        (math.nan, "nan"),
-        ({1: 2}, "{1: 2}"),
-        ({"a": {1}}, {"a": "{1}"}),
-        (True, True),
-    ],
-)
-def test_columns_become_json_safe(value: Any, safe: Any) -> None:
-    assert json_safe(value) == safe
-    assert type(json_safe(value)) is type(safe)
 
 
 def test_texts_of_tokens_only_for_the_first_groups(tmp_path: Path, make_group: MakeGroup) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 
 from lachesis.common.errors import TrainingError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.metrics.sinks.tape import decode_group, encode_group
 from lachesis.train.batch import pack
 
 
@@ -54,10 +52,3 @@ def test_a_row_of_which_only_tokens_teach_is_not_left_out():
 def test_another_length_is_refused():
     with pytest.raises(TrainingError):
         pack([group(sample((3, 4), 0.0, token_advantages=(1.0,)))], max_tokens=100)
-
-
-def test_the_tape_keeps_them():
-    before = group(sample((3, 4), 0.0, token_advantages=(0.0, 0.5)), sample((5,), 1.0))
-    after = decode_group(encode_group(before))
-    assert [one.token_advantages for one in after.samples] == [(0.0, 0.5), None]
-    assert math.isclose(after.samples[1].advantage or 0.0, 1.0)

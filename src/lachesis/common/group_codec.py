@@ -1,0 +1,110 @@
+"""Groups as JSON-safe values and back: for the tape, and for what a checkpoint has of a pipeline."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
+
+TokenTexts = Callable[[Sequence[int]], Sequence[str]]
+"""The text of each of some token ids."""
+
+
+def encode_group(group: Group, *, texts: TokenTexts | None = None) -> dict[str, Any]:
+    """A group as JSON-safe values; ``texts`` adds the text of each completion token as ``pieces``."""
+    prompt = group.prompt
+    line: dict[str, Any] = {
+        "prompt": {
+            "id": prompt.id,
+            "text": prompt.text,
+            "token_ids": prompt.token_ids,
+            "columns": {str(name): json_safe(value) for name, value in prompt.columns.items()},
+        },
+        "samples": [_encode_sample(sample, prompt=prompt, texts=texts) for sample in group.samples],
+    }
+    if prompt.messages is not None:
+        line["prompt"]["messages"] = json_safe(prompt.messages)
+    if group.replaces is not None:
+        line["replaces"] = encode_group(group.replaces)
+    return line
+
+
+def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None) -> dict[str, Any]:
+    line: dict[str, Any] = {} if sample.prompt_ids == prompt.token_ids else {"prompt_ids": sample.prompt_ids}
+    line |= {
+        "completion_ids": sample.completion_ids,
+        "logprobs": _finite(sample.logprobs),
+        "mask": sample.mask,
+        "text": sample.text,
+        "finish_reason": sample.finish_reason,
+        "versions": sample.versions,
+        "temperature": sample.temperature,
+        "rewards": _finite(sample.rewards),
+        "reward": _finite((sample.reward,))[0],
+        "advantage": _finite((sample.advantage,))[0],
+    }
+    if sample.token_advantages is not None:
+        line["token_advantages"] = sample.token_advantages
+    if texts is not None:
+        line["pieces"] = list(texts(sample.completion_ids))
+    return line
+
+
+def decode_group(line: Mapping[str, Any]) -> Group:
+    """The reverse of :func:`encode_group`."""
+    fields = line["prompt"]
+    messages = fields.get("messages")
+    prompt = Prompt(
+        id=fields["id"],
+        token_ids=tuple(fields["token_ids"]),
+        text=fields["text"],
+        messages=None if messages is None else tuple(messages),
+        columns=fields["columns"],
+    )
+    samples = tuple(_decode_sample(sample, prompt) for sample in line["samples"])
+    replaces = decode_group(line["replaces"]) if "replaces" in line else None
+    return Group(prompt=prompt, samples=samples, replaces=replaces)
+
+
+def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
+    mask, by_token = line["mask"], line.get("token_advantages")
+    return Sample(
+        prompt_ids=tuple(line.get("prompt_ids", prompt.token_ids)),
+        completion_ids=tuple(line["completion_ids"]),
+        logprobs=tuple(math.nan if value is None else value for value in line["logprobs"]),
+        finish_reason=line["finish_reason"],
+        versions=VersionSpan(*line["versions"]),
+        text=line["text"],
+        mask=None if mask is None else tuple(mask),
+        temperature=line["temperature"],
+        rewards=tuple(line["rewards"]),
+        reward=line["reward"],
+        advantage=line["advantage"],
+        token_advantages=None if by_token is None else tuple(by_token),
+    )
+
+
+def json_safe(value: Any) -> Any:
+    """``value`` as JSON can hold it: other libraries' numbers as Python's, what has no place as its repr."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real) and math.isfinite(float(value)):
+        return float(value)
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: json_safe(item) for key, item in value.items()}
+    return repr(value)
+
+
+def _finite(values: Sequence[float | None]) -> Sequence[float | None]:
+    """JSON has no NaN; an unknown logprob is null."""
+    known = [value for value in values if value is not None]
+    if len(known) == len(values) and math.isfinite(sum(known)):  # as it is only where each of them is
+        return known
+    return [value if value is not None and math.isfinite(value) else None for value in values]
