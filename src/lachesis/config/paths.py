@@ -35,16 +35,6 @@ def resolve_path(base_dir: Path, value: str) -> Path:
     return Path(os.path.abspath(base_dir / os.path.expanduser(value)))
 
 
-def resolve_function(spec: str, *, base_dir: Path, cwd: Path) -> str:
-    """``spec`` as ``FILE.py:FUNCTION`` with an absolute file; unchanged where it names no such file."""
-    return _Places(base_dir, cwd).function(spec)
-
-
-def resolve_model(value: str, *, base_dir: Path, local: bool = False) -> str:
-    """A model directory as an absolute path, or a hub id as it is; ``local`` says that it is no hub id."""
-    return _Places(base_dir, base_dir).model(value, local=local)
-
-
 def is_model_spec(spec: str) -> bool:
     """Whether a reward is a model, by directory or hub id, and no function."""
     return "/" in spec and ".py:" not in spec

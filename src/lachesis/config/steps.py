@@ -1,4 +1,4 @@
-"""The length of a run that is given in epochs."""
+"""Counting in steps: the length of a run, and how old samples become that are generated ahead of training."""
 
 from __future__ import annotations
 
@@ -44,3 +44,12 @@ def with_steps(config: LachesisConfig, *, problems: int) -> LachesisConfig:
             remedy="lower optimizer.warmup_steps",
         )
     return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps, "epochs": None})})
+
+
+def oldest_sample(*, every_steps: int, depth: int, iterations: int) -> int:
+    """Weight versions between the oldest sample and the policy of the last step that trains on it, at most.
+
+    ``depth`` batches of ``iterations`` steps each go before its own, weights travel every ``every_steps`` steps,
+    and its own batch has ``iterations`` - 1 further uses.
+    """
+    return depth * iterations + every_steps - 1 + iterations - 1

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lachesis.config.paths import resolve_all, resolve_function, resolve_model, resolve_path
+from lachesis.config.paths import resolve_all, resolve_path
+from lachesis.config.schema import LachesisConfig
 
 
 @pytest.fixture
@@ -13,6 +15,11 @@ def places(tmp_path: Path) -> tuple[Path, Path]:
     base.mkdir()
     cwd.mkdir()
     return base, cwd
+
+
+def resolver(build: Callable[..., LachesisConfig], base: Path, cwd: Path) -> Callable[[str], str]:
+    """What a function of the configuration's is resolved to."""
+    return lambda spec: resolve_all(build(rewards={"functions": [spec]}), base_dir=base, cwd=cwd).rewards.functions[0]
 
 
 def test_resolve_path(monkeypatch):
@@ -24,36 +31,42 @@ def test_resolve_path(monkeypatch):
     assert resolve_path(base, "~/x") == Path("/home/somebody/x")
 
 
-def test_functions_in_files_are_relative_to_the_configuration(places):
+def test_functions_in_files_are_relative_to_the_configuration(places, build):
     base, cwd = places
-    assert resolve_function("sub/r.py:f", base_dir=base, cwd=cwd) == f"{base}/sub/r.py:f"
-    assert resolve_function("/x/r.py:f", base_dir=base, cwd=cwd) == "/x/r.py:f"
+    function = resolver(build, base, cwd)
+    assert function("sub/r.py:f") == f"{base}/sub/r.py:f"
+    assert function("/x/r.py:f") == "/x/r.py:f"
 
 
-def test_modules_beside_the_configuration_come_before_those_in_the_current_directory(places):
+def test_modules_beside_the_configuration_come_before_those_in_the_current_directory(places, build):
     base, cwd = places
+    function = resolver(build, base, cwd)
     (cwd / "rewards.py").touch()
-    assert resolve_function("rewards.f", base_dir=base, cwd=cwd) == f"{cwd}/rewards.py:f"
+    assert function("rewards.f") == f"{cwd}/rewards.py:f"
     (base / "rewards.py").touch()
-    assert resolve_function("rewards.f", base_dir=base, cwd=cwd) == f"{base}/rewards.py:f"
+    assert function("rewards.f") == f"{base}/rewards.py:f"
     (base / "package").mkdir()
     (base / "package" / "math.py").touch()
-    assert resolve_function("package.math.f", base_dir=base, cwd=cwd) == f"{base}/package/math.py:f"
+    assert function("package.math.f") == f"{base}/package/math.py:f"
 
 
 @pytest.mark.parametrize("spec", ["installed.module.f", "alone", "package.module:f", ""])
-def test_other_functions_stay_as_they_are(places, spec):
+def test_other_functions_stay_as_they_are(places, build, spec):
+    function = resolver(build, *places)
+    assert function(spec) == spec
+
+
+def test_a_model_is_a_path_if_it_looks_like_one_or_is_one(places, build):
     base, cwd = places
-    assert resolve_function(spec, base_dir=base, cwd=cwd) == spec
 
+    def model(path: str, setup: str | None = None) -> str:
+        return resolve_all(build(model={"path": path}, run={"setup": setup}), base_dir=base, cwd=cwd).model.path
 
-def test_a_model_is_a_path_if_it_looks_like_one_or_is_one(places):
-    base, _ = places
-    assert resolve_model("org/model", base_dir=base) == "org/model"
-    assert resolve_model("./model", base_dir=base) == f"{base}/model"
-    assert resolve_model("model", base_dir=base, local=True) == f"{base}/model"
+    assert model("org/model") == "org/model"
+    assert model("./model") == f"{base}/model"
+    assert model("model", setup="s.py:f") == f"{base}/model"
     (base / "org" / "model").mkdir(parents=True)
-    assert resolve_model("org/model", base_dir=base) == f"{base}/org/model"
+    assert model("org/model") == f"{base}/org/model"
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,15 @@ from typing import Any
 from lachesis.common.errors import ConfigError
 from lachesis.config.dialects.axolotl_names import AXOLOTL
 from lachesis.config.dialects.batches import check_generation_batch, put_batch
-from lachesis.config.dialects.convert import engine_address, one_of, run_directory
+from lachesis.config.dialects.convert import engine_address, one_of
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed
 from lachesis.config.dialects.grpo import (
     put_betas,
     put_completions,
     put_every,
     put_generation_kwargs,
+    put_output_dir,
+    put_quantization,
     put_reference,
     put_sampler_correction,
     put_steps,
@@ -25,7 +27,7 @@ from lachesis.config.dialects.serving import Serving, put_serving
 from lachesis.config.dialects.table import Translation
 from lachesis.config.document import Document, describe
 from lachesis.config.schema import PipelineConfig
-from lachesis.config.staleness import oldest_sample
+from lachesis.config.steps import oldest_sample
 
 _ROW_KEYS = ("path", "name", "split")
 _FLOAT8_RECIPES = {"tensorwise": "float8", "rowwise": "float8_rowwise"}
@@ -101,9 +103,7 @@ def _put_model(translation: Translation) -> None:
             translation.put("adapter.targets", "all-linear", "lora_target_linear")
     elif adapter is not None:
         translation.problem("adapter", f"{describe(adapter)} has no counterpart; Lachesis has lora and qlora")
-    for name, quantization in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
-        if translation.value(name):
-            translation.put("model.quantization", quantization, name)
+    put_quantization(translation)
     for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"), ("float16", "float16")):
         if translation.value(name) is True:
             translation.put("model.dtype", dtype, name)
@@ -191,14 +191,7 @@ def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[s
 
 def _put_run(translation: Translation) -> None:
     put_steps(translation, max_steps="max_steps", epochs="num_epochs", default_epochs=1.0)
-    if translation.has("output_dir"):
-        try:
-            parent, name = run_directory(translation.value("output_dir"))
-        except ConfigError as error:
-            translation.problem("output_dir", error.message)
-        else:
-            translation.put("run.dir", parent, "output_dir")
-            translation.put("run.name", name, "output_dir")
+    put_output_dir(translation)
     put_betas(translation, "adam_beta1", "adam_beta2")
     for name, path in (("save_steps", "checkpoint.every_steps"), ("eval_steps", "evaluation.every_steps")):
         put_every(translation, name, path, max_steps="max_steps")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lachesis.config.dialects.convert import listed, scale_rewards, top_k
+from lachesis.common.errors import ConfigError
+from lachesis.config.dialects.convert import listed, run_directory, scale_rewards, top_k
 from lachesis.config.dialects.table import UNSET, Convert, Entry, Translation, cannot, nothing, same, together
 from lachesis.config.document import describe
 from lachesis.config.keys import find_section
@@ -152,6 +153,26 @@ def put_every(translation: Translation, name: str, path: str, *, max_steps: str)
     if isinstance(value, float) and 0 < value < 1 and isinstance(steps, int):
         value = max(1, round(value * steps))
     translation.put(path, int(value) if isinstance(value, float) and value.is_integer() else value, name)
+
+
+def put_output_dir(translation: Translation) -> None:
+    """Their run directory as the directory of runs and the name in it."""
+    if not translation.has("output_dir"):
+        return
+    try:
+        parent, name = run_directory(translation.value("output_dir"))
+    except ConfigError as error:
+        translation.problem("output_dir", error.message)
+    else:
+        translation.put("run.dir", parent, "output_dir")
+        translation.put("run.name", name, "output_dir")
+
+
+def put_quantization(translation: Translation) -> None:
+    """bitsandbytes' switches."""
+    for name, quantization in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
+        if translation.value(name):
+            translation.put("model.quantization", quantization, name)
 
 
 def put_betas(translation: Translation, first: str, second: str) -> None:

@@ -20,7 +20,6 @@ from lachesis.config.dialects.convert import (
     engine_address,
     nonzero,
     one_of,
-    run_directory,
 )
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed, scaling_entries
 from lachesis.config.dialects.grpo import (
@@ -29,6 +28,8 @@ from lachesis.config.dialects.grpo import (
     put_completions,
     put_every,
     put_generation_kwargs,
+    put_output_dir,
+    put_quantization,
     put_reference,
     put_sampler_correction,
     put_steps,
@@ -100,9 +101,7 @@ def _put_model(translation: Translation) -> None:
             ("lora_target_modules", "adapter.targets", "all-linear"),
         ):
             translation.put(path, translation.value(name, default), name)
-    for name, quantization in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
-        if translation.value(name):
-            translation.put("model.quantization", quantization, name)
+    put_quantization(translation)
     options = translation.value("model_init_kwargs", {})
     if not isinstance(options, Mapping):
         translation.problem("model_init_kwargs", f"expected a mapping, got {describe(options)}")
@@ -140,14 +139,7 @@ def _put_warmup(translation: Translation) -> None:
 
 def _put_run(translation: Translation) -> None:
     put_steps(translation, max_steps="max_steps", epochs="num_train_epochs", default_epochs=3.0)
-    if translation.has("output_dir"):
-        try:
-            parent, name = run_directory(translation.value("output_dir"))
-        except ConfigError as error:
-            translation.problem("output_dir", error.message)
-        else:
-            translation.put("run.dir", parent, "output_dir")
-            translation.put("run.name", name, "output_dir")
+    put_output_dir(translation)
     put_betas(translation, "adam_beta1", "adam_beta2")
     _put_warmup(translation)
     put_every(translation, "logging_steps", "logging.every_steps", max_steps="max_steps")

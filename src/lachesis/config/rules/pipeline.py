@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lachesis.common.types import Finding
 from lachesis.config.rules.base import Rule, changed, note, problem, warning
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.staleness import oldest_sample
+from lachesis.config.steps import oldest_sample
 
 
 def _prefetch(config: LachesisConfig) -> Iterator[Finding]:

@@ -130,10 +130,9 @@ class LoraRestartBridgeConfig(BridgeSection):
     keep_last: PositiveInt = Field(default=2, description="Saved adapters kept; older ones are deleted.")
 
 
-class LoraBroadcastBridgeConfig(BridgeSection):
-    """LoRA tensors are sent straight into the engine, nothing touches the disk."""
+class ChannelBridgeSection(BridgeSection):
+    """What bridges have that send tensors straight into the engine."""
 
-    kind: Literal["lora_nccl"] = "lora_nccl"
     every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
     init_method: str | None = Field(
         default=None, description="Where trainer and engine meet, tcp://HOST:PORT; a free local port if unset."
@@ -142,23 +141,21 @@ class LoraBroadcastBridgeConfig(BridgeSection):
         default="auto",
         description="`nccl` between GPUs, `ipc` on the same GPU, `gloo` on CPU; `auto` looks at the devices.",
     )
+
+
+class LoraBroadcastBridgeConfig(ChannelBridgeSection):
+    """LoRA tensors are sent straight into the engine, nothing touches the disk."""
+
+    kind: Literal["lora_nccl"] = "lora_nccl"
     share_base: bool = Field(
         default=False, description="Train on the engine's own base weights: the model is in memory once."
     )
 
 
-class BroadcastBridgeConfig(BridgeSection):
+class BroadcastBridgeConfig(ChannelBridgeSection):
     """All weights (LoRA merged into them) are sent straight into the engine."""
 
     kind: Literal["broadcast"] = "broadcast"
-    every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
-    init_method: str | None = Field(
-        default=None, description="Where trainer and engine meet, tcp://HOST:PORT; a free local port if unset."
-    )
-    transport: Literal["auto", "nccl", "gloo", "ipc"] = Field(
-        default="auto",
-        description="`nccl` between GPUs, `ipc` on the same GPU, `gloo` on CPU; `auto` looks at the devices.",
-    )
 
 
 class RestartBridgeConfig(BridgeSection):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
 
 from lachesis.common.errors import ModelError
 from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig
+from lachesis.train.distributed.single import decoder_layers
 from lachesis.train.model.attach import WeightSource, attached_transformer
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
-from lachesis.train.model.layers import lora_targets, train_only
 from lachesis.train.model.quantized import held_bytes, quantization_config, quantized_layers, settle
 from lachesis.train.model.residual import keep_residual_in_float32
 
@@ -235,3 +237,45 @@ def _load_errors(path: str) -> Iterator[None]:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def train_only(model: PreTrainedModel, layers: Sequence[int]) -> None:
+    """Freeze all parameters but those of the decoder layers ``layers``, counted from 0.
+
+    Raises:
+        ModelError: the model has no such layer.
+    """
+    chosen = _named_layers(model, layers, key="model.train_layers")
+    model.requires_grad_(False)
+    for layer in chosen:
+        layer.requires_grad_(True)
+
+
+def lora_targets(model: PreTrainedModel, adapter: LoraAdapterConfig) -> dict[str, Any]:
+    """Where the adapter goes, as peft's LoraConfig takes it.
+
+    Raises:
+        ModelError: the model has no such layer.
+    """
+    if adapter.layers is None:
+        return {"target_modules": adapter.targets}
+    chosen = _named_layers(model, adapter.layers, key="adapter.layers")
+    targets = adapter.targets
+    if targets == "all-linear":  # which peft does not take together with layers
+        targets = sorted({name.rpartition(".")[2] for layer in chosen for name, _ in _linear_modules(layer)})
+    return {"target_modules": targets, "layers_to_transform": adapter.layers}
+
+
+def _linear_modules(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+
+
+def _named_layers(model: PreTrainedModel, layers: Sequence[int], *, key: str) -> list[nn.Module]:
+    found = decoder_layers(model)
+    missing = [index for index in layers if index >= len(found)]
+    if missing:
+        raise ModelError(
+            f"{key} names layer {missing[0]}, and {type(model).__name__} has {len(found)} decoder layers",
+            remedy=f"choose from 0 to {len(found) - 1}" if found else f"remove {key}",
+        )
+    return [found[index] for index in layers]

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from lachesis.common.errors import CheckpointError, ConfigError, DependencyError, ModelError, TrainingError
 from lachesis.config.schema import OptimizerConfig
-from lachesis.train.optim.schedule import schedule_factor, warmup_length
 from lachesis.train.optim.weight_update import InPlace, MasterCopies, StochasticRounding, WeightUpdate, buckets
 
 Named = tuple[str, Parameter]
@@ -373,3 +372,30 @@ def _load_exactly(optimizer: Optimizer, state: dict[str, Any]) -> None:
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def warmup_length(*, steps: int, ratio: float, total_steps: int) -> int:
+    """Steps of warm-up: ``ratio`` of all of them, rounded up, or ``steps`` where no ratio is given."""
+    return math.ceil(round(ratio * total_steps, 9)) if ratio else steps
+
+
+def schedule_factor(
+    step: int, *, schedule: Schedule, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0
+) -> float:
+    """The factor on the peak learning rate at the ``step``-th optimizer step, counted from 0.
+
+    Warm-up is linear: ``(step + 1) / warmup_steps``, so that the first step already learns. After it,
+    ``linear`` and ``cosine`` fall from 1 to ``min_lr_ratio``, which is reached right after the last step
+    (``step == total_steps``), so that no step is spent at a rate of 0. ``cosine`` is half a period, as in
+    Loshchilov & Hutter, "SGDR" (2017), eq. 5, without restarts.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    if schedule == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    remaining = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return min_lr_ratio + (1.0 - min_lr_ratio) * remaining
