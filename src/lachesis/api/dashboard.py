@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
 from starlette.responses import HTMLResponse, Response
 
-from lachesis import __version__
 from lachesis.api.environments import Environment
 from lachesis.api.history import History
 from lachesis.api.records import HeldGroup
 from lachesis.api.rollout_view import Pieces, view
 from lachesis.api.state import RolloutState
+from lachesis.web.pages import render_page
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATE = Path(__file__).parent / "templates" / "dashboard.html.j2"
 _MISFITS = 12
 
 
@@ -30,12 +27,13 @@ class Dashboard:
         self._state = state
         self._history = history
         self._pieces = pieces
+        self._page = render_page(TEMPLATE)
         self._started = time.time()
         self._shown: tuple[str, dict[str, Any]] = ("", {})
 
     def page(self) -> Response:
         """The page: one file that asks for nothing but its figures."""
-        return HTMLResponse(_page(), headers={"Cache-Control": "no-cache"})
+        return HTMLResponse(self._page, headers={"Cache-Control": "no-cache"})
 
     def data(self, *, known: str, now: float) -> bytes:
         """The figures as JSON. The latest rollout is left out where the page already shows it (``known``)."""
@@ -114,17 +112,3 @@ class Dashboard:
             name = environment.name if environment else ""
             self._shown = key, view(latest, environment=name, pieces=self._pieces)
         return self._shown[1]
-
-
-@functools.cache
-def _page() -> str:
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
-    environment.undefined = jinja2.StrictUndefined
-    return environment.get_template("dashboard.html.j2").render(
-        version=__version__, style=_asset("dashboard.css"), script=_asset("dashboard.js")
-    )
-
-
-def _asset(name: str) -> Markup:
-    """Our own style and script, put in as they are."""
-    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias
 from lachesis.api.checks import UNTRAINED
 from lachesis.api.records import HeldGroup
 from lachesis.common.errors import ConfigError
+from lachesis.web.tokens import best_and_worst, token_spans
 
 Pieces: TypeAlias = Callable[[Sequence[int]], list[str]]
 
@@ -58,10 +58,7 @@ def view(held: HeldGroup, *, environment: str, pieces: Pieces | None) -> dict[st
     group = json.loads(held.group.json) if len(held.group.json) <= _LARGEST else None
     if group is None:
         return {"environment": environment, "size": count, "has_text": False, "sequences": []}
-    scores = [_row(group["scores"], index) for index in range(count)]
-    best_first = sorted(range(count), key=lambda index: -math.inf if scores[index] is None else scores[index])[::-1]
-    middle = _SEQUENCES // 2
-    shown = best_first if count <= _SEQUENCES else best_first[:middle] + best_first[-middle:]
+    shown = best_and_worst(range(count), score=lambda index: _row(group["scores"], index), limit=_SEQUENCES)
     return {
         "environment": environment,
         "size": count,
@@ -83,11 +80,13 @@ def _sequence(group: dict[str, Any], index: int, pieces: Pieces | None) -> dict[
         "score": _row(group["scores"], index),
         "tokens": len(tokens),
         "trained": len(tokens) - sum(given),
-        "before": start,
-        "after": len(tokens) - end,
-        "pieces": (pieces or _ids)(tokens[start:end]),
-        "given": [at - start for at in range(start, end) if given[at]],
-        "logprobs": [None if given[at] or at >= len(logprobs) else round(logprobs[at], 4) for at in range(start, end)],
+        **token_spans(
+            (pieces or _ids)(tokens[start:end]),
+            logprobs[start:],
+            given=given[start:end],
+            before=start,
+            after=len(tokens) - end,
+        ),
     }
 
 

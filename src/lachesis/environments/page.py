@@ -9,20 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-from markupsafe import Markup
-
-from lachesis import __version__
 from lachesis.api.checks import UNTRAINED
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.environments.tokenizer import pieces_of
+from lachesis.web.pages import render_page
+from lachesis.web.tokens import colour
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATES = Path(__file__).parent / "templates"
-_SHADES = 7
+TEMPLATE = Path(__file__).parent / "templates" / "rollouts.html.j2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +89,10 @@ def read_groups(path: Path) -> list[dict[str, Any]]:
 
 def render(groups: Sequence[Mapping[str, Any]], *, pieces: Callable[[Sequence[int]], Sequence[str]], title: str) -> str:
     """The page of some groups. Texts of models are escaped, whatever they hold."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
-    )
-    style = Markup((TEMPLATES / "rollouts.css").read_text(encoding="utf-8"))
     cards = [_card(number, group, pieces) for number, group in enumerate(groups, start=1)]
     scores = [row.score for card in cards for row in card.rows]
-    return environment.get_template("rollouts.html.j2").render(
-        title=title,
-        cards=cards,
-        style=style,
-        sequences=len(scores),
-        mean=sum(scores) / len(scores) if scores else math.nan,
-        shades=_SHADES,
-        version=__version__,
-    )
+    mean = sum(scores) / len(scores) if scores else math.nan
+    return render_page(TEMPLATE, title=title, cards=cards, sequences=len(scores), mean=mean)
 
 
 def _card(number: int, group: Mapping[str, Any], pieces: Callable[[Sequence[int]], Sequence[str]]) -> Card:
@@ -144,10 +130,9 @@ def _piece(text: str, token: int, mask: int, logprob: float | None) -> Piece:
         return Piece(text, "given", f"{token}: given, not trained")
     if logprob is None:
         return Piece(text, "", str(token))
-    probability = math.exp(min(0.0, logprob))
-    # A shade for each halving of the probability.
-    shade = min(_SHADES, int(-logprob / math.log(2)))
-    return Piece(text, f"p{shade}" if shade else "", f"{token}: p = {probability:.3g}, logprob {logprob:.3f}")
+    shade = colour(logprob)
+    hint = f"{token}: p = {math.exp(min(0.0, logprob)):.3g}, logprob {logprob:.3f}"
+    return Piece(text, shade if shade != "p0" else "", hint)
 
 
 def _first_trained(mask: Sequence[int]) -> int:

@@ -86,7 +86,7 @@ def test_tokens_are_coloured_by_mask_and_probability():
     assert '<pre class="prompt">t10</pre>' in page
     assert '<span title="11: p = 0.99, logprob -0.010">t11</span>' in page
     assert '<span class="given" title="12: given, not trained">t12</span>' in page
-    assert '<span class="p2" title="13: p = 0.223, logprob -1.500">t13</span>' in page
+    assert '<span class="p4" title="13: p = 0.223, logprob -1.500">t13</span>' in page
     assert "weights 3–4" in page
 
 

@@ -1,34 +1,12 @@
 "use strict";
 /* The figures of the rollout API, asked for every two seconds while somebody looks. No library, nothing loaded. */
 const INTERVAL = 2000;
-const LEVELS = [[0.9, "p0"], [0.7, "p1"], [0.5, "p2"], [0.3, "p3"], [0.1, "p4"], [0.03, "p5"], [0.01, "p6"], [0, "p7"]];
 const seen = { key: "", shown: null, chosen: 0, last: 0 };
 
-const byId = (id) => document.getElementById(id);
-function make(tag, attributes = {}, ...children) {
-  const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  element.append(...children);
-  return element;
-}
-function shape(tag, attributes) {
-  const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-  return element;
-}
 function say(id, text) {
   if (byId(id).textContent !== text) byId(id).textContent = text;
 }
 
-/* Numbers for people: three digits, thousands as k, no digits that say nothing. */
-function short(value) {
-  if (value === null || value === undefined) return "–";
-  const size = Math.abs(value);
-  const [scaled, unit] = size >= 1e9 ? [value / 1e9, "G"] : size >= 1e6 ? [value / 1e6, "M"] : size >= 1e4 ? [value / 1e3, "k"] : [value, ""];
-  return String(Number(scaled.toPrecision(size >= 1e3 && size < 1e4 ? 4 : 3))).replace("-", "−") + unit;
-}
-const percent = (share) => `${short(100 * share)} %`;
-const plural = (count, word) => `${short(count)} ${word}${count === 1 ? "" : "s"}`;
 function ago(seconds) {
   if (seconds < 3) return "now";
   if (seconds < 90) return `${Math.round(seconds)} s ago`;
@@ -39,7 +17,7 @@ function ago(seconds) {
 function showRun({ run, waiting, queue }) {
   say("title", run.registered ? run.wandb_project || "Rollouts" : "Rollouts");
   const words = run.registered
-    ? [run.wandb_group, `batches of ${plural(run.batch_size, "sequence")}`, `at most ${short(run.max_token_len)} tokens each`, run.acknowledge ? "batches are acknowledged" : ""]
+    ? [run.wandb_group, `batches of ${plural(run.batch_size, "sequence")}`, `at most ${format(run.max_token_len)} tokens each`, run.acknowledge ? "batches are acknowledged" : ""]
     : ["environments may post; a trainer registers with POST /register"];
   byId("words").replaceChildren(...words.filter(Boolean).map((word) => make("span", {}, word)));
   say("step", String(run.step));
@@ -56,7 +34,7 @@ function showRun({ run, waiting, queue }) {
 }
 
 /* -- the queue: a bar of what each environment has in it, with a mark for every batch */
-function colour(index) { return index < 0 ? "none" : `e${index % 6}`; }
+function colour(index) { return index < 0 ? "none" : `f${index % 6}`; }
 function showQueue({ run, queue, environments }) {
   const parts = environments.map((env, index) => [env.name, env.queued, colour(index)]);
   if (queue.others) parts.push(["no environment", queue.others, "none"]);
@@ -64,7 +42,7 @@ function showQueue({ run, queue, environments }) {
   const scale = Math.max(queue.sequences, batch, 1) * (queue.sequences > batch ? 1 : 1.0001);
   const full = parts.filter(([, count]) => count > 0);
   byId("track").replaceChildren(...full.map(([name, count, tone]) => make("i", { class: tone, style: `width:${(100 * count) / scale}%`, title: `${name}: ${plural(count, "sequence")}` })));
-  byId("parts").replaceChildren(...full.map(([name, count, tone]) => make("span", {}, make("i", { class: tone }), `${name} `, make("b", {}, short(count)))));
+  byId("parts").replaceChildren(...full.map(([name, count, tone]) => make("span", {}, make("i", { class: tone }), `${name} `, make("b", {}, format(count)))));
   const marks = [make("span", { style: "left:0" }, "0")];
   if (batch) {
     const every = Math.max(1, Math.ceil(scale / batch / 8));
@@ -73,12 +51,12 @@ function showQueue({ run, queue, environments }) {
   byId("ruler").replaceChildren(...marks);
   const words = [`${plural(queue.sequences, "sequence")} in ${plural(queue.groups, "group")}, ${plural(queue.tokens, "token")}`];
   if (queue.outstanding) words.push(`${plural(queue.outstanding, "batch").replace("batchs", "batches")} not acknowledged yet`);
-  if (queue.redelivered) words.push(`${short(queue.redelivered)} handed out again`);
+  if (queue.redelivered) words.push(`${format(queue.redelivered)} handed out again`);
   say("queue-words", words.join("; "));
   byId("limit").hidden = queue.limit === null;
   if (queue.limit !== null) {
     Object.assign(byId("meter"), { max: queue.limit, high: 0.9 * queue.limit, optimum: 0, value: queue.weight });
-    say("limit-words", `${short(queue.weight)} of ${short(queue.limit)}${queue.full ? `, ${plural(queue.full, "post")} refused` : ""}`);
+    say("limit-words", `${format(queue.weight)} of ${format(queue.limit)}${queue.full ? `, ${plural(queue.full, "post")} refused` : ""}`);
   }
 }
 
@@ -99,20 +77,19 @@ const charts = CURVES.map(([id, title]) => {
 function drawChart(chart) {
   const { svg, xs, ys } = chart;
   svg.replaceChildren(shape("line", { class: "base", x1: 0, x2: 100, y1: 64, y2: 64 }));
-  chart.value.textContent = short(chart.now);
+  chart.value.textContent = format(chart.now);
   if (xs.length < 2) return;
-  const span = Math.max(60, xs[0]), top = Math.max(...ys, 1e-9);
-  const points = xs.map((age, i) => [100 - (100 * age) / span, 62 - (58 * ys[i]) / top]);
-  const path = "M" + points.map(([x, y]) => `${x.toFixed(2)} ${y.toFixed(2)}`).join("L");
-  svg.append(shape("path", { class: "area", d: `${path}L${points.at(-1)[0].toFixed(2)} 64L${points[0][0].toFixed(2)} 64Z` }), shape("path", { class: "line", d: path }));
+  const span = Math.max(60, -xs[0]), top = Math.max(...ys, 1e-9);
+  const box = { x: (at) => 100 + (100 * at) / span, y: (value) => 62 - (58 * value) / top };
+  svg.append(shape("path", { class: "area", d: areaPath(box, xs, ys.map(() => -top / 29), ys) }), shape("path", { class: "line", d: linePath(box, xs, ys) }));
   if (chart.pointed === null) return;
-  const nearest = points.reduce((best, [x], i) => (Math.abs(x - 100 * chart.pointed) < Math.abs(points[best][0] - 100 * chart.pointed) ? i : best), 0);
-  svg.append(shape("line", { class: "at", x1: points[nearest][0], x2: points[nearest][0], y1: 0, y2: 64 }));
-  chart.value.textContent = `${short(ys[nearest])}, ${ago(xs[nearest])}`;
+  const at = nearest(xs, (chart.pointed - 1) * span), x = box.x(xs[at]);
+  svg.append(shape("line", { class: "at", x1: x, x2: x, y1: 0, y2: 64 }));
+  chart.value.textContent = `${format(ys[at])}, ${ago(-xs[at])}`;
 }
 function showFlow({ rates, curves }) {
   for (const chart of charts) {
-    Object.assign(chart, { xs: curves.age, ys: curves[chart.id], now: rates[chart.id] });
+    Object.assign(chart, { xs: curves.age.map((age) => -age), ys: curves[chart.id], now: rates[chart.id] });
     drawChart(chart);
   }
   const minutes = Math.round((curves.age[0] || 0) / 60);
@@ -122,8 +99,8 @@ function showFlow({ rates, curves }) {
 /* -- environments and what was set aside */
 function showEnvironments({ environments, run }) {
   byId("rows").replaceChildren(...environments.map((env, index) => {
-    const cells = [percent(env.weight), env.minimum === null ? "–" : percent(env.minimum), short(env.group_size), short(env.queued), short(env.buffered), short(env.groups) + (env.set_aside ? ` (${short(env.set_aside)} set aside)` : ""), short(env.score), env.state === "left" ? "left" : ago(env.silent_s)];
-    const name = make("td", {}, make("i", { class: `env ${colour(index)}` }), env.name);
+    const cells = [format(env.weight, "share"), format(env.minimum, "share"), format(env.group_size), format(env.queued), format(env.buffered), format(env.groups) + (env.set_aside ? ` (${format(env.set_aside)} set aside)` : ""), format(env.score), env.state === "left" ? "left" : ago(env.silent_s)];
+    const name = make("td", {}, make("i", { class: colour(index) }), env.name);
     return make("tr", { class: env.state }, name, ...cells.map((cell) => make("td", {}, cell)));
   }));
   byId("no-environments").hidden = environments.length > 0;
@@ -138,51 +115,13 @@ function showSetAside({ set_aside, now }) {
 }
 
 /* -- the latest rollout, every token coloured by its probability */
-LEVELS.forEach(([bound, name]) => byId("ramp").append(make("span", { class: name, title: `probability ${bound} and above` }, bound ? `≥ ${bound}`.replace("0.", ".") : "< .01")));
-const SIGNS = { "\n": "⏎", "\t": "⇥", "\r": "␍", "\u00a0": "⍽" };
-function visible(text) {
-  const nodes = [];
-  let plain = "";
-  const sign = (mark, after = "") => {
-    if (plain) nodes.push(plain);
-    plain = after;
-    nodes.push(make("span", { class: "mark-char" }, mark));
-  };
-  for (const character of text) {
-    const code = character.codePointAt(0);
-    if (SIGNS[character]) sign(SIGNS[character], character === "\n" ? "\n" : "");
-    else if (code < 32) sign(String.fromCodePoint(0x2400 + code));
-    else if (code === 127 || (code >= 0x80 && code < 0xa0) || (code >= 0x200b && code <= 0x200f) || (code >= 0x2028 && code <= 0x202e) || (code >= 0x2060 && code <= 0x2069) || code === 0xfeff) sign(`U+${code.toString(16).toUpperCase().padStart(4, "0")}`);
-    else plain += character;
-  }
-  if (plain) nodes.push(plain);
-  return nodes;
-}
-const isSpecial = (text) => /^<[^\s<>]+>$|^\[[A-Z/_]{2,}\]$/.test(text);
-function tokenClass(logprob, given) {
-  if (given) return "t given";
-  if (logprob === null) return "t unknown";
-  const probability = Math.exp(logprob);
-  return `t ${LEVELS.find(([bound]) => probability >= bound)[1]}`;
-}
 function showSequence() {
   const group = seen.shown, sequence = group.sequences[seen.chosen];
-  byId("tabs").replaceChildren(...group.sequences.map((one, index) => {
-    const tab = make("button", { type: "button", "aria-pressed": String(index === seen.chosen) }, one.score === null ? `no. ${one.index + 1}` : `score ${short(one.score)}`);
-    tab.addEventListener("click", () => { seen.chosen = index; showSequence(); });
-    return tab;
-  }));
-  const given = new Set(sequence.given);
-  const nodes = sequence.pieces.map((piece, at) => {
-    const node = make("span", { class: tokenClass(sequence.logprobs[at], given.has(at)), "data-i": at });
-    node.append(...(isSpecial(piece) ? [make("span", { class: "special" }, piece)] : visible(piece)));
-    return node;
-  });
-  if (sequence.before) nodes.unshift(make("span", { class: "more" }, `${plural(sequence.before, "token")} before … `));
-  if (sequence.after) nodes.push(make("span", { class: "more" }, ` … and ${plural(sequence.after, "token")} more`));
+  const labels = group.sequences.map(({ score, index }) => (score === null ? `no. ${index + 1}` : `score ${format(score)}`));
+  showTabs("tabs", labels, seen.chosen, (index) => { seen.chosen = index; showSequence(); });
   byId("tokens").className = group.has_text ? "tokens" : "tokens ids";
-  byId("tokens").replaceChildren(...nodes);
-  const parts = [group.environment || "no environment", `${plural(group.size, "sequence")}`, `${plural(sequence.tokens, "token")}, ${short(sequence.trained)} trained on`];
+  byId("tokens").replaceChildren(...tokenNodes(sequence));
+  const parts = [group.environment || "no environment", `${plural(group.size, "sequence")}`, `${plural(sequence.tokens, "token")}, ${format(sequence.trained)} trained on`];
   if (!group.has_text) parts.push("token ids: start with --tokenizer to read text");
   say("latest-words", parts.join(" · "));
 }
@@ -199,21 +138,7 @@ function showLatest({ latest, latest_key }) {
   say("no-rollout", latest_key ? "The latest group is too large to show; /latest_example has it." : "No group has been queued yet.");
   if (!seen.shown) say("latest-words", "");
 }
-function hideTip() { byId("tip").hidden = true; }
-function showTip(token) {
-  const sequence = seen.shown.sequences[seen.chosen], at = Number(token.dataset.i), logprob = sequence.logprobs[at];
-  const row = (label, value) => make("div", {}, make("span", {}, label), make("b", {}, value));
-  const rows = sequence.given.includes(at) ? [row("not trained on", "")] : logprob === null ? [row("logprob", "unknown")]
-    : [row("logprob", logprob.toFixed(3).replace("-", "−")), row("probability", Math.exp(logprob) >= 1e-4 ? percent(Math.exp(logprob)) : "< 0.01 %")];
-  const tip = byId("tip");
-  tip.replaceChildren(make("code", {}, JSON.stringify(sequence.pieces[at])), ...rows);
-  tip.hidden = false;
-  const box = token.getBoundingClientRect(), size = tip.getBoundingClientRect();
-  tip.style.left = `${Math.max(8, Math.min(innerWidth - size.width - 8, box.left))}px`;
-  tip.style.top = `${box.top > size.height + 12 ? box.top - size.height - 8 : box.bottom + 8}px`;
-}
-for (const kind of ["pointerover", "pointerdown"]) byId("tokens").addEventListener(kind, (event) => { const token = event.target.closest(".t"); if (token) showTip(token); });
-byId("tokens").addEventListener("pointerout", hideTip);
+watchTokens(byId("tokens"), () => seen.shown.sequences[seen.chosen], ["not trained on", ""]);
 
 /* -- asking */
 async function ask() {
@@ -236,11 +161,4 @@ async function watch() {
 }
 document.addEventListener("visibilitychange", () => { if (!document.hidden) ask(); });
 
-const THEMES = ["auto", "light", "dark"];
-let theme = 0;
-byId("theme").addEventListener("click", () => {
-  theme = (theme + 1) % 3;
-  document.documentElement.style.colorScheme = theme ? THEMES[theme] : "light dark";
-  byId("theme").textContent = `Theme: ${THEMES[theme]}`;
-});
 watch();

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from markupsafe import Markup
-
-from lachesis import __version__
 from lachesis.common.files import write_atomic
 from lachesis.common.types import StepRecord
 from lachesis.metrics.report import data as report_data
 from lachesis.metrics.report.data import read_run, result_sentence, run_seconds, setting
 from lachesis.metrics.report.rollouts import rollouts
 from lachesis.metrics.sinks.base import Sink, run_paths
+from lachesis.web.pages import render_page
 
-TEMPLATES = Path(__file__).parent / "templates"
+TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
 GROUPS_A_STEP = 2
 
 
@@ -72,7 +67,8 @@ def _render(run_dir: Path) -> str:
         "rollouts": rollouts(run_paths(run_dir)["rollouts"], groups=groups),
     }
     config_path = run_paths(run_dir)["config"]
-    return _template().render(
+    return render_page(
+        TEMPLATE,
         name=str(setting(run.config, "run.name", run_dir.resolve().name)),
         words=report_data.descriptors(run.config),
         date=report_data.date_of(steps),
@@ -86,32 +82,5 @@ def _render(run_dir: Path) -> str:
         facts=report_data.facts(run),
         findings=report_data.findings(steps),
         config=config_path.read_text(encoding="utf-8") if config_path.exists() else "",
-        version=__version__,
-        has_timing=data["timing"] is not None,
-        has_rollouts=bool(data["rollouts"]),
-        data=embed(data),
-        style=_asset("report.css"),
-        charts_script=_asset("charts.js"),
-        rollouts_script=_asset("rollouts.js"),
+        data=data,
     )
-
-
-def embed(data: Any) -> Markup:
-    """JSON that is safe inside a script element: no character in it can end the element or start markup."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
-
-
-@functools.cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES), autoescape=True)
-    environment.undefined = jinja2.StrictUndefined
-    return environment.get_template("report.html.j2")
-
-
-@functools.cache
-def _asset(name: str) -> Markup:
-    """Our own style and scripts, put in as they are."""
-    return Markup((TEMPLATES / name).read_text(encoding="utf-8"))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lachesis.common.types import UNKNOWN_VERSIONS
 from lachesis.metrics.sinks.tape import read_lines, tape_files
+from lachesis.web.tokens import best_and_worst, token_spans
 
 MAX_STEPS = 60
 MAX_SAMPLES = 8
@@ -49,10 +49,10 @@ def _spread(steps: list[int], *, limit: int) -> list[int]:
 
 
 def _group(line: Mapping[str, Any], *, budget: int) -> dict[str, Any]:
-    samples = sorted(line["samples"], key=lambda sample: -_number(sample["reward"]))
+    samples = line["samples"]
     longest = max((len(sample["completion_ids"]) for sample in samples), default=0)
     kept = max(2, min(MAX_SAMPLES, budget // max(1, min(longest, MIN_TOKENS_A_SAMPLE))))
-    chosen = samples if len(samples) <= kept else [*samples[: kept - kept // 2], *samples[-(kept // 2) :]]
+    chosen = best_and_worst(samples, score=lambda sample: sample["reward"], limit=kept)
     prompt = line["prompt"]
     return {
         "id": prompt["id"],
@@ -74,15 +74,9 @@ def _sample(sample: Mapping[str, Any], *, limit: int) -> dict[str, Any]:
     pieces = sample.get("pieces")
     if pieces is None:
         return shown | {"text": _cut(sample["text"], 4 * limit)}
-    mask, kept = sample["mask"], _within(pieces, limit=limit)
-    shown |= {
-        "pieces": kept,
-        "logprobs": [None if value is None else round(value, 3) for value in sample["logprobs"][: len(kept)]],
-        "cut": count - len(kept),
-    }
-    if mask is not None and not all(mask[: len(kept)]):
-        shown["given"] = [index for index, sampled in enumerate(mask[: len(kept)]) if not sampled]
-    return shown
+    kept = _within(pieces, limit=limit)
+    given = [not sampled for sampled in (sample["mask"] or ())[: len(kept)]]
+    return shown | token_spans(kept, sample["logprobs"], given=given, after=count - len(kept))
 
 
 def _within(pieces: Sequence[str], *, limit: int) -> list[str]:
@@ -95,11 +89,6 @@ def _within(pieces: Sequence[str], *, limit: int) -> list[str]:
         if characters > USUAL_PIECE_CHARACTERS * limit:
             break
     return kept
-
-
-def _number(value: float | None) -> float:
-    """Completions without a reward go last."""
-    return -math.inf if value is None else value
 
 
 def _cut(text: str, limit: int) -> str:

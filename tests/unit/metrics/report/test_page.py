@@ -193,7 +193,7 @@ def test_long_runs_are_cut_to_size(tmp_path: Path, make_group: MakeGroup) -> Non
     samples = [sample for entry in rollouts for group in entry["groups"] for sample in group["samples"]]
     assert sum(len(sample["pieces"]) for sample in samples) <= MAX_TOKENS
     assert all(len(sample["pieces"]) == len(sample["logprobs"]) for sample in samples)
-    assert all(sample["cut"] == 400 - len(sample["pieces"]) for sample in samples)
+    assert all(sample["after"] == 400 - len(sample["pieces"]) for sample in samples)
     shown = [sample["reward"] for sample in rollouts[0]["groups"][0]["samples"]]
     assert shown[0] == 9.0 and shown[-1] == 0.0 and rollouts[0]["groups"][0]["size"] == 10
     assert (run / "report.html").stat().st_size < 5_000_000

@@ -1,0 +1,40 @@
+"""Pages as single files: a page's own template, and the style and the scripts of this room that it includes."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from lachesis import __version__
+from lachesis.web.tokens import BOUNDS
+
+SHARED = Path(__file__).parent / "templates"
+
+
+def render_page(template: Path, /, **values: Any) -> str:
+    """The HTML of a template, which may extend and include those beside it and the shared ones.
+
+    Values are escaped, whatever they hold; in a script they are put in with the filter ``tojson``, which leaves no
+    character that could end the element or start markup.
+    """
+    return _environment(template.parent).get_template(template.name).render(values)
+
+
+@functools.cache
+def _environment(templates: Path) -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([templates, SHARED]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {
+        "ensure_ascii": False,
+        "allow_nan": False,
+        "separators": (",", ":"),
+    }
+    environment.globals |= {"version": __version__, "bounds": BOUNDS}
+    return environment

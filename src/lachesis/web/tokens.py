@@ -1,0 +1,51 @@
+"""Sequences of tokens as every page shows them: the colour scale of probabilities, and the choice of samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# Lower ends of the probabilities with the colours p0, p1, ...; what is below the last has one more colour.
+BOUNDS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01)
+
+
+def colour(logprob: float) -> str:
+    """The CSS class of a sampled token, as ``tokenClass`` of tokens.js has it."""
+    probability = math.exp(min(0.0, logprob))
+    return f"p{sum(probability < bound for bound in BOUNDS)}"
+
+
+def token_spans(
+    texts: Sequence[str], logprobs: Sequence[float | None], *, given: Iterable[bool], before: int = 0, after: int = 0
+) -> dict[str, Any]:
+    """A sequence as JSON-safe values for the viewer in tokens.js.
+
+    Args:
+        texts: what each token adds to the text.
+        logprobs: of the tokens in nats; those that are missing at the end are unknown, as ``None`` is.
+        given: which tokens were not sampled.
+        before: tokens of the sequence that are left out before these.
+        after: those left out after them.
+    """
+    indices = {index for index, is_given in enumerate(given) if is_given}
+    pairs = zip_longest(texts, logprobs[: len(texts)])
+    return {
+        "pieces": list(texts),
+        "logprobs": [
+            None if value is None or index in indices else round(value, 3) for index, (_, value) in enumerate(pairs)
+        ],
+        "given": sorted(indices),
+        "before": before,
+        "after": after,
+    }
+
+
+def best_and_worst(items: Iterable[T], *, score: Callable[[T], float | None], limit: int) -> list[T]:
+    """The items, best scores first and unknown ones last; of more than ``limit`` the middle is left out."""
+    known = [(item, score(item)) for item in items]
+    ranked = [item for item, _ in sorted(known, key=lambda pair: math.inf if pair[1] is None else -pair[1])]
+    return ranked if len(ranked) <= limit else [*ranked[: limit - limit // 2], *ranked[-(limit // 2) :]]
