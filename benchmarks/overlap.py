@@ -39,7 +39,7 @@ from lachesis.common.types import Prompt
 from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.metrics.telemetry import Telemetry
+from lachesis.metrics.telemetry import HubTelemetry
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.directory import claim_run
@@ -165,7 +165,7 @@ class Bench:
             bridge=self.side.bridge,
             evaluation=build_evaluation(config, held_out=[], **parts),
             checkpoints=RunCheckpoints(checkpoints, policy=self.policy, feed=feed, every_steps=0),
-            telemetry=Telemetry(hub=hub, reduce=self.policy.strategy.reduce, reward_names=self.rewarder.names),
+            telemetry=HubTelemetry(hub=hub, reduce=self.policy.strategy.reduce, reward_names=self.rewarder.names),
             stop_requested=lambda: False,
         )
         try:

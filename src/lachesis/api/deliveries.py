@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 
-from lachesis.api.records import Batch
+from lachesis.api.records import RolloutBatch
 
 
 class Deliveries:
@@ -17,11 +17,11 @@ class Deliveries:
 
     def __init__(self, *, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self.returned: deque[Batch] = deque()
-        self.outstanding: dict[int, Batch] = {}
+        self.returned: deque[RolloutBatch] = deque()
+        self.outstanding: dict[int, RolloutBatch] = {}
         self.redelivered = 0
 
-    def hand_out(self, batch: Batch, *, trainer: int, now: float) -> None:
+    def hand_out(self, batch: RolloutBatch, *, trainer: int, now: float) -> None:
         """Await an acknowledgement of ``batch`` from ``trainer``."""
         batch.owner = trainer
         batch.deadline = now + self.timeout_s
@@ -36,7 +36,7 @@ class Deliveries:
             if batch is not None and batch.owner == trainer:
                 batch.deadline = now + self.timeout_s
 
-    def due(self, *, trainer: int, holds: Collection[int] | None, now: float) -> Batch | None:
+    def due(self, *, trainer: int, holds: Collection[int] | None, now: float) -> RolloutBatch | None:
         """The oldest outstanding batch that ``trainer`` should get again.
 
         Due is what went to an earlier trainer, what was not acknowledged in time, and, where the trainer said
@@ -48,6 +48,6 @@ class Deliveries:
                 return batch
         return None
 
-    def acknowledge(self, ids: Iterable[int]) -> list[Batch]:
+    def acknowledge(self, ids: Iterable[int]) -> list[RolloutBatch]:
         """Forget the batches with these ids; those that were outstanding are returned."""
         return [self.outstanding.pop(batch_id) for batch_id in ids if batch_id in self.outstanding]

@@ -47,7 +47,7 @@ class HeldGroup:
 
 
 @dataclass(slots=True)
-class Batch:
+class RolloutBatch:
     """Groups that left the queue together. ``owner`` and ``deadline`` are set while an answer is awaited."""
 
     id: int

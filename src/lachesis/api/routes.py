@@ -16,7 +16,7 @@ from lachesis.api.dashboard import Dashboard
 from lachesis.api.exchange import Body, read_body, reply, reply_with
 from lachesis.api.exposition import exposition
 from lachesis.api.journal import Journal
-from lachesis.api.records import Batch, Change
+from lachesis.api.records import Change, RolloutBatch
 from lachesis.api.refusals import Refusal, StoreFailed
 from lachesis.api.state import RolloutState
 from lachesis.api.wire import (
@@ -271,7 +271,7 @@ class Handover:
         await self._response(scope, receive, send_and_look)
 
 
-def _joined(batch: Batch) -> bytes:
+def _joined(batch: RolloutBatch) -> bytes:
     return b",".join([held.group.json for held in batch.groups])
 
 

@@ -25,7 +25,7 @@ from lachesis.api.journal import Journal, sync_and_close
 from lachesis.api.refusals import Refusal, StoreFailed
 from lachesis.api.rollout_view import load_pieces
 from lachesis.api.routes import RECOVERY_S, Endpoints
-from lachesis.api.state import Limits, RolloutState
+from lachesis.api.state import QueueLimits, RolloutState
 from lachesis.common.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def build_app(options: ServerOptions) -> Starlette:
         ConfigError: an option or the state directory cannot be used.
     """
     _check(options)
-    limits = Limits(
+    limits = QueueLimits(
         strict=options.strict,
         max_queued_tokens=options.max_queued_tokens,
         ack_timeout_s=options.ack_timeout_s,

@@ -16,7 +16,7 @@ from lachesis.api.batching import plan_batch, waiting_for
 from lachesis.api.deliveries import Deliveries
 from lachesis.api.environments import Environments
 from lachesis.api.intake import Intake
-from lachesis.api.records import Batch, Change, ScoredGroup, Snapshot
+from lachesis.api.records import Change, RolloutBatch, ScoredGroup, Snapshot
 from lachesis.api.refusals import Refusal
 from lachesis.api.wire import EnvRegistration, Registration
 
@@ -24,7 +24,7 @@ _RECEIPTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QueueLimits:
     """What the server was started with. ``max_queued_tokens`` None does not bound the queue."""
 
     strict: bool = False
@@ -41,7 +41,7 @@ class Delivered:
     sequences: int = 0
     tokens: int = 0
 
-    def count(self, batch: Batch, sign: int = 1) -> None:
+    def count(self, batch: RolloutBatch, sign: int = 1) -> None:
         self.batches += sign
         self.sequences += sign * batch.sequences
         self.tokens += sign * sum(held.group.tokens for held in batch.groups)
@@ -50,7 +50,7 @@ class Delivered:
 class RolloutState:
     """Registrations, groups and batches. ``epoch`` counts resets, so that late news of an older run is dropped."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: QueueLimits) -> None:
         self.limits = limits
         self.epoch = -1
         self.reset()
@@ -86,7 +86,7 @@ class RolloutState:
             self._dissolve_returned()
         return trainer, self._and_summary(Change())
 
-    def next_batch(self, now: float) -> tuple[Batch | None, Change | None]:
+    def next_batch(self, now: float) -> tuple[RolloutBatch | None, Change | None]:
         """The next batch for a trainer of the plain protocol; it leaves the state for good."""
         batch, started = self._take(now), self._start()
         if batch is None:
@@ -95,7 +95,7 @@ class RolloutState:
 
     def next_batch_for(
         self, trainer: int, holds: Collection[int] | None, now: float
-    ) -> tuple[Batch | None, Change | None]:
+    ) -> tuple[RolloutBatch | None, Change | None]:
         """The next batch for a trainer that acknowledges: one that is due again, else a new one.
 
         Args:
@@ -114,7 +114,7 @@ class RolloutState:
         self.deliveries.hand_out(batch, trainer=trainer, now=now)
         return batch, self._and_summary(Change(batched=tuple((held.number, batch.id) for held in batch.groups)))
 
-    def put_back(self, batch: Batch, *, epoch: int) -> Change | None:
+    def put_back(self, batch: RolloutBatch, *, epoch: int) -> Change | None:
         """A plain trainer was gone before it could read ``batch``: the next one gets it."""
         if epoch != self.epoch:
             return None
@@ -158,7 +158,7 @@ class RolloutState:
         first, self.started = not self.started, True
         return first
 
-    def _take(self, now: float) -> Batch | None:
+    def _take(self, now: float) -> RolloutBatch | None:
         """A batch that was put back, else a new one of the oldest groups; either counts as a step."""
         if self.deliveries.returned:
             batch = self.deliveries.returned.popleft()
@@ -167,7 +167,7 @@ class RolloutState:
             keys = plan_batch(self.intake.queue.lanes, self.environments.demand(size, now)) if size else None
             if keys is None:
                 return None
-            batch = Batch(id=self._next_batch, groups=self.intake.queue.take(keys))
+            batch = RolloutBatch(id=self._next_batch, groups=self.intake.queue.take(keys))
             self._next_batch += 1
         self.step += 1
         self.delivered.count(batch)
@@ -277,7 +277,7 @@ class RolloutState:
             if held.number in snapshot.batch_of:
                 out.setdefault(snapshot.batch_of[held.number], []).append(held)
         for batch_id in sorted(out):
-            batch = Batch(id=batch_id, groups=tuple(out[batch_id]))
+            batch = RolloutBatch(id=batch_id, groups=tuple(out[batch_id]))
             self.deliveries.hand_out(batch, trainer=self.trainer or 0, now=now)
 
     def _and_summary(self, change: Change) -> Change:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 FinishReason = Literal["stop", "length", "abort"]
 Message = Mapping[str, Any]
+Say = Callable[[str], None]
+Level = Literal["note", "warning", "problem"]
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 class VersionSpan(NamedTuple):
@@ -169,7 +172,7 @@ class EngineHealth:
 class Finding:
     """One sentence of the health rules: what is wrong and what to change."""
 
-    level: Literal["note", "warning", "problem"]
+    level: Level
     rule: str
     message: str
 

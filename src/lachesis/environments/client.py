@@ -7,7 +7,7 @@ import json
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,13 @@ import httpx
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.common.http import server_url
-from lachesis.common.types import GenerationRequest, SamplingParams
+from lachesis.common.types import GenerationRequest, SamplingParams, Say
 from lachesis.engines.http.control import tls
 from lachesis.engines.http.generation import request_body
 from lachesis.engines.http.replies import malformed
 from lachesis.environments.records import Sampled
 from lachesis.environments.replies import read_completions, read_generate
 from lachesis.environments.settings import ServerConfig, SlurmConfig
-
-Say = Callable[[str], None]
 
 _CONNECT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0

@@ -6,7 +6,7 @@ import asyncio
 import gzip
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +14,8 @@ import httpx
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, EngineError
+from lachesis.common.types import Say
 from lachesis.engines.http.control import tls
-
-Say = Callable[[str], None]
 
 SETTING = "--env.wait_timeout"
 _REQUEST_S = 30.0

@@ -6,7 +6,7 @@ The report, the health rules, the console and the documentation take their words
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,12 +30,9 @@ class Metric:
     healthy: tuple[float | None, float | None] | None = None
 
 
-def _table(metrics: Iterable[Metric]) -> dict[str, Metric]:
-    return {metric.name: metric for metric in metrics}
-
-
-METRICS: Mapping[str, Metric] = _table(
-    (
+METRICS: Mapping[str, Metric] = {
+    metric.name: metric
+    for metric in (
         Metric("loss", "Loss", "", "The policy loss. It hovers around 0 and says little; a jump says much."),
         Metric(
             "grad_norm", "Gradient norm", "", "Length of the gradient before clipping. 0 is right only where "
@@ -134,7 +131,7 @@ METRICS: Mapping[str, Metric] = _table(
         Metric("evaluation/mean_length", "Held-out length", "tokens", "Mean length in evaluation."),
         Metric("evaluation/seconds", "Evaluation", "s", "How long the evaluation took."),
     )
-)  # fmt: skip
+}  # fmt: skip
 
 
 def describe(name: str) -> Metric:

@@ -18,7 +18,7 @@ from typing import Any
 from lachesis.common.deadline import Wait, waits_now
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.common.files import write_atomic
-from lachesis.metrics.sinks.base import run_paths
+from lachesis.common.run_files import run_paths
 
 logger = logging.getLogger("lachesis")
 

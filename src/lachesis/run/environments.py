@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
+from lachesis.common.types import Say
 from lachesis.environments.base import Environment
 from lachesis.environments.client import InferenceClient
 from lachesis.environments.flags import EnvironmentOptions, describe, parse_options
@@ -23,7 +24,6 @@ from lachesis.environments.runner import Runner
 from lachesis.environments.shipped import SHIPPED
 from lachesis.environments.tokenizer import load_tokenizer
 
-Say = Callable[[str], None]
 T = TypeVar("T")
 
 _GROUPS = 8

@@ -16,15 +16,14 @@ from rich.console import Console
 
 from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.http import server_url
+from lachesis.common.run_files import run_paths
+from lachesis.common.types import Say
 from lachesis.common.world import World
 from lachesis.config.dialects.atropos_help import help_text
 from lachesis.config.load import LoadedConfig, load_argv
 from lachesis.config.schema import HttpEngineConfig, LachesisConfig, LoraAdapterConfig
-from lachesis.metrics.sinks.base import run_paths
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.run.train import Companions, RunSummary, train
-
-Say = Callable[[str], None]
 
 HELP_FLAGS = ("--help", "-h")
 # What the documents print while training; said by the bridges, the engine's client and the source.

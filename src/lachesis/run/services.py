@@ -24,6 +24,7 @@ from rich.console import Console
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError
 from lachesis.common.process import EngineProcess, check_port_free
+from lachesis.common.types import Say
 from lachesis.common.world import World
 from lachesis.config.dialects import ManagedEngine
 from lachesis.config.load import LoadedConfig, load_argv, load_config
@@ -38,7 +39,7 @@ from lachesis.environments.flags import parse_options
 from lachesis.rollouts.atropos.client import api_url
 from lachesis.run.engine import server_urls
 from lachesis.run.environments import find
-from lachesis.run.grpo import Invocation, Say, split_words, train_as_asked
+from lachesis.run.grpo import Invocation, split_words, train_as_asked
 from lachesis.run.train import RunSummary
 
 logger = logging.getLogger("lachesis")

@@ -14,7 +14,7 @@ from lachesis.common.types import StepRecord
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps
 from lachesis.metrics.health.monitor import HealthMonitor
-from lachesis.metrics.health.types import Limits
+from lachesis.metrics.health.types import HealthLimits
 from lachesis.metrics.hub import MetricsHub
 from lachesis.metrics.report.page import ReportSink
 from lachesis.metrics.sinks.base import Sink
@@ -85,15 +85,15 @@ def build_sinks(
     return MetricsHub(sinks, monitor=monitor)
 
 
-def health_limits(config: LachesisConfig) -> Limits:
+def health_limits(config: LachesisConfig) -> HealthLimits:
     """From where on a run says that samples are old, and that trainer and engine disagree.
 
     The first is later where the configuration wants older ones, the second where only one side rounds its products
     or its base weights.
     """
     kind, pipeline = config.model.quantization, config.pipeline
-    wanted = max(Limits().staleness, config.algorithm.num_iterations - 1)
-    limits = Limits(staleness=max(wanted, pipeline.max_staleness or 0) if pipeline.async_prefetch else wanted)
+    wanted = max(HealthLimits().staleness, config.algorithm.num_iterations - 1)
+    limits = HealthLimits(staleness=max(wanted, pipeline.max_staleness or 0) if pipeline.async_prefetch else wanted)
     if config.model.matmul_dtype != "auto":
         return replace(limits, logprob_diff=ROUNDED_LOGPROB_DIFF)
     if kind == "none" or config.engine.kind == "embedded":

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar
 import psutil
 
 from lachesis.common.errors import ConfigError
+from lachesis.common.run_files import run_paths
 from lachesis.common.types import Finding
 from lachesis.metrics.names import format_number, format_seconds
-from lachesis.metrics.sinks.base import run_paths
 from lachesis.metrics.sinks.jsonl import StepLine, read_metrics
 
 RunState = Literal["loading", "running", "suspended", "finished", "stopped", "failed", "gone"]

@@ -29,7 +29,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps, with_steps
 from lachesis.metrics.hub import DISK_FULL, MetricsHub
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.metrics.telemetry import Telemetry
+from lachesis.metrics.telemetry import HubTelemetry
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.atropos.watch import EngineWatch
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
@@ -176,7 +176,7 @@ def build_trainer(
 ) -> Trainer:
     """The loop over the parts of a run."""
     policy = parts.policy
-    telemetry = Telemetry(
+    telemetry = HubTelemetry(
         hub=hub,
         reduce=policy.strategy.reduce,
         reward_names=parts.reward_names,

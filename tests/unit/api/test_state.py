@@ -7,7 +7,7 @@ import pytest
 
 from lachesis.api.records import Change, HeldGroup, ScoredGroup, Snapshot
 from lachesis.api.refusals import Refusal
-from lachesis.api.state import Limits, RolloutState
+from lachesis.api.state import QueueLimits, RolloutState
 from lachesis.api.wire import EnvRegistration, Registration
 from tests.unit.api.processes import ENVIRONMENT, REGISTRATION
 
@@ -15,7 +15,7 @@ NOW = 50.0
 
 
 def new_state(*, batch_size: int = 8, acknowledge: bool = False, **limits) -> RolloutState:
-    state = RolloutState(Limits(**limits))
+    state = RolloutState(QueueLimits(**limits))
     state.register(registration(batch_size=batch_size, acknowledge=acknowledge))
     return state
 
@@ -211,7 +211,7 @@ def test_buffered_tokens_count_against_the_limit():
 
 
 def test_waiting():
-    state = RolloutState(Limits())
+    state = RolloutState(QueueLimits())
     assert state.waiting(NOW) == "no trainer has registered"
     state.register(registration())
     assert state.waiting(NOW) == "0 of 8 sequences are queued"
@@ -236,7 +236,7 @@ def test_reset_forgets_everything():
 def test_any_history_can_be_restored():
     """A random run, stopped anywhere: what is restored from its changes goes on as the original does."""
     chance = random.Random(5)
-    state, mirror = RolloutState(Limits(ack_timeout_s=1e9)), Mirror()
+    state, mirror = RolloutState(QueueLimits(ack_timeout_s=1e9)), Mirror()
     trainer, change = state.register(registration(acknowledge=True))
     mirror.apply(change)
     mirror.apply(state.next_batch(NOW)[1])
@@ -277,7 +277,7 @@ def test_numbers_go_on_after_a_restore():
     mirror.apply(state.post([group(8), group(8)], NOW)[1])
     mirror.apply(state.next_batch_for(trainer, None, NOW)[1])
     mirror.apply(state.next_batch_for(trainer, None, NOW)[1])
-    again = RolloutState(Limits())
+    again = RolloutState(QueueLimits())
     again.restore(mirror.snapshot(), NOW)
     _, change = again.post([group(8)], NOW)
     assert change.added[0].number == 2 and again.next_batch_for(trainer, {0, 1}, NOW)[0].id == 2

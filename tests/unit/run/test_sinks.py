@@ -6,13 +6,13 @@ import pytest
 
 from lachesis.bridges.proof import QUANTIZED_TOLERANCE
 from lachesis.config.schema import LachesisConfig
-from lachesis.metrics.health.types import Limits
+from lachesis.metrics.health.types import HealthLimits
 from lachesis.run.sinks import health_limits
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_trainer_that_alone_is_quantized_may_differ_more_before_a_run_says_so(kind: str):
-    def limits(engine: str, quantization: str) -> Limits:
+    def limits(engine: str, quantization: str) -> HealthLimits:
         sections = {
             "run": {"steps": 1},
             "model": {"path": "a", "quantization": quantization},
@@ -23,10 +23,10 @@ def test_a_trainer_that_alone_is_quantized_may_differ_more_before_a_run_says_so(
         }
         return health_limits(LachesisConfig.model_validate(sections))
 
-    assert limits("embedded", kind) == limits("vllm", "none") == Limits()
+    assert limits("embedded", kind) == limits("vllm", "none") == HealthLimits()
     wider = limits("vllm", kind)
-    assert Limits().canary_error < wider.canary_error < QUANTIZED_TOLERANCE[kind]
-    assert (wider.logprob_diff > Limits().logprob_diff) == (kind == "nf4")
+    assert HealthLimits().canary_error < wider.canary_error < QUANTIZED_TOLERANCE[kind]
+    assert (wider.logprob_diff > HealthLimits().logprob_diff) == (kind == "nf4")
 
 
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
@@ -39,8 +39,8 @@ def test_float8_products_are_off_in_the_canary_and_on_in_the_logprobs_of_the_los
         "engine": {"kind": engine},
     }
     limits = health_limits(LachesisConfig.model_validate(sections))
-    assert limits.canary_error == Limits().canary_error
-    assert limits.logprob_diff > Limits().logprob_diff
+    assert limits.canary_error == HealthLimits().canary_error
+    assert limits.logprob_diff > HealthLimits().logprob_diff
 
 
 @pytest.mark.parametrize(

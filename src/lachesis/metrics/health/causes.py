@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lachesis.common.types import Group, Sample
-from lachesis.metrics.health.types import Alarm, Level
+from lachesis.common.types import Group, Level, Sample
+from lachesis.metrics.health.types import Alarm
 from lachesis.metrics.names import format_number, format_share
 
 

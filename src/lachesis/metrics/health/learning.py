@@ -11,10 +11,11 @@ import math
 from statistics import fmean, median
 
 from lachesis.metrics.health.causes import all_same_text, explain_zero_variance
-from lachesis.metrics.health.types import Alarm, Observation, Rule
+from lachesis.metrics.health.types import Alarm, Observation, rule
 from lachesis.metrics.names import format_number, format_share, reward_functions
 
 
+@rule
 def not_finite(seen: Observation) -> Alarm | None:
     """Loss or gradient norm are NaN or infinite."""
     broken = [name for name in ("loss", "grad_norm") if not math.isfinite(seen.values.get(name, 0.0))]
@@ -27,6 +28,7 @@ def not_finite(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def loss_explodes(seen: Observation) -> Alarm | None:
     """The loss is more than 20 times its usual size."""
     size = abs(seen.values.get("loss", 0.0))
@@ -41,6 +43,7 @@ def loss_explodes(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def ratio_off(seen: Observation) -> Alarm | None:
     """The mean probability ratio is outside 0.8 to 1.2: trainer and sampler disagree."""
     ratio = seen.values.get("mean_ratio")
@@ -55,10 +58,10 @@ def ratio_off(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def kl_high(seen: Observation) -> Alarm | None:
     """The policy has moved more than 0.1 nats (a problem: 0.5) from the one that sampled."""
-    kl = seen.values.get("mean_kl")
-    if kl is None or kl <= 0.1:
+    if (kl := seen.above("mean_kl", 0.1)) is None:
         return None
     return Alarm(
         "problem" if kl > 0.5 else "warning",
@@ -68,10 +71,10 @@ def kl_high(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def clipped_much(seen: Observation) -> Alarm | None:
     """More than 30 % (a problem: 50 %) of the ratios are clipped."""
-    share = seen.values.get("clipped_fraction")
-    if share is None or share <= 0.3:
+    if (share := seen.above("clipped_fraction", 0.3)) is None:
         return None
     return Alarm(
         "problem" if share > 0.5 else "warning",
@@ -81,6 +84,7 @@ def clipped_much(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def reward_stays_low(seen: Observation) -> Alarm | None:
     """The mean reward is still below 0.15 after step 20 and does not rise."""
     rewards = seen.recent("reward", seen.step)
@@ -99,6 +103,7 @@ def reward_stays_low(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def zero_variance(seen: Observation) -> Alarm | None:
     """No group has rewards that differ, told apart by cause: truncation, equal answers, a constant reward."""
     share = seen.values.get("zero_std_fraction")
@@ -113,6 +118,7 @@ def zero_variance(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def one_text_for_all(seen: Observation) -> Alarm | None:
     """All completions of a batch are the same text."""
     text = all_same_text(seen.groups)
@@ -126,6 +132,7 @@ def one_text_for_all(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def entropy_off(seen: Observation) -> Alarm | None:
     """Entropy is below 0.01 (one answer for everything, unless the task is solved) or above 2."""
     entropy = seen.values.get("entropy")
@@ -154,10 +161,10 @@ def entropy_off(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def gradient_large(seen: Observation) -> Alarm | None:
     """The gradient norm is above 10 (a problem: 100)."""
-    norm = seen.values.get("grad_norm")
-    if norm is None or not math.isfinite(norm) or norm <= 10.0:
+    if (norm := seen.above("grad_norm", 10.0)) is None or not math.isfinite(norm):
         return None
     return Alarm(
         "problem" if norm > 100.0 else "warning",
@@ -167,6 +174,7 @@ def gradient_large(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def gradient_vanished(seen: Observation) -> Alarm | None:
     """The gradient is 0 although rewards differ, or stays below 0.001 for ten steps."""
     norms = seen.recent("grad_norm", 10)
@@ -187,6 +195,7 @@ def gradient_vanished(seen: Observation) -> Alarm | None:
     return None
 
 
+@rule
 def reward_function_constant(seen: Observation) -> Alarm | None:
     """A reward function gave every completion of the last steps the same value."""
     steps = 20
@@ -209,6 +218,7 @@ def reward_function_constant(seen: Observation) -> Alarm | None:
     return None
 
 
+@rule
 def accuracy_fell(seen: Observation) -> Alarm | None:
     """Held-out accuracy is more than 10 points below its best; a fall to under 60 % of it is a collapse."""
     if len(seen.evaluations) < 2:
@@ -227,6 +237,7 @@ def accuracy_fell(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def reward_fell(seen: Observation) -> Alarm | None:
     """The mean reward fell to half of its best."""
     rewards = seen.recent("reward", 50)
@@ -242,21 +253,3 @@ def reward_fell(seen: Observation) -> Alarm | None:
         "set algorithm.beta or lower optimizer.learning_rate",
         best - now,
     )
-
-
-LEARNING_RULES: tuple[Rule, ...] = (
-    not_finite,
-    loss_explodes,
-    ratio_off,
-    kl_high,
-    clipped_much,
-    reward_stays_low,
-    zero_variance,
-    one_text_for_all,
-    entropy_off,
-    gradient_large,
-    gradient_vanished,
-    reward_function_constant,
-    accuracy_fell,
-    reward_fell,
-)

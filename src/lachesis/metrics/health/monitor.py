@@ -6,24 +6,16 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lachesis.common.types import EvalResult, Finding, StepRecord
-from lachesis.metrics.health.learning import LEARNING_RULES
-from lachesis.metrics.health.rollouts import ROLLOUT_RULES
-from lachesis.metrics.health.types import Alarm, Limits, Observation, Rule
+from lachesis.common.types import LEVELS, EvalResult, Finding, StepRecord
+from lachesis.metrics.health import learning, rollouts  # noqa: F401  (their rules enter RULES, in this order)
+from lachesis.metrics.health.types import RULES, Alarm, HealthLimits, Observation
 
-LEVELS = ("note", "warning", "problem")
 WORSE = 1.5
-RULES: Mapping[str, Rule] = {rule.__name__: rule for rule in (*LEARNING_RULES, *ROLLOUT_RULES)}
 
 
 def alarms(seen: Observation) -> dict[str, Alarm]:
     """What each rule says about a step, by rule; silent ones are left out. Pure."""
     return {name: alarm for name, rule in RULES.items() if (alarm := rule(seen)) is not None}
-
-
-def findings(seen: Observation) -> list[Finding]:
-    """The same as :class:`Finding` records, the worst first."""
-    return _sorted([Finding(alarm.level, name, alarm.message) for name, alarm in alarms(seen).items()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +36,8 @@ class HealthMonitor:
         history: steps that are remembered.
     """
 
-    def __init__(self, *, limits: Limits | None = None, repeat_after: int = 20, history: int = 50) -> None:
-        self._limits = limits or Limits()
+    def __init__(self, *, limits: HealthLimits | None = None, repeat_after: int = 20, history: int = 50) -> None:
+        self._limits = limits or HealthLimits()
         self._repeat_after = repeat_after
         self._history: deque[Mapping[str, float]] = deque(maxlen=history)
         self._evaluations: list[EvalResult] = []
@@ -70,7 +62,8 @@ class HealthMonitor:
         self._history.append(record.values)
         fresh = {name: alarm for name, alarm in alarms(seen).items() if self._is_news(name, alarm, record.step)}
         self._reported |= {name: _Reported(record.step, alarm) for name, alarm in fresh.items()}
-        return tuple(_sorted([Finding(alarm.level, name, alarm.message) for name, alarm in fresh.items()]))
+        found = [Finding(alarm.level, name, alarm.message) for name, alarm in fresh.items()]
+        return tuple(sorted(found, key=lambda finding: -LEVELS.index(finding.level)))
 
     def _is_news(self, name: str, alarm: Alarm, step: int) -> bool:
         last = self._reported.get(name)
@@ -80,7 +73,3 @@ class HealthMonitor:
             or LEVELS.index(alarm.level) > LEVELS.index(last.alarm.level)
             or alarm.severity > WORSE * last.alarm.severity
         )
-
-
-def _sorted(found: list[Finding]) -> list[Finding]:
-    return sorted(found, key=lambda finding: -LEVELS.index(finding.level))

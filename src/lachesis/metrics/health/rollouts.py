@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from statistics import median
 
-from lachesis.metrics.health.types import Alarm, Observation, Rule
+from lachesis.metrics.health.types import Alarm, Observation, rule
 from lachesis.metrics.names import format_number, format_share
 
 
+@rule
 def truncated_often(seen: Observation) -> Alarm | None:
     """Many completions reach the length limit."""
-    share = seen.values.get("truncated_fraction")
-    if share is None or share <= 0.25:
+    if (share := seen.above("truncated_fraction", 0.25)) is None:
         return None
     if share == 1.0 and seen.values.get("zero_std_fraction") == 1.0:
         return None  # zero_variance says so, and what it costs
@@ -25,6 +25,7 @@ def truncated_often(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def empty_completions(seen: Observation) -> Alarm | None:
     """Completions without a single token of text."""
     samples = [sample for group in seen.groups for sample in group.samples]
@@ -39,10 +40,10 @@ def empty_completions(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def samples_stale(seen: Observation) -> Alarm | None:
     """Samples are older than the limit in weight versions."""
-    staleness = seen.values.get("staleness")
-    if staleness is None or staleness <= seen.limits.staleness:
+    if (staleness := seen.above("staleness", seen.limits.staleness)) is None:
         return None
     return Alarm(
         "warning",
@@ -54,11 +55,11 @@ def samples_stale(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def logprobs_differ(seen: Observation) -> Alarm | None:
     """The engine's logprobs of samples from the weights of now differ from the trainer's; stale ones are not judged."""
-    mean = seen.values.get("logprob_diff_mean")
     limit = seen.limits.logprob_diff
-    if mean is None or mean <= limit:
+    if (mean := seen.above("logprob_diff_mean", limit)) is None:
         return None
     largest = seen.values.get("logprob_diff_max")
     detail = f", at most {format_number(largest)}" if largest is not None else ""
@@ -72,10 +73,10 @@ def logprobs_differ(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def canary_off(seen: Observation) -> Alarm | None:
     """The proof of sync came close to its tolerance."""
-    error = seen.values.get("canary_error")
-    if error is None or error <= seen.limits.canary_error:
+    if (error := seen.above("canary_error", seen.limits.canary_error)) is None:
         return None
     return Alarm(
         "problem",
@@ -86,6 +87,7 @@ def canary_off(seen: Observation) -> Alarm | None:
     )
 
 
+@rule
 def groups_dropped(seen: Observation) -> Alarm | None:
     """Groups were dropped because their reward failed."""
     errors, dropped = seen.values.get("reward_errors", 0.0), seen.values.get("dropped_groups", 0.0)
@@ -101,6 +103,7 @@ def groups_dropped(seen: Observation) -> Alarm | None:
     return Alarm("note", f"{dropped:.0f} groups were dropped in this step: the batch is smaller", dropped)
 
 
+@rule
 def time_unbalanced(seen: Observation) -> Alarm | None:
     """Generation, training or rewards take most of a step."""
     times = {name: seen.recent(name, 10) for name in ("generation_time", "train_time", "reward_time", "step_time")}
@@ -125,14 +128,3 @@ def time_unbalanced(seen: Observation) -> Alarm | None:
             "batch.max_tokens_per_microbatch, or turn off model.gradient_checkpointing if memory allows",
         )
     return None
-
-
-ROLLOUT_RULES: tuple[Rule, ...] = (
-    truncated_often,
-    empty_completions,
-    samples_stale,
-    logprobs_differ,
-    canary_off,
-    groups_dropped,
-    time_unbalanced,
-)

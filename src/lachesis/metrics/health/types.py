@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
-from lachesis.common.types import EvalResult, Group
-
-Level = Literal["note", "warning", "problem"]
+from lachesis.common.types import EvalResult, Group, Level
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class HealthLimits:
     """Thresholds that depend on the run.
 
     ``staleness`` in weight versions; ``canary_error`` and ``logprob_diff`` in nats (means of absolute
@@ -33,7 +31,12 @@ class Observation:
     groups: Sequence[Group] = ()
     history: Sequence[Mapping[str, float]] = ()
     evaluations: Sequence[EvalResult] = ()
-    limits: Limits = field(default_factory=Limits)
+    limits: HealthLimits = field(default_factory=HealthLimits)
+
+    def above(self, name: str, limit: float) -> float | None:
+        """The value of this step if it was measured and is above ``limit``; NaN is, too."""
+        value = self.values.get(name)
+        return None if value is None or value <= limit else value
 
     def recent(self, name: str, count: int) -> list[float]:
         """The values of the last ``count`` steps with this one, oldest first, where it was measured."""
@@ -51,3 +54,10 @@ class Alarm:
 
 
 Rule: TypeAlias = Callable[[Observation], Alarm | None]
+RULES: dict[str, Rule] = {}
+
+
+def rule(function: Rule) -> Rule:
+    """Have the health monitor ask this rule, under the function's name."""
+    RULES[function.__name__] = function
+    return function

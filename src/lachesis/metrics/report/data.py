@@ -13,14 +13,13 @@ from typing import Any
 import yaml
 
 from lachesis.common.errors import DataError
-from lachesis.common.types import EvalResult
+from lachesis.common.run_files import run_paths
+from lachesis.common.types import LEVELS, EvalResult
 from lachesis.metrics.names import describe, format_number, format_seconds, format_share, reward_functions
-from lachesis.metrics.sinks.base import run_paths
 from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine, read_metrics
 
 MAX_POINTS = 2000
 MAX_BARS = 400
-LEVELS = ("problem", "warning", "note")
 
 TRAINING = (("train_time", "Training"), ("sync_time", "Optimizer and sync"))
 SAMPLING = (("generation_time", "Generation"), ("reward_time", "Rewards"))
@@ -212,9 +211,9 @@ def findings(steps: Sequence[StepLine]) -> list[dict[str, Any]]:
     for line in steps:
         for finding in line.findings:
             entry = entries.setdefault(finding.rule, {"first": line.step, "count": 0, "level": finding.level})
-            entry |= {**asdict(finding), "level": min(entry["level"], finding.level, key=LEVELS.index)}
+            entry |= {**asdict(finding), "level": max(entry["level"], finding.level, key=LEVELS.index)}
             entry |= {"last": line.step, "count": entry["count"] + 1}
-    return sorted(entries.values(), key=lambda entry: (LEVELS.index(entry["level"]), entry["first"]))
+    return sorted(entries.values(), key=lambda entry: (-LEVELS.index(entry["level"]), entry["first"]))
 
 
 def charts(log: MetricsLog) -> list[dict[str, Any]]:

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.files import write_atomic
+from lachesis.common.run_files import run_paths
 from lachesis.common.types import StepRecord
 from lachesis.metrics.report import data as report_data
 from lachesis.metrics.report.data import read_run, result_sentence, run_seconds, setting
 from lachesis.metrics.report.rollouts import rollouts
-from lachesis.metrics.sinks.base import Sink, run_paths
+from lachesis.metrics.sinks.base import Sink
 from lachesis.web.pages import render_page
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"

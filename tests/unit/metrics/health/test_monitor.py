@@ -10,8 +10,8 @@ from pydantic import BaseModel
 
 from lachesis.common.types import EvalResult, Group, StepRecord
 from lachesis.config.schema import LachesisConfig, LoraAdapterConfig
-from lachesis.metrics.health.monitor import RULES, HealthMonitor, alarms, findings
-from lachesis.metrics.health.types import Alarm, Limits, Observation
+from lachesis.metrics.health.monitor import RULES, HealthMonitor, alarms
+from lachesis.metrics.health.types import Alarm, HealthLimits, Observation
 
 MakeGroup = Callable[..., Group]
 
@@ -42,7 +42,7 @@ def evaluated(step: int, accuracy: float) -> EvalResult:
 
 def test_a_healthy_step_has_no_findings(make_group: MakeGroup) -> None:
     groups = [make_group(prompt=prompt) for prompt in ("1+1=", "2+2=", "3+3=")]
-    assert findings(see(groups=groups, history=50, evaluations=[evaluated(10, 0.4), evaluated(30, 0.5)])) == []
+    assert alarms(see(groups=groups, history=50, evaluations=[evaluated(10, 0.4), evaluated(30, 0.5)])) == {}
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_without_a_fresh_sample_trainer_and_engine_are_not_compared() -> None:
 
 def test_limits_can_be_set() -> None:
     values = {"staleness": 5.0, "logprob_diff_mean": 0.08, "canary_error": 0.2}
-    limits = Limits(staleness=8, logprob_diff=0.1, canary_error=0.5)
+    limits = HealthLimits(staleness=8, logprob_diff=0.1, canary_error=0.5)
     assert alarms(Observation(1, values, limits=limits)) == {}
 
 

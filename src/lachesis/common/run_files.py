@@ -1,0 +1,21 @@
+"""The layout of a run directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def run_paths(run_dir: Path) -> dict[str, Path]:
+    """The files of a run directory by name; nothing is created."""
+    return {
+        "config": run_dir / "config.yaml",
+        "metrics": run_dir / "metrics.jsonl",
+        "rollouts": run_dir / "rollouts",
+        "report": run_dir / "report.html",
+        "state": run_dir / "state.json",
+        "live": run_dir / "live.json",
+        "checkpoints": run_dir / "checkpoints",
+        "final": run_dir / "final",
+        "logs": run_dir / "logs",
+        "tensorboard": run_dir / "tensorboard",
+    }
