@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.run.train import environments as env_cli
+from lachesis.run import environments as env_cli
 from tests import gsm8k
 from tests.browser.test_report import Page, browser  # noqa: F401
 from tests.e2e.atropos_runs import stage
