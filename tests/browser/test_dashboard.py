@@ -41,6 +41,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     service = webdriver.ChromeService(executable_path=chromedriver, env={**os.environ, "SE_OFFLINE": "true"})
     driver = webdriver.Chrome(options=options, service=service)
+    driver.get("about:blank")  # what the browser's own start page asks for is over
     yield Page(driver)
     driver.quit()
 

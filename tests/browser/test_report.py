@@ -89,6 +89,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     # A driver given by path keeps selenium from looking for one, and from looking anything up at all.
     service = webdriver.ChromeService(executable_path=chromedriver, env={**os.environ, "SE_OFFLINE": "true"})
     driver = webdriver.Chrome(options=options, service=service)
+    driver.get("about:blank")  # what the browser's own start page asks for is over
     yield Page(driver)
     driver.quit()
 

@@ -26,7 +26,7 @@ from tests.waiting import LONG_S
 ENVIRONMENTS = EXAMPLES / "environments"
 CODE = """
 import sys
-from lachesis.run.train import environments as env_cli
+from lachesis.run import environments as env_cli
 from lachesis.common.errors import LachesisError
 try:
     sys.exit(env_cli.run(sys.argv[1], sys.argv[2], sys.argv[3:], say=lambda line: print(line, flush=True)))

@@ -191,7 +191,8 @@ function start() {
   page.smooth = byId("smooth").checked = longest > 60;
   const redraw = () => drawn.forEach((chart) => chart.draw());
   byId("smooth").addEventListener("change", (event) => { page.smooth = event.target.checked; redraw(); });
-  let width = 0;
+  let width = byId("charts").clientWidth;
+  redraw();
   new ResizeObserver(([entry]) => {
     if (Math.abs(entry.contentRect.width - width) < 1) return;
     width = entry.contentRect.width;
