@@ -23,12 +23,19 @@ from lachesis.common.world import find_world
 from lachesis.config.schema import DistributedConfig, LoraAdapterConfig, OptimizerConfig
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import Batch, pack
-from lachesis.train.distributed.commands import Build
-from lachesis.train.distributed.following import Follower
+from lachesis.train.distributed.control import ControlGroup
+from lachesis.train.distributed.follower import Follower
 from lachesis.train.distributed.fsdp2 import Fsdp2
-from lachesis.train.distributed.group import join, meet, rank_device
+from lachesis.train.distributed.leader import BUILD, Leader
 from lachesis.train.distributed.leading import LeadingPolicy
-from lachesis.train.distributed.meeting import leaving, open_team, reach_leader
+from lachesis.train.distributed.rendezvous import (
+    abort_collectives,
+    attempt_store,
+    destroying_process_group,
+    init_process_group,
+    job_store,
+    rank_device,
+)
 from lachesis.train.distributed.replicate import Replicate
 from lachesis.train.distributed.single import SingleDevice
 from lachesis.train.distributed.strategy import Strategy
@@ -132,10 +139,10 @@ def batches(case: Case, *, packed: bool) -> list[Batch]:
     return made
 
 
-def compare(case: Case, team: Any, *, name: str, device: torch.device, join_backend: Any) -> None:
+def compare(case: Case, leader: Leader, *, name: str, device: torch.device, join_backend: Any) -> None:
     alone = build(case, SingleDevice(), device=device)
-    with team.together("building the policy", Build({"case": name})):
-        leading = build(case, join_backend(case), device=device, make=partial(LeadingPolicy, team=team))
+    with leader.turn(BUILD, {"case": name}, what="building the policy"):
+        leading = build(case, join_backend(case), device=device, make=partial(LeadingPolicy, leader=leader))
     assert leading.plan == alone.plan, (leading.plan, alone.plan)
     todo = batches(case, packed=alone.plan.packed)
     before = {key: value.clone() for key, value in alone.weights().items()}
@@ -190,30 +197,29 @@ def main() -> None:
     assert world is not None
     device = rank_device(world, wanted=asked.device)
     known = CASES | GPU_CASES
-    store = meet(world, limit_s=LIMIT_S)
+    store = attempt_store(world, job_store(world, limit_s=LIMIT_S))
+    control = ControlGroup(world, store, limit_s=LIMIT_S)
 
     def backend_of(case: Case) -> Strategy:
         config = DistributedConfig(**dict(case.distributed))
         return Replicate(device) if config.strategy == "replicate" else Fsdp2(device, config)
 
-    def build_part(data: Mapping[str, Any]) -> tuple[Policy, float, int]:
+    def build_part(data: Mapping[str, Any]) -> tuple[Policy, int]:
         case = known[data["case"]]
-        return build(case, backend_of(case), device=device), LIMIT_S, 0
+        return build(case, backend_of(case), device=device), 0
 
+    init_process_group(world, store, device=device, limit_s=LIMIT_S)
     if world.rank > 0:
-        link = reach_leader(world, store, limit_s=LIMIT_S)
-        join(world, store, device=device, limit_s=LIMIT_S)
-        with leaving():
-            Follower(link, rank=world.rank, build=build_part, end_process=lambda error: os._exit(1)).follow()
+        with destroying_process_group():
+            Follower(control, build=build_part, end_process=lambda error: os._exit(1)).follow()
         return
-    team = open_team(world, store, limit_s=LIMIT_S)
-    join(world, store, device=device, limit_s=LIMIT_S)
-    with closing(team), leaving():
+    leader = Leader(control, abort=abort_collectives)
+    with closing(leader), destroying_process_group():
         for name in asked.cases or known:
-            compare(known[name], team, name=name, device=device, join_backend=backend_of)
+            compare(known[name], leader, name=name, device=device, join_backend=backend_of)
             sys.stdout.write(f"{name}: equal over {world.size} ranks\n")
             sys.stdout.flush()
-        team.end()
+        leader.close()
 
 
 if __name__ == "__main__":

@@ -64,13 +64,17 @@ def write_reward(directory: Path, body: str) -> str:
 
 
 def write_dying_loss(directory: Path, *, rank: int, at_call: int) -> str:
-    """A loss, as a configuration names it, at one call of which the process of that rank is killed."""
+    """A loss, as a configuration names it, at one call of which the process of that rank is killed.
+
+    Where torchrun has started all ranks again, nobody is.
+    """
     (directory / "dying.py").write_text(
         "import os, signal\n"
         "calls = []\n"
         "def loss(logprobs, *, ratio, advantages, **rest):\n"
         "    calls.append(1)\n"
-        f"    if os.environ['RANK'] == '{rank}' and len(calls) == {at_call}:\n"
+        "    first = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0'\n"
+        f"    if first and os.environ['RANK'] == '{rank}' and len(calls) == {at_call}:\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return -ratio * advantages\n"
     )
@@ -128,13 +132,14 @@ def command(*arguments: str | Path, code: str = COMMAND, cwd: Path | None = None
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
-def torchrun(ranks: int, *arguments: str | Path) -> Outcome:
+def torchrun(ranks: int, *arguments: str | Path, max_restarts: int = 0) -> Outcome:
     """`torchrun --nproc-per-node RANKS -m MODULE ARGUMENTS`; a module of these tests too."""
     own = [Path(lachesis.__file__).parents[1], Path(__file__).parents[2]]
     paths = os.pathsep.join([*map(str, own), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--max-restarts", str(max_restarts)),
             *("--nproc-per-node", str(ranks), "-m", *map(str, arguments)),
         ],
         env=environment(PYTHONPATH=paths),

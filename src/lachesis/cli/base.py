@@ -136,8 +136,11 @@ def world_of_leader() -> World | None:
 
 
 def _end_process(error: LachesisError) -> None:
-    """From another thread than the one that waits."""
-    error_console.print(f"error: {error}", style="red")
+    """From another thread than the one that waits. What the leader knows it says."""
+    from lachesis.run.ranks import ToldLeader
+
+    if not isinstance(error, ToldLeader):
+        error_console.print(f"error: {error}", style="red")
     os._exit(error.exit_code)
 
 

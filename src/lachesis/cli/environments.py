@@ -33,7 +33,7 @@ def env(
     command: Annotated[str, typer.Argument(help="serve, process or evaluate.")] = "--help",
 ) -> None:
     """Serve, process or evaluate an environment; `lachesis env NAME --help` lists its flags."""
-    from lachesis.run.train import environments as env_cli
+    from lachesis.run import environments as env_cli
 
     code = env_cli.run(name, command, context.args, say=console.print)
     if code:

@@ -37,7 +37,7 @@ def train(
     world = world_of_leader()
     loaded = load_config(config, overrides=overrides or [])
     with console.status("loading torch and the model") if console.is_terminal else nothing():
-        from lachesis.run.train import train as run
+        from lachesis.run import train as run
 
         hide_progress_bars()
     with stop_on_signals() as stop:

@@ -14,16 +14,16 @@ HOW_TO_START = "torchrun --nproc-per-node N -m lachesis train CONFIG.yaml"
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """``size`` ranks over all nodes, ``local_size`` of them here; this is ``rank``, on device ``local_rank``."""
+    """``size`` ranks over all nodes, ``local_size`` of them here; this is ``rank``, on device ``local_rank``.
+
+    ``restarts`` counts how often torchrun has started all of them again.
+    """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-
-    @property
-    def one_node(self) -> bool:
-        return self.local_size == self.size
+    restarts: int = 0
 
 
 def world_size(environment: Mapping[str, str]) -> int:
@@ -57,6 +57,7 @@ def find_world(environment: Mapping[str, str]) -> World | None:
             size=size,
             local_rank=int(environment.get("LOCAL_RANK", rank)),
             local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
+            restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,19 +18,28 @@ from lachesis.common.world import World
 from lachesis.config.rules.distributed import require_distributable
 from lachesis.config.schema import LachesisConfig
 from lachesis.run.parts import build_policy
-from lachesis.train.distributed.commands import Build
-from lachesis.train.distributed.following import FIRST_LIMIT_S, Follower, ToldLeader
+from lachesis.train.distributed.control import ControlGroup
+from lachesis.train.distributed.follower import Follower, ToldLeader
 from lachesis.train.distributed.fsdp2 import Fsdp2
-from lachesis.train.distributed.group import join, meet, rank_device
+from lachesis.train.distributed.leader import BUILD, Leader
 from lachesis.train.distributed.leading import LeadingPolicy
-from lachesis.train.distributed.meeting import leaving, open_team, reach_leader
+from lachesis.train.distributed.rendezvous import (
+    abort_collectives,
+    attempt_store,
+    destroying_process_group,
+    init_process_group,
+    job_store,
+    rank_device,
+)
 from lachesis.train.distributed.replicate import Replicate
 from lachesis.train.distributed.strategy import Strategy
-from lachesis.train.distributed.team import Team
 from lachesis.train.model.attach import WeightSource
 from lachesis.train.policy import Policy
 
-__all__ = ["Leadership", "ToldLeader", "follow", "leading"]
+__all__ = ["Leadership", "ToldLeader", "began_before", "follow", "leading"]
+
+# How long a follower waits for the leader, before that one says how long ranks are to wait for one another.
+_FIRST_LIMIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +47,26 @@ class Leadership:
     """What rank 0 has beyond a run of one process."""
 
     world: World
+    job: dist.Store
     store: dist.Store
-    team: Team
+    leader: Leader
 
     def build_policy(self, config: LachesisConfig, *, weights: WeightSource | None = None) -> Policy:
         """The policy of all ranks, built by all at once. ``weights`` has to be None, as rules demand."""
         assert weights is None, "config.rules.distributed refuses bridges that share weights"
-        with self.team.together("building the policy", Build(config.model_dump(mode="json"))):
-            return _build_policy(config, self.world, self.store, make=partial(LeadingPolicy, team=self.team))
+        with self.leader.turn(BUILD, config.model_dump(mode="json"), what="building the policy"):
+            return _build_policy(config, self.world, self.store, make=partial(LeadingPolicy, leader=self.leader))
+
+    def note_begun(self, run_dir: Path) -> None:
+        """Let later attempts of this torchrun know that the run in this directory is theirs."""
+        self.job.set(_begun_key(run_dir), b"begun")
+
+
+def began_before(world: World, run_dir: Path) -> bool:
+    """Whether an earlier attempt of this torchrun began the run in this directory, so that this one goes on with it."""
+    if world.restarts == 0:
+        return False
+    return job_store(world, limit_s=_FIRST_LIMIT_S).check([_begun_key(run_dir)])
 
 
 @contextmanager
@@ -57,11 +79,13 @@ def leading(world: World, config: LachesisConfig) -> Iterator[Leadership]:
     """
     require_distributable(config, ranks=world.size)
     rank_device(world, wanted=config.model.device)
-    store = meet(world, limit_s=config.deadlines.ranks_s)
-    team = open_team(world, store, limit_s=config.deadlines.ranks_s)
-    with closing(team), leaving():
-        yield Leadership(world=world, store=store, team=team)
-        team.end()
+    limit_s = config.deadlines.ranks_s
+    job = job_store(world, limit_s=limit_s)
+    store = attempt_store(world, job)
+    leader = Leader(ControlGroup(world, store, limit_s=limit_s), abort=abort_collectives)
+    with closing(leader), destroying_process_group():
+        yield Leadership(world=world, job=job, store=store, leader=leader)
+        leader.close()
 
 
 def follow(world: World, *, end_process: Callable[[LachesisError], None]) -> None:
@@ -73,32 +97,30 @@ def follow(world: World, *, end_process: Callable[[LachesisError], None]) -> Non
     Raises:
         LachesisError: as :meth:`Follower.follow`.
     """
-    store = meet(world, limit_s=FIRST_LIMIT_S)
-    link = reach_leader(world, store, limit_s=FIRST_LIMIT_S)
-    with closing(link), leaving():
-        Follower(link, rank=world.rank, build=partial(_build, world, store), end_process=end_process).follow()
+    store = attempt_store(world, job_store(world, limit_s=_FIRST_LIMIT_S))
+    control = ControlGroup(world, store, limit_s=_FIRST_LIMIT_S)
+    with destroying_process_group():
+        Follower(control, build=partial(_build, world, store), end_process=end_process).follow()
 
 
-def _build(world: World, store: dist.Store, data: Mapping[str, Any]) -> tuple[Policy, float, int]:
-    """The policy of a follower, with what else it has to know of the configuration."""
+def _begun_key(run_dir: Path) -> str:
+    return f"lachesis/begun/{run_dir.resolve()}"
+
+
+def _build(world: World, store: dist.Store, data: Mapping[str, Any]) -> tuple[Policy, int]:
+    """The policy of a follower, and the run's seed."""
     config = LachesisConfig.model_validate(data)
     if config.run.setup is not None:
         load_function(config.run.setup)(config.model.path)
-    return _build_policy(config, world, store), config.deadlines.ranks_s, config.run.seed
+    return _build_policy(config, world, store), config.run.seed
 
 
 def _build_policy(
     config: LachesisConfig, world: World, store: dist.Store, *, make: Callable[..., Policy] = Policy
 ) -> Policy:
-    strategy = _join(world, store, config)
+    device = rank_device(world, wanted=config.model.device)
+    init_process_group(world, store, device=device, limit_s=config.deadlines.ranks_s)
+    replicate = config.distributed.strategy == "replicate"
+    strategy: Strategy = Replicate(device) if replicate else Fsdp2(device, config.distributed)
     torch.manual_seed(config.run.seed)  # adapters begin alike on all ranks
     return build_policy(config, strategy=strategy, make=make)
-
-
-def _join(world: World, store: dist.Store, config: LachesisConfig) -> Strategy:
-    """The strategy over the group of all ranks, which is made here."""
-    device = rank_device(world, wanted=config.model.device)
-    join(world, store, device=device, limit_s=config.deadlines.ranks_s)
-    if config.distributed.strategy == "replicate":
-        return Replicate(device)
-    return Fsdp2(device, config.distributed)

@@ -28,6 +28,7 @@ from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps, with_steps
 from lachesis.metrics.hub import DISK_FULL, MetricsHub
+from lachesis.metrics.sinks.base import run_paths
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.telemetry import HubTelemetry
 from lachesis.pipeline.feed import Feed
@@ -43,7 +44,7 @@ from lachesis.run.parts import (
     build_rewarder,
     load_data,
 )
-from lachesis.run.ranks import Leadership, leading
+from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.recovery import RecoveringEvaluation, RecoveringFeed, Recovery, unclaimed_on_error
 from lachesis.run.sinks import build_sinks
 from lachesis.train.batch import Batch
@@ -94,7 +95,7 @@ def train(
 
     Args:
         loaded: the configuration.
-        resume: go on from the last checkpoint in the run directory.
+        resume: go on from the last checkpoint in the run directory. What torchrun starts again goes on by itself.
         overwrite: replace a run that is there already, once all parts of the new one are built.
         console: where progress is shown; ``None`` shows nothing.
         stop_requested: asked after each step, and while environments are waited for; True saves a checkpoint and
@@ -110,7 +111,14 @@ def train(
     findings = [*loaded.findings, *check(config)]
     for finding in findings:
         logger.log(logging.INFO if finding.level == "note" else logging.WARNING, "%s", finding.message)
-    run = claim_run(Path(config.run.dir) / config.run.name, resume=resume, overwrite=overwrite)
+    directory = Path(config.run.dir) / config.run.name
+    if world is not None and began_before(world, directory):
+        manager = CheckpointManager(run_paths(directory)["checkpoints"], keep_last=config.checkpoint.keep_last)
+        resume = manager.latest() is not None
+        overwrite = not resume
+        where = "from its last checkpoint" if resume else "from the start, for it had no checkpoint yet"
+        logger.warning("torchrun has started all ranks again (restart %d): the run goes on %s", world.restarts, where)
+    run = claim_run(directory, resume=resume, overwrite=overwrite)
     seed_everything(config.run.seed)
     if config.run.setup is not None:
         load_function(config.run.setup)(config.model.path)
@@ -128,6 +136,8 @@ def train(
         with begin_run(run, config, resume=resume) as log:
             for finding in findings:
                 log.print(f"{finding.level}: {finding.message}", markup=False)
+            if leadership is not None:
+                leadership.note_begun(run.path)
             run.update(owner=parts.place.owner)
             parts.side.keep_log(run.files["logs"] / "engine.log")
             checkpoints = build_checkpoints(config, run=run, parts=parts)
@@ -220,7 +230,7 @@ def build_parts(
     sharded = leadership is not None and config.distributed.strategy == "shard"
     build = build_policy if leadership is None else leadership.build_policy
     with unclaimed_on_error(config, owner=place.owner, claimed_before="owner" in run.state):
-        stop = partial(raise_if_asked, stop_requested)
+        stop = partial(raise_if_asked, stop_requested, leadership)
         side = build_engine_side(config, place=place, sharded=sharded, watch=stop)
         closing.callback(side.close)
         bridge = side.bridge
@@ -248,8 +258,10 @@ def build_parts(
         return config, Parts(place, side, policy, feed, evaluation, names)
 
 
-def raise_if_asked(stop_requested: Callable[[], bool]) -> None:
-    """Raise StopRequested where the run is to end."""
+def raise_if_asked(stop_requested: Callable[[], bool], leadership: Leadership | None = None) -> None:
+    """Raise StopRequested where the run is to end; or what has become of another rank."""
+    if leadership is not None:
+        leadership.leader.check()
     if stop_requested():
         raise StopRequested("the run was asked to stop while it waited for its engine or for environments")
 

@@ -171,6 +171,10 @@ class Policy:
         """All of a parameter of the model, also where it is sharded over ranks; not to be written to."""
         return self.strategy.whole(parameter.detach())
 
+    def full_parameter(self, name: str) -> Tensor:
+        """As :meth:`whole`, of the parameter of that name."""
+        return self.strategy.whole(self.model.get_parameter(name).detach())
+
     def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
         """Every trained tensor, whole, by name; with ``frozen`` all others too. On the CPU where they are sharded."""
         chosen = {name: p for name, p in self.model.named_parameters() if frozen or p.requires_grad}
@@ -195,9 +199,16 @@ class Policy:
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs beyond weights and optimizer: the reference, and old logprobs in use."""
+        return {"reference": self.reference_state(), "old_logprobs": self.old_logprobs()}
+
+    def reference_state(self) -> dict[str, Tensor]:
+        """The reference's tensors, whole, by name; none where there is no reference."""
         reference = {} if self.reference is None else self.reference.state_dict()
-        whole = {name: self.strategy.whole(tensor) for name, tensor in reference.items()}
-        return {"reference": whole, "old_logprobs": self._old.state_dict()}
+        return {name: self.strategy.whole(tensor) for name, tensor in reference.items()}
+
+    def old_logprobs(self) -> list[Tensor]:
+        """Log π_old in use, of each micro-batch."""
+        return self._old.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The reverse of :meth:`state_dict`.

@@ -18,13 +18,17 @@ def test_one_process_is_no_world(environment: dict[str, str]):
 def test_a_rank_of_several_nodes():
     world = find_world(TORCHRUN)
     assert world == World(rank=5, size=8, local_rank=1, local_size=4)
-    assert not world.one_node
+
+
+def test_how_often_torchrun_has_started_again_is_known():
+    world = find_world(TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "2"})
+    assert world is not None
+    assert world.restarts == 2
 
 
 def test_without_a_local_rank_there_is_one_node():
     world = find_world({"RANK": "1", "WORLD_SIZE": "2"})
     assert world == World(rank=1, size=2, local_rank=1, local_size=2)
-    assert world.one_node
 
 
 @pytest.mark.parametrize(

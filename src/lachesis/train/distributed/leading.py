@@ -1,4 +1,7 @@
-"""The policy of rank 0: what it does, all ranks do."""
+"""The policy of rank 0: what it does, all ranks do.
+
+A method that all ranks have to call together is overridden here, in a turn; there is no other place to name it.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from lachesis.metrics.values import MetricValue, merge_metrics
 from lachesis.train.batch import Batch
-from lachesis.train.distributed import commands
+from lachesis.train.distributed.leader import Leader
 from lachesis.train.distributed.split import collect, deal, split
-from lachesis.train.distributed.team import Team
 from lachesis.train.policy import Policy
 
 
@@ -25,74 +27,84 @@ class LeadingPolicy(Policy):
 
     Args:
         *args, **options: of :class:`Policy`, on all ranks the same.
-        team: the followers.
+        leader: announces its turns.
     """
 
-    def __init__(self, *args: Any, team: Team, **options: Any) -> None:
+    def __init__(self, *args: Any, leader: Leader, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._team = team
+        self._leader = leader
         self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
         """As :meth:`Policy.accumulate`, of the whole batch; metrics are of all ranks."""
-        own, *others = split(batch, self._team.size)
-        with self._team.together("forward and backward", [commands.Accumulate(part) for part in others]) as answers:
+        own, *others = split(batch, self._leader.size)
+        with self._leader.turn("accumulate", what="forward and backward", parts=others, answers=True) as answers:
             metrics = super().accumulate(own)
         return merge_metrics([metrics, *answers])
 
     def step(self) -> dict[str, MetricValue]:
-        with self._team.together("the optimizer step", commands.Step()):
+        with self._leader.turn("step", what="the optimizer step"):
             return super().step()
 
     def canary(self, token_ids: Sequence[int]) -> list[float]:
         if not self.strategy.sharded:
             return super().canary(token_ids)
-        with self._team.together("reading the canary", commands.Canary(tuple(token_ids))):
+        with self._leader.turn("canary", tuple(token_ids), what="reading the canary"):
             return super().canary(token_ids)
 
     def recompute_logprobs(self, batch: Batch) -> Batch:
-        own, *others = split(batch, self._team.size)
-        with self._team.together("computing old logprobs", [commands.Recompute(part) for part in others]) as answers:
+        own, *others = split(batch, self._leader.size)
+        what = "computing old logprobs"
+        with self._leader.turn("recompute_logprobs", what=what, parts=others, answers=True) as answers:
             first = super().recompute_logprobs(own)
         parts = [part.micro_batches for part in (first, *answers)]
         return replace(batch, micro_batches=tuple(collect(parts)))
 
     def whole(self, parameter: Tensor) -> Tensor:
-        if not self.strategy.sharded:
-            return super().whole(parameter)
-        name = self._names[id(parameter)]
-        with self._team.together(f"gathering {name}", commands.GatherParameter(name)):
-            return super().whole(parameter)
+        return self.full_parameter(self._names[id(parameter)]) if self.strategy.sharded else super().whole(parameter)
+
+    def full_parameter(self, name: str) -> Tensor:
+        with self._leader.turn("full_parameter", name, what=f"gathering {name}"):
+            return super().full_parameter(name)
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        with self._team.together("loading weights", commands.LoadWeights(_shapes(dict(tensors)))):
+        with self._leader.turn("load_weights", _shapes(dict(tensors)), what="loading weights"):
             super().load_weights(tensors)
 
     def optimizer_state(self) -> dict[str, Any]:
         if not self.strategy.sharded:
             return super().optimizer_state()
-        with self._team.together("gathering the optimizer's state", commands.GatherOptimizer()):
+        with self._leader.turn("optimizer_state", what="gathering the optimizer's state"):
             return super().optimizer_state()
 
     def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
         told = {**state, "parts": _shapes(state["parts"])} if self.strategy.sharded else state
-        with self._team.together("loading the optimizer's state", commands.LoadOptimizer(told)):
+        with self._leader.turn("load_optimizer_state", told, what="loading the optimizer's state"):
             super().load_optimizer_state(state)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As :meth:`Policy.state_dict`; old logprobs are in the order of the batch's micro-batches."""
-        with self._team.together("gathering the policy's state", commands.GatherPolicy()) as answers:
-            state = super().state_dict()
-        held = [state["old_logprobs"], *answers]
+    def reference_state(self) -> dict[str, Tensor]:
+        if self.reference is None or not self.strategy.sharded:
+            return super().reference_state()
+        with self._leader.turn("reference_state", what="gathering the reference"):
+            return super().reference_state()
+
+    def old_logprobs(self) -> list[Tensor]:
+        """As :meth:`Policy.old_logprobs`, in the order of the batch's micro-batches."""
+        with self._leader.turn("old_logprobs", what="gathering old logprobs", answers=True) as answers:
+            own = super().old_logprobs()
         # Idle passes are at the end, and have none.
-        return {**state, "old_logprobs": [tensor for tensor in collect(held) if tensor.numel()]}
+        return [tensor for tensor in collect([own, *answers]) if tensor.numel()]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         reference = _shapes(state["reference"])
-        own, *others = _dealt_evenly(state["old_logprobs"], self._team.size)
-        told = [commands.LoadPolicy({"reference": reference, "old_logprobs": part}) for part in others]
-        with self._team.together("loading the policy's state", told):
+        own, *others = _dealt_evenly(state["old_logprobs"], self._leader.size)
+        parts = [{"reference": reference, "old_logprobs": part} for part in others]
+        with self._leader.turn("load_state_dict", what="loading the policy's state", parts=parts):
             super().load_state_dict({**state, "old_logprobs": own})
+
+
+# What a turn may be.
+METHODS = frozenset(name for name in vars(LeadingPolicy) if not name.startswith("_"))
 
 
 def _shapes(state: Any) -> Any:

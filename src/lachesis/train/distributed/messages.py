@@ -1,11 +1,14 @@
-"""Messages between ranks as bytes: JSON, and beside it the tensors as safetensors. No pickle."""
+"""What ranks tell one another, and how it travels as bytes: JSON, and beside it the tensors as safetensors.
+
+It is decoded into these records and plain data alone, whoever sent it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +19,57 @@ from torch import Tensor
 from lachesis.common.errors import TrainingError
 from lachesis.metrics.values import Max, Mean, Sum
 from lachesis.train.batch import Batch, MicroBatch
-from lachesis.train.distributed import commands
 
-_LENGTH = struct.Struct("!Q")
-# The records that travel, by name. A message can be made of these and of plain data alone.
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What all ranks do together now: a method of the policy.
+
+    Attributes:
+        number: counted from 0 by every rank.
+        arguments: the same for all followers; with ``parts`` each is sent one of its own instead.
+        answers: whether what the method returns is to be sent back.
+    """
+
+    number: int
+    method: str
+    arguments: tuple[Any, ...] = ()
+    parts: bool = False
+    answers: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A follower has done its part of a turn."""
+
+    number: int
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A follower could not do its part, and ends: why, and what to do."""
+
+    message: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """A sign of life of the leader."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The leader ends; a follower says it back."""
+
+
+# The records that travel, by name.
 _RECORDS: dict[str, type] = {
     record.__name__: record
-    for record in (*commands.MESSAGES, Batch, MicroBatch, Mean, Sum, Max)
+    for record in (Turn, Answer, Failed, Alive, Ended, Batch, MicroBatch, Mean, Sum, Max)
 }  # fmt: skip
 
 
@@ -30,20 +77,19 @@ def encode(message: object) -> bytes:
     """Records, tensors, mappings, sequences and scalars. A meta tensor is its dtype and shape alone."""
     tensors: dict[str, Tensor] = {}
     document = json.dumps(_document(message, tensors)).encode()
-    return _LENGTH.pack(len(document)) + document + save(tensors)
+    return len(document).to_bytes(_LENGTH_BYTES, "big") + document + (save(tensors) if tensors else b"")
 
 
-def decode(data: bytes | bytearray) -> Any:
+def decode(data: bytes) -> Any:
     """The reverse of :func:`encode`; tensors are on the CPU, or on the meta device where they were.
 
     Raises:
         TrainingError: it is none of our messages.
     """
     try:
-        start = _LENGTH.size
-        end = start + _LENGTH.unpack_from(data)[0]
-        return _value(json.loads(data[start:end]), load(bytes(data[end:])))
-    except (ValueError, KeyError, TypeError, struct.error, SafetensorError) as error:
+        end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
+        return _value(json.loads(data[_LENGTH_BYTES:end]), load(data[end:]) if data[end:] else {})
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
         raise TrainingError(
             f"a message of another rank cannot be read: {type(error).__name__}: {error}",
             remedy="start all ranks with one version of lachesis",

@@ -1,7 +1,9 @@
-"""The group of all ranks, in which torch's collectives run, and the device of each."""
+"""How ranks find one another through torchrun's store, and the process group in which a model's tensors travel."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -30,8 +32,8 @@ def rank_device(world: World, *, wanted: str) -> torch.device:
     return device
 
 
-def meet(world: World, *, limit_s: float) -> dist.Store:
-    """The store through which ranks find one another.
+def job_store(world: World, *, limit_s: float) -> dist.Store:
+    """The store of the whole torchrun job. It outlives ranks: what an attempt has set, those after it find.
 
     Raises:
         DeadlineExceeded: it was not there in time.
@@ -40,14 +42,19 @@ def meet(world: World, *, limit_s: float) -> dist.Store:
         store, _, _ = next(iter(dist.rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=limit_s))))
     except (RuntimeError, ValueError) as error:
         raise DeadlineExceeded(
-            f"rank {world.rank} of {world.size} did not reach the store of torchrun: {_first_line(error)}",
+            f"rank {world.rank} of {world.size} did not reach the store of torchrun: {first_line(error)}",
             remedy=f"start all ranks with {HOW_TO_START}",
         ) from error
     return store
 
 
-def join(world: World, store: dist.Store, *, device: torch.device, limit_s: float) -> None:
-    """Make the group of all ranks; every collective has ``limit_s`` seconds.
+def attempt_store(world: World, store: dist.Store) -> dist.Store:
+    """The part of the job's store for this attempt: after a restart the addresses of the one before are dead."""
+    return dist.PrefixStore(f"lachesis/attempt/{world.restarts}", store)
+
+
+def init_process_group(world: World, store: dist.Store, *, device: torch.device, limit_s: float) -> None:
+    """Make the default process group, of all ranks; every collective has ``limit_s`` seconds.
 
     Raises:
         DeadlineExceeded: not all came in time.
@@ -56,7 +63,7 @@ def join(world: World, store: dist.Store, *, device: torch.device, limit_s: floa
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo",
-            store=dist.PrefixStore("lachesis", store),
+            store=dist.PrefixStore("tensors", store),
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=limit_s),
@@ -64,10 +71,29 @@ def join(world: World, store: dist.Store, *, device: torch.device, limit_s: floa
         )
     except (RuntimeError, ValueError) as error:
         raise DeadlineExceeded(
-            f"rank {world.rank} of {world.size} could not join the others: {_first_line(error)}",
+            f"rank {world.rank} of {world.size} could not join the others: {first_line(error)}",
             remedy="see whether one of them has ended, and whether the network lets them talk",
         ) from error
 
 
-def _first_line(error: Exception) -> str:
+@contextmanager
+def destroying_process_group() -> Iterator[None]:
+    """Destroy the default process group afterwards, where it was made; after an error without waiting for others."""
+    try:
+        yield
+    except BaseException:
+        abort_collectives()
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def abort_collectives() -> None:
+    """End collectives on GPUs that wait for a rank that is gone; those on CPUs end by themselves."""
+    if dist.is_initialized() and torch.cuda.is_initialized():
+        dist.distributed_c10d._abort_process_group()
+
+
+def first_line(error: Exception) -> str:
+    """Of what torch says, whose errors go on for many lines."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

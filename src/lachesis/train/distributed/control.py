@@ -1,0 +1,146 @@
+"""The control group: a gloo process group beside that of the tensors, in which rank 0 announces its turns.
+
+It is no group of torch's registry: aborting NCCL's collectives takes all of those down, and this one has to live on,
+so that who is gone can be named. It has no timeout to speak of, for rank 0 may generate for hours between two turns;
+that a process has died gloo says at once, by the connection that is closed.
+
+Messages are bytes of our codec (:mod:`~lachesis.train.distributed.messages`). ``dist.broadcast_object_list`` would be
+pickle, which runs what it is sent; neither torchrun's store nor gloo asks who connects, so whoever reaches their ports
+could send it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, TrainingError
+from lachesis.common.world import World
+from lachesis.train.distributed.messages import decode, encode
+
+_LONG = timedelta(days=30)
+# A message's length and its first bytes travel together: most messages are within, and are sent at once.
+_FRAME_BYTES = 2048
+_LENGTH_BYTES = 8
+
+
+class Gone(TrainingError):
+    """Another rank has ended, or the connection to it has."""
+
+
+class Tag(IntEnum):
+    """What a message from one rank to one other is, so that threads can wait for different ones."""
+
+    PART = 1
+    ANSWER = 2
+    LIFE = 3
+
+
+class ControlGroup:
+    """All ranks, once all have come.
+
+    Args:
+        world: this process among them.
+        store: of this attempt.
+        limit_s: how long ranks wait for one another; the others take over rank 0's when they hear of it.
+
+    Raises:
+        DeadlineExceeded: not all came in time.
+    """
+
+    def __init__(self, world: World, store: dist.Store, *, limit_s: float) -> None:
+        self.rank = world.rank
+        self.size = world.size
+        identity = f"process {os.getpid()} on {socket.gethostname()}"
+        store.set(f"rank/{self.rank}", json.dumps([identity, limit_s]))
+        identity, self.limit_s = self._await(0, store, limit_s=limit_s)
+        self._names = [f"the leader, rank 0 ({identity}),"]
+        for rank in range(1, self.size):
+            self._names.append(f"rank {rank} ({self._await(rank, store, limit_s=self.limit_s)[0]})")
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("control", store), self.rank, self.size, _LONG)
+
+    def name(self, rank: int) -> str:
+        """A rank with its process and machine, in words."""
+        return self._names[rank]
+
+    def broadcast(self, message: Any = None) -> Any:
+        """The message that rank 0 gives, on all ranks. Raises gloo's RuntimeError where one of them is gone."""
+
+        def move(data: Tensor) -> None:
+            self._group.broadcast(data, 0).wait()
+
+        if self.rank == 0:
+            _write(message, move)
+            return message
+        return _read(move)
+
+    def send(self, message: Any, *, to: int, tag: Tag) -> None:
+        """Raises Gone where nobody is there."""
+        try:
+            _write(message, lambda data: self._group.send([data], to, tag).wait())
+        except RuntimeError as error:
+            raise self._gone(to) from error
+
+    def receive(self, source: int, *, tag: Tag, deadline: Deadline | None = None) -> Any:
+        """The next message of a rank, however long it takes unless there is a deadline.
+
+        Raises:
+            Gone: none will come.
+            DeadlineExceeded: none came in time.
+            TrainingError: it is none of our messages.
+        """
+
+        def move(data: Tensor) -> None:
+            left = None if deadline is None else deadline.remaining_s()
+            self._group.recv([data], source, tag).wait(_LONG if left is None else timedelta(seconds=max(left, 0.001)))
+
+        try:
+            return _read(move)
+        except RuntimeError as error:
+            if deadline is not None:
+                deadline.check()
+            raise self._gone(source) from error
+
+    def _await(self, rank: int, store: dist.Store, *, limit_s: float) -> Any:
+        deadline = Deadline(f"rank {self.rank} waiting for rank {rank} of {self.size}", limit_s, "deadlines.ranks_s")
+        key = f"rank/{rank}"
+        try:
+            with deadline.waiting():
+                store.wait([key], timedelta(seconds=limit_s))
+                return json.loads(store.get(key))
+        except RuntimeError as error:
+            raise DeadlineExceeded(
+                f"rank {self.rank} heard nothing of rank {rank} of {self.size} for {limit_s:g} s, or torchrun ended",
+                remedy="see what that rank says; rank 0 reads the configuration before it meets the others",
+            ) from error
+
+    def _gone(self, rank: int) -> Gone:
+        return Gone(f"{self.name(rank)} has ended without a word", remedy="read what it printed last, or its log")
+
+
+def _write(message: Any, move: Callable[[Tensor], object]) -> None:
+    data = encode(message)
+    framed = torch.frombuffer(bytearray(len(data).to_bytes(_LENGTH_BYTES, "big") + data), dtype=torch.uint8)
+    move(torch.nn.functional.pad(framed, (0, max(0, _FRAME_BYTES - framed.numel())))[:_FRAME_BYTES])
+    if framed.numel() > _FRAME_BYTES:
+        move(framed[_FRAME_BYTES:])
+
+
+def _read(move: Callable[[Tensor], object]) -> Any:
+    frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+    move(frame)
+    end = _LENGTH_BYTES + int.from_bytes(bytes(frame[:_LENGTH_BYTES].tolist()), "big")
+    rest = torch.empty(max(0, end - _FRAME_BYTES), dtype=torch.uint8)
+    if rest.numel():
+        move(rest)
+    return decode(torch.cat([frame, rest])[_LENGTH_BYTES:end].numpy().tobytes())

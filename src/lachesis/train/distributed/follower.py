@@ -1,0 +1,139 @@
+"""The other ranks: hear of a turn, take it with their own policy, until the leader says that the run is over."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+import torch
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError
+from lachesis.train.distributed.control import ControlGroup, Gone, Tag
+from lachesis.train.distributed.leader import BUILD, END, of_a_collective
+from lachesis.train.distributed.leading import METHODS
+from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
+from lachesis.train.distributed.rendezvous import first_line
+from lachesis.train.policy import Policy
+
+# Seconds: that what waits for the leader gets to end by itself once it is gone; that news of its end may take.
+_GRACE_S = 1.0
+_NEWS_S = 5.0
+
+
+class ToldLeader(TrainingError):
+    """What went wrong here, which the leader has heard of and says."""
+
+    def __init__(self, failure: LachesisError) -> None:
+        super().__init__(failure.message, remedy=failure.remedy)
+        self.exit_code = failure.exit_code
+
+
+class Follower:
+    """One rank of a run that another leads.
+
+    Args:
+        control: all ranks.
+        build: makes the policy of a configuration (as plain data), and says the run's seed.
+        end_process: the last resort where the leader is gone and a collective goes on waiting for it.
+    """
+
+    def __init__(
+        self,
+        control: ControlGroup,
+        *,
+        build: Callable[[Mapping[str, Any]], tuple[Policy, int]],
+        end_process: Callable[[LachesisError], None],
+    ) -> None:
+        self._control = control
+        self._build = build
+        self._end_process = end_process
+        self._policy: Policy | None = None
+        self._seed = 0
+        self._lost: LachesisError | None = None
+        self._leader_ended = threading.Event()
+        self._done = threading.Event()
+
+    def follow(self) -> None:
+        """Take every turn up to the last.
+
+        Raises:
+            ToldLeader: this rank could not do its part, or could not because of another.
+            Gone: the leader is gone.
+            DeadlineExceeded: the leader gave no sign of life.
+        """
+        watch = threading.Thread(target=self._watch, daemon=True)
+        watch.start()
+        try:
+            for number in count():
+                turn: Turn = self._control.broadcast()
+                self._require(turn, number)
+                if turn.method == END:
+                    return
+                value = self._take(turn)
+                self._control.send(Answer(number, value if turn.answers else None), to=0, tag=Tag.ANSWER)
+        except Exception as error:
+            raise self._explained(error) from error
+        finally:
+            self._done.set()
+            watch.join(_NEWS_S)  # the interpreter must not end while a thread is within gloo
+
+    def _require(self, turn: Turn, number: int) -> None:
+        if turn.number != number:
+            raise TrainingError(
+                f"it is at turn {number}, and the leader at turn {turn.number} ({turn.method})",
+                remedy="start all ranks with one version of lachesis",
+            )
+        if turn.method not in {BUILD, END, *METHODS}:
+            raise TrainingError(
+                f"turn {number} is {turn.method}, which is no method for all ranks",
+                remedy="start all ranks with one version of lachesis",
+            )
+
+    def _take(self, turn: Turn) -> Any:
+        arguments = (self._control.receive(0, tag=Tag.PART),) if turn.parts else turn.arguments
+        if turn.method == BUILD:
+            self._policy, self._seed = self._build(*arguments)
+            return None
+        assert self._policy is not None, "the first turn is to build it"
+        # Ranks drop other units of an adapter; no state has to be kept for it.
+        torch.manual_seed(hash((self._seed, self._control.rank, self._policy.optimizer.steps_taken)) % 2**63)
+        return getattr(self._policy, turn.method)(*arguments)
+
+    def _explained(self, error: Exception) -> LachesisError:
+        """What to raise, once the leader knows or is known to be gone."""
+        if isinstance(error, Gone) or of_a_collective(error):
+            self._leader_ended.wait(_NEWS_S)  # the leader is gone, or about to say that another is
+        if self._lost is not None:
+            return self._lost
+        if isinstance(error, LachesisError):
+            failure = error
+        else:
+            failure = TrainingError(
+                f"its part could not be done: {type(error).__name__}: {first_line(error)}",
+                remedy="run it with --traceback after lachesis to see where",
+            )
+        if not self._leader_ended.is_set():
+            try:
+                self._control.send(Failed(failure.message, failure.remedy), to=0, tag=Tag.LIFE)
+            except Gone as gone:
+                return gone
+        return ToldLeader(failure)
+
+    def _watch(self) -> None:
+        """Wait for the leader's end, whatever the main thread is waiting in."""
+        try:
+            while isinstance(self._hear(), Alive):
+                pass
+            self._control.send(Ended(), to=0, tag=Tag.LIFE)
+        except (TrainingError, DeadlineExceeded) as error:
+            self._lost = error
+        self._leader_ended.set()
+        if not self._done.wait(_GRACE_S):
+            self._end_process(self._lost or ToldLeader(TrainingError("the leader has ended")))
+
+    def _hear(self) -> Any:
+        name = f"rank {self._control.rank} waiting for a sign of life of {self._control.name(0)}"
+        return self._control.receive(0, tag=Tag.LIFE, deadline=Deadline(name, self._control.limit_s))
