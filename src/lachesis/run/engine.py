@@ -19,7 +19,9 @@ from lachesis.bridges.base import Bridge
 from lachesis.bridges.broadcast import BroadcastBridge, full_source, lora_source
 from lachesis.bridges.engine_weights import EngineWeights
 from lachesis.bridges.extract import (
+    Whole,
     adapter_digests,
+    as_it_is,
     base_parameters,
     full_digests,
     full_weights,
@@ -39,7 +41,6 @@ from lachesis.common.world import VARIABLES
 from lachesis.config import schema
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http.client import HttpEngine
-from lachesis.train.distributed.whole import whole_of
 from lachesis.train.model.attach import empty_transformer
 from lachesis.train.model.loading import resolve_device
 from lachesis.train.policy import Policy
@@ -385,6 +386,11 @@ def digest_functions(
     return lambda: full_digests(
         policy.model, whole=whole_of(policy)
     ), lambda: engine.digests(wanted, deadline=deadline()).digests
+
+
+def whole_of(policy: Policy) -> Whole:
+    """What makes a parameter of the policy whole before it travels."""
+    return policy.whole if policy.strategy.sharded else as_it_is
 
 
 def _parameter_slices(policy: Policy, engine: HttpEngine, *, deadline: Deadline) -> Mapping | None:

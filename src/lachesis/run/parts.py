@@ -45,7 +45,6 @@ from lachesis.train.batch import Batch
 from lachesis.train.distributed.single import SingleDevice
 from lachesis.train.distributed.split import pack_for_ranks
 from lachesis.train.distributed.strategy import Strategy
-from lachesis.train.distributed.whole import WholeModel
 from lachesis.train.iterations import RepeatedFeed
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from lachesis.train.losses.custom import CustomLoss, load_custom_loss
@@ -180,9 +179,11 @@ def build_engine_side(
     }
     bridge: Bridge[Policy]
     if sharded:
-        second = WholeModel(load_model(config.model, config.adapter))
+        second = load_model(config.model, config.adapter)
         bridge = InProcessBridge(
-            engine_builder=lambda policy: build_engine(config, second.loaded), bring=second.take, **options
+            engine_builder=lambda policy: build_engine(config, second),
+            bring=lambda policy: policy.copy_to(second.model),
+            **options,
         )
     else:
         bridge = InProcessBridge(engine_builder=lambda policy: build_engine(config, policy.loaded), **options)

@@ -183,6 +183,14 @@ class Policy:
         return {name: self.whole(parameter).cpu() for name, parameter in chosen.items()}
 
     @torch.no_grad()
+    def copy_to(self, model: torch.nn.Module) -> None:
+        """Copy what the policy has learned into a whole model that was loaded as its own was, in place."""
+        own = dict(model.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                own[name].copy_(self.whole(parameter))
+
+    @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         """The reverse of :meth:`weights`. In place: an engine may share the storage."""
         own = dict(self.model.named_parameters())

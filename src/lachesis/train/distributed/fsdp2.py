@@ -3,7 +3,7 @@
 A decoder layer's parameters are gathered when it runs and, if asked for, let go again until its backward pass; what
 is outside of the layers (embeddings, last norm, head; tied ones as one) stays gathered from a pass's forward to its
 backward. The policy reads the head's weight itself, so that the whole pass is run as the model's forward
-(:func:`~lachesis.train.distributed.within.run_within`).
+(:func:`~lachesis.train.distributed.strategy.run_within`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from lachesis.config.schema import DistributedConfig
 from lachesis.train.distributed.ranks import Ranks
 from lachesis.train.distributed.single import decoder_layers
-from lachesis.train.distributed.within import METHOD, Function
+from lachesis.train.distributed.strategy import FORWARD_METHOD, Function
 
 
 class Fsdp2(Ranks):
@@ -64,9 +64,9 @@ class Fsdp2(Ranks):
             # The loss is normalized by counts over all ranks: their gradients add up, where FSDP takes the mean.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        setattr(model, METHOD, MethodType(_call, model))
-        register_fsdp_forward_method(model, METHOD)
-        setattr(model, METHOD, _Resharding(model, getattr(model, METHOD)))
+        setattr(model, FORWARD_METHOD, MethodType(_call, model))
+        register_fsdp_forward_method(model, FORWARD_METHOD)
+        setattr(model, FORWARD_METHOD, _Resharding(model, getattr(model, FORWARD_METHOD)))
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
         return None  # the backward pass has done it

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -68,3 +68,17 @@ class Strategy(Protocol):
         Other ranks than 0 may give a tensor of the same shape and dtype on the meta device.
         """
         ...
+
+
+Function = Callable[[], tuple[Tensor, ...]]
+# The method that a strategy gives a model whose parameters are whole during its forward only.
+FORWARD_METHOD = "run_within"
+
+
+def run_within(model: torch.nn.Module, function: Function) -> tuple[Tensor, ...]:
+    """``function()``, in which the model's own parameters (embeddings, head) are whole, as they are in its forward.
+
+    Where they always are, that is all. The tensors that it returns are those that a backward pass begins from.
+    """
+    run = getattr(model, FORWARD_METHOD, None)
+    return function() if run is None else run(function)

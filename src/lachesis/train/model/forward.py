@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lachesis.common.errors import ModelError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.train.batch import MicroBatch, pack
-from lachesis.train.distributed.within import run_within
+from lachesis.train.distributed.strategy import run_within
 from lachesis.train.model import attention
 from lachesis.train.model.head import TokenLogprobs, logprobs_from_logits, token_logprobs
 
