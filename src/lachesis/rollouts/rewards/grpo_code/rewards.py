@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from lachesis.rollouts.rewards.grpo_code.execution import run_tests
+from lachesis.rollouts.rewards.execution import run_tests
 from lachesis.rollouts.rewards.grpo_code.transforms import read_tests
 
 _BLOCK = re.compile(r"```[ \t]*(?P<language>\w*)[ \t]*\n(?P<code>.*?)```", re.DOTALL)

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
 from lachesis.common.imports import load_function
+from lachesis.common.workers import ChildProcess
+from lachesis.rollouts.rewards import execution
+from lachesis.rollouts.rewards.execution import run_tests
 from lachesis.rollouts.rewards.grpo_code import code_execution_reward_func, soft_format_reward_func
-from lachesis.rollouts.rewards.grpo_code.execution import run_tests
 from lachesis.rollouts.rewards.grpo_code.rewards import extract_code
-from tests.waiting import LONG_S
+from tests.waiting import LONG_S, until
 
 ADD = "def add(a, b):\n    return a + b\n"
 
@@ -84,20 +85,14 @@ class TestLimits:
     def test_tests_before_an_endless_loop_count(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         begun = tmp_path / "begun"
 
-        class Patient(subprocess.Popen):
+        class Patient(ChildProcess):
             """Out of time once the loop has begun, on a slow machine too."""
 
-            def communicate(self, task: bytes | None = None, timeout: float | None = None) -> tuple[bytes, bytes]:
-                while timeout is not None:
-                    try:
-                        return super().communicate(task, 0.02)
-                    except subprocess.TimeoutExpired:
-                        if begun.exists():
-                            raise
-                        task = None
-                return super().communicate(task)
+            def read(self, *, timeout_s: float, max_bytes: int) -> bytes:
+                until(begun.exists)
+                return super().read(timeout_s=0.05, max_bytes=max_bytes)
 
-        monkeypatch.setattr(subprocess, "Popen", Patient)
+        monkeypatch.setattr(execution, "ChildProcess", Patient)
         loop = f"open({str(begun)!r}, 'w').close()\nwhile True: pass"
         assert run_tests(ADD, ["assert add(1, 1) == 2", loop, "assert True"]) == 1
 
@@ -138,3 +133,11 @@ class TestLimits:
         started = time.monotonic()
         assert run_tests(code, ["assert p.poll() is None"], time_limit_s=4 * LONG_S) == 1
         assert time.monotonic() - started < LONG_S
+
+    def test_what_it_starts_in_another_session_is_not_waited_for(self):
+        """It has the pipe, and survives the end of the process group."""
+        code = "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(25)\n    os._exit(0)"
+        for last, limit_s in (("while True: pass", 3.0), ("import os; os._exit(0)", 4 * LONG_S)):
+            started = time.monotonic()
+            assert run_tests(code, ["assert True", last], time_limit_s=limit_s) == 1
+            assert time.monotonic() - started < 15
