@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError
 from lachesis.common.imports import describe_exception
+from lachesis.common.threads import CallThread
 from lachesis.common.types import Group, Prompt, Sample, SamplingParams, VersionSpan
 from lachesis.engines.base import Engine
 from lachesis.rollouts.generation import generate_groups, request_seed
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.attempts import Item, own
-from lachesis.rollouts.rewards.calls import CallThread
-from lachesis.rollouts.rewards.state import TrainerState
+from lachesis.rollouts.rewards.functions import TrainerState
 from lachesis.rollouts.rollout_fields import Fields, read_fields
 
 if TYPE_CHECKING:

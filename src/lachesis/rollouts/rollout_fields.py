@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lachesis.common.errors import EngineError
-from lachesis.rollouts.rewards.calls import shorten
+from lachesis.rollouts.rewards.functions import shorten
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 # Rounding may lift the logprob of a certain token a little above 0.

@@ -13,9 +13,9 @@ from typing import Any
 from lachesis.bridges.base import Bridge
 from lachesis.bridges.in_process import InProcessBridge
 from lachesis.bridges.proof import SyncProof
-from lachesis.common.attended import Watch
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
+from lachesis.common.threads import Watch
 from lachesis.common.types import Group, Prompt
 from lachesis.config import schema
 from lachesis.config.rules import learning_rate

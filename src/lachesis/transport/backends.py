@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +16,11 @@ from torch import distributed as dist
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
+from lachesis.common.threads import call_watched
 from lachesis.transport.links import Links, Message
 from lachesis.transport.records import ChannelBackend
 from lachesis.transport.shared_file import SharedFile, create_file
 from lachesis.transport.shared_tensors import Attachments, SharedTensor, export_cuda, export_from_file
-
-T = TypeVar("T")
 
 # Of torch's own timers, which end operations in their own time and, with NCCL, in their own way; ours come first.
 _LONG = timedelta(days=30)
@@ -244,8 +241,12 @@ def _build_group(
                 torch.cuda.current_stream(device).synchronize()
         return group
 
+    def watch() -> None:
+        links.watch(0.0)
+        deadline.check("meeting in a process group")
+
     try:
-        return _bounded(build, links=links, deadline=deadline)
+        return call_watched(build, watch=watch, every_s=0.02)
     except LachesisError:
         raise
     except (RuntimeError, ValueError, OSError) as error:
@@ -286,26 +287,6 @@ def _environment(**values: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-def _bounded(work: Callable[[], T], *, links: Links, deadline: Deadline) -> T:
-    """Run what blocks inside a library on a thread of its own, so that peers and the deadline are watched meanwhile.
-
-    When one of them gives out, the thread is left behind: nothing can end it.
-    """
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(work())
-        except BaseException as error:  # handed to the waiting thread
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, daemon=True, name="lachesis-channel").start()
-    while not wait([outcome], timeout=0.02).done:
-        links.watch(0.0)
-        deadline.check("meeting in a process group")
-    return outcome.result()
 
 
 def _finish(device: torch.device, *, links: Links, deadline: Deadline) -> None:

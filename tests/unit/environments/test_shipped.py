@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import importlib.util
 import json
+import math
+import os
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +18,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DataError, DependencyError, EngineError
 from lachesis.common.types import SamplingParams
+from lachesis.common.workers import WorkerPool
 from lachesis.environments.base import endless, together
 from lachesis.environments.client import InferenceClient
 from lachesis.environments.settings import ServerConfig
@@ -242,17 +247,17 @@ def test_an_answer_that_hangs_the_comparison_costs_only_itself(monkeypatch):
         scorer = MathScorer(limit_s=60)
         await scorer.start()
         try:
-            worker = scorer._workers[0]
-            pids, whole = [worker._process.pid], worker.ask
+            pool = scorer._pool
+            pids, whole = pool.pids, pool.run
 
-            async def ask(question: Any) -> Any:
-                if "hang" in question["answers"]:
-                    raise TimeoutError
-                return await whole(question)
+            def run(function: Any, calls: Any, *, timeout_s: float) -> Any:
+                if any("hang" in answers for _, answers in calls):
+                    return whole(time.sleep, [(600,)], timeout_s=0.01)
+                return whole(function, calls, timeout_s=timeout_s)
 
-            worker.ask = ask
+            pool.run = run
             scores = await scorer.score("3", [r"\boxed{3}", "hang", r"\boxed{4}"])
-            pids.append(worker._process.pid)
+            pids += pool.pids
             return scores, scorer.timeouts, pids
         finally:
             await scorer.close()
@@ -263,14 +268,18 @@ def test_an_answer_that_hangs_the_comparison_costs_only_itself(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("program", "kind", "message"),
+    ("function", "args", "kind", "message"),
     [
-        ("import math_verify_absent", DependencyError, "No module named 'math_verify_absent'"),
-        ("import sys; sys.exit('no memory')", EngineError, "did not start: no memory"),
+        (importlib.import_module, ["math_verify_absent"], DependencyError, "No module named 'math_verify_absent'"),
+        (os._exit, [3], EngineError, "did not start: ended its process .ended with exit code 3"),
+        (math.sqrt, [4], EngineError, "does not find that 1 is 1: 2.0"),
     ],
 )
-def test_a_comparison_that_does_not_start(monkeypatch, program, kind, message):
-    monkeypatch.setattr(math_scoring, "_PROGRAM", program)
+def test_a_comparison_that_does_not_start(monkeypatch, function, args, kind, message):
+    def pool(count: int, compare: Any, *given: Any, **options: Any) -> WorkerPool:
+        return WorkerPool(count, function, *args, **options)
+
+    monkeypatch.setattr(math_scoring, "WorkerPool", pool)
     with pytest.raises(kind, match=message):
         asyncio.run(MathScorer().start())
 

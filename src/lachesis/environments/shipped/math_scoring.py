@@ -1,21 +1,18 @@
-"""Comparing mathematical answers by math-verify, in processes that may hang and are then replaced."""
+"""Comparing mathematical answers by math-verify, whose time limits need the main thread of a worker process."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import sys
 from collections.abc import Sequence
-from pathlib import Path
+from functools import cache
+from typing import Any
 
-import lachesis
-from lachesis.common.errors import DataError, DependencyError, EngineError
+from lachesis.common.errors import DataError, DeadlineExceeded, DependencyError, EngineError
+from lachesis.common.workers import WorkerError, WorkerPool
 
-_PROGRAM = "import sys; sys.path.append({root!r}); from lachesis.environments.shipped.math_worker import main; main()"
-_START_S = 120.0
 _LIMIT_S = 10.0
-_LINE = 1 << 24
+_PARSE_S, _VERIFY_S = 3, 3
+_BOXED = "\\boxed{"
 
 
 class MathScorer:
@@ -31,8 +28,9 @@ class MathScorer:
 
     def __init__(self, *, workers: int = 1, limit_s: float = _LIMIT_S) -> None:
         self._limit_s = limit_s
-        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        self._workers = [_Worker() for _ in range(workers)]
+        self._count = workers
+        self._free = asyncio.Semaphore(workers)
+        self._pool: WorkerPool | None = None
         self.timeouts = 0
 
     async def start(self) -> None:
@@ -42,9 +40,7 @@ class MathScorer:
             DependencyError: math-verify is not installed.
             EngineError: they do not start.
         """
-        for worker in self._workers:
-            await worker.start()
-            self._idle.put_nowait(worker)
+        self._pool = await asyncio.to_thread(self._started)
 
     async def score(self, gold: str, answers: Sequence[str]) -> list[float]:
         """A score for each answer.
@@ -52,101 +48,72 @@ class MathScorer:
         Raises:
             DataError: the right answer is no mathematical expression.
         """
-        worker = await self._idle.get()
-        try:
-            scores = await self._ask(worker, gold, answers, limit_s=self._limit_s + 0.1 * len(answers))
-            if scores is None and len(answers) > 1:
-                # One of them hangs: it alone has no score.
-                singly = [await self._ask(worker, gold, [answer], limit_s=self._limit_s) for answer in answers]
+        async with self._free:
+            scores = await self._ask(gold, answers, limit_s=self._limit_s + 0.1 * len(answers))
+            if scores is None and len(answers) > 1:  # one of them hangs: it alone has no score
+                singly = [await self._ask(gold, [answer], limit_s=self._limit_s) for answer in answers]
                 scores = [one[0] if one else 0.0 for one in singly]
                 self.timeouts += sum(one is None for one in singly)
             elif scores is None:
                 self.timeouts += 1
                 scores = [0.0]
             return scores
-        finally:
-            self._idle.put_nowait(worker)
 
     async def close(self) -> None:
         """End the processes."""
-        for worker in self._workers:
-            await worker.stop()
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.close)
 
-    async def _ask(self, worker: _Worker, gold: str, answers: Sequence[str], *, limit_s: float) -> list[float] | None:
-        """The scores; ``None`` where the process hung or died and was replaced."""
+    def _started(self) -> WorkerPool:
         try:
-            async with asyncio.timeout(limit_s):
-                reply = await worker.ask({"gold": gold, "answers": list(answers)})
-        except (TimeoutError, EOFError):
-            await worker.stop()
-            await worker.start()
+            pool = WorkerPool(self._count, compare, "1", [r"\boxed{1}"], name="maths workers", quiet=True)
+        except ModuleNotFoundError as error:
+            raise DependencyError(f"answers cannot be compared: {error}", remedy="pip install math-verify") from error
+        except (WorkerError, DeadlineExceeded, ImportError) as error:
+            raise EngineError(f"the process that compares answers did not start: {error}") from error
+        if pool.initialized != [1.0]:
+            pool.close()
+            raise EngineError(
+                f"math-verify does not find that 1 is 1: {pool.initialized}", remedy="install math-verify anew"
+            )
+        return pool
+
+    async def _ask(self, gold: str, answers: Sequence[str], *, limit_s: float) -> list[float] | None:
+        """The scores; ``None`` where the process hung or died."""
+        assert self._pool is not None
+        (scores,) = await asyncio.to_thread(self._pool.run, compare, [(gold, list(answers))], timeout_s=limit_s)
+        if isinstance(scores, WorkerError):
             return None
-        except BaseException:
-            # Cancelled half-way: its answer would be taken for that of the next question.
-            await worker.stop()
-            await worker.start()
-            raise
-        if reply["scores"] is None:
+        if scores is None:
             raise DataError(f"the right answer {gold!r} is no mathematical expression", remedy="correct the data")
-        return reply["scores"]
+        return scores
 
 
-class _Worker:
-    """One process."""
+def compare(gold: str, answers: Sequence[str]) -> list[float] | None:
+    """In a worker process: a score for each answer; ``None`` where the right answer is no mathematical expression."""
+    from math_verify import parse, verify
 
-    def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
+    def right(answer: str) -> bool:
+        found = parse(last_boxed(answer), extraction_config=_boxed_only(), parsing_timeout=_PARSE_S)
+        return bool(found) and verify(expected, found, timeout_seconds=_VERIFY_S)
 
-    async def start(self) -> None:
-        root = str(Path(lachesis.__file__).parents[1])
-        pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", _PROGRAM.format(root=root), stdin=pipe, stdout=pipe, stderr=pipe, limit=_LINE
-        )
-        try:
-            async with asyncio.timeout(_START_S):
-                reply = await self.ask({"gold": "1", "answers": ["\\boxed{1}"]})
-        except (TimeoutError, EOFError) as error:
-            said = await self._last_words()
-            await self.stop()
-            if "No module named" in said:
-                raise DependencyError(
-                    f"answers cannot be compared: {said}", remedy="pip install math-verify"
-                ) from error
-            raise EngineError(f"the process that compares answers did not start: {said or error}") from error
-        if reply["scores"] != [1.0]:
-            raise EngineError(f"math-verify does not find that 1 is 1: {reply}", remedy="install math-verify anew")
+    expected = parse(f"${gold}$", parsing_timeout=_PARSE_S)
+    return [float(right(answer)) for answer in answers] if expected else None
 
-    async def ask(self, question: dict[str, object]) -> dict[str, list[float] | None]:
-        """The answer to a question. Raises EOFError where the process is gone."""
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
-        try:
-            process.stdin.write(json.dumps(question).encode() + b"\n")
-            await process.stdin.drain()
-        except ConnectionError as error:
-            raise EOFError(str(error)) from error
-        line = await process.stdout.readline()
-        if not line:
-            raise EOFError("it ended")
-        return json.loads(line)
 
-    async def stop(self) -> None:
-        """Kill the process, if it is there."""
-        if self._process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
-        self._process = None
+def last_boxed(text: str) -> str:
+    """The last ``\\boxed{...}`` of a text, braces within it balanced; empty where there is none."""
+    start = text.rfind(_BOXED)
+    depth = 0
+    for at in range(start + len(_BOXED) - 1, len(text)) if start >= 0 else ():
+        depth += (text[at] == "{") - (text[at] == "}")
+        if not depth:
+            return text[start : at + 1]
+    return ""
 
-    async def _last_words(self) -> str:
-        """What the process said last, after its end."""
-        process = self._process
-        if process is None or process.stderr is None:
-            return ""
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        _, said = await process.communicate()
-        lines = said.decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
+
+@cache
+def _boxed_only() -> list[Any]:
+    from math_verify import LatexExtractionConfig
+
+    return [LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)]

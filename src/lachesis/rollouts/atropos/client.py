@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 
-from lachesis.common.attended import Watch, attended
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError, EngineError
+from lachesis.common.threads import Watch, call_watched
 from lachesis.engines.http.control import tls
 
 logger = logging.getLogger("lachesis")
@@ -212,7 +212,7 @@ class RolloutApiClient:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return attended(partial(self._http.request, method, self.url + path, **options), watch=self._watch)
+        return call_watched(partial(self._http.request, method, self.url + path, **options), watch=self._watch)
 
     def _refuse(self, response: httpx.Response, reason: str) -> None:
         """Raise for an answer that will be the same next time."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from lachesis.common.attended import Watch
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, DeadlineExceeded, StopRequested
+from lachesis.common.threads import Watch
 from lachesis.common.types import Group
 from lachesis.config.schema import AtroposSourceConfig, LachesisConfig
 from lachesis.rollouts.atropos.client import (

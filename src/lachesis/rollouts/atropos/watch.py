@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 
-from lachesis.common.attended import Watch, attended
 from lachesis.common.errors import EngineError
+from lachesis.common.threads import Watch, call_watched
 from lachesis.engines.base import Engine
 
 _EVERY_S = 5.0
@@ -30,7 +30,7 @@ class EngineWatch:
         """Raise EngineError where it is gone, or another one is in its place."""
         if time.monotonic() - self._looked < self._every_s:
             return
-        health = attended(self._engine.health, watch=self._watch)
+        health = call_watched(self._engine.health, watch=self._watch)
         self._looked = time.monotonic()
         if not health.ready and not health.paused:
             raise EngineError(

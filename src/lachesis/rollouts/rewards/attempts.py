@@ -10,9 +10,19 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError
 from lachesis.common.imports import nearest
 from lachesis.common.types import Group
-from lachesis.rollouts.rewards.calls import BadValue, shorten
-from lachesis.rollouts.rewards.runners import HANG_REMEDY, VALUE_REMEDY, Answer, Call, Failure, RewardRunner, Signature
-from lachesis.rollouts.rewards.state import CallLog, TrainerState
+from lachesis.rollouts.rewards.functions import (
+    HANG_REMEDY,
+    VALUE_REMEDY,
+    Answer,
+    BadValue,
+    Call,
+    CallLog,
+    Failure,
+    Signature,
+    TrainerState,
+    shorten,
+)
+from lachesis.rollouts.rewards.runners import RewardRunner
 
 # Per-sample columns: a value per sample for each name.
 Extras: TypeAlias = Mapping[str, Sequence[Any]]

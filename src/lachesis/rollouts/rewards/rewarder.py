@@ -15,14 +15,12 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.imports import load_function
+from lachesis.common.threads import CallThread
 from lachesis.common.types import Group, Sample
 from lachesis.rollouts.rewards.attempts import Extras, Item, Judged, RewardAttempts
-from lachesis.rollouts.rewards.calls import CallThread
+from lachesis.rollouts.rewards.functions import TrainerState
 from lachesis.rollouts.rewards.models import RewardModel, names_model
-from lachesis.rollouts.rewards.runners import RewardRunner, ThreadRunner
-from lachesis.rollouts.rewards.state import TrainerState
-from lachesis.rollouts.rewards.worker import ImportPath
-from lachesis.rollouts.rewards.workers import RewardWorkers, WorkerRunner
+from lachesis.rollouts.rewards.runners import ImportPath, RewardRunner, RewardWorkers, ThreadRunner, WorkerRunner
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +37,7 @@ class RewardFunction(Protocol):
     - ``prompts``: N prompts, each a text, or a list of messages where the dataset has conversations
     - ``completion_ids``: N lists of token ids
     - each column of the dataset by its name: N values (a column named like one of these arguments is hidden)
-    - ``trainer_state``: a :class:`~lachesis.rollouts.rewards.state.TrainerState`, with ``global_step``
+    - ``trainer_state``: a :class:`~lachesis.rollouts.rewards.functions.TrainerState`, with ``global_step``
     - ``log_extra(column, values)``: keep N values beside the completions
     - ``log_metric(name, value)``: show the mean of a number
 

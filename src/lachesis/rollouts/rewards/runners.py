@@ -1,70 +1,31 @@
-"""How a reward function is run: in this process on a thread, or in processes of its own."""
+"""Where a reward function runs: on a thread of this process, or in the main threads of worker processes."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
 
-from lachesis.common.imports import describe_exception
-from lachesis.rollouts.rewards.calls import BadValue, CallThread, read_rewards
-from lachesis.rollouts.rewards.state import CallLog, Logged
-
-Values: TypeAlias = Sequence[float | BadValue | None]
-
-HANG_REMEDY = "make it faster or give what it waits for a timeout, or raise rewards.timeout_s"
-VALUE_REMEDY = "return a list with a finite number per completion, or None where the function abstains"
-RAISE_REMEDY = "mend it, or let it return None for completions that it cannot judge"
-SIGNAL_REMEDY = (
-    "in this process reward functions run on a thread, where signal.alarm does not work: set rewards.num_workers "
-    "to 1 or more, or turn such timeouts off (math_verify: parsing_timeout=None and timeout_seconds=None)"
+from lachesis.common.errors import RewardError
+from lachesis.common.imports import load_function
+from lachesis.common.threads import CallThread, Outcome
+from lachesis.common.workers import WorkerError, WorkerPool
+from lachesis.rollouts.rewards.functions import (
+    Answer,
+    Call,
+    Failure,
+    Signature,
+    answer_of,
+    hung,
+    signature_of,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """Keywords that a function takes (``None``: any), and those that it cannot be called without."""
-
-    accepted: frozenset[str] | None
-    required: tuple[str, ...]
-
-    def takes(self, name: str) -> bool:
-        """Whether it may be called with this keyword."""
-        return self.accepted is None or name in self.accepted
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a call gave no list of rewards; ``what`` continues "reward function 'accuracy' ...".
-
-    ``costly``: it took its time or its process, so it should not be repeated without need. ``traceable``: the
-    call of each sample alone can tell which one it was.
-    """
-
-    what: str
-    remedy: str
-    costly: bool = False
-    traceable: bool = False
-    cause: BaseException | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """Arguments of one call on ``count`` completions, and what it may log (names of ``CallLog.NAMES``)."""
-
-    arguments: Mapping[str, Any]
-    count: int
-    logs: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What came of a call: a value per completion, or a failure."""
-
-    values: Values = ()
-    failure: Failure | None = None
-    logged: Logged = field(default_factory=Logged)
+_DEATH_REMEDY = "find out why it ends its process (memory, a crash in native code, os._exit)"
 
 
 class RewardRunner(Protocol):
@@ -92,53 +53,125 @@ class ThreadRunner:
         self._thread = thread
 
     def run(self, calls: Sequence[Call], *, timeout_s: float) -> list[Answer]:
-        return [self._run(call, timeout_s) for call in calls]
+        def invoke(arguments: Mapping[str, Any]) -> Outcome:
+            return self._thread.call(self._function, arguments, timeout_s=timeout_s)
 
-    def _run(self, call: Call, timeout_s: float) -> Answer:
-        log = CallLog(call.count)
-        arguments = {**call.arguments, **log.arguments(call.logs)}
-        outcome = self._thread.call(self._function, arguments, timeout_s=timeout_s)
-        if outcome.hung:
-            return Answer(failure=hung(timeout_s))
-        if outcome.error is not None:
-            return Answer(failure=raised(self._function, outcome.error))
-        return answer_of(outcome.result, call.count, log.logged())
+        return [answer_of(self._function, call, invoke, timeout_s=timeout_s) for call in calls]
 
 
-def answer_of(result: object, count: int, logged: Logged) -> Answer:
-    """What a function returned for ``count`` completions, as an answer."""
-    values = read_rewards(result, count)
-    if isinstance(values, BadValue):
-        return Answer(failure=Failure(values.what, VALUE_REMEDY))
-    return Answer(values=values, logged=logged)
+@dataclass(frozen=True, slots=True)
+class ImportPath:
+    """A function by its name, which only the process that it runs in imports."""
+
+    spec: str
+    base_dir: Path
 
 
-def hung(timeout_s: float) -> Failure:
-    """The call did not return in time."""
-    return Failure(f"did not return within {timeout_s:g} s", HANG_REMEDY, costly=True)
+class RewardWorkers:
+    """``count`` processes that all have the same functions, each call in a main thread, where ``signal.alarm`` works.
+
+    Args:
+        functions: by their names; only the processes import them.
+        start_s: limit of starting the processes, imports included, in seconds.
+
+    Raises:
+        ConfigError: a function cannot be imported.
+        RewardError: a process ended before it was ready.
+        DeadlineExceeded: the imports take too long.
+    """
+
+    def __init__(self, functions: Sequence[ImportPath], *, count: int, start_s: float = 120.0) -> None:
+        self.count = count
+        self._functions = tuple(functions)
+        with _start_errors():
+            self.pool = WorkerPool(count, _signatures, self._functions, name="reward workers", start_s=start_s)
+        self.signatures: tuple[Signature, ...] = self.pool.initialized
+
+    def run(self, index: int, calls: Sequence[Call], *, timeout_s: float) -> list[Answer]:
+        """An answer for each call of function ``index``; the calls, at most ``count``, run at once.
+
+        A process whose call takes longer than ``timeout_s`` is killed, and another one takes its place before
+        the next call.
+        """
+        with _start_errors():
+            results = self.pool.run(
+                _call_imported, [(self._functions[index], call) for call in calls], timeout_s=timeout_s
+            )
+        return [
+            Answer(failure=_failure(result, timeout_s)) if isinstance(result, WorkerError) else result
+            for result in results
+        ]
+
+    def close(self) -> None:
+        """End all processes; a later call starts new ones. Idempotent."""
+        self.pool.close()
 
 
-def raised(function: Callable[..., Any], error: BaseException) -> Failure:
-    """The call raised; the innermost line of the function's own file is named."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    by_signal = any(text in str(error) for text in ("signal.alarm", "signal only works in main thread"))
+class WorkerRunner:
+    """Runs one of the functions of the workers."""
+
+    def __init__(self, workers: RewardWorkers, index: int) -> None:
+        self.width = workers.count
+        self.signature = workers.signatures[index]
+        self._workers = workers
+        self._index = index
+
+    def run(self, calls: Sequence[Call], *, timeout_s: float) -> list[Answer]:
+        return self._workers.run(self._index, calls, timeout_s=timeout_s)
+
+
+def _failure(error: WorkerError, timeout_s: float) -> Failure:
+    if error.reason == "timeout":
+        return hung(timeout_s)
+    if error.reason == "died":
+        return Failure(error.message, _DEATH_REMEDY, costly=True, traceable=True)
+    if error.reason == "arguments":
+        return Failure(
+            f"cannot be given its arguments in another process ({error.message})",
+            "keep plain values in the columns, or set rewards.num_workers to 0",
+        )
     return Failure(
-        f"raised {describe_exception(error, code.co_filename if code else None)}",
-        SIGNAL_REMEDY if by_signal else RAISE_REMEDY,
-        traceable=True,
-        cause=error,
+        f"logged something that cannot leave its process ({error.message})", "log plain values: numbers, texts, lists"
     )
 
 
-def signature_of(function: Callable[..., Any]) -> Signature:
-    """What a function takes."""
+@contextlib.contextmanager
+def _start_errors() -> Iterator[None]:
     try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some built-in callables have no signature
-        return Signature(None, ())
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [parameter for parameter in parameters if parameter.kind not in variable]
-    required = tuple(parameter.name for parameter in named if parameter.default is parameter.empty)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return Signature(None, required)
-    return Signature(frozenset(parameter.name for parameter in named), required)
+        yield
+    except WorkerError as error:
+        what = f"a reward worker {error.message} while it imported the functions"
+        raise RewardError(what, remedy=_DEATH_REMEDY) from error
+
+
+@cache
+def _load(path: ImportPath) -> Callable[..., Any]:
+    return load_function(path.spec, path.base_dir)
+
+
+# The event loop of a worker process, one for all of its calls.
+_event_loop = cache(asyncio.Runner)
+
+
+def _signatures(paths: Sequence[ImportPath]) -> tuple[Signature, ...]:
+    """In a worker process: import the functions."""
+    return tuple(signature_of(_load(path)) for path in paths)
+
+
+def _call_imported(path: ImportPath, call: Call) -> Answer:
+    """In a worker process: call a function. Its exception stays here, as the type may not be known elsewhere."""
+    function = _load(path)
+
+    def invoke(arguments: Mapping[str, Any]) -> Outcome:
+        try:
+            result = function(**arguments)
+            return Outcome(result=_event_loop().run(_wait(result)) if inspect.isawaitable(result) else result)
+        except BaseException as error:
+            return Outcome(error=error)
+
+    answer = answer_of(function, call, invoke)
+    return replace(answer, failure=answer.failure and replace(answer.failure, cause=None))
+
+
+async def _wait(awaitable: Awaitable[Any]) -> Any:
+    return await awaitable

@@ -15,7 +15,6 @@ import pytest
 
 from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.rollouts.rewards import calls as reward_calls
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, Scored, load_reward, load_rewards
 from tests.waiting import LONG_S, until
 
@@ -306,7 +305,7 @@ class Patient(Future):
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reward_calls, "Future", Patient)
+    monkeypatch.setattr("lachesis.common.threads.Future", Patient)
 
 
 def hangs_on_x(completions, **_):

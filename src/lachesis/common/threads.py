@@ -1,20 +1,38 @@
-"""Calling a function that may hang, and reading what it returned.
+"""Calls that may hang, on a daemon thread, which is left behind where nobody waits for it any more.
 
-Python cannot kill a thread. A call that passes its deadline is therefore left behind on its thread, which is
-a daemon and so never keeps the interpreter alive, and the next call gets a new thread.
+Python cannot kill a thread; a daemon never keeps the interpreter alive.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import threading
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+Watch = Callable[[], None]
+"""Called while something is waited for; raises where waiting on has become useless."""
+
+
+def call_watched(call: Callable[[], T], *, watch: Watch, every_s: float = 0.2) -> T:
+    """What ``call``, on a thread of its own, returns or raises. ``watch`` is called every ``every_s`` until then.
+
+    Where ``watch`` raises, that is raised at once and the call is left behind.
+    """
+    worker = _Worker("lachesis-watched-call")
+    try:
+        outcome = worker.submit(call, {})
+        while not wait([outcome], timeout=every_s).done:
+            watch()
+    finally:
+        worker.abandon()
+    return outcome.result()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +44,8 @@ class Outcome:
     hung: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class BadValue:
-    """Something that is no reward, in words."""
-
-    what: str
-
-
 class CallThread:
-    """Runs calls one at a time on one daemon thread, which is replaced only after a call that hung."""
+    """Runs calls one at a time on one thread, which is replaced only after a call that hung."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -57,13 +68,21 @@ class CallThread:
             worker, self._worker = self._worker or _Worker(self._name), None
             outcome = Outcome(hung=True)
             try:
-                outcome = worker.run(function, kwargs, timeout_s)
+                outcome = _outcome(worker.submit(function, kwargs), timeout_s)
             finally:  # an interrupt leaves the call running, as a hang does
                 if outcome.hung:
                     worker.abandon()
                 else:
                     self._worker = worker
             return outcome
+
+
+def _outcome(future: Future[Any], timeout_s: float | None) -> Outcome:
+    try:
+        error = future.exception(timeout_s)
+    except TimeoutError:  # of the wait; the function's own comes back as a value
+        return Outcome(hung=True)
+    return Outcome(result=future.result()) if error is None else Outcome(error=error)
 
 
 _Call: TypeAlias = tuple[Future[Any], Callable[..., Any], Mapping[str, Any]]
@@ -77,14 +96,10 @@ class _Worker:
         self._task: asyncio.Task[Any] | None = None
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
-    def run(self, function: Callable[..., Any], kwargs: Mapping[str, Any], timeout_s: float | None) -> Outcome:
+    def submit(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         future: Future[Any] = Future()
         self._calls.put((future, function, kwargs))
-        try:
-            error = future.exception(timeout_s)
-        except TimeoutError:  # of the wait; the function's own comes back as a value
-            return Outcome(hung=True)
-        return Outcome(result=future.result()) if error is None else Outcome(error=error)
+        return future
 
     def abandon(self) -> None:
         """Cancel a coroutine that hangs, and end the thread when its call returns, if it ever does."""
@@ -107,42 +122,3 @@ class _Worker:
     async def _wait(self, awaitable: Awaitable[Any]) -> Any:
         self._task = asyncio.current_task()
         return await awaitable
-
-
-def read_rewards(result: object, count: int) -> list[float | BadValue | None] | BadValue:
-    """The rewards of ``count`` completions as floats, ``None`` where the function abstained.
-
-    Numbers may be Python's, numpy's or torch's; the list may be an array or a tensor of shape [count].
-    A value that is no finite number comes back as :class:`BadValue` in its place; a result that is no list
-    of this length as one :class:`BadValue`.
-    """
-    if callable(to_list := getattr(result, "tolist", None)):
-        result = to_list()
-    if not isinstance(result, Sequence) or isinstance(result, str | bytes):
-        return BadValue(f"returned {_phrase(result)}, not a list with a reward per completion")
-    if len(result) != count:
-        return BadValue(f"returned {len(result)} rewards for {count} completions")
-    return [_read_value(value) for value in result]
-
-
-def _read_value(value: object) -> float | BadValue | None:
-    if value is None:
-        return None
-    number = value.item() if getattr(value, "ndim", None) == 0 else value  # type: ignore[attr-defined]
-    if not isinstance(number, float | int):
-        return BadValue(f"returned {_phrase(value)} as a reward")
-    try:
-        number = float(number)
-    except OverflowError:
-        return BadValue("returned an integer too large for a reward")
-    return number if math.isfinite(number) else BadValue(f"returned {number} as a reward")
-
-
-def _phrase(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__} ({shorten(value)})"
-
-
-def shorten(value: object, limit: int = 60) -> str:
-    """``repr`` for messages, cut after ``limit`` characters."""
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."

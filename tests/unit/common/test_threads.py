@@ -1,17 +1,68 @@
+"""Someone looks around while a call blocks."""
+
 from __future__ import annotations
 
 import asyncio
-import math
 import subprocess
 import sys
 import threading
 
-import numpy as np
 import pytest
-import torch
 
-from lachesis.rollouts.rewards.calls import BadValue, CallThread, read_rewards
+from lachesis.common.errors import DataError, EngineError
+from lachesis.common.threads import CallThread, call_watched
 from tests.waiting import LONG_S
+
+
+def never() -> None:
+    raise AssertionError("nobody had to look around")
+
+
+def test_what_the_call_returns_or_raises_is_passed_on():
+    assert call_watched(lambda: 7, watch=never) == 7
+
+    def fails() -> None:
+        raise DataError("it failed")
+
+    with pytest.raises(DataError, match="it failed"):
+        call_watched(fails, watch=never)
+
+
+def test_the_watch_is_called_until_the_call_is_done():
+    may_end, looks = threading.Event(), []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 2:
+            may_end.set()
+
+    assert call_watched(lambda: may_end.wait(60), watch=look) is True
+    assert len(looks) >= 2
+
+
+def test_a_call_that_hangs_is_left_behind():
+    hanging, ended = threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        hanging.wait(60)
+        ended.set()
+
+    def gone() -> None:
+        raise EngineError("no use")
+
+    with pytest.raises(EngineError, match="no use"):
+        call_watched(hangs, watch=gone)
+    assert not ended.is_set()
+    hanging.set()
+    assert ended.wait(60)
+
+
+def test_a_timeout_of_the_call_is_no_look():
+    def fails() -> None:
+        raise TimeoutError("its own")
+
+    with pytest.raises(TimeoutError, match="its own"):
+        call_watched(fails, watch=never)
 
 
 @pytest.fixture
@@ -85,60 +136,9 @@ class TestCalls:
 
     def test_a_hang_does_not_keep_the_interpreter(self):
         program = (
-            "import time\nfrom lachesis.rollouts.rewards.calls import CallThread\n"
+            "import time\nfrom lachesis.common.threads import CallThread\n"
             "assert CallThread('x').call(time.sleep, {'seconds': 600}, timeout_s=0.05) is not None\n"
             "def hang():\n    time.sleep(600)\n"
             "assert CallThread('x').call(hang, {}, timeout_s=0.05).hung\n"
         )
         subprocess.run([sys.executable, "-c", program], check=True, timeout=LONG_S)
-
-
-class TestValues:
-    @pytest.mark.parametrize(
-        "result",
-        [
-            [1, 0.5, True],
-            (1.0, 0.5, 1),
-            np.array([1, 0.5, 1], dtype=np.float32),
-            torch.tensor([1, 0.5, 1], dtype=torch.bfloat16, requires_grad=True),
-            [np.float32(1), np.float64(0.5), np.bool_(True)],
-            [torch.tensor(1), torch.tensor(0.5), np.array(1)],
-        ],
-    )
-    def test_numbers_of_all_kinds(self, result):
-        values = read_rewards(result, 3)
-        assert values == [1.0, 0.5, 1.0]
-        assert {type(value) for value in values} == {float}
-
-    def test_abstaining(self):
-        assert read_rewards([None, 0.0], 2) == [None, 0.0]
-
-    @pytest.mark.parametrize("bad", [math.nan, -math.inf, "1", 1j, [1.0], torch.ones(1), np.nan, 10**400])
-    def test_a_bad_value_is_found_in_its_place(self, bad):
-        values = read_rewards([0.5, bad, None], 3)
-        assert values[0] == 0.5
-        assert values[2] is None
-        assert isinstance(values[1], BadValue)
-
-    def test_nan_in_arrays(self):
-        assert isinstance(read_rewards(np.array([1.0, np.nan]), 2)[1], BadValue)
-        assert isinstance(read_rewards(torch.tensor([1.0, torch.inf]), 2)[1], BadValue)
-
-    @pytest.mark.parametrize(
-        ("result", "what"),
-        [
-            (None, "returned None, not a list"),
-            (0.5, "returned a float (0.5), not a list"),
-            ("0 1", "returned a str ('0 1'), not a list"),
-            ({0: 1, 1: 1}, "returned a dict"),
-            ((x for x in [1, 2]), "returned a generator"),
-            (torch.tensor(1.0), "returned a float"),
-            ([1.0], "returned 1 rewards for 2 completions"),
-            (np.ones(3), "returned 3 rewards for 2 completions"),
-            ([], "returned 0 rewards for 2 completions"),
-        ],
-    )
-    def test_results_that_are_no_list_of_rewards(self, result, what):
-        bad = read_rewards(result, 2)
-        assert isinstance(bad, BadValue)
-        assert bad.what.startswith(what)

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 import types
 from collections.abc import Iterator
-from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DeadlineExceeded, RewardError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
+from lachesis.common.workers import receive_message
+from lachesis.rollouts.rewards.functions import Call
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, Scored, load_rewards
-from lachesis.rollouts.rewards.runners import Call
-from lachesis.rollouts.rewards.worker import ImportPath
-from lachesis.rollouts.rewards.workers import RewardWorkers
+from lachesis.rollouts.rewards.runners import ImportPath, RewardWorkers
 from tests.waiting import LONG_S, until
 
 MODULE = """
@@ -124,15 +125,19 @@ def patient(directory, monkeypatch):
     """A call is given up because it hangs, not because the machine is slow."""
     mark = directory / "remote_rewards.py.hangs"
 
-    def patient_wait(connections: list[Any], timeout: float) -> list[Any]:
-        while not (ready := wait(connections, 0.01)):
-            # The others that ran beside it have answered.
-            if len(connections) == 1 and mark.exists():
+    def patient_receive(link: socket.socket, *, end: float) -> bytes:
+        link.settimeout(0.01)
+        while True:
+            try:
+                link.recv(1, socket.MSG_PEEK)
+            except TimeoutError:
+                if not mark.exists():
+                    continue
                 mark.unlink()
-                return []
-        return ready
+                raise
+            return receive_message(link, end=time.monotonic() + LONG_S)
 
-    monkeypatch.setattr("lachesis.rollouts.rewards.workers.wait", patient_wait)
+    monkeypatch.setattr("lachesis.common.workers.receive_message", patient_receive)
 
 
 class Shared:
@@ -246,24 +251,24 @@ class TestOtherFailures:
         assert "rewards.num_workers" in caught.value.remedy
 
     def test_an_interrupt_leaves_no_stale_answer(self, workers, monkeypatch):
-        def interrupted(*_):
+        def interrupted(*_, **__):
             raise KeyboardInterrupt
 
         call = Call({"completions": [[{"content": "1"}]], "answer": ["2"]}, 1)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr("lachesis.rollouts.rewards.workers.wait", interrupted)
+            patched.setattr("lachesis.common.workers.receive_message", interrupted)
             workers.run(0, [call], timeout_s=LONG_S)
         right = Call({"completions": [[{"content": "1"}]], "answer": ["1"]}, 1)
         assert workers.run(0, [right], timeout_s=LONG_S)[0].values == [1.0]
 
     def test_an_interrupt_while_they_start_leaves_none_half_started(self, workers, monkeypatch):
-        def interrupted(*_):
+        def interrupted(*_, **__):
             raise KeyboardInterrupt
 
         right = Call({"completions": [[{"content": "1"}]], "answer": ["1"]}, 1)
         workers.close()
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(RewardWorkers, "_loaded", interrupted)
+            patched.setattr("lachesis.common.workers.receive_message", interrupted)
             workers.run(0, [right, right], timeout_s=LONG_S)
         assert [answer.values for answer in workers.run(0, [right, right], timeout_s=LONG_S)] == [[1.0], [1.0]]
 
@@ -296,11 +301,10 @@ class TestLife:
         program = textwrap.dedent(f"""
             import os, signal, threading
             from pathlib import Path
-            from lachesis.rollouts.rewards.runners import Call
-            from lachesis.rollouts.rewards.worker import ImportPath
-            from lachesis.rollouts.rewards.workers import RewardWorkers
+            from lachesis.rollouts.rewards.functions import Call
+            from lachesis.rollouts.rewards.runners import ImportPath, RewardWorkers
             workers = RewardWorkers([ImportPath("remote_rewards.py:hangs", Path({str(directory)!r}))], count=1)
-            print(workers._processes[0].popen.pid, flush=True)
+            print(workers.pool.pids[0], flush=True)
             threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
             workers.run(0, [Call({{"completions": [[{{"content": "x"}}]]}}, 1)], timeout_s=600)
         """)

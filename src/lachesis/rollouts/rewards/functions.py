@@ -1,0 +1,212 @@
+"""One call of a reward function: what it is told and may log, what it returns, and why there is no list of rewards."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lachesis.common.imports import describe_exception
+from lachesis.common.threads import Outcome
+
+HANG_REMEDY = "make it faster or give what it waits for a timeout, or raise rewards.timeout_s"
+VALUE_REMEDY = "return a list with a finite number per completion, or None where the function abstains"
+RAISE_REMEDY = "mend it, or let it return None for completions that it cannot judge"
+SIGNAL_REMEDY = (
+    "in this process reward functions run on a thread, where signal.alarm does not work: set rewards.num_workers "
+    "to 1 or more, or turn such timeouts off (math_verify: parsing_timeout=None and timeout_seconds=None)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """Where training stands: optimizer steps done, and steps in all (0 where nobody said)."""
+
+    global_step: int = 0
+    max_steps: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """What one call logged: a value per completion for each column, and numbers for each metric."""
+
+    extras: Mapping[str, list[Any]] = field(default_factory=dict)
+    metrics: Mapping[str, list[float]] = field(default_factory=dict)
+
+
+class CallLog:
+    """Takes what one call of a reward function logs."""
+
+    NAMES = ("log_extra", "log_metric")
+
+    def __init__(self, count: int) -> None:
+        """``count``: completions of the call."""
+        self._count = count
+        self._extras: dict[str, list[Any]] = {}
+        self._metrics: dict[str, list[float]] = {}
+
+    def arguments(self, wanted: Collection[str]) -> dict[str, Callable[..., None]]:
+        """Those of ``log_extra`` and ``log_metric`` that a function wants."""
+        return {name: getattr(self, name) for name in self.NAMES if name in wanted}
+
+    def log_extra(self, column: str, values: Iterable[Any]) -> None:
+        """Keep a value per completion beside it. Raises ValueError where there are more or fewer."""
+        listed = list(values)
+        if len(listed) != self._count:
+            raise ValueError(f"log_extra({column!r}) got {len(listed)} values for {self._count} completions")
+        self._extras[column] = listed
+
+    def log_metric(self, name: str, value: float) -> None:
+        """Add to a metric, of which the mean is shown. Raises ValueError for what is no finite number."""
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"log_metric({name!r}) got {number}")
+        self._metrics.setdefault(name, []).append(number)
+
+    def logged(self) -> Logged:
+        """All of it."""
+        return Logged(self._extras, self._metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Keywords that a function takes (``None``: any), and those that it cannot be called without."""
+
+    accepted: frozenset[str] | None
+    required: tuple[str, ...]
+
+    def takes(self, name: str) -> bool:
+        """Whether it may be called with this keyword."""
+        return self.accepted is None or name in self.accepted
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call gave no list of rewards; ``what`` continues "reward function 'accuracy' ...".
+
+    ``costly``: it took its time or its process, so it should not be repeated without need. ``traceable``: the
+    call of each sample alone can tell which one it was.
+    """
+
+    what: str
+    remedy: str
+    costly: bool = False
+    traceable: bool = False
+    cause: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Arguments of one call on ``count`` completions, and what it may log (names of ``CallLog.NAMES``)."""
+
+    arguments: Mapping[str, Any]
+    count: int
+    logs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a call: a value per completion, or a failure."""
+
+    values: Sequence[float | BadValue | None] = ()
+    failure: Failure | None = None
+    logged: Logged = field(default_factory=Logged)
+
+
+@dataclass(frozen=True, slots=True)
+class BadValue:
+    """Something that is no reward, in words."""
+
+    what: str
+
+
+def answer_of(
+    function: Callable[..., Any],
+    call: Call,
+    invoke: Callable[[Mapping[str, Any]], Outcome],
+    *,
+    timeout_s: float = math.inf,
+) -> Answer:
+    """What comes of a call of ``function``, which ``invoke`` does with the arguments that it is given."""
+    log = CallLog(call.count)
+    outcome = invoke({**call.arguments, **log.arguments(call.logs)})
+    if outcome.hung:
+        return Answer(failure=hung(timeout_s))
+    if outcome.error is not None:
+        return Answer(failure=raised(function, outcome.error))
+    values = read_rewards(outcome.result, call.count)
+    if isinstance(values, BadValue):
+        return Answer(failure=Failure(values.what, VALUE_REMEDY))
+    return Answer(values=values, logged=log.logged())
+
+
+def hung(timeout_s: float) -> Failure:
+    """The call did not return in time."""
+    return Failure(f"did not return within {timeout_s:g} s", HANG_REMEDY, costly=True)
+
+
+def raised(function: Callable[..., Any], error: BaseException) -> Failure:
+    """The call raised; the innermost line of the function's own file is named."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    by_signal = any(text in str(error) for text in ("signal.alarm", "signal only works in main thread"))
+    return Failure(
+        f"raised {describe_exception(error, code.co_filename if code else None)}",
+        SIGNAL_REMEDY if by_signal else RAISE_REMEDY,
+        traceable=True,
+        cause=error,
+    )
+
+
+def signature_of(function: Callable[..., Any]) -> Signature:
+    """What a function takes."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some built-in callables have no signature
+        return Signature(None, ())
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    named = [parameter for parameter in parameters if parameter.kind not in variable]
+    required = tuple(parameter.name for parameter in named if parameter.default is parameter.empty)
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return Signature(None, required)
+    return Signature(frozenset(parameter.name for parameter in named), required)
+
+
+def read_rewards(result: object, count: int) -> list[float | BadValue | None] | BadValue:
+    """The rewards of ``count`` completions as floats, ``None`` where the function abstained.
+
+    Numbers may be Python's, numpy's or torch's; the list may be an array or a tensor of shape [count].
+    A value that is no finite number comes back as :class:`BadValue` in its place; a result that is no list
+    of this length as one :class:`BadValue`.
+    """
+    if callable(to_list := getattr(result, "tolist", None)):
+        result = to_list()
+    if not isinstance(result, Sequence) or isinstance(result, str | bytes):
+        return BadValue(f"returned {_phrase(result)}, not a list with a reward per completion")
+    if len(result) != count:
+        return BadValue(f"returned {len(result)} rewards for {count} completions")
+    return [_read_value(value) for value in result]
+
+
+def _read_value(value: object) -> float | BadValue | None:
+    if value is None:
+        return None
+    number = value.item() if getattr(value, "ndim", None) == 0 else value  # type: ignore[attr-defined]
+    if not isinstance(number, float | int):
+        return BadValue(f"returned {_phrase(value)} as a reward")
+    try:
+        number = float(number)
+    except OverflowError:
+        return BadValue("returned an integer too large for a reward")
+    return number if math.isfinite(number) else BadValue(f"returned {number} as a reward")
+
+
+def _phrase(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__} ({shorten(value)})"
+
+
+def shorten(value: object, limit: int = 60) -> str:
+    """``repr`` for messages, cut after ``limit`` characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "..."
