@@ -6,6 +6,9 @@ both in one line and exits with ``exit_code``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class LachesisError(Exception):
     """Root of all errors of this package.
@@ -92,3 +95,13 @@ class DependencyError(LachesisError):
     """An optional dependency that the configuration needs is not installed."""
 
     exit_code = 11
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, or the name of its type where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known name that looks most like ``word``, for "did you mean"; None where none is like it."""
+    return next(iter(get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)

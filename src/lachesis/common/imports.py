@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, nearest
 
 # Examples name the functions of this module; who has written it has others under the same names.
 _BUILT_IN = "grpo_code"
@@ -54,11 +53,6 @@ def describe_exception(error: BaseException, file: str | None) -> str:
     place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     text = str(error)
     return f"{type(error).__name__}{': ' + text if text else ''}{place}"
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that looks most like ``name``, if any does."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)), None)
 
 
 def _check_form(spec: str, good: bool) -> None:
@@ -163,7 +157,7 @@ def _callable_of(module: ModuleType, attribute: str, spec: str) -> Callable[...,
     if callable(found):
         return found
     names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-    close = nearest(attribute, names)
+    close = nearest(attribute, names, cutoff=0.5)
     problem = "no function" if found is None else f"a {type(found).__name__}, no function,"
     raise ConfigError(
         f"{spec!r}: {place} has {problem} {attribute!r}",

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, nearest
 from lachesis.config.dialects import DIALECTS, Dialect, Entry
 from lachesis.config.dialects.table import UNSET
 from lachesis.config.keys import Key, SectionInfo, all_keys, all_sections, value_in_words
-from lachesis.config.suggest import nearest, nearest_path
+from lachesis.config.suggest import nearest_path
 
 
 @dataclass(frozen=True, slots=True)

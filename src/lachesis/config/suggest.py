@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from difflib import get_close_matches
-
 from pydantic import BaseModel
 
+from lachesis.common.errors import nearest
 from lachesis.config.keys import all_keys, all_sections, find_keys, find_section, join
 from lachesis.config.schema import LachesisConfig
 
-_SIBLING_CUTOFF = 0.6
 _ANYWHERE_CUTOFF = 0.75
-
-
-def nearest(word: str, candidates: Iterable[str], *, cutoff: float = _SIBLING_CUTOFF) -> str | None:
-    """The candidate most like ``word``, or None where none is like it."""
-    matches = get_close_matches(word, list(candidates), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
 
 
 def paths_named(name: str, root: type[BaseModel] = LachesisConfig) -> list[str]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, nearest
 from lachesis.environments.settings import EnvironmentConfig, ServerConfig, Settings, SlurmConfig
 
 _SECTIONS = ("env", "openai", "slurm")
@@ -130,7 +129,6 @@ def _build(settings: type[Settings], section: str, values: Mapping[str, Any]) ->
 
 
 def _unknown(shown: str, name: str, known: Sequence[str]) -> ConfigError:
-    near = get_close_matches(name, known, n=1, cutoff=0.5)
-    written = f"--{near[0]}" if near and shown.startswith("-") else near[0] if near else ""
-    remedy = f"did you mean {written}?" if near else f"known are {', '.join(known)}"
+    near = nearest(name, known, cutoff=0.5)
+    remedy = f"did you mean {'--' if shown.startswith('-') else ''}{near}?" if near else f"known are {', '.join(known)}"
     return ConfigError(f"unknown flag {shown}", remedy=remedy)

@@ -7,11 +7,10 @@ import signal
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, nearest
 from lachesis.common.imports import load_function
 from lachesis.common.types import Say
 from lachesis.environments.base import Environment
@@ -56,8 +55,8 @@ def run(name: str, command: str, words: Sequence[str], *, say: Say) -> int:
         "evaluate": _evaluate,
     }
     if command not in commands:
-        near = get_close_matches(command, commands, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(commands)}"
+        near = nearest(command, commands)
+        remedy = f"did you mean {near}?" if near else f"known are {', '.join(commands)}"
         raise ConfigError(f"unknown command {command!r} of the environment {name}", remedy=remedy)
     options = parse_options(words, env_class=kind.config_class)
     return asyncio.run(_with_environment(kind, options, commands[command], say))
@@ -72,8 +71,8 @@ def find(name: str) -> type[Environment[Any, Any]]:
     if name in SHIPPED:
         return SHIPPED[name]
     if ":" not in name and "." not in name:
-        near = get_close_matches(name, SHIPPED, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"known are {', '.join(SHIPPED)}, or give FILE.py:CLASS"
+        near = nearest(name, SHIPPED)
+        remedy = f"did you mean {near}?" if near else f"known are {', '.join(SHIPPED)}, or give FILE.py:CLASS"
         raise ConfigError(f"unknown environment {name!r}", remedy=remedy)
     found: Any = load_function(name)
     if not (isinstance(found, type) and issubclass(found, Environment)):

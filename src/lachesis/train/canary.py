@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lachesis.common.errors import first_line
 from lachesis.train.batch import MicroBatch, plain_micro_batch
 from lachesis.train.model.forward import ForwardPlan, target_logprobs
 from lachesis.train.model.quantized import looks_at_inputs
@@ -73,7 +74,7 @@ class CanaryReader:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 logprobs = self._run(micro)
         except RuntimeError as error:
-            _log.info("the canary is read without a CUDA graph: %s", str(error).splitlines()[0])
+            _log.info("the canary is read without a CUDA graph: %s", first_line(error))
             self._capture = False
             _end_capture()
             return None

@@ -35,7 +35,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lachesis.common.errors import CheckpointError, LachesisError
+from lachesis.common.errors import CheckpointError, LachesisError, first_line
 from lachesis.common.files import atomic_directory, clean_leftovers, restore_replaced
 
 logger = logging.getLogger(__name__)
@@ -240,7 +240,7 @@ def _read(path: Path) -> Checkpoint:
         meta = json.loads((path / _META).read_text(encoding="utf-8"))
     except (OSError, RuntimeError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"the checkpoint {path} cannot be read: {_first_line(error)}",
+            f"the checkpoint {path} cannot be read: {first_line(error)}",
             remedy="install the versions of torch and of the optimizer's package that it was saved with",
         ) from error
     tensors |= {alias: tensors[name] for alias, name in manifest["aliases"].items()}
@@ -260,7 +260,7 @@ def _damage(path: Path, *, read_content: bool = True) -> str | None:
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{_MANIFEST} cannot be read ({_first_line(error)})"
+        return f"{_MANIFEST} cannot be read ({first_line(error)})"
     return None
 
 
@@ -346,7 +346,7 @@ def _disk_errors(target: Path, *, needed: int | None) -> Iterator[None]:
             free = shutil.disk_usage(_existing_parent(target)).free
             raise _disk_full(target, needed=needed, free=free) from error
         raise CheckpointError(
-            f"{target} cannot be written: {_first_line(error)}",
+            f"{target} cannot be written: {first_line(error)}",
             remedy="check the directory, its permissions and what is being saved",
         ) from error
 
@@ -383,7 +383,3 @@ def _crc32(path: Path) -> int:
         while block := file.read(1 << 22):
             value = zlib.crc32(block, value)
     return value
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

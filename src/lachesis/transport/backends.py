@@ -15,7 +15,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import EngineError, LachesisError
+from lachesis.common.errors import EngineError, LachesisError, first_line
 from lachesis.common.threads import call_watched
 from lachesis.transport.links import Links, Message
 from lachesis.transport.records import ChannelBackend
@@ -145,7 +145,7 @@ class Collective(Transport):
         except RuntimeError as error:
             deadline.check()
             raise EngineError(
-                f"the broadcast of weights failed: {_first_line(error)}", remedy="look at the log of the other side"
+                f"the broadcast of weights failed: {first_line(error)}", remedy="look at the log of the other side"
             ) from error
 
 
@@ -252,7 +252,7 @@ def _build_group(
     except (RuntimeError, ValueError, OSError) as error:
         deadline.check(f"building the {backend} process group")
         raise EngineError(
-            f"vLLM NCCL setup failed: no {backend} process group with {world_size} ranks: {_first_line(error)}",
+            f"vLLM NCCL setup failed: no {backend} process group with {world_size} ranks: {first_line(error)}",
             remedy="both sides need one GPU each for nccl; on the same GPU use ipc, without a GPU gloo",
         ) from error
 
@@ -320,7 +320,3 @@ def _remaining(deadline: Deadline) -> timedelta:
     remaining = deadline.remaining_s()
     # Never 0, which libraries take for no limit.
     return _LONG if remaining is None else timedelta(seconds=max(remaining, 0.05))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

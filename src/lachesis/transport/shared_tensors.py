@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lachesis.common.errors import EngineError
+from lachesis.common.errors import EngineError, first_line
 from lachesis.transport.shared_file import SharedFile, map_file
 
 # The eight items of a CUDA IPC export, in torch's order.
@@ -117,7 +117,7 @@ def export_cuda(tensor: Tensor) -> SharedTensor:
         items = tensor.untyped_storage()._share_cuda_()
     except RuntimeError as error:
         raise EngineError(
-            f"the GPU memory of a tensor {tuple(tensor.shape)} cannot be shared: {_first_line(error)}",
+            f"the GPU memory of a tensor {tuple(tensor.shape)} cannot be shared: {first_line(error)}",
             remedy="start the engine without --enable-sleep-mode, whose allocator cannot share memory, and with "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
         ) from error
@@ -280,7 +280,7 @@ def _open_cuda(name: str, storage: CudaStorage) -> torch.UntypedStorage:
             "containers, if any, share the IPC namespace (docker: --ipc=host)"
         )
         raise EngineError(
-            f"the engine's tensor {name!r} cannot be mapped: {cause}: {_first_line(error)}", remedy=remedy
+            f"the engine's tensor {name!r} cannot be mapped: {cause}: {first_line(error)}", remedy=remedy
         ) from error
 
 
@@ -298,7 +298,3 @@ def _local_device(name: str, storage: CudaStorage) -> int:
         f"sees {count} GPU{'s' * (count != 1)}, that one not among them",
         remedy="put trainer and engine on the same GPU (CUDA_VISIBLE_DEVICES)",
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lachesis.config.suggest import nearest, nearest_path, paths_named, unknown_key_hint
+from lachesis.common.errors import nearest
+from lachesis.config.suggest import nearest_path, paths_named, unknown_key_hint
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, nearest
 from lachesis.config.document import describe
-from lachesis.config.suggest import nearest
 
 OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(

@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, nearest
 from lachesis.common.types import Finding
 from lachesis.config.document import Document, Place, describe, dotted
-from lachesis.config.suggest import nearest
 
 Convert = Callable[[Any], Any]
 Treatment = Literal["sets", "together", "nothing", "cannot", "refused"]

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from lachesis.common.errors import ConfigError, ModelError
+from lachesis.common.errors import ConfigError, ModelError, first_line
 
 
 def load_causal_lm(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
@@ -76,8 +76,7 @@ def _place(device: str) -> torch.device:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"--device {device} cannot be used: {reason}", remedy=remedy) from error
+        raise ConfigError(f"--device {device} cannot be used: {first_line(error)}", remedy=remedy) from error
     return torch.device(device)
 
 
@@ -86,8 +85,7 @@ def _loading(path: str | Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelError(
-            f"nothing can be loaded from {str(path)!r}: {lines[0]}",
+            f"nothing can be loaded from {str(path)!r}: {first_line(error)}",
             remedy="name a directory with config.json, tokenizer and model.safetensors",
         ) from error

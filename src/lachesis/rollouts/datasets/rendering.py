@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lachesis.common.errors import ConfigError, DataError
-from lachesis.common.imports import nearest
+from lachesis.common.errors import ConfigError, DataError, nearest
 from lachesis.common.types import Message
 from lachesis.rollouts.datasets.formats import Problem
 from lachesis.rollouts.datasets.rows import describe_type
@@ -92,7 +91,7 @@ def tokenize(
 def _missing_prompt(problem: Problem) -> DataError:
     column = problem.column
     others = [name for name, value in problem.columns.items() if value is not None and name != column]
-    close = nearest(column, others)
+    close = nearest(column, others, cutoff=0.5)
     hint = f"set data.prompt_column to {close!r}" if close else "set data.prompt_column, or mend that line"
     return DataError(
         f"{problem.place}: no prompt in column {column!r}; the columns there are: {', '.join(others) or 'none'}",

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import RewardError
-from lachesis.common.imports import nearest
+from lachesis.common.errors import RewardError, nearest
 from lachesis.common.types import Group
 from lachesis.rollouts.rewards.functions import (
     HANG_REMEDY,
@@ -77,7 +76,7 @@ class RewardAttempts:
         for name in self._runner.signature.required:
             if name in columns or name in GIVEN:
                 continue
-            close = nearest(name, [*known, *GIVEN])
+            close = nearest(name, [*known, *GIVEN], cutoff=0.5)
             raise RewardError(
                 f"reward function {self._name!r} needs {name!r}, which is none of {', '.join(GIVEN)} "
                 f"and no column of the dataset ({', '.join(known) or 'it has none'})",

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError
+from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError, first_line
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.leader import BUILD, END, of_a_collective
 from lachesis.train.distributed.leading import METHODS
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
-from lachesis.train.distributed.rendezvous import first_line
 from lachesis.train.policy import Policy
 
 # Seconds: that what waits for the leader gets to end by itself once it is gone; that news of its end may take.

@@ -11,10 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import LachesisError, TrainingError
+from lachesis.common.errors import LachesisError, TrainingError, first_line
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
-from lachesis.train.distributed.rendezvous import first_line
 
 # Turns that are no methods of a policy: the first, which builds it of a configuration, and the last.
 BUILD = "build"

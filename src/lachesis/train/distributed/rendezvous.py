@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from lachesis.common.errors import ConfigError, DeadlineExceeded
+from lachesis.common.errors import ConfigError, DeadlineExceeded, first_line
 from lachesis.common.world import HOW_TO_START, World
 
 
@@ -92,8 +92,3 @@ def abort_collectives() -> None:
     """End collectives on GPUs that wait for a rank that is gone; those on CPUs end by themselves."""
     if dist.is_initialized() and torch.cuda.is_initialized():
         dist.distributed_c10d._abort_process_group()
-
-
-def first_line(error: Exception) -> str:
-    """Of what torch says, whose errors go on for many lines."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lachesis.common.errors import ConfigError, TrainingError
-from lachesis.common.imports import describe_exception, load_function, nearest
+from lachesis.common.errors import ConfigError, TrainingError, nearest
+from lachesis.common.imports import describe_exception, load_function
 from lachesis.config.schema import AlgorithmConfig
 from lachesis.train.losses.ratios import Terms
 
@@ -162,7 +162,7 @@ def load_custom_loss(spec: str, *, max_completion_length: int | None = None) -> 
     named = {parameter.name: parameter for parameter in others if parameter.kind not in variadic}
     for name, parameter in named.items():
         if name not in _ARGUMENTS and parameter.default is parameter.empty:
-            close = nearest(name, _ARGUMENTS)
+            close = nearest(name, _ARGUMENTS, cutoff=0.5)
             raise ConfigError(
                 f"{spec!r} needs an argument {name!r}, which a loss is not given",
                 remedy=f"did you mean {close!r}?" if close else f"it may take: {', '.join(_ARGUMENTS)}",

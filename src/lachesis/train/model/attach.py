@@ -9,7 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from lachesis.common.errors import ModelError
+from lachesis.common.errors import ModelError, first_line
 from lachesis.config.schema import ModelConfig
 
 
@@ -49,7 +49,7 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
             model = AutoModelForCausalLM.from_config(found, dtype=dtype, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"no causal language model is described in {config.path!r}: {str(error).strip().splitlines()[0]}",
+            f"no causal language model is described in {config.path!r}: {first_line(error)}",
             remedy="set model.path to a directory with config.json, or to a hub id in the cache",
         ) from error
     # Moving parameters to the meta device one by one has parted those that are tied.

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
-from lachesis.common.errors import ModelError
+from lachesis.common.errors import ModelError, first_line
 from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig
 from lachesis.train.distributed.single import decoder_layers
 from lachesis.train.model.attach import WeightSource, attached_transformer
@@ -91,7 +91,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"no tokenizer could be loaded from {path!r}: {_first_line(error)}",
+            f"no tokenizer could be loaded from {path!r}: {first_line(error)}",
             remedy="set model.tokenizer to a directory that holds one",
         ) from error
     if config.pad_token is not None:
@@ -230,13 +230,9 @@ def _load_errors(path: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
-            f"no causal language model could be loaded from {path!r}: {_first_line(error)}",
+            f"no causal language model could be loaded from {path!r}: {first_line(error)}",
             remedy="set model.path to a directory with config.json and weights, or to a hub id in the cache",
         ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def train_only(model: PreTrainedModel, layers: Sequence[int]) -> None:

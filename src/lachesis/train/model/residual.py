@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from lachesis.common.errors import ModelError
+from lachesis.common.errors import ModelError, first_line
 from lachesis.train.distributed.single import decoder_layers
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -97,7 +97,7 @@ def _why_not(model: PreTrainedModel, layers: list[nn.Module]) -> str | None:
     try:
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error)
     finally:
         for hook in watching:
             hook.remove()
