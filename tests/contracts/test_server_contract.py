@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from lachesis.common.deadline import Deadline
 from lachesis.transport.bridge_file import read_bridge_file
 from lachesis.transport.channel import Channel
-from lachesis.transport.digest import digest, served_lora_b, to_hex
+from lachesis.transport.digest import digest, served_lora_b
 from lachesis.transport.links import open_door
 from lachesis.transport.records import ReceivedTensor
 from lachesis.transport.shared_tensors import Attachments
@@ -294,7 +294,7 @@ class TestInfo:
         asked = {"norm": {"name": NORM}, "rows": {"name": NORM, "start": 3, "rows": 5}}
         found = server.post("/bridge/digests", slices=asked)["digests"]
         own = base.get_parameter(NORM).detach().to(getattr(torch, server.get("/bridge/info")["dtype"]))
-        assert found == {"norm": to_hex(digest(own)), "rows": to_hex(digest(own[3:8]))}
+        assert found == {"norm": f"{digest(own):016x}", "rows": f"{digest(own[3:8]):016x}"}
 
     def test_the_canary_reads_the_models_logprobs(self, server: Server, base: PreTrainedModel, factory: ServerFactory):
         assert close(canary(server), logprobs_of(base), factory)
@@ -710,7 +710,7 @@ def adapter_digests(path: Path, server: Server) -> dict[str, str]:
     digests = {}
     for name, tensor in load_file(path / "adapter_model.safetensors").items():
         served = served_lora_b(tensor, scaling=2.0, dtype=dtype) if ".lora_B." in name else tensor.to(dtype)
-        digests[name.removeprefix("base_model.model.")] = to_hex(digest(served))
+        digests[name.removeprefix("base_model.model.")] = f"{digest(served):016x}"
     return digests
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lachesis.common.errors import EngineError, ModelError
-from lachesis.common.files import clean_leftovers
+from lachesis.common.files import atomic_directory, clean_leftovers
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -50,24 +50,13 @@ class VersionedDirectories:
         Raises:
             EngineError: the disk is full or cannot be written.
         """
-        target = self.path(version)
-        temporary = self.parent / f".tmp-{target.name}"
         try:
             self.parent.mkdir(parents=True, exist_ok=True)
             clean_leftovers(self.parent)
-            temporary.mkdir()
-            yield temporary
-            if target.exists():
-                aside = self.parent / f".old-{target.name}"
-                os.rename(target, aside)
-                os.rename(temporary, target)
-                shutil.rmtree(aside)
-            else:
-                os.rename(temporary, target)
+            with atomic_directory(self.path(version), durable=False) as temporary:
+                yield temporary
         except OSError as error:
             raise self._write_error(error, version=version) from error
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
     def path(self, version: int) -> Path:
         """The directory of a version."""

@@ -31,7 +31,7 @@ from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError,
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
-from lachesis.transport.bridge_file import ChannelFile, write_channel_file
+from lachesis.transport.bridge_file import write_channel_file
 from lachesis.transport.channel import Channel
 from lachesis.transport.links import Aborted, Rendezvous, open_door
 from lachesis.transport.records import ChannelBackend, ReceivedTensor
@@ -253,16 +253,12 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
     def _write_file(self, door: Rendezvous, world_size: int) -> None:
         write_channel_file(
             self._directory,
-            ChannelFile(
-                init_method=door.init_method,
-                world_size=world_size,
-                names=[spec.name for spec in self._specs],
-                shapes={spec.name: spec.shape for spec in self._specs},
-                dtypes={spec.name: spec.dtype for spec in self._specs},
-                backend=self._backend,
-                session_id=self._engine.session_id,
-                url=",".join(server.url for server in self._engine.controls),
-            ),
+            init_method=door.init_method,
+            world_size=world_size,
+            tensors=self._specs,
+            backend=self._backend,
+            session_id=self._engine.session_id,
+            url=",".join(server.url for server in self._engine.controls),
         )
 
     def _stop_receivers(self, deadline: Deadline) -> None:

@@ -13,11 +13,15 @@ _TEMPORARY = ".tmp-"
 _REPLACED = ".old-"
 
 
-def write_atomic(path: Path, data: str | bytes) -> None:
+def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, mode: int = 0o666) -> None:
     """Replace the file ``path`` by ``data`` (text as UTF-8): readers see the old content or the new one.
 
-    The data is written beside the target and forced to disk before the rename, so a power cut or a kill
-    leaves the old file. Missing parent directories are created.
+    The data is written beside the target before the rename, so a kill leaves the old file. Missing parent
+    directories are created.
+
+    Args:
+        durable: force it to disk too, so that the same holds of a power cut.
+        mode: of the file from its first moment, less the process's umask.
 
     Raises:
         OSError: the disk is full or the place cannot be written; the old file is untouched.
@@ -26,24 +30,28 @@ def write_atomic(path: Path, data: str | bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     payload = data.encode("utf-8") if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}.tmp")
+    # What a killed process of the same number left might be another user's, or a link to what is not ours.
+    temporary.unlink(missing_ok=True)
     try:
-        with temporary.open("wb") as file:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(payload)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    fsync_path(path.parent)
+    if durable:
+        fsync_path(path.parent)
 
 
 @contextmanager
-def atomic_directory(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path, *, durable: bool = True) -> Iterator[Path]:
     """Yield an empty directory beside ``target`` that becomes ``target`` when the block ends without error.
 
-    All its files are forced to disk before the rename. On an error it is removed and an existing ``target``
-    stays as it was. A process killed inside the block leaves a hidden directory, which
+    If ``durable``, all its files are forced to disk before the rename. On an error it is removed and an existing
+    ``target`` stays as it was. A process killed inside the block leaves a hidden directory, which
     :func:`clean_leftovers` removes. One writer at a time.
 
     Raises:
@@ -57,11 +65,16 @@ def atomic_directory(target: Path) -> Iterator[Path]:
     temporary.mkdir()
     try:
         yield temporary
-        _fsync_tree(temporary)
-        _swap(temporary, target)
+        if durable:
+            _fsync_tree(temporary)
+        aside = _swap(temporary, target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    if durable:
+        fsync_path(target.parent)
+    if aside is not None:
+        shutil.rmtree(aside)
 
 
 def clean_leftovers(parent: Path) -> list[Path]:
@@ -100,8 +113,8 @@ def _fsync_tree(directory: Path) -> None:
         fsync_path(Path(root))
 
 
-def _swap(temporary: Path, target: Path) -> None:
-    """Rename ``temporary`` to ``target``. A full directory cannot be renamed over, so it steps aside."""
+def _swap(temporary: Path, target: Path) -> Path | None:
+    """Rename ``temporary`` to ``target``; where the old ``target`` is now, for a full directory has to step aside."""
     aside = target.with_name(f"{_REPLACED}{target.name}")
     replacing = target.exists()
     if replacing:
@@ -114,6 +127,4 @@ def _swap(temporary: Path, target: Path) -> None:
         if replacing:
             os.rename(aside, target)
         raise
-    fsync_path(target.parent)
-    if replacing:
-        shutil.rmtree(aside)
+    return aside if replacing else None

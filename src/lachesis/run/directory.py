@@ -97,7 +97,6 @@ def live_file(path: Path, *, every_s: float = 1.0) -> Iterator[None]:
         thread.join(timeout=5.0)  # longer only where the disk hangs
         with suppress(OSError):  # left there they are those of a run that has ended, which nobody reads
             path.unlink(missing_ok=True)
-            _half_written(path).unlink(missing_ok=True)
 
 
 def _keep_live(path: Path, loop: int, every_s: float, ended: threading.Event) -> None:
@@ -131,13 +130,7 @@ def _write_live(path: Path, waits: tuple[Wait, ...], *, loop: int) -> None:
         for wait in waits
     ]
     # Whole or not at all for readers, but not forced to disk: a power cut takes the process with it.
-    temporary = _half_written(path)
-    temporary.write_text(json.dumps({"pid": os.getpid(), "time": now, "waits": lines}) + "\n")
-    os.replace(temporary, path)
-
-
-def _half_written(path: Path) -> Path:
-    return path.with_name(f".{path.name}.tmp")
+    write_atomic(path, json.dumps({"pid": os.getpid(), "time": now, "waits": lines}) + "\n", durable=False)
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:

@@ -11,14 +11,15 @@ import json
 import logging
 import os
 import stat
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import EngineError
+from lachesis.common.files import write_atomic
 from lachesis.common.process import process_exists
+from lachesis.transport.records import ChannelBackend, ReceivedTensor
 from lachesis.transport.shared_tensors import CudaStorage, SharedTensor
 
 BRIDGE_FILE = "vllm_bridge_config.json"
@@ -69,38 +70,6 @@ class BridgeFile:
             "url": self.url,
             "pid": self.pid,
             "engine": self.engine,
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelFile:
-    """A channel for broadcasts, and the tensors of an update in order: name, shape, dtype."""
-
-    init_method: str
-    world_size: int
-    names: Sequence[str]
-    shapes: Mapping[str, Sequence[int]]
-    dtypes: Mapping[str, str]
-    mappings: Mapping[str, Any] = field(default_factory=dict)
-    backend: str = "nccl"
-    session_id: str = ""
-    url: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """The documented fields, and after them ours."""
-        return {
-            "init_method": self.init_method,
-            "world_size": self.world_size,
-            "param_metadata": {
-                "param_names": list(self.names),
-                "param_shapes": {name: list(self.shapes[name]) for name in self.names},
-                "param_dtypes": {name: self.dtypes[name] for name in self.names},
-                "num_params": len(self.names),
-            },
-            "param_mappings": dict(self.mappings),
-            "backend": self.backend,
-            "session_id": self.session_id,
-            "url": self.url,
         }
 
 
@@ -195,36 +164,37 @@ def check_session(bridge: BridgeFile, *, session_id: str) -> None:
     )
 
 
-def write_channel_file(directory: Path, channel: ChannelFile) -> Path:
-    """Write ``nccl_bridge_config.json`` into ``directory``. Raises EngineError as :func:`write_bridge_file`."""
-    path = Path(directory) / CHANNEL_FILE
-    _write_private(path, channel.to_json())
-    return path
+def write_channel_file(
+    directory: Path,
+    *,
+    init_method: str,
+    world_size: int,
+    tensors: Sequence[ReceivedTensor],
+    backend: ChannelBackend,
+    session_id: str,
+    url: str,
+) -> Path:
+    """Write ``nccl_bridge_config.json``, with the ``tensors`` of an update in order, into ``directory``.
 
-
-def read_channel_file(path: Path) -> ChannelFile:
-    """Read what :func:`write_channel_file` wrote; ``path`` may be its directory.
-
-    Raises:
-        EngineError: the file is not there, not this user's, or lacks fields.
+    For other programs to read: nothing of this package does. Raises EngineError as :func:`write_bridge_file`.
     """
-    path = path / CHANNEL_FILE if path.is_dir() else path
-    document = _read_private(path)
-    try:
-        metadata = document["param_metadata"]
-        return ChannelFile(
-            init_method=str(document["init_method"]),
-            world_size=int(document["world_size"]),
-            names=tuple(metadata["param_names"]),
-            shapes={name: tuple(metadata["param_shapes"][name]) for name in metadata["param_names"]},
-            dtypes={name: str(metadata["param_dtypes"][name]) for name in metadata["param_names"]},
-            mappings=dict(document.get("param_mappings") or {}),
-            backend=str(document.get("backend", "nccl")),
-            session_id=str(document.get("session_id", "")),
-            url=str(document.get("url", "")),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise _damaged(path, error) from error
+    path = Path(directory) / CHANNEL_FILE
+    document = {
+        "init_method": init_method,
+        "world_size": world_size,
+        "param_metadata": {
+            "param_names": [tensor.name for tensor in tensors],
+            "param_shapes": {tensor.name: list(tensor.shape) for tensor in tensors},
+            "param_dtypes": {tensor.name: tensor.dtype for tensor in tensors},
+            "num_params": len(tensors),
+        },
+        "param_mappings": {},
+        "backend": backend,
+        "session_id": session_id,
+        "url": url,
+    }
+    _write_private(path, document)
+    return path
 
 
 def _device(tensor: SharedTensor) -> str:
@@ -250,18 +220,9 @@ def _check_count(path: Path, document: Mapping[str, Any], tensors: Mapping[str, 
 
 
 def _write_private(path: Path, document: Mapping[str, Any]) -> None:
-    """Readers see the old file or the new one; mkstemp gives it mode 0600 from its first moment."""
-    path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(document, file, indent=1)
-            os.replace(temporary, path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_atomic(path, json.dumps(document, indent=1), durable=False, mode=0o600)
     except OSError as error:
         raise EngineError(
             f"{path} cannot be written: {error.strerror or error}", remedy="name another place for the bridge file"

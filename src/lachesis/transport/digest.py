@@ -60,26 +60,6 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return {name: found[name] for name in tensors}
 
 
-def to_hex(value: int) -> str:
-    """A digest as it goes over the wire: 16 hexadecimal digits (JSON numbers lose bits beyond 2^53)."""
-    return f"{value % _MODULUS:016x}"
-
-
-def from_hex(text: str) -> int:
-    """The reverse of :func:`to_hex`.
-
-    Raises:
-        EngineError: the text is no digest.
-    """
-    try:
-        value = int(text, 16)
-    except (TypeError, ValueError) as error:
-        raise EngineError(
-            f"{text!r} is no digest of 16 hexadecimal digits", remedy="run the same lachesis on both sides"
-        ) from error
-    return value % _MODULUS
-
-
 def served_lora_b(lora_b: Tensor, *, scaling: float, dtype: torch.dtype) -> Tensor:
     """An adapter's B [out, rank] as an engine holds it: in its dtype, then multiplied by the scaling in that dtype.
 

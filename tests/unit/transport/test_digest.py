@@ -5,7 +5,7 @@ import torch
 
 from lachesis.common.errors import EngineError
 from lachesis.transport import digest as module
-from lachesis.transport.digest import digest, digests, from_hex, served_lora_b, to_hex
+from lachesis.transport.digest import digest, digests, served_lora_b
 
 MODULUS = 1 << 64
 
@@ -96,17 +96,6 @@ def test_a_meta_tensor_has_no_digest():
     with pytest.raises(EngineError, match=r"'w' of shape \(3, 4\) is on the meta device") as caught:
         digests({"w": torch.empty(3, 4, device="meta")})
     assert caught.value.remedy
-
-
-def test_digests_go_over_the_wire_as_16_hexadecimal_digits():
-    for value in (0, 1, MODULUS - 1, digest(random(4, 4))):
-        text = to_hex(value)
-        assert len(text) == 16
-        assert from_hex(text) == value
-    assert to_hex(-1) == "f" * 16
-    for wrong in ("", "xyz", None):
-        with pytest.raises(EngineError, match="is no digest"):
-            from_hex(wrong)  # type: ignore[arg-type]
 
 
 def test_b_is_scaled_in_the_dtype_of_the_engine():
