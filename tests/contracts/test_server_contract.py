@@ -24,8 +24,8 @@ from lachesis.common.deadline import Deadline
 from lachesis.transport.bridge_file import read_bridge_file
 from lachesis.transport.channel import Channel
 from lachesis.transport.digest import digest, served_lora_b
-from lachesis.transport.links import open_door
 from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.rendezvous import listen
 from lachesis.transport.shared_tensors import Attachments
 from tests.contracts.servers import (
     EMBEDDED_SERVER,
@@ -738,10 +738,18 @@ def receiver_body(tensors: Mapping[str, Tensor], *, init_method: str, kind: str,
 @contextmanager
 def channel(server: Server, tensors: Mapping[str, Tensor], *, kind: str, lora: Any = None) -> Iterator[Channel]:
     """The trainer's end of a channel that the server has joined."""
-    door = open_door("tcp://127.0.0.1:0")
-    server.post("/nccl/start_receiver", **receiver_body(tensors, init_method=door.init_method, kind=kind, lora=lora))
+    rendezvous = listen("tcp://127.0.0.1:0")
+    server.post(
+        "/nccl/start_receiver", **receiver_body(tensors, init_method=rendezvous.init_method, kind=kind, lora=lora)
+    )
     trainer = Channel.connect(
-        init_method=door.init_method, world_size=2, rank=0, backend="gloo", device="cpu", deadline=soon(), door=door
+        init_method=rendezvous.init_method,
+        world_size=2,
+        rank=0,
+        backend="gloo",
+        device="cpu",
+        deadline=soon(),
+        rendezvous=rendezvous,
     )
     try:
         until(lambda: server.get("/nccl/status")["status"] == "connected")

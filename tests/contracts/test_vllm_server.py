@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lachesis.transport.channel import Channel
-from lachesis.transport.links import open_door
+from lachesis.transport.rendezvous import listen
 from tests.contracts.servers import MAX_LEN, Server, running
 from tests.contracts.test_server_contract import (
     canary,
@@ -140,13 +140,13 @@ def test_every_worker_is_a_rank_of_the_channel(kind: str, server: Server, base: 
     else:
         model = build_model(8)
         tensors, lora = {name: parameter.detach() for name, parameter in model.named_parameters()}, None
-    door = open_door("tcp://127.0.0.1:0")
-    body = receiver_body(tensors, init_method=door.init_method, kind=kind, lora=lora)
+    rendezvous = listen("tcp://127.0.0.1:0")
+    body = receiver_body(tensors, init_method=rendezvous.init_method, kind=kind, lora=lora)
     assert "2 workers" in refused(server.http.post("/nccl/start_receiver", json=body), 422)
     server.post("/nccl/start_receiver", **(body | {"world_size": 1 + WORKERS}))
     trainer = Channel.connect(
-        init_method=door.init_method, world_size=1 + WORKERS, rank=0, backend="gloo", device="cpu", deadline=soon(),
-        door=door,
+        init_method=rendezvous.init_method, world_size=1 + WORKERS, rank=0, backend="gloo", device="cpu",
+        deadline=soon(), rendezvous=rendezvous,
     )  # fmt: skip
     until(lambda: server.get("/nccl/status")["status"] == "connected")
     with ThreadPoolExecutor(1) as pool:

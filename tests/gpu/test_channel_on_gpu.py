@@ -19,8 +19,8 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.transport.channel import Channel
 from lachesis.transport.digest import digests
-from lachesis.transport.links import open_door
 from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.rendezvous import listen
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -71,16 +71,16 @@ def start(backend: str, device: str, behaviour: str) -> tuple[Channel, Connectio
     pipe, theirs = context.Pipe()
     context.Process(target=engine_process, args=(theirs, backend, device, behaviour), daemon=True).start()
     theirs.close()
-    door = open_door("tcp://127.0.0.1:0")
-    pipe.send(door.init_method)
+    rendezvous = listen("tcp://127.0.0.1:0")
+    pipe.send(rendezvous.init_method)
     channel = Channel.connect(
-        init_method=door.init_method,
+        init_method=rendezvous.init_method,
         world_size=2,
         rank=0,
         backend=backend,  # type: ignore[arg-type]
         device="cuda:0",
         deadline=within(),
-        door=door,
+        rendezvous=rendezvous,
     )
     return channel, pipe
 

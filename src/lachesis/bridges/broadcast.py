@@ -33,8 +33,8 @@ from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
 from lachesis.transport.bridge_file import write_channel_file
 from lachesis.transport.channel import Channel
-from lachesis.transport.links import Aborted, Rendezvous, open_door
 from lachesis.transport.records import ChannelBackend, ReceivedTensor
+from lachesis.transport.rendezvous import Aborted, Rendezvous, listen
 
 logger = logging.getLogger(__name__)
 
@@ -173,26 +173,26 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._specs = tuple(self._source.specs(self.policy))
         ranks, world_size = _ranks(self._infos(deadline))
         self._stop_receivers(deadline)
-        door = open_door(self._init_method)
+        rendezvous = listen(self._init_method)
         cancel = threading.Event()
         try:
-            self._start_receivers(door, ranks=ranks, world_size=world_size, deadline=deadline)
+            self._start_receivers(rendezvous, ranks=ranks, world_size=world_size, deadline=deadline)
             connecting = self._threads.submit(
                 Channel.connect,
-                init_method=door.init_method,
+                init_method=rendezvous.init_method,
                 world_size=world_size,
                 rank=0,
                 backend=self._backend,
                 device=self._device,
                 deadline=deadline,
-                door=door,
+                rendezvous=rendezvous,
                 cancel=cancel,
             )
             self._channel = self._join(connecting, cancel, deadline=deadline)
             self._await_connected(deadline)
-            self._write_file(door, world_size)
+            self._write_file(rendezvous, world_size)
         except BaseException:
-            door.listener.close()
+            rendezvous.listener.close()
             self._disconnect()
             raise
 
@@ -207,12 +207,14 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
                 )
         return infos
 
-    def _start_receivers(self, door: Rendezvous, *, ranks: dict[str, int], world_size: int, deadline: Deadline) -> None:
+    def _start_receivers(
+        self, rendezvous: Rendezvous, *, ranks: dict[str, int], world_size: int, deadline: Deadline
+    ) -> None:
         lora = self._source.lora(self.policy) if self._source.lora is not None else None
 
         def start(server: ServerControl) -> None:
             spec = ReceiverSpec(
-                init_method=door.init_method,
+                init_method=rendezvous.init_method,
                 world_size=world_size,
                 backend=self._backend,
                 kind=self._source.transfer,
@@ -250,10 +252,10 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             deadline.check("a server's receiver is not connected")
             pause.wait(_POLL_S / 10)
 
-    def _write_file(self, door: Rendezvous, world_size: int) -> None:
+    def _write_file(self, rendezvous: Rendezvous, world_size: int) -> None:
         write_channel_file(
             self._directory,
-            init_method=door.init_method,
+            init_method=rendezvous.init_method,
             world_size=world_size,
             tensors=self._specs,
             backend=self._backend,

@@ -23,10 +23,12 @@ from torch import Tensor
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
-from lachesis.transport.backends import Transport, build_transport
+from lachesis.transport.base import Transport
+from lachesis.transport.ipc import SharedBuffer
 from lachesis.transport.layout import BUCKET_BYTES, Bucket, difference, plan_buckets, to_wire
-from lachesis.transport.links import PROTOCOL, Links, Message, Rendezvous, open_door
+from lachesis.transport.process_group import Collective, build_group
 from lachesis.transport.records import ChannelBackend, ReceivedTensor
+from lachesis.transport.rendezvous import PROTOCOL, Links, Message, Rendezvous, listen
 
 
 class Channel:
@@ -53,7 +55,7 @@ class Channel:
         backend: ChannelBackend,
         device: torch.device | str,
         deadline: Deadline,
-        door: Rendezvous | None = None,
+        rendezvous: Rendezvous | None = None,
         cancel: threading.Event | None = None,
     ) -> Channel:
         """Meet the others and build the transport; returns when all ranks are connected.
@@ -65,7 +67,7 @@ class Channel:
             backend: ``gloo`` over the CPU, ``nccl`` between GPUs, ``ipc`` through memory of one device.
             device: where this side's tensors live; a GPU with its index.
             deadline: of meeting and building.
-            door: rank 0, where :func:`~lachesis.transport.links.open_door` was called before (to know a port).
+            rendezvous: rank 0, where :func:`~lachesis.transport.rendezvous.listen` was called before (to know a port).
             cancel: set it from another thread to give up waiting.
 
         Raises:
@@ -76,12 +78,12 @@ class Channel:
         hello = {"protocol": PROTOCOL, "world_size": world_size, "backend": backend, "rank": rank}
         try:
             if rank == 0:
-                door = door or open_door(init_method)
-                with door.listener:
-                    links.accept(door, hello=hello, cancel=cancel, deadline=deadline)
+                rendezvous = rendezvous or listen(init_method)
+                with rendezvous.listener:
+                    links.accept(rendezvous, hello=hello, cancel=cancel, deadline=deadline)
             else:
                 links.connect(init_method, hello=hello, cancel=cancel, deadline=deadline)
-            transport = build_transport(
+            transport = _build_transport(
                 backend, rank=rank, world_size=world_size, device=torch.device(device), links=links, deadline=deadline
             )
         except LachesisError as error:
@@ -251,6 +253,26 @@ class Channel:
             )
         if sending != (self.rank == 0):
             raise EngineError(f"rank {self.rank} of a weight channel cannot do this: rank 0 sends, the others receive")
+
+
+def _build_transport(
+    backend: ChannelBackend, *, rank: int, world_size: int, device: torch.device, links: Links, deadline: Deadline
+) -> Transport:
+    """Connect a transport over established links; all ranks call it together. Raises as :meth:`Channel.connect`."""
+    transport: Transport
+    if backend == "ipc":
+        transport = SharedBuffer(device=device, links=links)
+    else:
+        group = build_group(backend, rank=rank, world_size=world_size, device=device, links=links, deadline=deadline)
+        transport = Collective(group, device=device if backend == "nccl" else torch.device("cpu"), links=links)
+    if rank == 0:
+        for peer in links.ranks:
+            links.receive(peer, deadline=deadline, waiting_for="that its transport is ready")
+        links.send({"ready": True})
+    else:
+        links.send({"ready": True})
+        links.receive(0, deadline=deadline, waiting_for="that all transports are ready")
+    return transport
 
 
 def _pack(buffer: Tensor, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> None:

@@ -17,7 +17,7 @@ from lachesis.bridges.extract import lora_tensors
 from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
 from lachesis.engines.serving.served import Refused
 from lachesis.transport.bridge_file import CHANNEL_FILE
-from lachesis.transport.links import open_door
+from lachesis.transport.rendezvous import listen
 from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,
     FakePolicy,
@@ -136,9 +136,12 @@ def test_a_worker_that_cannot_join_ends_the_wait_at_once(make):
 
 
 def test_a_taken_port_is_an_error_in_words(make):
-    door = open_door("tcp://127.0.0.1:0")
-    built = make(init_method=door.init_method)
-    with door.listener, pytest.raises(EngineError, match=r"Failed to setup NCCL bridge: .*cannot listen at") as caught:
+    rendezvous = listen("tcp://127.0.0.1:0")
+    built = make(init_method=rendezvous.init_method)
+    with (
+        rendezvous.listener,
+        pytest.raises(EngineError, match=r"Failed to setup NCCL bridge: .*cannot listen at") as caught,
+    ):
         built.bridge.sync(0)
     assert "port" in caught.value.remedy
     for version in (0, 1):  # the same port serves each new channel

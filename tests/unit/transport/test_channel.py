@@ -18,8 +18,8 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError
 from lachesis.transport.channel import Channel
 from lachesis.transport.layout import difference, plan_buckets, to_wire
-from lachesis.transport.links import Rendezvous, open_door, parse_init_method
 from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.rendezvous import Rendezvous, listen, parse_init_method
 from lachesis.transport.shared_file import default_directory
 from tests.forkserver import forkserver
 from tests.waiting import LONG_S
@@ -45,18 +45,24 @@ def within(seconds: float = LONG_S, name: str = "test: a transfer") -> Deadline:
     return Deadline(name, seconds)
 
 
-def connect(door: Rendezvous, rank: int, *, world_size: int = 2, **options: Any) -> Channel:
+def connect(rendezvous: Rendezvous, rank: int, *, world_size: int = 2, **options: Any) -> Channel:
     options = {"backend": "gloo", "device": "cpu", "deadline": within()} | options
     return Channel.connect(
-        init_method=door.init_method, world_size=world_size, rank=rank, door=door if rank == 0 else None, **options
+        init_method=rendezvous.init_method,
+        world_size=world_size,
+        rank=rank,
+        rendezvous=rendezvous if rank == 0 else None,
+        **options,
     )
 
 
 def pair(world_size: int = 2, **options: Any) -> list[Channel]:
     """All ranks in this process, each connected on a thread of its own."""
-    door = open_door(ANYWHERE)
+    rendezvous = listen(ANYWHERE)
     with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(lambda rank: connect(door, rank, world_size=world_size, **options), range(world_size)))
+        return list(
+            pool.map(lambda rank: connect(rendezvous, rank, world_size=world_size, **options), range(world_size))
+        )
 
 
 @pytest.fixture
@@ -327,25 +333,25 @@ def test_each_side_has_its_own_direction(channels: list[Channel]):
 
 
 def test_nobody_comes(tmp_path):
-    door = open_door(ANYWHERE)
-    with pytest.raises(DeadlineExceeded, match=rf"rank \[1\] did not come to {door.init_method}"):
-        connect(door, 0, deadline=within(0.05))
-    with pytest.raises(DeadlineExceeded, match="nobody answers"):  # the door has been closed
-        connect(door, 1, deadline=within(0.05))
+    rendezvous = listen(ANYWHERE)
+    with pytest.raises(DeadlineExceeded, match=rf"rank \[1\] did not come to {rendezvous.init_method}"):
+        connect(rendezvous, 0, deadline=within(0.05))
+    with pytest.raises(DeadlineExceeded, match="nobody answers"):  # it has been closed
+        connect(rendezvous, 1, deadline=within(0.05))
 
 
 def test_waiting_for_the_others_can_be_called_off():
     cancel = threading.Event()
-    waiting = in_thread(connect, open_door(ANYWHERE), 0, cancel=cancel)
+    waiting = in_thread(connect, listen(ANYWHERE), 0, cancel=cancel)
     cancel.set()
     with pytest.raises(EngineError, match="called off"):
         waiting.result(LONG_S)
 
 
 def test_strangers_at_the_door_are_turned_away():
-    door = open_door(ANYWHERE)
-    trainer = in_thread(connect, door, 0)
-    address = parse_init_method(door.init_method)
+    rendezvous = listen(ANYWHERE)
+    trainer = in_thread(connect, rendezvous, 0)
+    address = parse_init_method(rendezvous.init_method)
     for line in (b"GET / HTTP/1.1\r\n", b"[1]\n", b'{"rank": "x"\n', b""):
         with socket.create_connection(address) as stranger:
             stranger.sendall(line)
@@ -353,7 +359,7 @@ def test_strangers_at_the_door_are_turned_away():
             stranger.settimeout(LONG_S)
             while stranger.recv(1000):
                 pass
-    engine = connect(door, 1)
+    engine = connect(rendezvous, 1)
     trainer.result(LONG_S).close()
     engine.close()
 
@@ -362,18 +368,18 @@ def test_strangers_at_the_door_are_turned_away():
     ("theirs", "message"), [({"world_size": 3}, "world_size 3"), ({"backend": "ipc"}, "backend 'ipc'")]
 )
 def test_sides_that_do_not_fit_say_so(theirs: dict[str, Any], message: str):
-    door = open_door(ANYWHERE)
-    trainer = in_thread(connect, door, 0)
+    rendezvous = listen(ANYWHERE)
+    trainer = in_thread(connect, rendezvous, 0)
     with pytest.raises(EngineError, match=f"reports: the engine came with {message}, the trainer expects"):
-        connect(door, 1, **theirs)
+        connect(rendezvous, 1, **theirs)
     with pytest.raises(EngineError, match=f"vLLM NCCL setup failed.*{message}"):
         trainer.result(LONG_S)
 
 
 def test_a_taken_port_and_bad_addresses():
-    door = open_door(ANYWHERE)
-    with pytest.raises(EngineError, match=r"Failed to setup NCCL bridge.*cannot listen"), door.listener:
-        open_door(door.init_method)
+    rendezvous = listen(ANYWHERE)
+    with pytest.raises(EngineError, match=r"Failed to setup NCCL bridge.*cannot listen"), rendezvous.listener:
+        listen(rendezvous.init_method)
     for text in (
         "localhost:29500",
         "http://localhost:29500",
@@ -388,8 +394,8 @@ def test_a_taken_port_and_bad_addresses():
 
 def test_nccl_without_a_gpu_is_an_error_in_words(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    door = open_door(ANYWHERE)
-    sides = [in_thread(connect, door, rank, backend="nccl") for rank in range(2)]
+    rendezvous = listen(ANYWHERE)
+    sides = [in_thread(connect, rendezvous, rank, backend="nccl") for rank in range(2)]
     for side in sides:
         with pytest.raises(EngineError, match=r"NCCL or no GPU|closed its end"):
             side.result(LONG_S)
@@ -417,9 +423,9 @@ def test_buckets_are_bounded_aligned_and_in_order():
 def trainer_process(pipe: Connection, behaviour: str) -> None:
     """A trainer in a process of its own: tells its address, sends updates, and dies in the middle if asked to."""
     torch.set_num_threads(1)
-    door = open_door(ANYWHERE)
-    pipe.send(door.init_method)
-    channel = connect(door, 0)
+    rendezvous = listen(ANYWHERE)
+    pipe.send(rendezvous.init_method)
+    channel = connect(rendezvous, 0)
 
     def make() -> Iterator[tuple[str, Tensor]]:
         for name, tensor in TENSORS.items():
@@ -483,10 +489,10 @@ def test_a_trainer_that_dies_in_the_middle_is_an_error_in_the_engine_which_can_c
 
 def test_an_engine_that_dies_in_the_middle_is_an_error_in_the_trainer_which_can_connect_anew(spawn):
     for behaviour in ("dies", "works"):
-        door = open_door(ANYWHERE)
+        rendezvous = listen(ANYWHERE)
         pipe = spawn(engine_process, behaviour)
-        pipe.send(door.init_method)
-        trainer = connect(door, 0)
+        pipe.send(rendezvous.init_method)
+        trainer = connect(rendezvous, 0)
         if behaviour == "dies":
             with pytest.raises(EngineError, match=r"the engine \(rank 1\) closed its end|Connection closed by peer"):
                 trainer.send(TENSORS.items(), SPECS, deadline=within(), bucket_bytes=1)

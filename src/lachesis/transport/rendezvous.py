@@ -1,30 +1,37 @@
 """Control connections of a channel: who is there, what comes next, and at once when somebody is gone.
 
-The trainer (rank 0) listens, every other rank connects once. A message is one line of JSON. Tensors do not travel
+The trainer (rank 0) listens, every other rank connects once. A message is a JSON object. Tensors do not travel
 here, but every step of an update is announced here first, so that nobody enters a collective that the others will
-not enter; and the operating system closes a dead process's connection, which the others see in whatever they wait for.
+not enter.
+
+Why sockets and not keys of torch's TCPStore, which the process group uses: a store tells nobody that a process has
+died. The operating system closes a dead process's connections, and the others see it in whatever they wait for.
 """
 
 from __future__ import annotations
 
 import json
-import selectors
 import socket
+import struct
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import Any
 from urllib.parse import urlsplit
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 
-PROTOCOL = 1
-_LONGEST_LINE = 64 * 2**20
+PROTOCOL = 2
+_LONGEST_HELLO, _LONGEST_MESSAGE = 4096, 64 * 2**20
 # A wait looks this often at its deadline and at whether it was called off.
 _TICK_S = 0.1
+# A peer that stops in the middle of a message, or reads nothing for so long, counts as gone.
+_STALLED_S = 60
 
 Message = Mapping[str, Any]
 
@@ -35,21 +42,13 @@ class Aborted(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The trainer's open door: ``init_method`` has the real port where port 0 was asked for."""
+    """Where the trainer listens: ``init_method`` has the real port where port 0 was asked for."""
 
     init_method: str
     listener: socket.socket
 
 
-@dataclass(slots=True)
-class _Peer:
-    rank: int
-    socket: socket.socket
-    unread: bytes = b""
-    messages: deque[Message] = field(default_factory=deque)
-
-
-def open_door(init_method: str) -> Rendezvous:
+def listen(init_method: str) -> Rendezvous:
     """Listen where ``init_method`` says ("tcp://host:port"; port 0 takes a free one), on that address only.
 
     Raises:
@@ -58,7 +57,7 @@ def open_door(init_method: str) -> Rendezvous:
     host, port = parse_init_method(init_method)
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=64)  # type: ignore[arg-type]
+        listener = socket.create_server((str(address[0]), port), family=family, backlog=64)
     except OSError as error:
         raise EngineError(
             f"Failed to setup NCCL bridge: the trainer cannot listen at {init_method} ({error.strerror or error})",
@@ -69,17 +68,11 @@ def open_door(init_method: str) -> Rendezvous:
 
 def parse_init_method(init_method: str) -> tuple[str, int]:
     """Host and port of "tcp://host:port". Raises EngineError for anything else."""
-    try:
+    with suppress(ValueError):
         parts = urlsplit(init_method)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        host = port = None
-    else:
-        if parts.scheme != "tcp" or parts.path not in ("", "/"):
-            host = None
-    if host is None or port is None:
-        raise EngineError(f"init_method {init_method!r} is no tcp://HOST:PORT", remedy="as in tcp://localhost:29500")
-    return host, port
+        if parts.scheme == "tcp" and parts.path in ("", "/") and parts.hostname and parts.port is not None:
+            return parts.hostname, parts.port
+    raise EngineError(f"init_method {init_method!r} is no tcp://HOST:PORT", remedy="as in tcp://localhost:29500")
 
 
 class Links:
@@ -90,13 +83,11 @@ class Links:
     """
 
     def __init__(self) -> None:
-        self._peers: dict[int, _Peer] = {}
-        self._selector = selectors.DefaultSelector()
-        self._wake, self._woken = socket.socketpair()
-        self._woken.setblocking(False)
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._peers: dict[int, Connection] = {}
+        self._unread: dict[int, deque[Message]] = defaultdict(deque)
+        self._woken, self._wake = Pipe(duplex=False)
+        self._host = ""
         self._aborted: str | None = None
-        self._closed = False
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -105,26 +96,28 @@ class Links:
 
     def local_host(self) -> str:
         """The address by which the peers reach this side."""
-        return next(iter(self._peers.values())).socket.getsockname()[0]
+        return self._host
 
-    def accept(self, door: Rendezvous, *, hello: Message, cancel: threading.Event | None, deadline: Deadline) -> None:
+    def accept(
+        self, rendezvous: Rendezvous, *, hello: Message, cancel: threading.Event | None, deadline: Deadline
+    ) -> None:
         """Rank 0: let in ranks 1 to ``hello["world_size"] - 1``; those that do not fit are told why and refused."""
-        door.listener.settimeout(_TICK_S)
+        rendezvous.listener.settimeout(_TICK_S)
         wanted = set(range(1, hello["world_size"]))
         while missing := wanted - set(self._peers):
             self._check(cancel)
-            missing_text = f"rank {sorted(missing)} did not come to {door.init_method}"
+            missing_text = f"rank {sorted(missing)} did not come to {rendezvous.init_method}"
             deadline.check(missing_text)
             try:
-                connection, _ = door.listener.accept()
+                connection, _ = rendezvous.listener.accept()
             except TimeoutError:
                 continue
             except OSError as error:
-                raise EngineError(f"the door at {door.init_method} was closed while {missing_text}") from error
+                raise EngineError(f"{rendezvous.init_method} was closed while {missing_text}") from error
             self._let_in(connection, hello=hello, missing=missing)
 
     def connect(self, init_method: str, *, hello: Message, cancel: threading.Event | None, deadline: Deadline) -> None:
-        """Other ranks: knock at the trainer's door until it opens."""
+        """Other ranks: try to reach the trainer until it listens."""
         address = parse_init_method(init_method)
         while True:
             self._check(cancel)
@@ -134,8 +127,11 @@ class Links:
             except OSError as error:
                 deadline.check(f"nobody answers at {init_method} ({error.strerror or error})")
                 (cancel or threading.Event()).wait(_TICK_S)
+        try:
+            connection.sendall(_encoded(hello) + b"\n")
+        except OSError as error:
+            raise _gone(0) from error
         self._add(0, connection)
-        self.send(hello)
 
     def send(self, message: Message, *, ranks: Sequence[int] | None = None) -> None:
         """Send to ``ranks``, or to all.
@@ -143,122 +139,101 @@ class Links:
         Raises:
             EngineError: a peer is gone.
         """
-        data = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        data = _encoded(message)
         for rank in self.ranks if ranks is None else ranks:
             try:
-                self._peers[rank].socket.sendall(data)
-            except OSError as error:
+                self._peers[rank].send_bytes(data)
+            except (OSError, TypeError) as error:  # TypeError: closed by another thread meanwhile
+                self._check(None)
                 # What it said before it left is the better reason.
-                self.watch(0.0)
-                raise self._gone(rank) from error
+                while self._peers[rank].poll():
+                    self._read(rank)
+                raise _gone(rank) from error
 
     def receive(self, rank: int, *, deadline: Deadline, waiting_for: str) -> Message:
         """The next message of a peer."""
-        peer = self._peers[rank]
-        while not peer.messages:
+        unread = self._unread[rank]
+        while not unread:
             remaining = deadline.remaining_s()
             self.watch(_TICK_S if remaining is None else min(_TICK_S, remaining))
-            if not peer.messages:
+            if not unread:
                 deadline.check(f"{_who(rank)} has not sent {waiting_for}")
-        return peer.messages.popleft()
+        return unread.popleft()
 
     def watch(self, timeout_s: float) -> None:
         """Read what has arrived, waiting up to ``timeout_s`` for something; raises when a peer is lost."""
         self._check(None)
         try:
-            ready = self._selector.select(timeout_s)
+            ready = wait([self._woken, *self._peers.values()], timeout_s)
         except (OSError, ValueError):  # closed by another thread meanwhile
             self._check(None)
             raise
         self._check(None)
-        for key, _ in ready:
-            if key.data is not None:
-                self._read(key.data)
+        for rank, connection in self._peers.items():
+            if connection in ready:
+                self._read(rank)
 
     def abort(self, reason: str) -> None:
         """Make every wait, now and later, raise EngineError with this reason; from any thread."""
         if self._aborted is None:
             self._aborted = reason
-        with suppress(OSError):
-            self._wake.send(b"!")
+            with suppress(OSError):
+                self._wake.send_bytes(b"!")
 
     def report(self, reason: str) -> None:
         """Tell the peers that this side has failed, if they can still be told."""
-        data = json.dumps({"failed": reason}).encode() + b"\n"
-        for peer in self._peers.values():
+        for connection in self._peers.values():
             with suppress(OSError):
-                peer.socket.settimeout(1.0)
-                peer.socket.sendall(data)
+                connection.send_bytes(_encoded({"failed": reason}))
 
     def close(self) -> None:
         """Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
         self.abort("the channel was closed")
-        self._selector.close()
-        for peer in self._peers.values():
-            peer.socket.close()
-        self._wake.close()
-        self._woken.close()
+        for connection in (*self._peers.values(), self._wake, self._woken):
+            connection.close()
 
     def _let_in(self, connection: socket.socket, *, hello: Message, missing: set[int]) -> None:
-        """Admit a rank that fits. Whatever else knocks at the port is turned away."""
+        """Admit a rank that fits. Whatever else connects to the port is turned away."""
         connection.settimeout(1.0)
-        try:
-            line, _, rest = _first_line(connection).partition(b"\n")
-            told: Any = json.loads(line)
-        except (OSError, ValueError):
-            connection.close()
-            return
+        told: Any = None
+        # Without a buffer, so that what comes after the line stays in the socket.
+        with suppress(OSError, ValueError), connection.makefile("rb", buffering=0) as stream:
+            told = json.loads(stream.readline(_LONGEST_HELLO))
         if not isinstance(told, dict) or "protocol" not in told:
             connection.close()
             return
         rank = told.get("rank")
         unlike = [key for key in hello if key != "rank" and told.get(key) != hello[key]]
-        if unlike or rank not in missing:
-            key, ours = (unlike[0], hello[unlike[0]]) if unlike else ("rank", f"one of {sorted(missing)}")
-            reason = f"the engine came with {key} {told.get(key)!r}, the trainer expects {ours!r}"
-            with suppress(OSError):
-                connection.sendall(json.dumps({"failed": reason}).encode() + b"\n")
-            connection.close()
-            if unlike:
-                raise EngineError(
-                    f"vLLM NCCL setup failed: {reason}", remedy="run the same version and settings on both sides"
-                )
+        if not unlike and rank in missing:
+            self._add(rank, connection)
             return
-        self._add(rank, connection)
-        self._take(self._peers[rank], rest)
+        key, ours = (unlike[0], hello[unlike[0]]) if unlike else ("rank", f"one of {sorted(missing)}")
+        reason = f"the engine came with {key} {told.get(key)!r}, the trainer expects {ours!r}"
+        with suppress(OSError), _linked(connection) as link:
+            link.send_bytes(_encoded({"failed": reason}))
+        if unlike:
+            raise EngineError(
+                f"vLLM NCCL setup failed: {reason}", remedy="run the same version and settings on both sides"
+            )
 
     def _add(self, rank: int, connection: socket.socket) -> None:
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer = _Peer(rank, connection)
-        self._peers[rank] = peer
-        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._host = self._host or connection.getsockname()[0]
+        self._peers[rank] = _linked(connection)
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, rank: int) -> None:
+        """Take one message; a failure that is reported is raised."""
         try:
-            data = peer.socket.recv(1 << 20)
-        except OSError:
+            message = json.loads(self._peers[rank].recv_bytes(_LONGEST_MESSAGE))
+        except (OSError, EOFError, TypeError) as error:  # TypeError as in send()
             self._check(None)
-            data = b""
-        if not data:
-            raise self._gone(peer.rank)
-        self._take(peer, data)
-
-    def _take(self, peer: _Peer, data: bytes) -> None:
-        """Split what has arrived into messages; a failure that is reported is raised."""
-        *lines, peer.unread = (peer.unread + data).split(b"\n")
-        if len(peer.unread) > _LONGEST_LINE:
-            raise EngineError(f"{_who(peer.rank)} sends no control messages", remedy="look who connects to the channel")
-        for line in lines:
-            message = json.loads(line)
-            if "failed" in message:
-                raise EngineError(
-                    f"{_who(peer.rank)} reports: {message['failed']}", remedy="look at the other side's log"
-                )
-            peer.messages.append(message)
+            raise _gone(rank) from error
+        except ValueError as error:
+            raise EngineError(
+                f"{_who(rank)} sends no control messages", remedy="look who connects to the channel"
+            ) from error
+        if "failed" in message:
+            raise EngineError(f"{_who(rank)} reports: {message['failed']}", remedy="look at the other side's log")
+        self._unread[rank].append(message)
 
     def _check(self, cancel: threading.Event | None) -> None:
         if self._aborted is not None:
@@ -266,18 +241,24 @@ class Links:
         if cancel is not None and cancel.is_set():
             raise EngineError("the weight channel was called off while it connected")
 
-    def _gone(self, rank: int) -> EngineError:
-        return EngineError(
-            f"{_who(rank)} closed its end of the weight channel, or died", remedy="look at the log of that process"
-        )
+
+def _linked(connection: socket.socket) -> Connection:
+    """The same connection, for whole messages."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connection.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", _STALLED_S, 0))
+    return Connection(connection.detach())
 
 
-def _first_line(connection: socket.socket) -> bytes:
-    """What a stranger sends up to its first line's end, and what happened to come with it."""
-    data = b""
-    while b"\n" not in data and len(data) < 4096 and (more := connection.recv(4096)):
-        data += more
-    return data
+def _encoded(message: Message) -> bytes:
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def _gone(rank: int) -> EngineError:
+    return EngineError(
+        f"{_who(rank)} closed its end of the weight channel, or died", remedy="look at the log of that process"
+    )
 
 
 def _who(rank: int) -> str:

@@ -1,0 +1,189 @@
+"""Buckets of bytes broadcast by a collective: a gloo or NCCL process group beside torch's default one."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError, LachesisError, first_line
+from lachesis.common.threads import call_watched
+from lachesis.transport.base import POLL_S, Transport, finish_stream
+from lachesis.transport.rendezvous import Links, Message
+
+# Of torch's own timers, which end operations in their own time and, with NCCL, in their own way; ours come first.
+_LONG = timedelta(days=30)
+# What torch.distributed takes from its C++ part has no types that are exported.
+_c10d: Any = dist
+
+
+class Collective(Transport):
+    """Broadcasts over a gloo or NCCL process group of its own."""
+
+    def __init__(self, group: Any, *, device: torch.device, links: Links) -> None:
+        self.device = device
+        self._group: Any = group
+        self._links = links
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        if self._buffer.numel() < num_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)  # the old one goes first
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._buffer[:num_bytes]
+
+    def send(self, buffer: Tensor, *, deadline: Deadline) -> None:
+        self._broadcast(buffer, deadline=deadline)
+
+    def receive(self, num_bytes: int, *, announcement: Message, deadline: Deadline) -> Tensor:
+        buffer = self.buffer(num_bytes)
+        self._broadcast(buffer, deadline=deadline)
+        return buffer
+
+    def finish_reading(self, *, deadline: Deadline) -> None:
+        finish_stream(self.device, links=self._links, deadline=deadline)
+
+    def abort(self) -> None:
+        if self._group is not None and self.device.type == "cuda":
+            self._group.abort()
+
+    def close(self) -> None:
+        self.abort()
+        self._group = None
+        self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def _broadcast(self, buffer: Tensor, *, deadline: Deadline) -> None:
+        if buffer.numel() == 0:
+            return
+        group = self._group
+        if group is None:
+            raise EngineError("the weight channel was closed")
+        try:
+            with _current(self.device):
+                work = group.broadcast([buffer], _from_trainer(deadline))
+                if self.device.type == "cuda":
+                    work.wait()  # on the stream, not on the host
+                    finish_stream(self.device, links=self._links, deadline=deadline)
+                    return
+                while not work.is_completed():
+                    self._links.watch(POLL_S)
+                    deadline.check("a broadcast of weights is under way")
+                work.wait()
+        except RuntimeError as error:
+            deadline.check()
+            raise EngineError(
+                f"the broadcast of weights failed: {first_line(error)}", remedy="look at the log of the other side"
+            ) from error
+
+
+def build_group(
+    backend: str, *, rank: int, world_size: int, device: torch.device, links: Links, deadline: Deadline
+) -> Any:
+    """A process group outside of torch's registry, tried with one broadcast; all ranks call it together.
+
+    Raises:
+        EngineError: a library is missing or refuses, or a peer failed.
+        DeadlineExceeded: a peer did not come.
+    """
+    if backend == "nccl" and not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
+        raise EngineError(
+            "vLLM NCCL setup failed: this side has no NCCL or no GPU", remedy="use the gloo transport without GPUs"
+        )
+    if rank == 0:
+        listener = socket.create_server((links.local_host(), 0))
+        host, port = listener.getsockname()[:2]
+        links.send({"store": [host, port]})
+        descriptor = listener.detach()
+    else:
+        host, port = links.receive(0, deadline=deadline, waiting_for="the address of its store")["store"]
+        descriptor = None
+
+    def build() -> Any:
+        store = _c10d.TCPStore(
+            host,
+            port,
+            is_master=rank == 0,
+            timeout=_remaining(deadline),
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+        make = _gloo_group if backend == "gloo" else _nccl_group
+        with _current(device):
+            group = make(_c10d.PrefixStore("weights", store), rank, world_size, links.local_host(), deadline)
+            probe = torch.zeros(1, dtype=torch.uint8, device=device if backend == "nccl" else "cpu")
+            group.broadcast([probe], _from_trainer(deadline)).wait()
+            if probe.is_cuda:
+                torch.cuda.current_stream(device).synchronize()
+        return group
+
+    def watch() -> None:
+        links.watch(0.0)
+        deadline.check("meeting in a process group")
+
+    try:
+        return call_watched(build, watch=watch, every_s=0.02)
+    except LachesisError:
+        raise
+    except (RuntimeError, ValueError, OSError) as error:
+        deadline.check(f"building the {backend} process group")
+        raise EngineError(
+            f"vLLM NCCL setup failed: no {backend} process group with {world_size} ranks: {first_line(error)}",
+            remedy="both sides need one GPU each for nccl; on the same GPU use ipc, without a GPU gloo",
+        ) from error
+
+
+def _gloo_group(store: Any, rank: int, world_size: int, local_host: str, deadline: Deadline) -> Any:
+    options = _c10d.ProcessGroupGloo._Options()
+    # The interface over which the control connection came works; a host's name often resolves to another.
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=local_host)]
+    options._timeout = _remaining(deadline)
+    options._threads = 1
+    return _c10d.ProcessGroupGloo(store, rank, world_size, options)
+
+
+def _nccl_group(store: Any, rank: int, world_size: int, local_host: str, deadline: Deadline) -> Any:
+    options = _c10d.ProcessGroupNCCL.Options()
+    options._timeout = _LONG
+    # By default torch's threads end the whole process when a peer dies or hangs: the trainer, or the engine. Here
+    # the channel reports it. These settings are read when a group is made.
+    with _environment(TORCH_NCCL_ASYNC_ERROR_HANDLING="0", TORCH_NCCL_ENABLE_MONITORING="0"):
+        return _c10d.ProcessGroupNCCL(store, rank, world_size, options)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def _from_trainer(deadline: Deadline) -> Any:
+    options = _c10d.BroadcastOptions()
+    options.rootRank = 0
+    options.timeout = _remaining(deadline)
+    return options
+
+
+def _remaining(deadline: Deadline) -> timedelta:
+    remaining = deadline.remaining_s()
+    # Never 0, which libraries take for no limit.
+    return _LONG if remaining is None else timedelta(seconds=max(remaining, 0.05))
