@@ -100,7 +100,7 @@ class EmbeddedEngine(Engine):
         self._texts: list[str] = []
         self._session_id = session_id or uuid.uuid4().hex
         self._version = 0
-        self._gate = TokenGate()
+        self.gate = TokenGate()
 
     def generate(
         self,
@@ -124,7 +124,7 @@ class EmbeddedEngine(Engine):
             EngineError: closed, paused, a request that cannot be sampled, or logits that are not finite.
             DeadlineExceeded: the deadline passed.
         """
-        with self._gate.generating(deadline), ExitStack() as mode:
+        with self.gate.generating(deadline), ExitStack() as mode:
             model = self._open_model()
             for i, request in enumerate(requests):
                 self.check(request, where=f"request {i}")
@@ -179,7 +179,7 @@ class EmbeddedEngine(Engine):
     @contextmanager
     def exclusive(self) -> Iterator[PreTrainedModel | PeftModel]:
         """The model to oneself, to read or to change; generation goes on afterwards. Works while paused."""
-        with self._gate.guest():
+        with self.gate.guest():
             yield self._open_model()
 
     def set_version(self, version: int) -> None:
@@ -191,11 +191,11 @@ class EmbeddedEngine(Engine):
         """See :meth:`Engine.health`."""
         self._open_model()
         return EngineHealth(
-            ready=not self._gate.paused,
+            ready=not self.gate.paused,
             version=self._version,
             session_id=self._session_id,
-            paused=self._gate.paused,
-            detail="paused" if self._gate.paused else "",
+            paused=self.gate.paused,
+            detail="paused" if self.gate.paused else "",
         )
 
     def pause(self, *, mode: PauseMode = "keep") -> None:
@@ -204,22 +204,18 @@ class EmbeddedEngine(Engine):
         ``keep`` holds what another thread is generating between two tokens, until :meth:`resume`; ``drain``
         lets it finish; ``abort`` ends it at its next token: what is unfinished gets the finish reason ``abort``.
         """
-        self.begin_pause(mode)
-        self._gate.wait_for_pause(mode)
-
-    def begin_pause(self, mode: PauseMode) -> None:
-        """The first half of :meth:`pause`: returns at once, while calls may still compute."""
         self._open_model()
-        self._gate.begin_pause(mode)
+        self.gate.begin_pause(mode)
+        self.gate.wait_for_pause(mode)
 
     def resume(self) -> None:
         """See :meth:`Engine.resume`."""
         self._open_model()
-        self._gate.resume()
+        self.gate.resume()
 
     def close(self) -> None:
         """Let go of the model. A call that is still running in another thread ends with EngineError."""
-        self._gate.close()
+        self.gate.close()
         self._model = None
 
     def _run(self, call: _Call, shares: Sequence[Share]) -> Rows:
@@ -227,7 +223,7 @@ class EmbeddedEngine(Engine):
         model, device = call.model, call.model.device
         self._give_way(call)
         rows = Rows(shares, end_token_ids=self._eos_token_ids, decode=self._decode, version=self._version)
-        if self._gate.aborting:
+        if self.gate.aborting:
             return rows
         prompts = [share.request.prompt_ids for share in shares]
         params = [share.request.params for share in shares]
@@ -262,12 +258,12 @@ class EmbeddedEngine(Engine):
             if call.finished is not None and ended.size:
                 for share, completions in rows.complete(ended, live):
                     call.finish(share, completions)
-            if live.size == 0 or self._gate.aborting:
+            if live.size == 0 or self.gate.aborting:
                 break
             call.deadline.check(f"{call.done + len(rows.all) - live.size} of {call.total} sequences finished")
             # Between a token and the forward pass on it, so that a token's version is that of its logits.
             self._give_way(call)
-            if self._gate.aborting:
+            if self.gate.aborting:
                 break
             parents, inputs, node = branch(
                 node, tokens, width=logits.shape[0], vocab_size=logits.shape[1], filler=self._pad_token_id
@@ -300,7 +296,7 @@ class EmbeddedEngine(Engine):
         def enter() -> AbstractContextManager[None]:
             return generation_mode(call.model)
 
-        self._gate.between_tokens(call.deadline, mode=call.mode, enter=enter)
+        self.gate.between_tokens(call.deadline, mode=call.mode, enter=enter)
 
     def _score(self, model: PreTrainedModel | PeftModel, token_ids: list[int]) -> Tensor:
         split = max(1, len(token_ids) // 2)
@@ -312,7 +308,7 @@ class EmbeddedEngine(Engine):
         return torch.cat(logits, dim=1)[0, : len(token_ids) - 1].float().log_softmax(-1)
 
     def _open_model(self) -> PreTrainedModel | PeftModel:
-        self._gate.check_open()
+        self.gate.check_open()
         assert self._model is not None
         return self._model
 

@@ -18,31 +18,38 @@ class EnginePaused(EngineError):
 class TokenGate:
     """One call generates at a time. Between two tokens it gives way to guests, and while paused by ``keep``.
 
-    ``calls`` is how many calls have begun and not ended, ``waiting`` how many of them are held between tokens.
+    The only place that knows whether the engine is paused, asleep or closed.
+
+    Attributes:
+        changed: held to change what is here together with something else, and notified of every change.
+        mode: how the engine is paused; None where it is not.
+        asleep: whether running calls are held because the model is away, whatever ``mode`` is.
+        closed: whether the engine is closed.
     """
 
     def __init__(self) -> None:
         # Reentrant, so that a signal handler that pauses or closes does not wait for the call it interrupted.
         self._model = threading.RLock()
-        self._state = threading.Condition(threading.RLock())
-        self._mode: PauseMode | None = None
-        self._closed = False
-        self._guests = self._calls = self._waiting = 0
+        self.changed = threading.Condition(threading.RLock())
+        self.mode: PauseMode | None = None
+        self.asleep = self.closed = False
+        # Calls that have begun and not ended; how many of them are held between tokens; who wants the model.
+        self._calls = self._waiting = self._guests = 0
         self._caller: int | None = None
 
     @property
     def paused(self) -> bool:
         """Whether new calls are refused."""
-        return self._mode is not None
+        return self.mode is not None or self.asleep
 
     @property
     def aborting(self) -> bool:
         """Whether a running call is to end at its next token."""
-        return self._mode == "abort"
+        return self.mode == "abort"
 
     def check_open(self) -> None:
         """Raise EngineError once the engine is closed."""
-        if self._closed:
+        if self.closed:
             raise EngineError("the embedded engine is closed", remedy="make a new engine")
 
     @contextmanager
@@ -59,7 +66,7 @@ class TokenGate:
             deadline.check("another call is still generating")
             raise EngineError("another call is still generating", remedy="wait for it, or raise the deadline")
         try:
-            with self._state:
+            with self.changed:
                 self.check_open()
                 if self.paused:
                     raise EnginePaused(
@@ -71,10 +78,10 @@ class TokenGate:
                 self._caller = threading.get_ident()
                 yield
             finally:
-                with self._state:
+                with self.changed:
                     self._caller = None
                     self._calls -= 1
-                    self._state.notify_all()
+                    self.changed.notify_all()
         finally:
             self._model.release()
 
@@ -92,15 +99,15 @@ class TokenGate:
             EngineError: closed meanwhile.
             DeadlineExceeded: the deadline passed meanwhile.
         """
-        while not self._closed and (self._guests or self._mode == "keep"):
+        while self._must_wait():
             mode.close()
-            with self._state:
+            with self.changed:
                 self._waiting += 1
-                self._state.notify_all()
+                self.changed.notify_all()
             self._model.release()
             try:
-                with self._state:
-                    self._state.wait_for(self._may_go_on, timeout=deadline.remaining_s())
+                with self.changed:
+                    self.changed.wait_for(lambda: not self._must_wait(), timeout=deadline.remaining_s())
                     # In one go with the test, so that a pause that comes now waits for the next token.
                     self._waiting -= 1
             finally:
@@ -108,54 +115,73 @@ class TokenGate:
                 self._caller = threading.get_ident()
             deadline.check("generation was paused or had to make room")
             mode.enter_context(enter())
-        if self._closed:
+        if self.closed:
             raise EngineError("the embedded engine was closed while it generated", remedy="close it after generating")
 
     @contextmanager
     def guest(self) -> Iterator[None]:
         """The model to oneself between two tokens of whatever is being generated; also while paused."""
-        with self._state:
+        with self.changed:
             self._guests += 1
         try:
             with self._model:
                 self.check_open()
                 yield
         finally:
-            with self._state:
+            with self.changed:
                 self._guests -= 1
-                self._state.notify_all()
+                self.changed.notify_all()
 
     def begin_pause(self, mode: PauseMode) -> None:
         """Refuse new calls from now on, and have running ones held or ended at their next token."""
-        with self._state:
-            self._mode = mode
-            self._state.notify_all()
+        with self.changed:
+            self.mode = mode
+            self.changed.notify_all()
 
     def wait_for_pause(self, mode: PauseMode) -> None:
         """Return when running calls are held (``keep``) or have ended (``drain``, ``abort``), or were resumed."""
-        with self._state:
-            # A signal handler in the generating thread cannot wait for it.
-            if self._caller != threading.get_ident():
-                self._state.wait_for(lambda: self._at_rest(mode))
+        self._wait_for_rest(lambda: self.mode == mode)
 
     def resume(self) -> None:
-        """Admit calls again; those that were held go on."""
-        with self._state:
-            self._mode = None
-            self._state.notify_all()
+        """Admit calls again; those that were held go on. Where the engine sleeps, once it is awake."""
+        with self.changed:
+            self.mode = None
+            self.changed.notify_all()
+
+    def sleep(self) -> None:
+        """Refuse new calls, and return when running ones are held."""
+        with self.changed:
+            self.asleep = True
+            self.changed.notify_all()
+        self._wait_for_rest(lambda: self.asleep)
+
+    def wake(self) -> None:
+        """The reverse of :meth:`sleep`; what was paused stays paused."""
+        with self.changed:
+            self.asleep = False
+            self.changed.notify_all()
 
     def close(self) -> None:
         """End running calls with an error, and return when they have left the model alone. Idempotent."""
-        with self._state:
-            self._closed = True
-            self._state.notify_all()
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
         with self._model:
             pass
 
-    def _may_go_on(self) -> bool:
-        return self._closed or not (self._guests or self._mode == "keep")
+    def _wait_for_rest(self, wanted: Callable[[], bool]) -> None:
+        """Return when no call computes any more, or that is not ``wanted`` any more."""
+        with self.changed:
+            # A signal handler in the generating thread cannot wait for it.
+            if self._caller != threading.get_ident():
+                self.changed.wait_for(lambda: self.closed or not wanted() or self._at_rest())
 
-    def _at_rest(self, mode: PauseMode) -> bool:
-        if self._closed or self._mode != mode:
-            return True
-        return self._calls == (self._waiting if mode == "keep" else 0)
+    def _at_rest(self) -> bool:
+        return self._calls == (self._waiting if self._held() else 0)
+
+    def _held(self) -> bool:
+        """Whether running calls wait at their next token. Those that are to end need no model for it."""
+        return self.mode == "keep" or (self.asleep and not self.aborting)
+
+    def _must_wait(self) -> bool:
+        return not self.closed and (self._guests > 0 or self._held())

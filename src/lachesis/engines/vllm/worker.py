@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lachesis.common.errors import StaleWeights
+from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
-from lachesis.engines.serving.served import DigestRequest, LoraSpec, ReceiverSpec, Refused
+from lachesis.engines.serving.served import DigestRequest, LoraSpec, ReceiverSpec, ReceiverStatus, Refused
 from lachesis.engines.vllm import parameters
 from lachesis.engines.vllm.calls import answer
 from lachesis.engines.vllm.checkpoint import check_architecture, check_fits, read_shapes, read_tensors, served_shapes
 from lachesis.engines.vllm.lora_slots import LoraSlots
-from lachesis.engines.vllm.receiver import Receiver
 from lachesis.transport.digest import digests
 
 # Models that tie it to the embedding have no parameter of that name, and their checkpoints may.
@@ -130,8 +130,8 @@ class WorkerWeights:
     def start_receiver(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Check an announcement against the model, and join the channel in the background."""
         parsed = ReceiverSpec.model_validate(spec)
-        if self._receiver is not None and self._receiver.state in ("connecting", "connected"):
-            raise Refused("a receiver is running already", status=409, remedy="stop it first")
+        if self._receiver is not None:
+            self._receiver.check_free()
         if parsed.rank + self._tensor_parallel_size != parsed.world_size:
             raise Refused(
                 f"the channel has world_size {parsed.world_size} and starts at rank {parsed.rank} here, but this "
@@ -153,9 +153,8 @@ class WorkerWeights:
 
     def receiver(self) -> dict[str, Any]:
         """Where the receiver stands."""
-        if self._receiver is None:
-            return {"state": "idle", "detail": "", "updates": 0}
-        return {"state": self._receiver.state, "detail": self._receiver.detail, "updates": self._receiver.updates}
+        status = ReceiverStatus() if self._receiver is None else self._receiver.status
+        return {"state": status.state, "detail": status.detail, "updates": status.updates}
 
     def receive(self, wait_s: float, load: bool) -> dict[str, Any]:
         """Take one update off the channel, and ``load`` it if all of it is there after ``wait_s`` seconds."""
@@ -165,19 +164,11 @@ class WorkerWeights:
         if tensors is None or not load:
             return {"arrived": tensors is not None, "loaded": False}
         lora = self._receiver.spec.lora
-        if self._device.type == "cuda":
-            for tensor in tensors.values():
-                if tensor.is_cuda:  # made on another stream than the engine's
-                    tensor.record_stream(torch.cuda.current_stream())
-        try:
+        with self._receiver.loading():
             if lora is not None:
                 self._need_slots().load(tensors, lora)
             else:
                 self._load_base(iter(tensors.items()))
-        except Exception as error:
-            self._receiver.settle(error)
-            raise
-        self._receiver.settle()
         return {"arrived": True, "loaded": True, "lora": None if lora is None else asdict(lora)}
 
     def stop_receiver(self) -> None:

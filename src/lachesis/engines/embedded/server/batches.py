@@ -75,64 +75,46 @@ class BatchRunner:
     """A thread that generates one batch after the other.
 
     Args:
-        engine: used by this thread alone, but for pauses and what goes in between tokens.
+        engine: used by this thread alone, but for pauses, which its gate has, and what goes in between tokens.
         max_sequences: completions gathered into one batch.
     """
 
     def __init__(self, engine: EmbeddedEngine, *, max_sequences: int) -> None:
         self._engine = engine
         self._max_sequences = max_sequences
-        self._changed = threading.Condition()
+        self._gate = engine.gate
         self._queue: deque[Job] = deque()
         self._running: list[Job] = []
-        self._mode: PauseMode | None = None
-        self._closed = False
         self._thread = threading.Thread(target=self._run, name="embedded-generation", daemon=True)
         self._thread.start()
 
     @property
-    def paused(self) -> bool:
-        """Whether requests wait."""
-        return self._mode is not None
-
-    @property
     def alive(self) -> bool:
         """Whether requests are still served."""
-        return self._thread.is_alive() and not self._closed
+        return self._thread.is_alive() and not self._gate.closed
 
     def submit(self, job: Job) -> None:
         """Queue a request; while paused it waits. Raises EngineError once closed."""
-        with self._changed:
-            if self._closed:
+        with self._gate.changed:
+            if self._gate.closed:
                 raise EngineError("the server is shutting down", remedy="start it again")
             self._queue.append(job)
-            self._changed.notify_all()
+            self._gate.changed.notify_all()
 
     def pause(self, mode: PauseMode) -> None:
         """Let ``abort`` end all requests, ``drain`` finish those that have begun, ``keep`` hold them."""
-        with self._changed:
-            self._mode = mode
-            # Both at once, so that a resume comes before both or after both.
-            self._engine.begin_pause(mode)
-            waiting = list(self._queue) if mode == "abort" else []
+        waiting: list[Job] = []
+        # Both at once, so that a resume comes before both or after both.
+        with self._gate.changed:
+            self._gate.begin_pause(mode)
             if mode == "abort":
+                waiting.extend(self._queue)
                 self._queue.clear()
-        for job in waiting:
-            job.end()
-        self._engine.pause(mode=mode)
-
-    def resume(self) -> None:
-        """Go on with what was held, then with what waits."""
-        with self._changed:
-            self._mode = None
-            self._engine.resume()
-            self._changed.notify_all()
+        _end(waiting, None)
+        self._gate.wait_for_pause(mode)
 
     def close(self) -> None:
         """End everything; requests that have not ended fail. Idempotent."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
         self._engine.close()
         self._thread.join(timeout=10)
         for job in [*self._running, *self._queue]:
@@ -158,14 +140,14 @@ class BatchRunner:
 
     def _gather(self) -> list[Job]:
         """The next batch; none once closed."""
-        with self._changed:
-            while not self._closed:
-                self._changed.wait_for(lambda: self._closed or (self._queue and not self._mode))
+        with self._gate.changed:
+            while not self._gate.closed:
+                self._gate.changed.wait_for(lambda: self._gate.closed or (self._queue and not self._gate.paused))
                 arrived = -1
                 # As long as more of them come, and the batch is not full.
-                while not self._closed and arrived < len(self._queue) < self._max_sequences:
+                while not self._gate.closed and arrived < len(self._queue) < self._max_sequences:
                     arrived = len(self._queue)
-                    self._changed.wait(_GATHER_S)
+                    self._gate.changed.wait(_GATHER_S)
                 jobs = self._take()
                 if jobs:
                     return jobs
@@ -174,7 +156,7 @@ class BatchRunner:
     def _take(self) -> list[Job]:
         jobs: list[Job] = []
         room = self._max_sequences
-        while self._queue and not self._mode and not self._closed:
+        while self._queue and not self._gate.paused and not self._gate.closed:
             if jobs and self._queue[0].request.n > room:
                 break
             job = self._queue.popleft()
@@ -185,8 +167,8 @@ class BatchRunner:
 
     def _put_back(self, jobs: Sequence[Job]) -> None:
         """A pause came between gathering and generating: nothing of these has begun."""
-        with self._changed:
-            aborted = self._mode == "abort"
+        with self._gate.changed:
+            aborted = self._gate.aborting
             if not aborted:
                 self._queue.extendleft(reversed(jobs))
         if aborted:

@@ -11,6 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from lachesis.common.errors import EngineError
@@ -18,9 +19,9 @@ from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.base import PauseMode
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.embedded.server.batches import BatchRunner, Growing, Job
-from lachesis.engines.embedded.server.receiver import Receiver
 from lachesis.engines.embedded.server.text import GrowingText, cut_at_stop
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
+from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
 from lachesis.engines.serving.served import (
     AdapterStatus,
@@ -78,9 +79,8 @@ class ServedEmbedded(ServedEngine):
         self._info = info
         self._session = session
         self._runner = BatchRunner(engine, max_sequences=max_num_seqs)
-        self._receiver = Receiver(device=weights.device)
+        self._receiver: Receiver | None = None
         self._threads = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="embedded-control")
-        self._paused = self._asleep = False
 
     @property
     def kind(self) -> str:
@@ -162,20 +162,34 @@ class ServedEmbedded(ServedEngine):
         return self._weights.adapter
 
     async def start_receiver(self, spec: ReceiverSpec) -> None:
-        await self._in_thread(lambda: self._weights.check_receivable(spec))
-        self._receiver.start(spec)
+        def start() -> None:
+            self._weights.check_receivable(spec)
+            if self._receiver is not None:
+                self._receiver.check_free()
+                self._receiver.close()
+            self._receiver = Receiver(spec, rank=spec.rank, device=torch.device(self._weights.device))
+
+        await self._in_thread(start)
 
     def receiver(self) -> ReceiverStatus:
-        return self._receiver.status
+        return ReceiverStatus() if self._receiver is None else self._receiver.status
 
     async def receive(self) -> None:
         def receive() -> None:
-            self._weights.apply(*self._receiver.receive())
+            receiver = self._receiver
+            if receiver is None:
+                raise Refused("no receiver was started", status=409, remedy="start one with /nccl/start_receiver")
+            tensors = receiver.take(None)
+            assert tensors is not None  # it waits for them
+            with receiver.loading():
+                self._weights.apply(tensors, receiver.spec)
 
         await self._in_thread(receive)
 
     async def stop_receiver(self) -> None:
-        await self._in_thread(self._receiver.stop)
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            await self._in_thread(receiver.close)
 
     async def export_shared(self, path: Path) -> None:
         await self._in_thread(lambda: self._weights.export_shared(path, session=self._session, engine=self.kind))
@@ -187,22 +201,18 @@ class ServedEmbedded(ServedEngine):
         await self._in_thread(lambda: self._weights.reload(path))
 
     async def pause(self, mode: PauseMode) -> None:
-        self._paused = True
         await self._in_thread(lambda: self._runner.pause(mode))
 
     async def resume(self) -> None:
-        self._paused = False
-        if not self._asleep:
-            self._runner.resume()
+        self._engine.resume()
 
     async def is_paused(self) -> bool:
-        return self._paused
+        return self._engine.gate.mode is not None
 
     async def sleep(self, level: int) -> None:
         """Both levels move the weights to the host, where they are on a GPU; level 2 need not forget them."""
-        if not self._asleep:
-            self._asleep = True
-            await self._in_thread(lambda: self._runner.pause("keep"))
+        if not self._engine.gate.asleep:
+            await self._in_thread(self._engine.gate.sleep)
             try:
                 await self._in_thread(lambda: self._weights.move("cpu"))
             except EngineError:
@@ -210,14 +220,12 @@ class ServedEmbedded(ServedEngine):
                 raise
 
     async def wake_up(self) -> None:
-        if self._asleep:
+        if self._engine.gate.asleep:
             await self._in_thread(lambda: self._weights.move(self._info.device))
-            self._asleep = False
-            if not self._paused:
-                self._runner.resume()
+            self._engine.gate.wake()
 
     async def is_sleeping(self) -> bool:
-        return self._asleep
+        return self._engine.gate.asleep
 
     async def reset_prefix_cache(self) -> None:
         """This engine keeps no prefixes from one batch to the next."""
@@ -228,7 +236,8 @@ class ServedEmbedded(ServedEngine):
 
     def close(self) -> None:
         """End everything. Idempotent."""
-        self._receiver.stop()
+        if self._receiver is not None:
+            self._receiver.close()
         self._runner.close()
         self._weights.close()
         self._threads.shutdown(wait=False)

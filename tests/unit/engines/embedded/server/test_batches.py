@@ -67,7 +67,7 @@ class Client:
 def test_requests_that_come_together_share_a_batch(engine, runner):
     runner.pause("keep")
     clients = [Client(runner, seed=i) for i in range(5)]
-    runner.resume()
+    engine.resume()
     jobs = [client.wait() for client in clients]
     assert engine.batches == [5]
     assert all(len(job.sequences[0].token_ids) == len(job.sequences[0].times) == 4 for job in jobs)
@@ -77,16 +77,16 @@ def test_requests_that_come_together_share_a_batch(engine, runner):
 def test_a_batch_is_no_larger_than_it_may_be_and_a_larger_request_goes_alone(engine, runner):
     runner.pause("keep")
     clients = [Client(runner, n=n) for n in (3, 3, 3, 12, 1)]
-    runner.resume()
+    engine.resume()
     assert [len(client.wait().sequences) for client in clients] == [3, 3, 3, 12, 1]
     assert engine.batches == [2, 1, 1, 1]
 
 
-def test_what_a_client_gets_does_not_depend_on_the_others(runner):
+def test_what_a_client_gets_does_not_depend_on_the_others(engine, runner):
     alone = Client(runner, seed=3).wait().sequences[0].token_ids
     runner.pause("keep")
     clients = [Client(runner, seed=i) for i in range(6)]
-    runner.resume()
+    engine.resume()
     together = [client.wait().sequences[0].token_ids for client in clients]
     assert together[3] == alone and len({tuple(ids) for ids in together}) > 1
 
@@ -97,16 +97,16 @@ def test_abort_ends_those_that_wait_too(engine, runner):
     runner.pause("abort")
     job = client.wait()
     assert job.sequences[0].reason == "abort" and job.sequences[0].token_ids == [] and job.error is None
-    runner.resume()
+    engine.resume()
     assert Client(runner).wait().sequences[0].reason == "length"
 
 
 def test_a_pause_between_gathering_and_generating_loses_nothing(engine, runner):
     """The engine refuses a batch that was gathered just before the pause: it waits, in its order."""
-    engine.begin_pause("keep")
+    engine.gate.begin_pause("keep")
     clients = [Client(runner, seed=i) for i in range(2)]
     runner.pause("keep")
-    runner.resume()
+    engine.resume()
     assert [client.wait().sequences[0].reason for client in clients] == ["length", "length"]
 
 
@@ -114,7 +114,7 @@ def test_a_client_that_has_gone_is_not_generated_for(engine, runner):
     runner.pause("keep")
     gone, stays = Client(runner, seed=1), Client(runner, seed=2)
     gone.job.cancelled = True
-    runner.resume()
+    engine.resume()
     stays.wait()
     assert engine.batches == [1] and gone.job.sequences[0].token_ids == []
 
@@ -124,7 +124,7 @@ def test_a_failure_reaches_every_client_and_the_next_request_is_served(engine, r
         engine.failure = failure
         runner.pause("keep")
         clients = [Client(runner) for _ in range(2)]
-        runner.resume()
+        engine.resume()
         for client in clients:
             error = client.wait().error
             assert isinstance(error, EngineError) and message in str(error)

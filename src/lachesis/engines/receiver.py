@@ -1,4 +1,4 @@
-"""An engine worker's end of a weight channel: it joins and takes updates in threads of its own.
+"""An engine's end of a weight channel: it joins and takes updates in threads of its own.
 
 So the engine goes on generating until all of an update is there, and is held up only by loading it.
 """
@@ -6,30 +6,32 @@ So the engine goes on generating until all of an update is there, and is held up
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
-from lachesis.engines.serving.served import ReceiverSpec, ReceiverState, Refused
+from lachesis.engines.serving.served import ReceiverSpec, ReceiverState, ReceiverStatus, Refused
 from lachesis.transport.channel import Channel
 
 _JOIN_S = 600.0
 # The channel notices at once when the trainer has gone; this is for one that hangs.
 _UPDATE_S = 600.0
+# How long stopping waits for a join that is under way, and is then given up.
+_LEAVE_S = 10.0
 
 Connect = Callable[..., Channel]
 
 
 class Receiver:
-    """One channel, from joining to leaving. Its methods are called from one thread.
+    """One channel, from joining to leaving. One thread takes updates; :meth:`close` may come from any.
 
     Args:
         spec: the channel and the tensors of an update.
-        rank: of this worker on the channel.
+        rank: of this side on the channel.
         device: where the tensors of the model live.
         connect: makes the channel.
     """
@@ -52,17 +54,21 @@ class Receiver:
         self._thread.start()
 
     @property
-    def state(self) -> ReceiverState:
-        return self._state
+    def status(self) -> ReceiverStatus:
+        """Where it stands, and why."""
+        return ReceiverStatus(self._state, self._detail, self.spec, self.updates)
 
-    @property
-    def detail(self) -> str:
-        """Why it is in its state, for people."""
-        return self._detail
+    def check_free(self) -> None:
+        """Raise Refused (409) while this receiver keeps another from being started."""
+        if self._state in ("connecting", "connected"):
+            raise Refused(
+                f"a receiver is {self._state} already", status=409, remedy="stop it with /nccl/stop_receiver first"
+            )
 
-    def take(self, wait_s: float) -> Mapping[str, Tensor] | None:
+    def take(self, wait_s: float | None) -> Mapping[str, Tensor] | None:
         """Begin an update if none has begun; its tensors, the caller's own, or ``None`` if more than ``wait_s``
-        seconds are needed. Once there are tensors, :meth:`settle` has to be called.
+        seconds are needed (``None`` waits for them). Once there are tensors, they are to be loaded
+        inside of :meth:`loading`.
 
         Raises:
             Refused: (409) the channel is not connected.
@@ -73,32 +79,34 @@ class Receiver:
             if channel is None or self._state != "connected":
                 raise Refused(f"the receiver is {self._state}: {self._detail}", status=409, remedy="start a receiver")
             self._update = _Update(channel, self.spec, beside=self._beside)
-        if not self._update.arrived.wait(wait_s):
+        update = self._update
+        if not update.arrived.wait(wait_s):
             return None
-        if self._update.error is not None:
-            self._fail(self._update.error)
-        return self._update.tensors
+        if update.error is not None:
+            self._fail(update.error)
+        for tensor in update.tensors.values():
+            if tensor.is_cuda:  # made on another stream than the caller's
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return update.tensors
 
-    def settle(self, failure: Exception | None = None) -> None:
-        """Tell the trainer that the update was loaded, or why it was not.
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Load what :meth:`take` has given inside; the trainer is told that it was, or why it was not.
 
         Raises:
             EngineError: the trainer could not be told. What was loaded stays.
         """
-        assert self._update is not None, "take() comes first"
-        update, self._update = self._update, None
-        update.settle(failure)
-        if failure is not None:
-            self._close_channel(str(failure))
-        elif update.error is not None:
-            self._fail(update.error)
-        else:
-            self.updates += 1
+        try:
+            yield
+        except Exception as error:
+            self._settle(error)
+            raise
+        self._settle()
 
     def close(self) -> None:
         """Leave the channel, or give up joining it. Idempotent."""
         self._cancel.set()
-        self._thread.join()
+        self._thread.join(_LEAVE_S)
         update, self._update = self._update, None
         if update is not None and self._channel is not None:
             self._channel.abort("the receiver was stopped")
@@ -106,6 +114,18 @@ class Receiver:
         if self._channel is not None:
             self._channel.close()
         self._state, self._detail = "idle", ""
+
+    def _settle(self, failure: Exception | None = None) -> None:
+        update, self._update = self._update, None
+        if update is None:  # closed meanwhile, and the trainer told so
+            return
+        update.settle(failure)
+        if failure is not None:
+            self._close_channel(str(failure))
+        elif update.error is not None:
+            self._fail(update.error)
+        else:
+            self.updates += 1
 
     def _join(self) -> None:
         try:
@@ -119,6 +139,9 @@ class Receiver:
                     deadline=Deadline(f"the engine: joining the weight channel at {self.spec.init_method}", _JOIN_S),
                     cancel=self._cancel,
                 )
+            if self._cancel.is_set():
+                self._channel.close()
+                return
             self._state, self._detail = "connected", f"rank {self._rank} of {self.spec.world_size}"
         except Exception as error:
             self._state, self._detail = "error", str(_ours(error, "the weight channel could not be joined"))

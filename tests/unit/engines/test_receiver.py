@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lachesis.common.errors import EngineError
+from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.served import ReceiverSpec, Refused
-from lachesis.engines.vllm.receiver import Receiver
 from lachesis.transport.records import ReceivedTensor
 from tests.waiting import LONG_S
 
@@ -54,7 +54,7 @@ class FakeChannel:
 def connected(channel: FakeChannel) -> Receiver:
     receiver = Receiver(SPEC, rank=1, device=torch.device("cpu"), connect=lambda **_: channel)
     receiver._thread.join(LONG_S)
-    assert receiver.state == "connected"
+    assert receiver.status.state == "connected"
     return receiver
 
 
@@ -67,12 +67,12 @@ def test_joining_goes_on_in_the_background_and_can_be_stopped():
         raise EngineError("given up")
 
     receiver = Receiver(SPEC, rank=4, device=torch.device("cpu"), connect=connect)
-    assert receiver.state == "connecting" and "tcp://h:1" in receiver.detail
+    assert receiver.status.state == "connecting" and "tcp://h:1" in receiver.status.detail
     with pytest.raises(Refused) as caught:
         receiver.take(0.0)
     assert caught.value.status == 409
     receiver.close()
-    assert receiver.state == "idle" and asked["rank"] == 4 and asked["world_size"] == 2
+    assert receiver.status.state == "idle" and asked["rank"] == 4 and asked["world_size"] == 2
 
 
 @pytest.mark.parametrize("error", [EngineError("nobody there"), OSError("nobody there")])
@@ -82,7 +82,7 @@ def test_joining_that_fails_is_an_error_with_its_reason(error):
 
     receiver = Receiver(SPEC, rank=1, device=torch.device("cpu"), connect=connect)
     receiver._thread.join(LONG_S)
-    assert receiver.state == "error" and "nobody there" in receiver.detail
+    assert receiver.status.state == "error" and "nobody there" in receiver.status.detail
     receiver.close()
 
 
@@ -94,8 +94,9 @@ def test_an_update_is_a_copy_and_the_trainer_hears_of_it_once_it_is_loaded():
     tensors = receiver.take(LONG_S)
     channel.buffer.zero_()
     assert tensors is not None and tensors["w"].tolist() == [1, 1, 1] and channel.told == []
-    receiver.settle()
-    assert channel.told == ["loaded"] and receiver.updates == 1 and receiver.state == "connected"
+    with receiver.loading():
+        assert channel.told == []
+    assert channel.told == ["loaded"] and receiver.updates == 1 and receiver.status.state == "connected"
     assert receiver.take(LONG_S) is not None
     receiver.close()
 
@@ -105,9 +106,10 @@ def test_a_failure_to_load_reaches_the_trainer():
     channel.sent.set()
     receiver = connected(channel)
     receiver.take(LONG_S)
-    receiver.settle(EngineError("it does not fit"))
+    with pytest.raises(EngineError, match="does not fit"), receiver.loading():
+        raise EngineError("it does not fit")
     assert channel.told == ["failed: it does not fit"] and channel.closed
-    assert (receiver.state, receiver.updates) == ("error", 0) and "does not fit" in receiver.detail
+    assert (receiver.status.state, receiver.updates) == ("error", 0) and "does not fit" in receiver.status.detail
     with pytest.raises(Refused, match="does not fit"):
         receiver.take(0.0)
 
@@ -120,7 +122,7 @@ def test_an_update_that_breaks_off_closes_the_channel(error):
     receiver = connected(channel)
     with pytest.raises(EngineError, match="the trainer died"):
         receiver.take(LONG_S)
-    assert receiver.state == "error" and channel.closed
+    assert receiver.status.state == "error" and channel.closed
 
 
 def test_stopping_ends_an_update_that_has_not_come():
@@ -129,7 +131,7 @@ def test_stopping_ends_an_update_that_has_not_come():
     assert receiver.take(0.0) is None
     receiver.close()
     receiver.close()
-    assert channel.closed and receiver.state == "idle" and channel.told == []
+    assert channel.closed and receiver.status.state == "idle" and channel.told == []
 
 
 def test_stopping_ends_an_update_that_was_not_loaded():
