@@ -1,0 +1,1 @@
+"""Groups that environments have sent to the rollout API of Atropos, as the trainer's own records."""

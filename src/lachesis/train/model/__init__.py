@@ -1,0 +1,1 @@
+"""The model and how it is run: loaded from a checkpoint, adapted, and evaluated to logprobs of packed sequences."""

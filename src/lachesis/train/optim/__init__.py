@@ -1,0 +1,1 @@
+"""From gradients to new weights: optimizers, learning-rate schedules, and steps on weights that are stored rounded."""
