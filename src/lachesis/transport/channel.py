@@ -206,8 +206,8 @@ class Channel:
             if message.get("bucket") != number:
                 raise EngineError(f"bucket {number} of update {self.updates} was to come, not {dict(message)}")
             buffer = self._transport.receive(bucket.num_bytes, announcement=message, deadline=deadline)
-            for slot, view in zip(bucket.slots, _views(buffer, bucket), strict=True):
-                yield slot.tensor.name, view
+            for packed, view in zip(bucket.tensors, _views(buffer, bucket), strict=True):
+                yield packed.tensor.name, view
             self._transport.finish_reading(deadline=deadline)
             self._links.send({"taken": number})
             message = self._next(deadline, "the next bucket")
@@ -277,19 +277,19 @@ def _build_transport(
 
 def _pack(buffer: Tensor, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> None:
     """Copy the next tensors of ``source`` into ``buffer`` [bytes], checking that they are those of the bucket."""
-    for slot, view in zip(bucket.slots, _views(buffer, bucket), strict=True):
+    for packed, view in zip(bucket.tensors, _views(buffer, bucket), strict=True):
         name, tensor = next(source, ("nothing", None))
-        if tensor is None or name != slot.tensor.name or tuple(tensor.shape) != tuple(slot.tensor.shape):
+        if tensor is None or name != packed.tensor.name or tuple(tensor.shape) != tuple(packed.tensor.shape):
             found = "nothing" if tensor is None else f"{name} {list(tensor.shape)}"
-            raise EngineError(f"{slot.tensor.name} {list(slot.tensor.shape)} was to be sent, there came {found}")
+            raise EngineError(f"{packed.tensor.name} {list(packed.tensor.shape)} was to be sent, there came {found}")
         view.copy_(tensor, non_blocking=view.is_cuda)
 
 
 def _views(buffer: Tensor, bucket: Bucket) -> list[Tensor]:
     """The tensors of a bucket as views of ``buffer`` [bytes]."""
     return [
-        buffer[slot.offset : slot.offset + slot.num_bytes]
-        .view(getattr(torch, slot.tensor.dtype))
-        .view(slot.tensor.shape)
-        for slot in bucket.slots
+        buffer[packed.offset : packed.offset + packed.num_bytes]
+        .view(getattr(torch, packed.tensor.dtype))
+        .view(packed.tensor.shape)
+        for packed in bucket.tensors
     ]

@@ -22,8 +22,8 @@ _ITEM_BYTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Where a tensor lies in its bucket, in bytes."""
+class PackedTensor:
+    """A tensor, and where it lies in its bucket, in bytes."""
 
     tensor: ReceivedTensor
     offset: int
@@ -34,7 +34,7 @@ class Slot:
 class Bucket:
     """Tensors that travel together in one flat buffer of ``num_bytes``."""
 
-    slots: tuple[Slot, ...]
+    tensors: tuple[PackedTensor, ...]
     num_bytes: int
 
 
@@ -49,17 +49,17 @@ def plan_buckets(tensors: Sequence[ReceivedTensor], *, limit_bytes: int) -> tupl
         twice = next(t.name for i, t in enumerate(tensors) if t.name in {u.name for u in tensors[:i]})
         raise EngineError(f"the tensor {twice!r} occurs twice in one update", remedy="send each tensor once")
     buckets: list[Bucket] = []
-    slots: list[Slot] = []
+    packed: list[PackedTensor] = []
     end = 0
     for tensor in tensors:
         size = num_bytes(tensor)
-        if slots and end + size > limit_bytes:
-            buckets.append(Bucket(tuple(slots), end))
-            slots, end = [], 0
-        slots.append(Slot(tensor, offset=end, num_bytes=size))
+        if packed and end + size > limit_bytes:
+            buckets.append(Bucket(tuple(packed), end))
+            packed, end = [], 0
+        packed.append(PackedTensor(tensor, offset=end, num_bytes=size))
         end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
-    if slots:
-        buckets.append(Bucket(tuple(slots), end))
+    if packed:
+        buckets.append(Bucket(tuple(packed), end))
     return tuple(buckets)
 
 

@@ -404,13 +404,13 @@ def test_nccl_without_a_gpu_is_an_error_in_words(monkeypatch):
 def test_buckets_are_bounded_aligned_and_in_order():
     specs = [ReceivedTensor(f"t{i}", (i,), "bfloat16") for i in (3, 500, 10, 0, 7)]
     buckets = plan_buckets(specs, limit_bytes=700)
-    assert [[slot.tensor.name for slot in bucket.slots] for bucket in buckets] == [
+    assert [[packed.tensor.name for packed in bucket.tensors] for bucket in buckets] == [
         ["t3"],
         ["t500"],
         ["t10", "t0", "t7"],
     ]
     assert [bucket.num_bytes for bucket in buckets] == [256, 1024, 512]
-    assert all(slot.offset % 256 == 0 for bucket in buckets for slot in bucket.slots)
+    assert all(packed.offset % 256 == 0 for bucket in buckets for packed in bucket.tensors)
     assert plan_buckets([], limit_bytes=700) == ()
     with pytest.raises(EngineError, match="'t3' occurs twice"):
         plan_buckets([specs[0], specs[0]], limit_bytes=700)

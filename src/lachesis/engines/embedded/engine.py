@@ -21,9 +21,8 @@ from lachesis.engines.embedded.checks import check_request, check_tokens
 from lachesis.engines.embedded.decoder import Decoder, ModelTraits, generation_mode
 from lachesis.engines.embedded.gate import TokenGate
 from lachesis.engines.embedded.guided import RegexGuide, token_pieces
-from lachesis.engines.embedded.histories import Histories
-from lachesis.engines.embedded.rows import Rows, Share, branch, plan_batches
-from lachesis.engines.embedded.sampling import RowSampling, draw_uniforms, process_logits, sample
+from lachesis.engines.embedded.rows import BatchRows, Share, branch, plan_batches
+from lachesis.engines.embedded.sampling import Histories, RowSampling, draw_uniforms, process_logits, sample
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -218,11 +217,11 @@ class EmbeddedEngine(Engine):
         self.gate.close()
         self._model = None
 
-    def _run(self, call: _Call, shares: Sequence[Share]) -> Rows:
+    def _run(self, call: _Call, shares: Sequence[Share]) -> BatchRows:
         """Generate one batch. ``live`` [R] are rows still growing, ``node`` [R] the decoder's row of each."""
         model, device = call.model, call.model.device
         self._give_way(call)
-        rows = Rows(shares, end_token_ids=self._eos_token_ids, decode=self._decode, version=self._version)
+        rows = BatchRows(shares, end_token_ids=self._eos_token_ids, decode=self._decode, version=self._version)
         if self.gate.aborting:
             return rows
         prompts = [share.request.prompt_ids for share in shares]
@@ -335,7 +334,7 @@ class _Call:
 
     def tell(
         self,
-        rows: Rows,
+        rows: BatchRows,
         live: np.ndarray,
         tokens: np.ndarray,
         logprobs: np.ndarray,

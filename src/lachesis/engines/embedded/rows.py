@@ -55,7 +55,7 @@ def plan_batches(
     return batches
 
 
-class Rows:
+class BatchRows:
     """R sequences that grow a token at a time, as arrays over rows.
 
     ``all`` [R] are their indices, ``share`` [R] the share that each belongs to, ``request`` and ``completion``

@@ -25,7 +25,7 @@ _A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class ModuleSlots:
     """Where an adapted module lives: slot tensors A [adapters, 1, rank, in] and B [adapters, 1, out, rank], each
     perhaps several that lie side by side in ``out``. ``shards`` is the tensor parallelism that may cut either."""
 
@@ -211,7 +211,7 @@ class LoraSlots:
         renamed = self._mapper._map_name(f"{module}{_A}")
         return module if renamed is None else renamed.removesuffix(_A)
 
-    def _slots(self) -> Iterator[tuple[str, Slot]]:
+    def _slots(self) -> Iterator[tuple[str, ModuleSlots]]:
         """The place of every module that can be adapted, by vLLM's names before q, k, v and gate, up are fused."""
         for name, module in self._manager.modules.items():
             a, b = _stacked(module, "lora_a_stacked"), _stacked(module, "lora_b_stacked")
@@ -219,10 +219,10 @@ class LoraSlots:
                 continue  # experts and embeddings are laid out in other ways
             parts = self._manager.packed_modules.get(name)
             if parts is None and a:
-                yield name, Slot(a, b, self._shards)
+                yield name, ModuleSlots(a, b, self._shards)
             elif parts is not None and len(parts) == len(a):
                 for i, part in enumerate(parts):
-                    yield part, Slot((a[i],), (b[i],), self._shards)
+                    yield part, ModuleSlots((a[i],), (b[i],), self._shards)
 
 
 def release_output_heads(model: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lachesis.common.types import GenerationRequest, SamplingParams
-from lachesis.engines.embedded.rows import Rows, Share, branch, plan_batches
+from lachesis.engines.embedded.rows import BatchRows, Share, branch, plan_batches
 
 
 def request(length: int, n: int, **params) -> GenerationRequest:
@@ -68,8 +68,8 @@ def test_a_fork_drops_ended_rows_with_it():
     assert step([0, 0, 2], [1, 2, 3], width=3) == ([0, 0, 2], [1, 2, 3], [0, 1, 2])
 
 
-def recorded(*shares: Share, steps: list[dict[int, int]], version: int = 0, decode=None) -> Rows:
-    rows = Rows(shares, end_token_ids=[2], decode=decode, version=version)
+def recorded(*shares: Share, steps: list[dict[int, int]], version: int = 0, decode=None) -> BatchRows:
+    rows = BatchRows(shares, end_token_ids=[2], decode=decode, version=version)
     for i, tokens in enumerate(steps):
         live = np.array(sorted(tokens))
         values = np.array([tokens[row] for row in sorted(tokens)])

@@ -18,8 +18,7 @@ from lachesis.common.errors import EngineError
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.base import PauseMode
 from lachesis.engines.embedded.engine import EmbeddedEngine
-from lachesis.engines.embedded.server.batches import BatchRunner, Growing, Job
-from lachesis.engines.embedded.server.text import GrowingText, cut_at_stop
+from lachesis.engines.embedded.server.batches import BatchRunner, Growing, GrowingText, Job, cut_at_stop
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
 from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion

@@ -9,8 +9,7 @@ import pytest
 from lachesis.common.errors import EngineError
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.embedded.engine import EmbeddedEngine
-from lachesis.engines.embedded.server.batches import BatchRunner, Job
-from lachesis.engines.embedded.server.text import GrowingText, cut_at_stop
+from lachesis.engines.embedded.server.batches import BatchRunner, GrowingText, Job, cut_at_stop
 from tests.tiny import PAD_ID, tiny_model
 from tests.waiting import LONG_S
 
