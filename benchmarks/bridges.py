@@ -37,7 +37,7 @@ from architectures import LLAMA_3_1_8B
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.process import EngineProcess
+from lachesis.common.process import ManagedProcess
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig
@@ -142,7 +142,7 @@ def stock_server(model: Path, adapter: Path | None, *, log: Path) -> Iterator[st
     arguments += CPU_FLAGS if not torch.cuda.is_available() else []
     if adapter is not None:
         arguments += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", "16", "--lora-modules", f"a={adapter}"]
-    process = EngineProcess([sys.executable, "-c", code, *arguments], url=f"http://127.0.0.1:{PORT}", log_path=log)
+    process = ManagedProcess([sys.executable, "-c", code, *arguments], url=f"http://127.0.0.1:{PORT}", log_path=log)
     process.start(deadline=Deadline("the start of stock vLLM", START_S))
     try:
         yield "a" if adapter is not None else str(model)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.run import environments as env_cli
+from lachesis.cli.environments import run_environment
 from tests import gsm8k
 from tests.browser.test_report import Page, browser  # noqa: F401
 from tests.e2e.atropos_runs import stage
@@ -36,7 +36,7 @@ def rollouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = ["--env.data", str(gsm8k.DATA), "--env.max_num", str(GROUPS), "--env.group_size", str(SIZE),
                  "--env.total_steps", str(GROUPS), "--env.max_new_tokens", "96", "--openai.base_url", job.engine_url,
                  "--env.data_path_to_save_groups", str(path)]  # fmt: skip
-        assert env_cli.run("gsm8k", "process", words, say=lambda line: None) == 0
+        assert run_environment("gsm8k", "process", words) == 0
     return path
 
 

@@ -26,10 +26,10 @@ from tests.waiting import LONG_S
 ENVIRONMENTS = EXAMPLES / "environments"
 CODE = """
 import sys
-from lachesis.run import environments as env_cli
+from lachesis.cli.environments import run_environment
 from lachesis.common.errors import LachesisError
 try:
-    sys.exit(env_cli.run(sys.argv[1], sys.argv[2], sys.argv[3:], say=lambda line: print(line, flush=True)))
+    sys.exit(run_environment(sys.argv[1], sys.argv[2], sys.argv[3:]))
 except LachesisError as error:
     sys.exit(f"error: {error}")
 """

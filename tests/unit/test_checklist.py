@@ -8,19 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from lachesis.cli import app
 from lachesis.common.errors import ConfigError
+from lachesis.config.dialects.atropos_help import help_text
 from lachesis.config.dialects.atropos_names import SERVER, SPELLINGS, TRAINER
 from lachesis.config.dialects.environment import ENVIRONMENT
 from lachesis.config.explain import explain
-from lachesis.config.load import load_argv, load_config
+from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.vllm.launch import plan_launch
 from lachesis.engines.vllm.plugin import SHARED_VARIABLE
 from lachesis.run import serve
-from lachesis.run.grpo import help_text, split_words
 from lachesis.run.services import load_words
 from lachesis.transport.bridge_file import search_places
 from tests.paths import EXAMPLES
@@ -173,10 +174,6 @@ def test_a_flag_is_explained_and_in_the_help(name: str):
     assert f"--{name}" in help_text().replace(",", " ").split()
 
 
-def test_the_benchmark_is_also_a_word_of_ours():
-    assert split_words(["--benchmark"]).benchmark
-
-
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_two_names_of_a_flag_are_one(name: str):
     with pytest.raises(ConfigError, match="given twice; keep one"):
@@ -195,14 +192,18 @@ def test_two_names_of_a_flag_are_one(name: str):
     ],
 )
 def test_lachesis_run_gives_the_flags_to_the_engine_that_it_starts(text: str, path: str, expected: Any):
-    asked = split_words(["--model", "m", *shlex.split(text)], valued=("engine",))
-    assert value_at(load_words(asked).config, path) == expected
+    assert value_at(as_run_loads(text).config, path) == expected
 
 
 def test_lachesis_run_says_which_flags_the_embedded_engine_has_not():
-    asked = split_words(["--model", "m", "--engine", "embedded", "--vllm-gpu", "0"], valued=("engine",))
-    (finding,) = load_words(asked).findings
+    (finding,) = as_run_loads("--engine embedded --vllm-gpu 0").findings
     assert finding.message == "--vllm-gpu: does nothing: it is vLLM's, and the embedded engine is started"
+
+
+def as_run_loads(text: str) -> LoadedConfig:
+    command: Any = typer.main.get_command(app)
+    context = command.commands["run"].make_context("run", ["--model", "m", *shlex.split(text)])
+    return load_words(context.args, engine=context.params["engine"])
 
 
 # --- the vLLM server's flags ---

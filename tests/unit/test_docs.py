@@ -16,6 +16,7 @@ import typer
 import yaml
 
 from lachesis.cli import app
+from lachesis.cli.base import HELP_FLAGS
 from lachesis.common import errors
 from lachesis.common.errors import LachesisError
 from lachesis.config.load import load_argv, load_config
@@ -23,13 +24,15 @@ from lachesis.config.rules import check
 from lachesis.environments.flags import parse_options
 from lachesis.run import services as launch
 from lachesis.run.environments import find
-from lachesis.run.grpo import HELP_FLAGS, split_words
 from tests.paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 # Flags of `vllm serve` in the pages, which our server hands on.
 VLLM_FLAGS = {"--max-num-batched-tokens", "--data-parallel-size", "--served-model-name"}
+
+# Of the commands `grpo` and `run`, those that say what the configuration is.
+OPTIONS = ("overrides", "engine", "environment", "environment_args")
 
 # What a fragment of a configuration is put into, so that its keys are checked too.
 CANONICAL = """
@@ -200,16 +203,17 @@ def check_environment(words: list[str]) -> None:
 
 
 def check_trainer(name: str, words: list[str], *, page: Path) -> None:
-    asked = split_words(words, valued=("engine", "environment", "environment-args"))
-    if asked.help or not asked.flags:
+    context = commands()[name].make_context(name, list(words))
+    flags, options = context.args, {key: value for key, value in context.params.items() if key in OPTIONS}
+    if HELP_FLAGS & set(flags) or not flags:
         return
-    if not asked.flags[0].startswith("--"):
-        check_configurations(list(asked.flags), page=page)
+    if not flags[0].startswith("--"):
+        check_configurations(flags, page=page)
         return
-    if "--model-name" not in asked.flags:  # a flag that is talked about
-        load_argv(["--model-name", "model", *asked.flags], overrides=asked.overrides)
+    if "--model-name" not in flags:  # a flag that is talked about
+        load_argv(["--model-name", "model", *flags], overrides=options["overrides"])
         return
-    loaded = launch.load_words(asked) if name == "run" else load_argv(asked.flags, overrides=asked.overrides)
+    loaded = (launch.load_words if name == "run" else load_argv)(flags, **options)
     assert not [one.message for one in check(loaded.config) if one.level == "problem"]
     if loaded.config.services.environment is not None:
         command = launch.environment_command(loaded.config, loaded.config.services.environment)

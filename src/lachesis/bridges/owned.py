@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
-from lachesis.common.process import EngineProcess
+from lachesis.common.process import ManagedProcess
 from lachesis.engines.http.client import HttpEngine
 
 # The command that serves the checkpoint in a directory, for the server of that number.
@@ -26,7 +26,7 @@ class OwnedEngine:
         owner: the run, in whose name each new session is claimed.
     """
 
-    def __init__(self, *, engine: HttpEngine, processes: Sequence[EngineProcess], owner: str) -> None:
+    def __init__(self, *, engine: HttpEngine, processes: Sequence[ManagedProcess], owner: str) -> None:
         self.engine = engine
         self._processes = tuple(processes)
         self._owner = owner

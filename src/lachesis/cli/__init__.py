@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from lachesis.cli import environments, inspection, serving, training
+from lachesis.cli import environments, grpo, inspection, serving, training
 from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, app, console, error_console, fail
 from lachesis.common.errors import LachesisError, TrainingError
 
@@ -17,6 +17,7 @@ __all__ = [
     "console",
     "environments",
     "error_console",
+    "grpo",
     "inspection",
     "main",
     "run_api_main",

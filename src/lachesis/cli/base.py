@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 from rich.console import Console
@@ -18,6 +19,9 @@ from rich.text import Text
 from lachesis.common.errors import LachesisError, StopRequested
 from lachesis.common.types import Finding
 from lachesis.common.world import World, find_world
+
+if TYPE_CHECKING:
+    from lachesis.run.train import RunSummary
 
 app = typer.Typer(
     help="Lachesis trains language models with GRPO.",
@@ -44,10 +48,16 @@ EXIT_INTERNAL = 70
 
 # Flags that a command does not know are kept for the program it starts.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+# The same for a command that has help of its own.
+ALL_WORDS = {**PASS_ON, "help_option_names": []}
+HELP_FLAGS = {"--help", "-h"}
 
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as in --set run.steps=10.")
 ]
+
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete a run of that name first.")]
 
 
 @app.callback()
@@ -73,6 +83,35 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         target = console if console.is_terminal else error_console
         target.print(f"{record.levelname.lower()}: {record.getMessage()}", style="yellow")
+
+
+@contextmanager
+def printed_log(name: str, *, beginning: tuple[str, ...] = ("",)) -> Iterator[None]:
+    """Within it, what the logger of that name is told as INFO is printed as it is.
+
+    Args:
+        beginning: only lines that begin so.
+    """
+    handler, logger = _Printer(beginning), logging.getLogger(name)
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+
+
+class _Printer(logging.Handler):
+    def __init__(self, beginning: tuple[str, ...]) -> None:
+        super().__init__(logging.INFO)
+        self._beginning = beginning
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if record.levelno == logging.INFO and message.startswith(self._beginning):
+            console.print(message)
 
 
 def fail(message: str, error: BaseException, *, code: int) -> NoReturn:
@@ -112,6 +151,28 @@ def stop_on_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def conclude(summary: RunSummary, stop: Sequence[int], command: Sequence[str]) -> None:
+    """The last line of a run; one that was stopped is said how to go on with, and ends the process.
+
+    Args:
+        stop: the signals that came, from :func:`stop_on_signals`.
+        command: the words that started the run, without --resume.
+    """
+    if not summary.finished:
+        name = signal.Signals(stop[0]).name
+        console.print(f"stopped by {name} after step {summary.steps}; go on with: {shlex.join(command)} --resume")
+        raise typer.Exit(EXIT_SIGNALLED + stop[0])
+    report = shown(summary.report)
+    if not summary.evaluations:
+        console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; report: {report}")
+        return
+    first, last = summary.evaluations[0], summary.evaluations[-1]
+    console.print(
+        f"held-out accuracy {first.accuracy:.2f} -> {last.accuracy:.2f} "
+        f"({last.problems} problems, {summary.steps} steps, {summary.seconds:.0f} s); report: {report}"
+    )
 
 
 def world_of_leader() -> World | None:

@@ -1,80 +1,97 @@
-"""Commands around environments: serving one, and training on what they push."""
+"""The command ``lachesis env``: serving, processing and evaluating an environment."""
 
 from __future__ import annotations
 
-import shlex
-import signal
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lachesis.cli.base import (
-    EXIT_SIGNALLED,
-    PASS_ON,
-    app,
-    console,
-    hide_progress_bars,
-    shown,
-    stop_on_signals,
-    world_of_leader,
-)
+from lachesis.cli.base import ALL_WORDS, HELP_FLAGS, app, console, printed_log
+from lachesis.common.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
-    from lachesis.run.train import RunSummary
+    from lachesis.common.types import EvalResult
+    from lachesis.environments.process import Processed
+    from lachesis.environments.runner import Summary
 
-# Every word is the command's own to read, --help too.
-_ALL_WORDS = {**PASS_ON, "help_option_names": []}
+_COMMANDS = ("serve", "process", "evaluate")
 
 
-@app.command(context_settings=_ALL_WORDS)
+@app.command(context_settings=ALL_WORDS)
 def env(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help="arithmetic, gsm8k, calculator, FILE.py:CLASS or module.CLASS.")] = "",
     command: Annotated[str, typer.Argument(help="serve, process or evaluate.")] = "--help",
 ) -> None:
     """Serve, process or evaluate an environment; `lachesis env NAME --help` lists its flags."""
-    from lachesis.run import environments as env_cli
-
-    code = env_cli.run(name, command, context.args, say=console.print)
-    if code:
+    if not name or HELP_FLAGS & {name, command, *context.args}:
+        return print_help(name)
+    if code := run_environment(name, command, context.args):
         raise typer.Exit(code)
 
 
-@app.command(context_settings=_ALL_WORDS)
-def grpo(context: typer.Context) -> None:
-    """Train with the Atropos trainer's flags; --help lists them."""
-    from lachesis.run.grpo import grpo as train_with_flags
+def run_environment(name: str, command: str, words: Sequence[str]) -> int:
+    """Run ``lachesis env NAME COMMAND`` with these flags; the exit code: 0, or 128 and the signal that ended it.
 
-    hide_progress_bars()
-    world = world_of_leader()
-    with stop_on_signals() as stop:
-        summary = train_with_flags(
-            context.args, say=console.print, console=console, stop_requested=lambda: bool(stop), world=world
-        )
-    _conclude(summary, stop, "grpo", context.args)
+    Raises:
+        ConfigError: an unknown name, command or flag.
+        LachesisError: what made the environment end.
+    """
+    from lachesis.environments.flags import parse_options
+    from lachesis.run import environments
+
+    kind = environments.find(name)
+    if command not in _COMMANDS:
+        near = nearest(command, _COMMANDS)
+        remedy = f"did you mean {near}?" if near else f"known are {', '.join(_COMMANDS)}"
+        raise ConfigError(f"unknown command {command!r} of the environment {name}", remedy=remedy)
+    options = parse_options(words, env_class=kind.config_class)
+    commands: dict[str, tuple[environments.Command[Any], Any]] = {
+        "serve": (environments.serve, _served),
+        "process": (environments.make_groups, _processed),
+        "evaluate": (environments.evaluate, _evaluated),
+    }
+    work, in_words = commands[command]
+    with printed_log("lachesis.environments"):
+        result, code = environments.run(kind, options, work)
+    if result is not None:
+        console.print(in_words(result))
+    return code
 
 
-@app.command("run", context_settings=_ALL_WORDS)
-def run_everything(context: typer.Context) -> None:
-    """Start rollout API, engine, environment and trainer, as a configuration or flags say, and stop them."""
-    from lachesis.run.services import run_all
-
-    hide_progress_bars()
-    world = world_of_leader()
-    with stop_on_signals() as stop:
-        summary = run_all(
-            context.args, say=console.print, console=console, stop_requested=lambda: bool(stop), world=world
-        )
-    _conclude(summary, stop, "run", context.args)
+def _served(summary: Summary) -> str:
+    counters = summary.counters
+    mean = f", mean score {counters.score_sum / counters.sequences:.3f}" if counters.sequences else ""
+    aside = f", {counters.set_aside.total()} set aside" if counters.set_aside else ""
+    return f"{counters.groups} groups sent{aside} until step {summary.step}{mean}; {summary.ended}"
 
 
-def _conclude(summary: RunSummary | None, stop: list[int], name: str, words: list[str]) -> None:
-    """The last line; none where only help was asked for."""
-    if summary is None:
-        return
-    if not summary.finished:
-        command = shlex.join(["lachesis", name, *(word for word in words if word not in ("--overwrite", "--resume"))])
-        said = signal.Signals(stop[0]).name
-        console.print(f"stopped by {said} after step {summary.steps}; go on with: {command} --resume")
-        raise typer.Exit(EXIT_SIGNALLED + stop[0])
-    console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; report: {shown(summary.report)}")
+def _processed(done: Processed) -> str:
+    mean = done.counters.score_sum / done.counters.sequences
+    return f"{done.counters.groups} groups, mean score {mean:.3f}: {done.rollouts}; to read them: {done.page}"
+
+
+def _evaluated(result: EvalResult) -> str:
+    return (
+        f"accuracy {result.accuracy:.3f}, mean score {result.mean_reward:.3f} on {result.problems} held-out problems "
+        f"({result.mean_length:.1f} tokens each, {result.seconds:.1f} s)"
+    )
+
+
+def print_help(name: str) -> None:
+    """What the command does, and the flags of an environment, or those that all have."""
+    from lachesis.environments.base import Environment
+    from lachesis.environments.flags import describe
+    from lachesis.environments.shipped import SHIPPED
+    from lachesis.run.environments import find
+
+    kind = Environment if not name or name in HELP_FLAGS else find(name)
+    console.print("Usage: lachesis env NAME serve|process|evaluate [FLAGS]\n")
+    console.print(f"NAME is one of {', '.join(SHIPPED)}, or FILE.py:CLASS or module.CLASS of your own.")
+    console.print(
+        "serve sends rollouts to an API, process writes them to a file and a page, evaluate takes held-out problems."
+    )
+    console.print(f"\nFlags{f' of {name}' if kind is not Environment else ''}; - and _ are alike:")
+    for flag, default, meaning in describe(kind.config_class):
+        console.print(f"  {flag}{f' ({default})' if default else ''}: {meaning}")

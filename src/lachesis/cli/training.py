@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shlex
-import signal
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from lachesis.cli.base import (
-    EXIT_SIGNALLED,
     Overrides,
+    Overwrite,
+    Resume,
     app,
+    conclude,
     console,
     hide_progress_bars,
     nothing,
@@ -30,18 +31,18 @@ from lachesis.config.rules import check
 def train(
     config: Annotated[Path, typer.Argument(help="YAML file with the configuration.")],
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete a run of that name first.")] = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
 ) -> None:
     """Train as a configuration says."""
     world = world_of_leader()
     loaded = load_config(config, overrides=overrides or [])
     with console.status("loading torch and the model") if console.is_terminal else nothing():
-        from lachesis.run import train as run
+        from lachesis.run.train import train as run_training
 
         hide_progress_bars()
     with stop_on_signals() as stop:
-        summary = run.train(
+        summary = run_training(
             loaded,
             resume=resume,
             overwrite=overwrite,
@@ -49,20 +50,7 @@ def train(
             stop_requested=lambda: bool(stop),
             world=world,
         )
-    report = shown(summary.report)
-    if not summary.finished:
-        name = signal.Signals(stop[0]).name
-        command = shlex.join(["lachesis", "train", str(config), *(f"--set={item}" for item in overrides or [])])
-        console.print(f"stopped by {name} after step {summary.steps}; go on with: {command} --resume")
-        raise typer.Exit(EXIT_SIGNALLED + stop[0])
-    if not summary.evaluations:
-        console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; report: {report}")
-        return
-    first, last = summary.evaluations[0], summary.evaluations[-1]
-    console.print(
-        f"held-out accuracy {first.accuracy:.2f} -> {last.accuracy:.2f} "
-        f"({last.problems} problems, {summary.steps} steps, {summary.seconds:.0f} s); report: {report}"
-    )
+    conclude(summary, stop, ["lachesis", "train", str(config), *(f"--set={item}" for item in overrides or [])])
 
 
 @app.command("plan")

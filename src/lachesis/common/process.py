@@ -1,4 +1,4 @@
-"""A server process that this process starts, watches, and stops; and no other."""
+"""A child process that this process starts, watches, and stops; and no other."""
 
 from __future__ import annotations
 
@@ -36,16 +36,18 @@ _HEALTH_S = 5.0
 OnDeath = Callable[[EngineError], None]
 
 
-class EngineProcess:
-    """Runs a server in a process group of its own; see :mod:`lachesis.common.supervisor` for how.
+class ManagedProcess:
+    """Runs a command in a process group of its own; see :mod:`lachesis.common.supervisor` for how.
 
-    However this process ends, kill -9 included, the server's group is ended too. Thread-safe, except that one
+    However this process ends, kill -9 included, the command's group is ended too. Thread-safe, except that one
     thread at a time may start and stop.
 
     Args:
-        command: of the server, program first.
-        url: where it is going to listen; ``/health`` there answers when it is able to serve.
+        command: program first.
         log_path: its output is appended here.
+        url: where it is going to listen; ``None`` if it does not, and then it is ready as soon as it is started.
+        health: the path at ``url`` that answers when it is able to serve.
+        name: what messages call it; the server at ``url`` if unset.
         env: added to this process's environment; ``None`` as a value removes a variable.
         grace_s: how long it may take to end before it is killed, in seconds.
         on_death: called from another thread, once a start, if it ends without having been asked to.
@@ -55,15 +57,19 @@ class EngineProcess:
         self,
         command: Sequence[str],
         *,
-        url: str,
         log_path: Path,
+        url: str | None = None,
+        health: str = "/health",
+        name: str = "",
         env: Mapping[str, str | None] | None = None,
         grace_s: float = 20.0,
         on_death: OnDeath | None = None,
     ) -> None:
         self.command = tuple(map(str, command))
-        self.url = server_url(url)
+        self.url = None if url is None else server_url(url)
+        self.name = name or f"the server at {self.url}"
         self.log_path = Path(log_path)
+        self._health_url = None if self.url is None else f"{self.url}{health}"
         self._env = dict(env or {})
         self._grace_s = grace_s
         self._on_death = on_death
@@ -71,12 +77,18 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the server, which leads its process group; ``None`` while it does not run."""
+        """Of the command, which leads its process group; ``None`` while it does not run."""
         life = self._life
         return None if life is None or life.ended.is_set() else life.pid
 
+    @property
+    def exit_code(self) -> int | None:
+        """Of the last run, negative for a signal; ``None`` while it runs, and where it is not known."""
+        life = self._life
+        return life.code if life is not None and life.ended.is_set() else None
+
     def start(self, *, deadline: Deadline) -> None:
-        """Start the server and wait until it is able to serve. If that fails, it is stopped again.
+        """Start it and wait until it is able to serve. If that fails, it is stopped again.
 
         Raises:
             EngineError: its port is taken, the command cannot be run, or it died; with the last lines of its log.
@@ -90,17 +102,18 @@ class EngineProcess:
             raise
 
     def launch(self) -> None:
-        """Start the server without waiting for it. Raises EngineError as :meth:`start`."""
+        """Start it without waiting for it. Raises EngineError as :meth:`start`."""
         if self.pid is not None:
-            raise EngineError(f"the server at {self.url} runs already (pid {self.pid})", remedy="stop it first")
-        check_port_free(self.url)
+            raise EngineError(f"{self.name} runs already (pid {self.pid})", remedy="stop it first")
+        if self.url is not None:
+            check_port_free(self.url)
         environment = {**os.environ, **{key: value for key, value in self._env.items() if value is not None}}
         for key, value in self._env.items():
             if value is None:
                 environment.pop(key, None)
         if shutil.which(self.command[0], path=environment.get("PATH")) is None:
             raise EngineError(
-                f"the command {self.command[0]!r} of the server at {self.url} is not there",
+                f"the command {self.command[0]!r} of {self.name} is not there",
                 remedy="install it, or give its full path",
             )
         self._life = _Life(
@@ -109,12 +122,14 @@ class EngineProcess:
         _running.add(self)
 
     def wait_ready(self, *, deadline: Deadline) -> None:
-        """Return once ``/health`` answers. Raises as :meth:`start`."""
+        """Return once it is able to serve. Raises as :meth:`start`."""
+        if self._health_url is None:
+            return
         pause_s = 0.05
         with httpx.Client(trust_env=False) as client:
             while True:
                 self.check()
-                if _answers(client, f"{self.url}/health"):
+                if _answers(client, self._health_url):
                     self.check()  # not before: another server may have answered while this one died
                     return
                 self._check_time(deadline)
@@ -123,22 +138,26 @@ class EngineProcess:
                 pause_s = min(0.5, pause_s * 1.3)
 
     def check(self) -> None:
-        """Raise EngineError, with the last lines of the log, unless the server runs."""
+        """Raise EngineError, with the last lines of the log, unless it runs."""
+        if self._life is None or self._life.stopping or self._life.ended.is_set():
+            raise self.death()
+
+    def death(self) -> EngineError:
+        """How it ended, with the last lines of the log."""
         life = self._life
         if life is None or life.stopping:
-            raise EngineError(f"the server at {self.url} was not started, or was stopped", remedy="start it")
-        if life.ended.is_set():
-            raise self._death(life)
+            return EngineError(f"{self.name} was not started, or was stopped", remedy="start it")
+        return self._death(life)
 
     def restart(self, command: Sequence[str] | None = None, *, deadline: Deadline) -> None:
-        """Stop the server and start it again, with another command if one is given. Raises as :meth:`start`."""
+        """Stop it and start it again, with another command if one is given. Raises as :meth:`start`."""
         self.stop()
         if command is not None:
             self.command = tuple(map(str, command))
         self.start(deadline=deadline)
 
     def stop(self) -> None:
-        """End the server's process group: SIGTERM, after ``grace_s`` SIGKILL. Idempotent."""
+        """End its process group: SIGTERM, after ``grace_s`` SIGKILL. Idempotent."""
         life = self._life
         if life is not None:
             life.stop(timeout_s=self._grace_s + _SUPERVISOR_S)
@@ -149,7 +168,7 @@ class EngineProcess:
         self.stop()
 
     def last_lines(self) -> list[str]:
-        """The end of what the server has written since its last start."""
+        """The end of what it has written since its last start."""
         return logs.last_lines(self.log_path, start=self._life.log_start if self._life else 0)
 
     def _died(self, life: _Life) -> None:
@@ -160,7 +179,7 @@ class EngineProcess:
         lines = logs.last_lines(self.log_path, start=life.log_start)
         shown = "".join(f"\n  | {line}" for line in lines) or " (nothing)"
         return EngineError(
-            f"the server at {self.url} (pid {life.pid}, {shlex.join(self.command[:3])} ...) {life.ending()}; "
+            f"{self.name} (pid {life.pid}, {shlex.join(self.command[:3])} ...) {life.ending()}; "
             f"the end of its log {self.log_path}:{shown}",
             remedy=logs.remedy(lines, killed=life.code == -signal.SIGKILL) or f"read {self.log_path}",
         )
@@ -171,14 +190,14 @@ class EngineProcess:
         except DeadlineExceeded as error:
             shown = "".join(f"\n  | {line}" for line in self.last_lines()) or " (nothing)"
             raise DeadlineExceeded(
-                f"{error.message}: {self.url}/health does not answer, pid {self.pid} still runs; "
+                f"{error.message}: {self._health_url} does not answer, pid {self.pid} still runs; "
                 f"the end of its log {self.log_path}:{shown}",
                 remedy=error.remedy,
             ) from error
 
 
 class _Life:
-    """One start of the server, to its end. ``code`` is Popen's: negative for a signal, ``None`` if unknown."""
+    """One run of the command, to its end. ``code`` is Popen's: negative for a signal, ``None`` if unknown."""
 
     def __init__(
         self,
@@ -214,7 +233,7 @@ class _Life:
         self._lines = self._link.makefile("r")
         self.pid = self._first_pid(command)
         self._server = _process(self.pid)
-        threading.Thread(target=self._watch, name=f"lachesis-engine-{self.pid}", daemon=True).start()
+        threading.Thread(target=self._watch, name=f"lachesis-process-{self.pid}", daemon=True).start()
 
     def _first_pid(self, command: Sequence[str]) -> int:
         """What the supervisor says first. Raises EngineError where it could not run the command, or is silent."""
@@ -350,7 +369,7 @@ def _open_log(path: Path) -> IO[bytes]:
         ) from error
 
 
-_running: weakref.WeakSet[EngineProcess] = weakref.WeakSet()
+_running: weakref.WeakSet[ManagedProcess] = weakref.WeakSet()
 
 
 @atexit.register

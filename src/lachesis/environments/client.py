@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 import time
 from collections import deque
@@ -16,13 +17,15 @@ import httpx
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.common.http import server_url
-from lachesis.common.types import GenerationRequest, SamplingParams, Say
+from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.http.control import tls
 from lachesis.engines.http.generation import request_body
 from lachesis.engines.http.replies import malformed
 from lachesis.environments.records import Sampled
 from lachesis.environments.replies import read_completions, read_generate
 from lachesis.environments.settings import ServerConfig, SlurmConfig
+
+logger = logging.getLogger("lachesis.environments")
 
 _CONNECT_S = 10.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
@@ -56,18 +59,16 @@ class InferenceClient:
     Args:
         config: the section ``openai``.
         slurm: the section ``slurm``: how many requests may begin in which time.
-        say: told, in a sentence, when a server stops answering and when it answers again.
 
     Raises:
         ConfigError: an address is none, or is there twice.
     """
 
-    def __init__(self, config: ServerConfig, *, slurm: SlurmConfig | None = None, say: Say = lambda line: None) -> None:
+    def __init__(self, config: ServerConfig, *, slurm: SlurmConfig | None = None) -> None:
         urls = [server_url(url) for url in config.base_url]
         if len(set(urls)) < len(urls):
             raise ConfigError(f"--openai.base_url names a server twice: {', '.join(urls)}", remedy="name each once")
         self._config = config
-        self._say = say
         self._servers = [_Server(url, _http(url, config.api_key)) for url in urls]
         self._slots = asyncio.Semaphore(config.num_max_requests_at_once)
         self._pace = _Pace(slurm.num_requests_per_time_interval, slurm.time_interval) if slurm else _Pace(None, 0.0)
@@ -224,11 +225,11 @@ class InferenceClient:
         server.failures += 1
         if server.failures == 1:
             limit = f"{self._config.timeout:g} s ({_SETTING})"
-            self._say(f"waiting for the inference server at {server.url}, for up to {limit}: {error.message}")
+            logger.info("waiting for the inference server at %s, for up to %s: %s", server.url, limit, error.message)
 
     def _answered(self, server: _Server) -> None:
         if server.failures:
-            self._say(f"the inference server at {server.url} answers")
+            logger.info("the inference server at %s answers", server.url)
         server.failures = 0
 
 

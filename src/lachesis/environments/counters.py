@@ -9,7 +9,7 @@ from lachesis.environments.records import ScoredGroup
 
 
 @dataclass(slots=True)
-class Tally:
+class Counters:
     """``dropped`` and ``set_aside`` count groups by reason: those not sent, and those the API put away."""
 
     groups: int = 0
@@ -28,7 +28,7 @@ class Tally:
         self.score_sum += sum(group.scores)
         self.trained_tokens += group.trained
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: Counters) -> None:
         """Add the counts of another one."""
         for name in ("groups", "sequences", "score_sum", "trained_tokens", "group_seconds", "failures"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

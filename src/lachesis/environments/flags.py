@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
+from pydantic.fields import FieldInfo
 
 from lachesis.common.errors import ConfigError, nearest
 from lachesis.environments.settings import EnvironmentConfig, ServerConfig, Settings, SlurmConfig
 
-_SECTIONS = ("env", "openai", "slurm")
 _CONFIG = "config"
 
 
-@dataclass(frozen=True, slots=True)
-class EnvironmentOptions:
+class EnvironmentOptions(Settings):
     """All that an environment is started with."""
 
     env: EnvironmentConfig
@@ -37,39 +35,46 @@ def parse_options(words: Sequence[str], *, env_class: type[EnvironmentConfig]) -
         ConfigError: a flag is unknown (the nearest known one is named), given twice with different values, without
             a value, or its value is of the wrong kind.
     """
-    classes: dict[str, type[Settings]] = {"env": env_class, "openai": ServerConfig, "slurm": SlurmConfig}
-    given = _read_words(words, known=_known(classes))
-    sections = _read_file(Path(given.pop(_CONFIG)), classes) if _CONFIG in given else {}
+    known = _flags(env_class)
+    given = _read_words(words, known=known)
+    if _CONFIG in given:
+        given = _read_file(Path(given.pop(_CONFIG)), known=known) | given
+    sections: dict[str, Any] = {section: {} for section in EnvironmentOptions.model_fields}
     for name, value in given.items():
         section, _, field = name.partition(".")
-        sections.setdefault(section, {})[field or "enabled"] = value
-    built = {section: _build(classes[section], section, sections.get(section, {})) for section in _SECTIONS}
-    return EnvironmentOptions(**built)  # type: ignore[arg-type]
+        sections[section][field or "enabled"] = value
+    try:
+        return create_model("Options", __base__=EnvironmentOptions, env=(env_class, ...))(**sections)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        flag, reason = ".".join(map(str, fault["loc"])), fault["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"--{flag} is {fault['input']!r}: {reason}", remedy="correct the value") from error
 
 
 def describe(env_class: type[EnvironmentConfig]) -> list[tuple[str, str, str]]:
     """Every flag with its default, "" where there is none, and its meaning."""
-    rows = [(f"--{_CONFIG}", "", "a YAML file with the sections env, openai and slurm")]
-    for section, settings in (("env", env_class), ("openai", ServerConfig), ("slurm", SlurmConfig)):
-        for name, field in settings.model_fields.items():
-            flag = f"--{section}" if (section, name) == ("slurm", "enabled") else f"--{section}.{name}"
-            shown = ",".join(field.default) if isinstance(field.default, tuple) else field.default
-            rows.append((flag, "" if shown in (None, "") else str(shown), field.description or ""))
+    rows = []
+    for name, field in _flags(env_class).items():
+        shown = ",".join(field.default) if isinstance(field.default, tuple) else field.default
+        rows.append((f"--{name}", "" if shown in (None, "") else str(shown), field.description or ""))
     return rows
 
 
-def _known(classes: Mapping[str, type[Settings]]) -> list[str]:
-    names = [f"{section}.{field}" for section, settings in classes.items() for field in settings.model_fields]
-    return [_CONFIG, *("slurm" if name == "slurm.enabled" else name for name in names)]
+def _flags(env_class: type[EnvironmentConfig]) -> dict[str, FieldInfo]:
+    """The fields that flags set, by the flag's name: ``config``, ``env.group_size``, ``slurm``."""
+    flags = {_CONFIG: FieldInfo(default=None, description="a YAML file with the sections env, openai and slurm")}
+    sections: dict[str, type[Settings]] = {"env": env_class, "openai": ServerConfig, "slurm": SlurmConfig}
+    for section, settings in sections.items():
+        for name, field in settings.model_fields.items():
+            flags[section if (section, name) == ("slurm", "enabled") else f"{section}.{name}"] = field
+    return flags
 
 
-def _read_words(words: Sequence[str], *, known: Iterable[str]) -> dict[str, Any]:
-    known = list(known)
+def _read_words(words: Sequence[str], *, known: Collection[str]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     rest = list(words)
     while rest:
-        word = rest.pop(0)
-        flag, equals, value = word.partition("=")
+        flag, equals, value = rest.pop(0).partition("=")
         name = flag.removeprefix("--").replace("-", "_")
         if not flag.startswith("--") or name not in known:
             raise _unknown(flag, name, known)
@@ -82,31 +87,31 @@ def _read_words(words: Sequence[str], *, known: Iterable[str]) -> dict[str, Any]
     return {name: None if value in ("None", "null") else value for name, value in given.items()}
 
 
-def _read_file(path: Path, classes: Mapping[str, type[Settings]]) -> dict[str, dict[str, Any]]:
+def _read_file(path: Path, *, known: Collection[str]) -> dict[str, Any]:
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}", remedy="give a YAML file") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{path} is no mapping", remedy="write the sections env, openai and slurm")
-    known = _known(classes)
-    sections: dict[str, dict[str, Any]] = {}
+    given: dict[str, Any] = {}
     for section, content in document.items():
         if section == "slurm" and isinstance(content, bool):
-            content = {"enabled": content}
+            given[section] = content
+            continue
         if section == "openai" and isinstance(content, list):
             content = _one_section(path, content)
-        if section not in classes or not isinstance(content, dict):
-            raise _unknown(f"{path}: {section}", str(section), list(classes))
-        fields = {str(name).replace("-", "_"): value for name, value in content.items()}
-        for name in fields:
-            if name not in classes[section].model_fields:
-                raise _unknown(f"{path}: {section}.{name}", f"{section}.{name}", known)
-        sections[section] = fields
-    return sections
+        if section not in EnvironmentOptions.model_fields or not isinstance(content, dict):
+            raise _unknown(f"{path}: {section}", str(section), list(EnvironmentOptions.model_fields))
+        for field, value in content.items():
+            name = f"{section}.{str(field).replace('-', '_')}".replace("slurm.enabled", "slurm")
+            if name not in known:
+                raise _unknown(f"{path}: {name}", name, known)
+            given[name] = value
+    return given
 
 
-def _one_section(path: Path, entries: Sequence[Any]) -> dict[str, Any]:
+def _one_section(path: Path, entries: Sequence[Any]) -> Mapping[str, Any]:
     """Several servers, as the original writes them: a list of sections that differ in ``base_url`` only."""
     sections = [dict(entry) for entry in entries if isinstance(entry, dict)]
     urls = [section.pop("base_url", None) for section in sections]
@@ -118,17 +123,7 @@ def _one_section(path: Path, entries: Sequence[Any]) -> dict[str, Any]:
     return sections[0] | {"base_url": tuple(urls)}
 
 
-def _build(settings: type[Settings], section: str, values: Mapping[str, Any]) -> Settings:
-    try:
-        return settings(**values)
-    except ValidationError as error:
-        fault = error.errors()[0]
-        flag = f"--{section}." + ".".join(map(str, fault["loc"]))
-        reason = fault["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{flag} is {fault['input']!r}: {reason}", remedy="correct the value") from error
-
-
-def _unknown(shown: str, name: str, known: Sequence[str]) -> ConfigError:
+def _unknown(shown: str, name: str, known: Collection[str]) -> ConfigError:
     near = nearest(name, known, cutoff=0.5)
     remedy = f"did you mean {'--' if shown.startswith('-') else ''}{near}?" if near else f"known are {', '.join(known)}"
     return ConfigError(f"unknown flag {shown}", remedy=remedy)

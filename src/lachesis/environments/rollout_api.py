@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import logging
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ import httpx
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, EngineError
-from lachesis.common.types import Say
 from lachesis.engines.http.control import tls
+
+logger = logging.getLogger("lachesis.environments")
 
 SETTING = "--env.wait_timeout"
 _REQUEST_S = 30.0
@@ -82,13 +84,11 @@ class RolloutApi:
     Args:
         url: its address.
         wait_s: how long it may be away, in seconds.
-        say: told, in a sentence, what is being waited for.
     """
 
-    def __init__(self, url: str, *, wait_s: float, say: Say = lambda line: None) -> None:
+    def __init__(self, url: str, *, wait_s: float) -> None:
         self.url = url
         self._wait_s = wait_s
-        self._say = say
         self._http = httpx.AsyncClient(
             base_url=url, verify=tls(url), trust_env=False, timeout=_REQUEST_S,
             limits=httpx.Limits(keepalive_expiry=2.0),
@@ -109,7 +109,7 @@ class RolloutApi:
             if reply.get("status") == "success":
                 break
             if not waiting:
-                self._say(
+                logger.info(
                     f"waiting for a trainer to register at {self.url} and ask for its first batch, "
                     f"for up to {self._wait_s:g} s ({SETTING})"
                 )
@@ -167,7 +167,7 @@ class RolloutApi:
         try:
             await self._http.post("/disconnect-env", json={"env_id": env_id}, timeout=limit_s)
         except httpx.HTTPError as error:
-            self._say(f"the rollout API at {self.url} could not be told that this environment ends: {error}")
+            logger.info(f"the rollout API at {self.url} could not be told that this environment ends: {error}")
 
     async def close(self) -> None:
         """Close the connections."""
@@ -196,7 +196,7 @@ class RolloutApi:
             else:
                 if response.is_success:
                     if attempts > 1:
-                        self._say(f"the rollout API at {self.url} answers")
+                        logger.info(f"the rollout API at {self.url} answers")
                     return response.json()
                 reason = f"it answered {response.status_code}: {' '.join(response.text.split())[:300]}"
                 self._refuse(response, reason, unknown, attempts)
@@ -207,7 +207,7 @@ class RolloutApi:
             self.retries += 1
             # A single failure is no news: a connection that was idle may be closed at any time.
             if attempts == 2:
-                self._say(f"{deadline.name}, for up to {self._wait_s:g} s ({SETTING}): {reason}")
+                logger.info(f"{deadline.name}, for up to {self._wait_s:g} s ({SETTING}): {reason}")
             deadline.check(reason)
             await asyncio.sleep(retry_after if retry_after is not None else pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.environments.base import Environment
-from lachesis.environments.counters import Tally
+from lachesis.environments.counters import Counters
 from lachesis.environments.outputs import Outputs
 from lachesis.environments.rollout_api import SETTING, NotRegistered, QueueStatus, Registered, RolloutApi
 from lachesis.environments.sender import Membership, Sender
-from lachesis.environments.throttle import room_for_groups
-from lachesis.environments.workers import Crew
+from lachesis.environments.workers import WorkerPool
+
+logger = logging.getLogger("lachesis.environments")
 
 _POLL_S = 0.1
 _GOODBYE_S = 5.0
@@ -29,7 +31,7 @@ class Summary:
 
     ended: str
     step: int
-    tally: Tally
+    counters: Counters
 
 
 @dataclass(slots=True)
@@ -39,8 +41,8 @@ class _Progress:
     step: int = 0
     changed: float = field(default_factory=time.monotonic)
     said: float = field(default_factory=time.monotonic)
-    now: Tally = field(default_factory=Tally)
-    before: Tally = field(default_factory=Tally)
+    now: Counters = field(default_factory=Counters)
+    before: Counters = field(default_factory=Counters)
 
 
 class Runner:
@@ -50,26 +52,20 @@ class Runner:
         environment: what makes groups.
         api: where they go.
         outputs: where metrics and groups are written.
-        say: told, in a sentence, what is waited for and how it goes.
     """
 
-    def __init__(
-        self, environment: Environment[Any, Any], *, api: RolloutApi, outputs: Outputs, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, environment: Environment[Any, Any], *, api: RolloutApi, outputs: Outputs) -> None:
         self._environment = environment
         self._config = environment.config
         self._api = api
         self._outputs = outputs
-        self._say = say
         self._name = self._config.wandb_name or environment.name
         self._membership = Membership(api, name=self._name, config=self._config)
         self._progress = _Progress()
-        tally = lambda: self._progress.now  # noqa: E731
-        self._sender = Sender(
-            api, membership=self._membership, config=self._config, outputs=outputs, tally=tally, say=say
-        )
-        self._crew = Crew(
-            environment, limit_s=self._config.worker_timeout, deliver=self._sender.put, tally=tally, say=say
+        counters = lambda: self._progress.now  # noqa: E731
+        self._sender = Sender(api, membership=self._membership, config=self._config, outputs=outputs, counters=counters)
+        self._workers = WorkerPool(
+            environment, limit_s=self._config.worker_timeout, deliver=self._sender.put, counters=counters
         )
         self._evaluation: asyncio.Task[None] | None = None
         self._joined = False
@@ -94,7 +90,7 @@ class Runner:
             await asyncio.gather(serving, stopped, return_exceptions=True)
             await self._goodbye()
         self._report()
-        return Summary(ended=ended, step=self._progress.step, tally=self._progress.before)
+        return Summary(ended=ended, step=self._progress.step, counters=self._progress.before)
 
     async def _serve(self) -> str:
         await self._environment.setup()
@@ -113,17 +109,17 @@ class Runner:
             try:
                 status = await self._api.status(member.env_id)
             except NotRegistered as error:
-                self._say(f"{error.message}; registering again")
+                logger.info(f"{error.message}; registering again")
                 member = await self._join(lost=member)
                 continue
             if self._advance(status):
                 idle = self._idle()
             if self._has_all(member):
                 return f"the trainer has taken its {self._progress.step} batches"
-            await self._crew.fill(self._room(status, member) - pending)
-            if self._crew.exhausted and not self._crew.tasks and not self._sender.pending:
+            await self._workers.fill(self._room(status, member) - pending)
+            if self._workers.exhausted and not self._workers.tasks and not self._sender.pending:
                 return "there are no more problems"
-            if self._crew.tasks:
+            if self._workers.tasks:
                 idle = self._idle()
             self._check_idle(idle, status)
             await self._next_event(sending)
@@ -134,13 +130,13 @@ class Runner:
         idle.check(queued)
         if min(idle.elapsed_s(), time.monotonic() - self._progress.said) >= _REPORT_S:
             self._progress.said = time.monotonic()
-            self._say(f"{idle.name}, for up to {idle.limit_s:g} s ({SETTING}): {queued}")
+            logger.info(f"{idle.name}, for up to {idle.limit_s:g} s ({SETTING}): {queued}")
 
     async def _next_event(self, sending: asyncio.Task[None]) -> None:
         """Wait until a group is done, something failed, or it is time to look at the queue again."""
-        watched = {sending, *self._crew.tasks, *([self._evaluation] if self._evaluation else [])}
+        watched = {sending, *self._workers.tasks, *([self._evaluation] if self._evaluation else [])}
         await asyncio.wait(watched, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
-        self._crew.reap()
+        self._workers.reap()
         if sending.done():
             sending.result()
         if self._evaluation is not None and self._evaluation.done():
@@ -157,10 +153,12 @@ class Runner:
                 remedy="lower --env.group_size or raise the trainer's batch size",
             )
         if batch > 0 and batch % size:
-            self._say(f"the trainer's batches of {batch} sequences are no multiple of the group size {size}")
+            logger.info(f"the trainer's batches of {batch} sequences are no multiple of the group size {size}")
         self._progress.step = self._environment.step = member.step
         self._progress.changed = time.monotonic()
-        self._say(f"registered at {self._api.url} as {member.name} (step {member.step}, batches of {batch} sequences)")
+        logger.info(
+            f"registered at {self._api.url} as {member.name} (step {member.step}, batches of {batch} sequences)"
+        )
         self._joined = True
         if first and self._config.use_wandb:
             project, group = await self._api.wandb_info()
@@ -186,17 +184,17 @@ class Runner:
         progress = self._progress
         values = {**progress.now.values(), **self._environment.metrics(), "queue_size": float(queue_size)}
         progress.before.add(progress.now)
-        progress.now = Tally()
+        progress.now = Counters()
         self._outputs.metrics(progress.step, values)
         if time.monotonic() - progress.said >= _REPORT_S:
             progress.said = time.monotonic()
             mean = f", mean score {values['score/mean']:.3f}" if "score/mean" in values else ""
-            self._say(f"step {progress.step}: {progress.before.groups} groups sent{mean}")
+            logger.info(f"step {progress.step}: {progress.before.groups} groups sent{mean}")
 
     async def _evaluate(self) -> None:
         result = await self._environment.evaluate()
         self._outputs.evaluation(self._name, result)
-        self._say(f"step {result.step}: held-out accuracy {result.accuracy:.3f} ({result.problems} problems)")
+        logger.info(f"step {result.step}: held-out accuracy {result.accuracy:.3f} ({result.problems} problems)")
 
     def _room(self, status: QueueStatus, member: Registered) -> int:
         if member.batch_size < 1:
@@ -226,9 +224,46 @@ class Runner:
         if self._evaluation is not None:
             self._evaluation.cancel()
             await asyncio.gather(self._evaluation, return_exceptions=True)
-        await self._crew.stop()
+        await self._workers.stop()
         await self._sender.finish(limit_s=_GOODBYE_S)
         if self._sender.pending:
-            self._say(f"{self._sender.pending} finished groups could not be sent")
+            logger.info(f"{self._sender.pending} finished groups could not be sent")
         if self._membership.current is not None:
             await self._api.disconnect(self._membership.current.env_id, limit_s=_GOODBYE_S)
+
+
+def room_for_groups(
+    status: QueueStatus,
+    *,
+    batch_size: int,
+    group_size: int,
+    max_batches_offpolicy: int,
+    minimum: float | None,
+    most: int,
+) -> int:
+    """Groups that may be in the making or on their way to the queue, under the rule of the protocol.
+
+    What is queued and what is being made together are at most ``max_batches_offpolicy`` batches of this
+    environment's part: what no one has reserved, and its own ``minimum``. With a minimum it may always fill its own
+    share, whatever others have queued. The weight that the API gives it scales ``most``, as it scales requests.
+
+    Args:
+        status: the queue, in groups of this environment.
+        batch_size: sequences of a batch.
+        group_size: sequences of a group.
+        max_batches_offpolicy: batches that may be queued ahead of the trainer.
+        minimum: the reserved share of every batch, or ``None``.
+        most: an upper limit, or -1 for none.
+    """
+    if status.full:
+        return 0
+    part = min(1.0, status.unallocated_fraction + (minimum or 0.0))
+    # A batch whose part is less than a group still wants one.
+    ahead = max(1, int(batch_size * part) * max_batches_offpolicy // group_size)
+    room = ahead - status.queue_size
+    if minimum:
+        share = math.ceil(minimum * batch_size * max_batches_offpolicy / group_size)
+        room = max(room, share - status.self_queue_size)
+    if most >= 0:
+        room = min(room, max(1, round(most * min(1.0, status.env_weight))))
+    return max(0, room)

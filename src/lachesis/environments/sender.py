@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
-from lachesis.environments.counters import Tally
+from lachesis.environments.counters import Counters
 from lachesis.environments.outputs import Outputs
 from lachesis.environments.records import ScoredGroup
 from lachesis.environments.rollout_api import PostRefused, QueueFull, Registered, RolloutApi
 from lachesis.environments.settings import EnvironmentConfig
+
+logger = logging.getLogger("lachesis.environments")
 
 _GROUPS_A_POST = 32
 _TOKENS_A_POST = 500_000
@@ -49,8 +52,7 @@ class Sender:
         membership: under which registration.
         config: the section ``env``, for what is not sent.
         outputs: every group is written there too, sent or not.
-        tally: where all is counted.
-        say: told, once for each reason, what was not sent or not taken.
+        counters: where all is counted.
     """
 
     def __init__(
@@ -60,15 +62,13 @@ class Sender:
         membership: Membership,
         config: EnvironmentConfig,
         outputs: Outputs,
-        tally: Callable[[], Tally],
-        say: Callable[[str], None],
+        counters: Callable[[], Counters],
     ) -> None:
         self._api = api
         self._membership = membership
         self._config = config
         self._outputs = outputs
-        self._tally = tally
-        self._say = say
+        self._tally = counters
         self._said: set[str] = set()
         self._queue: asyncio.Queue[ScoredGroup] = asyncio.Queue()
         self.task: asyncio.Task[None] | None = None
@@ -129,7 +129,7 @@ class Sender:
         except (PostRefused, QueueFull) as error:
             if len(groups) == 1:
                 self._tally().dropped["refused by the rollout API"] += 1
-                return self._say(str(error))
+                return logger.info("%s", error)
             # One of them is at fault, and the others are not lost with it; or the trainer waits for the first of them
             # to complete a batch, without which there will never be room for all.
             for group in groups:
@@ -163,4 +163,4 @@ class Sender:
     def _once(self, line: str) -> None:
         if line not in self._said:
             self._said.add(line)
-            self._say(line)
+            logger.info(line)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, EngineError, LachesisError
 from lachesis.environments.base import Environment
-from lachesis.environments.counters import Tally
+from lachesis.environments.counters import Counters
 from lachesis.environments.records import ScoredGroup
+
+logger = logging.getLogger("lachesis.environments")
 
 # What will not be better with the next problem.
 _FATAL = (ConfigError, DeadlineExceeded, DependencyError, EngineError)
 _IN_A_ROW = 10
 
 
-class Crew:
+class WorkerPool:
     """Makes groups of an environment, on its event loop.
 
     Args:
         environment: whose :meth:`~Environment.collect_trajectories` is called.
         limit_s: seconds after which a group is given up.
         deliver: called with each group.
-        tally: where failures are counted.
-        say: told of each failure, in a sentence.
+        counters: where failures are counted.
     """
 
     def __init__(
@@ -34,14 +36,12 @@ class Crew:
         *,
         limit_s: float,
         deliver: Callable[[ScoredGroup], None],
-        tally: Callable[[], Tally],
-        say: Callable[[str], None],
+        counters: Callable[[], Counters],
     ) -> None:
         self._environment = environment
         self._limit_s = limit_s
         self._deliver = deliver
-        self._tally = tally
-        self._say = say
+        self._tally = counters
         self._in_a_row = 0
         self.tasks: set[asyncio.Task[None]] = set()
         self.exhausted = False
@@ -107,7 +107,7 @@ class Crew:
     def _failed(self, error: LachesisError) -> None:
         self._tally().failures += 1
         self._in_a_row += 1
-        self._say(f"no group: {error}")
+        logger.info("no group: %s", error)
         if self._in_a_row == _IN_A_ROW:
             raise DataError(
                 f"{_IN_A_ROW} groups in a row failed, the last one: {error.message}", remedy=error.remedy

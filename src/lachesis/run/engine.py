@@ -36,7 +36,7 @@ from lachesis.bridges.restart import ReloadBridge, RestartBridge, save_companion
 from lachesis.bridges.shared import SharedBridge
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ModelError
-from lachesis.common.process import EngineProcess
+from lachesis.common.process import ManagedProcess
 from lachesis.common.world import VARIABLES
 from lachesis.config import schema
 from lachesis.config.schema import LachesisConfig
@@ -155,12 +155,12 @@ def server_urls(config: LachesisConfig) -> list[str]:
     return [f"http://{engine.host}:{engine.port + number}" for number in range(copies)]
 
 
-def server_processes(config: LachesisConfig, *, place: RunPlace) -> list[EngineProcess]:
+def server_processes(config: LachesisConfig, *, place: RunPlace) -> list[ManagedProcess]:
     """The servers that the run is to start, not started yet; none where they run already."""
     if isinstance(config.engine, schema.HttpEngineConfig):
         return []
     return [
-        EngineProcess(
+        ManagedProcess(
             server_command(config, number=number, model=config.model.path, place=place),
             url=url,
             log_path=place.engine_log

@@ -10,22 +10,21 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import shlex
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-from rich.console import Console
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError
-from lachesis.common.process import EngineProcess, check_port_free
-from lachesis.common.types import Say
-from lachesis.common.world import World
+from lachesis.common.http import server_url
+from lachesis.common.process import ManagedProcess, check_port_free
 from lachesis.config.dialects import ManagedEngine
 from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.schema import (
@@ -33,96 +32,24 @@ from lachesis.config.schema import (
     AtroposSourceConfig,
     EmbeddedEngineConfig,
     EnvironmentServiceConfig,
+    HttpEngineConfig,
     LachesisConfig,
+    LoraAdapterConfig,
 )
 from lachesis.environments.flags import parse_options
 from lachesis.rollouts.atropos.client import api_url
 from lachesis.run.engine import server_urls
 from lachesis.run.environments import find
-from lachesis.run.grpo import Invocation, split_words, train_as_asked
-from lachesis.run.train import RunSummary
 
 logger = logging.getLogger("lachesis")
 
-HELP = """\
-Usage: lachesis run CONFIG [--set KEY=VALUE] [--resume] [--overwrite]
-       lachesis run --model-name MODEL --environment NAME [FLAGS]
-
-Starts the rollout API, the engine, an environment and the trainer, each with a log of its own in logs/ of the run
-directory, and stops them all at the end.
-
-With a configuration, source.kind is atropos, engine says what generates, and services what else is started:
-`lachesis explain services` lists its keys.
-
-With flags
-  --environment NAME         arithmetic, gsm8k, calculator, FILE.py:CLASS or module.CLASS; none is started if unset
-  --environment-args "..."   Its flags; `lachesis env NAME --help` lists them.
-  --engine vllm|embedded     What generates; vllm if unset.
-  --atropos-url URL          A rollout API that runs already; if unset one is started on port 8002.
-  --weight-bridge-mode MODE  How new weights reach the engine; shared_vllm if unset.
-  ...                        All other flags of `lachesis grpo --help`."""
-
 _ENGINES: Mapping[str, ManagedEngine] = {"vllm": "vllm", "embedded": "embedded_server"}
 _LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
-_HEALTH_S = 2.0
-_LOOK_S = 0.1
+_HEALTH_S = 5.0
 # Causes that may be gone next time: what was lost is the other side, or time.
 _PASSING = (EngineError.exit_code, DeadlineExceeded.exit_code, 70)
 # How long the trainer still waits for a batch once its environment has ended in peace.
 _AFTERMATH_S = 15.0
-
-
-class Service(EngineProcess):
-    """A process of the run that is no engine. ``up`` is True once it has been started with success.
-
-    Args:
-        name: what messages call it.
-        url: where it answers ``/healthz`` once it can work; None if it does not listen.
-    """
-
-    def __init__(
-        self, name: str, command: Sequence[str], *, url: str | None, log_path: Path, on_death: Callable[[Service], None]
-    ) -> None:
-        # Port 0 is never taken.
-        super().__init__(
-            command, url=url or "http://127.0.0.1:0", log_path=log_path, on_death=lambda error: on_death(self)
-        )
-        self.name = name
-        self._health = f"{self.url}/healthz" if url else None
-        self.up = False
-        self.abandoned = threading.Event()
-
-    @property
-    def exit_code(self) -> int | None:
-        """Of its last life, negative for a signal; None while it runs."""
-        return None if self._life is None or not self._life.ended.is_set() else self._life.code
-
-    def wait_ready(self, *, deadline: Deadline) -> None:
-        """Return once it can work; at once where it does not listen. Raises as :meth:`start`."""
-        while self._health is not None:
-            self.check()
-            if _answers(self._health):
-                self.check()
-                return
-            deadline.check(f"{self._health} does not answer; its log is {self.log_path}")
-            if self.abandoned.wait(_LOOK_S):
-                raise EngineError(f"{self.name} is not needed any more")
-
-    def check(self) -> None:
-        """Raise EngineError, with the last lines of its log, unless it runs."""
-        if self.pid is None:
-            raise self.death()
-
-    def death(self) -> EngineError:
-        """How it ended, with the last lines of its log."""
-        life = self._life
-        if life is None:
-            return EngineError(f"{self.name} was not started", remedy="start it")
-        shown = "".join(f"\n  | {line}" for line in self.last_lines()) or " (nothing)"
-        return EngineError(
-            f"{self.name} (pid {life.pid}) {life.ending()}; the end of its log {self.log_path}:{shown}",
-            remedy=f"read {self.log_path}",
-        )
 
 
 class Services:
@@ -139,12 +66,14 @@ class Services:
     def __init__(self, config: LachesisConfig) -> None:
         check_services(config)
         self._config = config
-        self._services: list[Service] = []
-        self._deaths: queue.SimpleQueue[Service | None] = queue.SimpleQueue()
+        self._services: list[ManagedProcess] = []
+        self._up: set[ManagedProcess] = set()  # those that were started with success
+        self._stopping = threading.Event()
+        self._deaths: queue.SimpleQueue[ManagedProcess | None] = queue.SimpleQueue()
         self._starts: Counter[str] = Counter()
         self._supervisor: threading.Thread | None = None
         self._failure: LachesisError | None = None
-        self._ended: tuple[float, Service] | None = None
+        self._ended: tuple[float, ManagedProcess] | None = None
 
     @property
     def starts_api(self) -> bool:
@@ -164,13 +93,11 @@ class Services:
         self._supervisor.start()
         if config.services.api is not None:
             command = api_command(config, config.services.api, state_dir=logs.parent / "api")
-            self._start(Service("the rollout API", command, url=config.source.url, log_path=logs / "api.log",
-                                on_death=self._deaths.put))  # fmt: skip
+            self._start("the rollout API", command, url=config.source.url, log_path=logs / "api.log")
         if config.services.environment is not None:
             chosen = config.services.environment
             command = environment_command(config, chosen)
-            self._start(Service(f"the environment {chosen.name}", command, url=None, log_path=logs / "env.log",
-                                on_death=self._deaths.put))  # fmt: skip
+            self._start(f"the environment {chosen.name}", command, url=None, log_path=logs / "env.log")
 
     def watch(self) -> None:
         """Raise where one of them is gone for good, so that nothing will come of waiting."""
@@ -182,8 +109,7 @@ class Services:
 
     def stop(self) -> None:
         """Stop them, the environment first. Idempotent."""
-        for service in self._services:
-            service.abandoned.set()
+        self._stopping.set()
         if self._supervisor is not None:
             self._deaths.put(None)
             self._supervisor.join()
@@ -191,30 +117,42 @@ class Services:
         while self._services:
             self._services.pop().stop()
 
-    def _start(self, service: Service) -> None:
+    def _start(self, name: str, command: Sequence[str], *, url: str | None, log_path: Path) -> None:
+        service = ManagedProcess(
+            command,
+            name=name,
+            url=url,
+            health="/healthz",
+            log_path=log_path,
+            on_death=lambda error: self._deaths.put(service),
+        )
         self._services.append(service)
-        logger.info("starting %s; its log is %s", service.name, service.log_path)
+        logger.info("starting %s; its log is %s", name, log_path)
         self._bring_up(service)
 
-    def _bring_up(self, service: Service) -> None:
+    def _bring_up(self, service: ManagedProcess) -> None:
         """Raises as :meth:`start`. Only the death of what is up is the supervisor's business."""
-        deadline = Deadline(f"the start of {service.name}", self._config.services.start_s, "services.start_s")
-        service.up = False
-        service.start(deadline=deadline)
-        service.up = True
+        name, limit_s = f"the start of {service.name}", self._config.services.start_s
+        self._up.discard(service)
+        service.start(deadline=Deadline(name, limit_s, "services.start_s", watch=self._check_needed))
+        self._up.add(service)
         if service.pid is None:  # it died before that
             self._deaths.put(service)
 
+    def _check_needed(self) -> None:
+        if self._stopping.is_set():
+            raise EngineError("the run ends: its services are not needed any more")
+
     def _supervise(self) -> None:
         while (service := self._deaths.get()) is not None:
-            if service.abandoned.is_set() or not service.up or service.pid is not None:
+            if self._stopping.is_set() or service not in self._up or service.pid is not None:
                 continue
             try:
                 self._revive(service)
             except LachesisError as error:
                 self._failure = error
 
-    def _revive(self, service: Service) -> None:
+    def _revive(self, service: ManagedProcess) -> None:
         """Start a service again. Raises EngineError where that is of no use."""
         code, error = service.exit_code, service.death()
         if code == 0:
@@ -233,63 +171,66 @@ class Services:
         self._bring_up(service)
 
 
-def run_all(
+def load_words(
     words: Sequence[str],
     *,
-    say: Say,
-    console: Console | None = None,
-    stop_requested: Callable[[], bool] = lambda: False,
-    world: World | None = None,
-) -> RunSummary | None:
-    """Run everything that a configuration or flags ask for. None where help was asked for.
+    overrides: Sequence[str] = (),
+    engine: str = "vllm",
+    environment: str | None = None,
+    environment_args: str = "",
+) -> LoadedConfig:
+    """The configuration of ``lachesis run``: of a file, or of flags, with an engine that the run starts.
 
     Args:
-        words: the command line after ``lachesis run``.
-        say: prints a line.
-        console, stop_requested, world: as :func:`lachesis.run.train.train`.
-
-    Raises:
-        LachesisError: as :func:`lachesis.run.train.train`; one of the processes died, with the last lines of its log.
-    """
-    asked = split_words(words, valued=("engine", "environment", "environment-args"))
-    if asked.help or not words:
-        say(HELP)
-        return None
-    loaded = load_words(asked)
-    return train_as_asked(
-        loaded,
-        asked,
-        say=say,
-        console=console,
-        stop_requested=stop_requested,
-        companions=Services(loaded.config),
-        world=world,
-    )
-
-
-def load_words(asked: Invocation) -> LoadedConfig:
-    """The configuration of a file, or of flags, with an engine that the run starts.
+        words: the name of the file, or flags of the Atropos trainer.
+        overrides: as ``key=value``.
+        engine: vllm or embedded; with a file, and so for the other two, the file says.
+        environment: a name, ``FILE.py:CLASS`` or ``module.CLASS``; none is started if unset.
+        environment_args: its flags.
 
     Raises:
         ConfigError: something in it is wrong.
     """
-    flags = list(asked.flags)
+    flags = list(words)
     if flags and not flags[0].startswith("--"):
         if len(flags) > 1:
             raise ConfigError(f"unknown flag {flags[1]}", remedy="change keys of a configuration with --set KEY=VALUE")
-        return load_config(flags[0], overrides=asked.overrides)
+        return load_config(flags[0], overrides=overrides)
     names = {flag[2:].partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("--")}
     if not names & {"weight-bridge-mode", "single-copy"}:
         flags += ["--weight-bridge-mode", "shared_vllm"]
-    overrides = [] if "atropos-url" not in names else ["services.api=null"]
-    if (environment := asked.value("environment")) is not None:
-        overrides.append(f"services.environment.name={environment}")
-        words = (asked.value("environment-args") or "").split()
-        overrides.append(f"services.environment.args={words!r}")
-    chosen = asked.value("engine") or "vllm"
-    if chosen not in _ENGINES:
-        raise ConfigError(f"--engine is {chosen!r}", remedy=f"choose {' or '.join(_ENGINES)}")
-    return load_argv(flags, overrides=[*overrides, *asked.overrides], engine=_ENGINES[chosen])
+    services = [] if "atropos-url" not in names else ["services.api=null"]
+    if environment is not None:
+        services.append(f"services.environment.name={environment}")
+        services.append(f"services.environment.args={environment_args.split()!r}")
+    if engine not in _ENGINES:
+        raise ConfigError(f"--engine is {engine!r}", remedy=f"choose {' or '.join(_ENGINES)}")
+    return load_argv(flags, overrides=[*services, *overrides], engine=_ENGINES[engine])
+
+
+def require_server(config: LachesisConfig) -> None:
+    """Raise EngineError unless the inference servers answer that are to run already."""
+    if not isinstance(config.engine, HttpEngineConfig):
+        return
+    for url in map(server_url, config.engine.urls):
+        try:
+            httpx.get(f"{url}/health", timeout=_HEALTH_S, trust_env=False).raise_for_status()
+        except httpx.HTTPError as error:
+            port = urlsplit(url).port or 80
+            raise EngineError(
+                f"External vLLM server required on port {port}: {url}/health does not answer ({error})",
+                remedy=f"start it with `{_serve_command(config, port=port)}`",
+            ) from error
+
+
+def _serve_command(config: LachesisConfig, *, port: int) -> str:
+    """What starts a server that this trainer can use."""
+    words = ["lachesis", "serve", "--model", config.model.path, "--port", str(port)]
+    if config.model.dtype != "auto":
+        words += ["--dtype", config.model.dtype]
+    if isinstance(config.adapter, LoraAdapterConfig) and config.bridge.kind.startswith("lora"):
+        words += ["--enable-lora", "--max-lora-rank", str(config.adapter.r)]
+    return shlex.join(words)
 
 
 def check_services(config: LachesisConfig) -> None:
@@ -349,10 +290,3 @@ def environment_command(config: LachesisConfig, environment: EnvironmentServiceC
     }
     words = [word for flag, value in flags.items() if flag.replace("-", "_") not in given for word in (flag, value)]
     return [sys.executable, "-m", "lachesis", "env", environment.name, "serve", *words, *environment.args]
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=_HEALTH_S, trust_env=False).is_success
-    except httpx.TransportError:
-        return False

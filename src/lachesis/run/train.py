@@ -32,7 +32,7 @@ from lachesis.metrics.sinks.base import run_paths
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.telemetry import HubTelemetry
 from lachesis.pipeline.feed import Feed
-from lachesis.rollouts.atropos.watch import EngineWatch
+from lachesis.rollouts.atropos.source import EngineWatch
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, engine_log
 from lachesis.run.parts import (

@@ -18,7 +18,7 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.common.logs import last_lines, remedy
-from lachesis.common.process import EngineProcess, check_port_free, who_listens
+from lachesis.common.process import ManagedProcess, check_port_free, who_listens
 from tests.paths import SOURCE
 from tests.ports import free_port
 from tests.waiting import LONG_S, LateDeadline
@@ -44,9 +44,9 @@ PARENT = """
 import os, sys, time
 from pathlib import Path
 from lachesis.common.deadline import Deadline
-from lachesis.common.process import EngineProcess
+from lachesis.common.process import ManagedProcess
 command, url, log = [sys.executable, "-c", sys.argv[1], sys.argv[2]], sys.argv[3], Path(sys.argv[4])
-EngineProcess(command, url=url, log_path=log, grace_s=2).start(deadline=Deadline("start", 60))
+ManagedProcess(command, url=url, log_path=log, grace_s=2).start(deadline=Deadline("start", 60))
 if sys.argv[5:] and os.fork() == 0:
     time.sleep(600)
     os._exit(0)
@@ -60,7 +60,7 @@ def soon(seconds: float = LONG_S) -> Deadline:
 
 
 class Server:
-    """An EngineProcess over a small server, and what it did."""
+    """A ManagedProcess over a small server, and what it did."""
 
     def __init__(self, directory: Path) -> None:
         self.log = directory / "logs" / "engine.log"
@@ -69,8 +69,8 @@ class Server:
         self.deaths: queue.Queue[EngineError] = queue.Queue()
         self.process = self.running(SERVER)
 
-    def running(self, code: str, **settings: object) -> EngineProcess:
-        self.process = EngineProcess(
+    def running(self, code: str, **settings: object) -> ManagedProcess:
+        self.process = ManagedProcess(
             [sys.executable, "-c", code, str(self.port)],
             url=self.url,
             log_path=self.log,
@@ -227,7 +227,7 @@ def test_an_address_that_is_not_known():
 
 @pytest.mark.parametrize("command", [["no-such-program"], ["/no/such/program"], ["/"]])
 def test_a_command_that_cannot_be_run(tmp_path: Path, command: list[str]):
-    process = EngineProcess(command, url=f"http://127.0.0.1:{free_port()}", log_path=tmp_path / "log")
+    process = ManagedProcess(command, url=f"http://127.0.0.1:{free_port()}", log_path=tmp_path / "log")
     with pytest.raises(EngineError, match="the command"):
         process.start(deadline=soon())
 
@@ -236,7 +236,7 @@ def test_a_program_that_the_system_refuses(tmp_path: Path):
     program = tmp_path / "program"
     program.write_bytes(b"\x7fELF nonsense")
     program.chmod(0o755)
-    process = EngineProcess([str(program)], url=f"http://127.0.0.1:{free_port()}", log_path=tmp_path / "log")
+    process = ManagedProcess([str(program)], url=f"http://127.0.0.1:{free_port()}", log_path=tmp_path / "log")
     with pytest.raises(EngineError, match="cannot be run"):
         process.start(deadline=soon())
     assert process.pid is None
@@ -250,7 +250,7 @@ def test_starting_twice_is_refused(server: Server):
 
 def test_a_log_that_cannot_be_written(tmp_path: Path):
     (tmp_path / "file").touch()
-    process = EngineProcess([sys.executable], url="http://127.0.0.1:1", log_path=tmp_path / "file" / "log")
+    process = ManagedProcess([sys.executable], url="http://127.0.0.1:1", log_path=tmp_path / "file" / "log")
     with pytest.raises(EngineError, match="the log"):
         process.launch()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
@@ -21,6 +23,31 @@ from tests.waiting import LONG_S
 Body = dict[str, Any]
 # Token ids of the completions of a prompt.
 Answer = Callable[[list[int], int, Body], Sequence[Sequence[int]]]
+
+
+class _Lines(logging.Handler):
+    """Those of the thread in which it was made."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[str] = []
+        self._thread = threading.get_ident()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.thread == self._thread:
+            self.lines.append(record.getMessage())
+
+
+@contextmanager
+def logged_lines() -> Iterator[list[str]]:
+    """What environments of this thread say within."""
+    logger, handler = logging.getLogger("lachesis.environments"), _Lines()
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        logger.removeHandler(handler)
 
 
 @dataclass

@@ -15,7 +15,7 @@ from lachesis.common.types import SamplingParams, VersionSpan
 from lachesis.environments import client as client_module
 from lachesis.environments.client import InferenceClient
 from lachesis.environments.settings import ServerConfig, SlurmConfig
-from tests.unit.environments.servers import inference
+from tests.unit.environments.servers import inference, logged_lines
 
 PARAMS = SamplingParams(max_tokens=4, temperature=0.8)
 
@@ -28,12 +28,13 @@ def with_client(
     **config: Any,
 ) -> Any:
     async def run() -> Any:
-        said = lines if lines is not None else []
-        client = InferenceClient(ServerConfig(base_url=urls, **config), slurm=slurm, say=said.append)
-        try:
-            return await work(client)
-        finally:
-            await client.close()
+        client = InferenceClient(ServerConfig(base_url=urls, **config), slurm=slurm)
+        with logged_lines() as said:
+            try:
+                return await work(client)
+            finally:
+                await client.close()
+                (lines if lines is not None else []).extend(said)
 
     return asyncio.run(run())
 

@@ -11,7 +11,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.types import EvalResult
-from lachesis.environments.counters import Tally
+from lachesis.environments.counters import Counters
 from lachesis.environments.outputs import Outputs
 
 RESULT = EvalResult(step=7, accuracy=0.5, mean_reward=0.25, problems=4, mean_length=3.0, seconds=1.0)
@@ -76,9 +76,9 @@ def test_wandb_that_is_not_there(monkeypatch):
 
 
 def test_tallies_add_up():
-    tally, more = Tally(groups=1, sequences=4, score_sum=2.0), Tally(groups=2, sequences=4, failures=1)
+    counters, more = Counters(groups=1, sequences=4, score_sum=2.0), Counters(groups=2, sequences=4, failures=1)
     more.dropped["reason"] += 3
-    tally.add(more)
-    values = tally.values()
+    counters.add(more)
+    values = counters.values()
     assert (values["groups"], values["score/mean"], values["failures"], values["dropped"]) == (3, 0.25, 1, 3)
-    assert "score/mean" not in Tally().values()
+    assert "score/mean" not in Counters().values()

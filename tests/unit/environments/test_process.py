@@ -31,7 +31,7 @@ def run(path: Path, *, groups: int, kind: type[Numbers] = Numbers, **config: Any
         settings = EnvironmentConfig(max_token_length=16, include_messages=True, **config)
         try:
             environment = kind(settings, client=client, tokenizer=TOKENIZER)
-            return await process(environment, groups=groups, path=path, say=lambda line: None)
+            return await process(environment, groups=groups, path=path)
         finally:
             await client.close()
 
@@ -40,8 +40,8 @@ def run(path: Path, *, groups: int, kind: type[Numbers] = Numbers, **config: Any
 
 
 def test_files(tmp_path):
-    rollouts, page, tally = run(tmp_path / "sub" / "numbers.jsonl", groups=3)
-    assert (tally.groups, tally.sequences) == (3, 12)
+    rollouts, page, counters = run(tmp_path / "sub" / "numbers.jsonl", groups=3)
+    assert (counters.groups, counters.sequences) == (3, 12)
     groups = [json.loads(line) for line in rollouts.read_text().splitlines()]
     assert len(groups) == 3 and groups[0]["messages"][0][-1]["role"] == "assistant"
     assert page == rollouts.with_suffix(".html") and "3 groups, 12 sequences" in page.read_text()
@@ -50,8 +50,8 @@ def test_files(tmp_path):
 
 
 def test_problems_run_out(tmp_path):
-    _, _, tally = run(tmp_path / "a.jsonl", groups=9, max_num=2)
-    assert tally.groups == 2
+    _, _, counters = run(tmp_path / "a.jsonl", groups=9, max_num=2)
+    assert counters.groups == 2
     with pytest.raises(DataError, match="made no group"):
         run(tmp_path / "b.jsonl", groups=1, kind=Empty)
 

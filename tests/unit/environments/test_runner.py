@@ -22,7 +22,7 @@ from lachesis.environments import rollout_api as api_module
 from lachesis.environments import runner as runner_module
 from lachesis.environments.base import SingleTurn
 from lachesis.environments.client import InferenceClient
-from lachesis.environments.counters import Tally
+from lachesis.environments.counters import Counters
 from lachesis.environments.outputs import Outputs
 from lachesis.environments.records import ScoredGroup
 from lachesis.environments.rollout_api import QueueStatus, RolloutApi
@@ -31,7 +31,7 @@ from lachesis.environments.sender import Membership, Sender
 from lachesis.environments.settings import EnvironmentConfig, ServerConfig
 from tests.ports import free_port
 from tests.tiny import tiny_tokenizer
-from tests.unit.environments.servers import Api, inference, rollout_api
+from tests.unit.environments.servers import Api, inference, logged_lines, rollout_api
 from tests.waiting import LONG_S, until
 
 TOKENIZER = tiny_tokenizer()
@@ -79,14 +79,14 @@ class Serving:
 
     async def _run(self) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        client = InferenceClient(ServerConfig(base_url=(self._url,)), say=self.lines.append)
+        client = InferenceClient(ServerConfig(base_url=(self._url,)))
         environment = self._kind(self._config, client=client, tokenizer=TOKENIZER)
-        api = RolloutApi(self._config.rollout_server_url, wait_s=self._config.wait_timeout, say=self.lines.append)
+        api = RolloutApi(self._config.rollout_server_url, wait_s=self._config.wait_timeout)
         outputs = Outputs(log_dir=self._config.log_dir, groups_path=self._config.data_path_to_save_groups)
         self._started.set()
         try:
-            runner = Runner(environment, api=api, outputs=outputs, say=self.lines.append)
-            self.summary = await runner.serve(stop=self._stop)
+            with logged_lines() as self.lines:
+                self.summary = await Runner(environment, api=api, outputs=outputs).serve(stop=self._stop)
         except LachesisError as error:
             self.error = error
         finally:
@@ -190,9 +190,9 @@ def test_a_run(serve: Serve, api: Api, tmp_path: Path) -> None:
     # It said goodbye, so its minimum and weight count no more.
     assert [environment["state"] for environment in api.get("/dashboard/data")["environments"]] == ["left"]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert sum(line["values"]["groups"] for line in lines) == summary.tally.groups >= 6
+    assert sum(line["values"]["groups"] for line in lines) == summary.counters.groups >= 6
     assert lines[0]["values"]["score/mean"] == 1.5
-    assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == summary.tally.groups
+    assert len((tmp_path / "groups.jsonl").read_text().splitlines()) == summary.counters.groups
 
 
 def test_the_queue_is_never_more_batches_ahead_than_allowed(
@@ -270,7 +270,7 @@ def test_waiting_for_the_trainer_is_said_from_time_to_time(serve: Serve, api: Ap
 def test_stopped_while_it_waits(serve: Serve, api: Api) -> None:
     serving = serve(api.url)
     until(lambda: serving.heard("waiting for a trainer"))
-    assert serving.stop().tally.groups == 0
+    assert serving.stop().counters.groups == 0
 
 
 def test_no_api(serve: Serve) -> None:
@@ -291,7 +291,7 @@ def test_an_api_that_forgot_everything_gets_a_new_registration(serve: Serve) -> 
         second.start(batch_size=8)
         assert {group["env_id"] for group in until(second.batch)} == {0}
         # What the second one put away for want of a registration was sent to it again.
-        assert not serving.stop().tally.set_aside
+        assert not serving.stop().counters.set_aside
 
 
 def test_groups_of_a_registration_that_is_gone_are_sent_again(serve: Serve, api: Api, monkeypatch) -> None:
@@ -307,8 +307,8 @@ def test_groups_of_a_registration_that_is_gone_are_sent_again(serve: Serve, api:
 
     monkeypatch.setattr(RolloutApi, "post", late)
     serving = serve(api.url, max_num=4)
-    assert serving.ended().tally.groups == 4
-    assert api.get("/status")["queue_size"] == 4 and not serving.summary.tally.set_aside
+    assert serving.ended().counters.groups == 4
+    assert api.get("/status")["queue_size"] == 4 and not serving.summary.counters.set_aside
 
 
 def test_a_full_queue_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_a_full_queue_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatc
         until(lambda: serving.heard("429") or api.get("/status")["queued_tokens"] > 60)
         taken: list[Any] = []
         until(lambda: taken.extend(api.batch() or ()) or len(taken) == 8)
-        assert serving.ended().tally.groups == 8
+        assert serving.ended().counters.groups == 8
 
 
 def test_groups_that_do_not_fit_together_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,11 +331,9 @@ def test_groups_that_do_not_fit_together_go_one_by_one(monkeypatch: pytest.Monke
 
         async def work() -> int:
             api, outputs = RolloutApi(server.url, wait_s=LONG_S), Outputs(log_dir=None, groups_path=None)
-            config, tally = EnvironmentConfig(max_token_length=16), Tally()
+            config, counters = EnvironmentConfig(max_token_length=16), Counters()
             membership = Membership(api, name="numbers", config=config)
-            sender = Sender(
-                api, membership=membership, config=config, outputs=outputs, tally=lambda: tally, say=lambda line: None
-            )
+            sender = Sender(api, membership=membership, config=config, outputs=outputs, counters=lambda: counters)
             sender.start()
             sender.put(group)
             while sender.pending:
@@ -348,7 +346,7 @@ def test_groups_that_do_not_fit_together_go_one_by_one(monkeypatch: pytest.Monke
                 await asyncio.sleep(0.005)
             await sender.finish(limit_s=LONG_S)
             await api.close()
-            return tally.groups - number
+            return counters.groups - number
 
         assert asyncio.run(asyncio.wait_for(work(), LONG_S)) == 1
 
@@ -370,8 +368,8 @@ def test_what_the_api_sets_aside_is_counted(serve: Serve, api: Api) -> None:
 
     api.start(batch_size=8)
     serving = serve(api.url, kind=Careless, max_num=3)
-    tally = serving.ended().tally
-    assert (tally.groups, tally.set_aside.total()) == (2, 1)
+    counters = serving.ended().counters
+    assert (counters.groups, counters.set_aside.total()) == (2, 1)
     assert serving.heard("set a group aside: masks[0] has 1 entry, tokens[0] has 3")
 
 
@@ -382,10 +380,10 @@ def test_groups_that_are_not_sent(serve: Serve, api: Api) -> None:
 
     api.start(batch_size=8)
     serving = serve(api.url, kind=Flat, max_num=2, ensure_scores_are_not_same=True)
-    assert serving.ended().tally.dropped.total() == 2 and serving.heard("all scores are the same")
+    assert serving.ended().counters.dropped.total() == 2 and serving.heard("all scores are the same")
     api.start(batch_size=8, max_token_len=3)
     serving = serve(api.url, max_num=2)
-    assert serving.ended().tally.dropped.total() == 2 and serving.heard("longer than the 3 tokens")
+    assert serving.ended().counters.dropped.total() == 2 and serving.heard("longer than the 3 tokens")
     assert api.get("/status")["queue_size"] == 0
 
 
@@ -399,8 +397,8 @@ def test_failures_are_counted_and_many_in_a_row_end_it(serve: Serve, api: Api, r
 
     api.start(batch_size=8)
     serving = serve(api.url, kind=Failing, max_num=4)
-    tally = serving.ended().tally
-    assert (tally.groups, tally.failures) == (3, 1) and serving.heard("odd")
+    counters = serving.ended().counters
+    assert (counters.groups, counters.failures) == (3, 1) and serving.heard("odd")
     with pytest.raises(DataError, match="10 groups in a row failed"):
         serve(api.url, kind=Failing, max_batches_offpolicy=20).ended()
 
@@ -415,8 +413,8 @@ def test_a_group_that_takes_too_long_is_given_up(serve: Serve, api: Api) -> None
 
     api.start(batch_size=8)
     serving = serve(api.url, kind=Slow, max_num=2, worker_timeout=0.1)
-    tally = serving.ended().tally
-    assert (tally.groups, tally.failures) == (1, 1) and serving.heard("took longer than 0.1 s")
+    counters = serving.ended().counters
+    assert (counters.groups, counters.failures) == (1, 1) and serving.heard("took longer than 0.1 s")
 
 
 def test_no_logprobs_end_it(serve: Serve, api: Api) -> None:
@@ -465,7 +463,7 @@ def test_what_is_finished_is_sent_before_it_ends(serve: Serve, api: Api, monkeyp
     serving = serve(api.url)
     assert held.wait(LONG_S)
     summary = serving.stop()
-    assert summary.tally.groups == api.get("/status")["queue_size"] > 0
+    assert summary.counters.groups == api.get("/status")["queue_size"] > 0
 
 
 class TestTheOriginalsAnswers:

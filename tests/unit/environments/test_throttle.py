@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lachesis.environments.rollout_api import QueueStatus
-from lachesis.environments.throttle import room_for_groups
+from lachesis.environments.runner import room_for_groups
 
 
 def room(*, minimum: float | None = None, most: int = -1, batch_size: int = 64, **status: object) -> int:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
+from lachesis.common.process import ManagedProcess
+from lachesis.config.load import load_argv
 from lachesis.config.schema import LachesisConfig
 from lachesis.run import services as launch
-from lachesis.run.grpo import split_words
-from lachesis.run.services import Service, Services, api_command, environment_command, load_words
+from lachesis.run.services import Services, api_command, environment_command, load_words, require_server
 from tests.ports import free_port
 from tests.waiting import LONG_S, until
 
@@ -100,7 +101,7 @@ def test_one_that_is_killed_is_started_again(start: Any, caplog: pytest.LogCaptu
     api = services._services[0]
     first = api.pid
     os.kill(first, signal.SIGKILL)
-    until(lambda: api.pid not in (None, first) and api.up)
+    until(lambda: api.pid not in (None, first) and api in services._up)
     services.watch()
     assert "the rollout API (pid" in caplog.text
     assert "was ended by SIGKILL" in caplog.text
@@ -148,7 +149,7 @@ def test_an_api_that_runs_elsewhere_is_left_alone(start: Any):
 
 
 def test_a_service_that_was_not_started_says_so(tmp_path: Path):
-    service = Service("the thing", ["true"], url=None, log_path=tmp_path / "log", on_death=lambda service: None)
+    service = ManagedProcess(["true"], name="the thing", log_path=tmp_path / "log")
     with pytest.raises(EngineError, match="the thing was not started"):
         service.check()
 
@@ -202,12 +203,12 @@ def test_an_environment_s_own_flags_come_first():
     ]  # fmt: skip
 
 
-def load(*words: str) -> LachesisConfig:
-    return load_words(split_words(words, valued=("engine", "environment", "environment-args"))).config
+def load(*words: str, **options: Any) -> LachesisConfig:
+    return load_words(words, **options).config
 
 
 def test_flags_start_an_engine_and_share_its_weights():
-    chosen = load("--model-name", "m", "--environment", "gsm8k", "--environment-args", "--env.max_num 200")
+    chosen = load("--model-name", "m", environment="gsm8k", environment_args="--env.max_num 200")
     assert (chosen.engine.kind, chosen.bridge.kind) == ("vllm", "shared_vllm")
     assert chosen.services.environment is not None
     assert chosen.services.environment.args == ["--env.max_num", "200"]
@@ -216,7 +217,7 @@ def test_flags_start_an_engine_and_share_its_weights():
 
 def test_flags_name_the_mode_the_engine_and_an_api_that_runs():
     flags = ["--model-name", "m", "--weight-bridge-mode", "lora_only", "--vllm-port", "9005"]
-    chosen = load(*flags, "--engine", "embedded", "--atropos-url", "http://localhost:8005", "--set", "run.steps=3")
+    chosen = load(*flags, "--atropos-url", "http://localhost:8005", engine="embedded", overrides=["run.steps=3"])
     assert (chosen.engine.kind, chosen.bridge.kind, chosen.run.steps) == ("embedded_server", "lora_only", 3)
     assert chosen.engine.port == 9005  # type: ignore[union-attr]
     assert chosen.services.api is None
@@ -224,7 +225,7 @@ def test_flags_name_the_mode_the_engine_and_an_api_that_runs():
 
 def test_an_engine_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="--engine is 'sglang'"):
-        load("--model-name", "m", "--engine", "sglang")
+        load("--model-name", "m", engine="sglang")
 
 
 def test_a_configuration_takes_no_flags_but_set(tmp_path: Path):
@@ -232,7 +233,21 @@ def test_a_configuration_takes_no_flags_but_set(tmp_path: Path):
         load("job.yaml", "--lr", "1")
 
 
-def test_help_starts_nothing():
-    said: list[str] = []
-    assert launch.run_all(["--help"], say=said.append) is None
-    assert "lachesis run CONFIG" in said[0]
+def test_a_server_that_does_not_run_is_named_with_the_command_that_starts_it():
+    flags = ["--weight-bridge-mode", "lora_only", "--vllm-port", "9", "--lora-r", "32", "--dtype", "bfloat16"]
+    config = load_argv(["--model-name", "m", *flags]).config
+    with pytest.raises(EngineError, match="External vLLM server required on port 9: ") as raised:
+        require_server(config)
+    command = "lachesis serve --model m --port 9 --dtype bfloat16 --enable-lora --max-lora-rank 32"
+    assert raised.value.remedy == f"start it with `{command}`"
+
+
+def test_a_server_for_all_weights_needs_no_adapters():
+    config = load_argv(["--model-name", "m", "--single-copy", "--vllm-port", "9"]).config
+    with pytest.raises(EngineError) as raised:
+        require_server(config)
+    assert raised.value.remedy == "start it with `lachesis serve --model m --port 9`"
+
+
+def test_a_server_of_the_run_s_own_need_not_run_yet():
+    require_server(load_argv(["--model-name", "m", "--weight-bridge-mode", "none", "--vllm-port", "9"]).config)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
-from lachesis.common.errors import EngineError, LachesisError
+from lachesis.common.errors import EngineError, LachesisError, nearest
 
 
 class Refused(EngineError):
@@ -85,8 +84,8 @@ def given(document: Mapping[str, Any], names: Collection[str], *, where: str = "
     """
     for name in document:
         if name not in names:
-            near = get_close_matches(name, sorted(names), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(sorted(names)) or 'none'}"
+            near = nearest(name, sorted(names))
+            hint = f"did you mean {near!r}?" if near else f"known are {', '.join(sorted(names)) or 'none'}"
             raise Refused(f"unknown field {f'{where}.{name}'.lstrip('.')!r}", remedy=hint)
     return {name: value for name, value in document.items() if value is not None}
 

@@ -6,16 +6,18 @@ import hashlib
 import json
 import logging
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import DataError, DeadlineExceeded, StopRequested
-from lachesis.common.threads import Watch
+from lachesis.common.errors import DataError, DeadlineExceeded, EngineError, StopRequested
+from lachesis.common.threads import Watch, call_watched
 from lachesis.common.types import Group
 from lachesis.config.schema import AtroposSourceConfig, LachesisConfig
+from lachesis.engines.base import Engine
 from lachesis.rollouts.atropos.client import (
     Delivery,
     NotRegistered,
@@ -39,6 +41,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _FIRST_WORD_S, _REPEAT_S = 10.0, 30.0
 _REACH_S = 30.0
 _ACKNOWLEDGE_S = 10.0
+_LOOK_EVERY_S = 5.0
 
 
 class AtroposSource(RolloutSource):
@@ -285,6 +288,34 @@ class AtroposSource(RolloutSource):
     def close(self) -> None:
         """Close the connections. What is not acknowledged goes to the next trainer. Idempotent."""
         self._client.close()
+
+
+class EngineWatch:
+    """Called again and again while a batch is waited for, looks at the engine from time to time.
+
+    Args:
+        engine: that the trainer's weights go to.
+        watch: called while the engine is looked at, which may take a while where it hangs.
+        every_s: seconds between two looks.
+    """
+
+    def __init__(self, engine: Engine, *, watch: Watch = lambda: None, every_s: float = _LOOK_EVERY_S) -> None:
+        self._engine = engine
+        self._watch = watch
+        self._every_s = every_s
+        self._looked = time.monotonic()
+
+    def __call__(self) -> None:
+        """Raise EngineError where it is gone, or another one is in its place."""
+        if time.monotonic() - self._looked < self._every_s:
+            return
+        health = call_watched(self._engine.health, watch=self._watch)
+        self._looked = time.monotonic()
+        if not health.ready and not health.paused:
+            raise EngineError(
+                f"the environments cannot generate: {health.detail}",
+                remedy="look at the engine's log, start it again and go on with --resume",
+            )
 
 
 def build_atropos_source(

@@ -8,7 +8,7 @@ import pytest
 
 from lachesis.common.errors import EngineError, StopRequested
 from lachesis.common.types import EngineHealth
-from lachesis.rollouts.atropos.watch import EngineWatch
+from lachesis.rollouts.atropos.source import EngineWatch
 from tests.fakes import FakeEngine
 
 

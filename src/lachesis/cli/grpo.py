@@ -1,0 +1,166 @@
+"""Commands with the Atropos trainer's flags: ``grpo`` trains, ``run`` starts everything that a run needs as well."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lachesis.cli.base import (
+    ALL_WORDS,
+    HELP_FLAGS,
+    Overrides,
+    Overwrite,
+    Resume,
+    app,
+    conclude,
+    console,
+    hide_progress_bars,
+    printed_log,
+    stop_on_signals,
+    world_of_leader,
+)
+from lachesis.common.world import World
+from lachesis.config.dialects.atropos_help import help_text
+from lachesis.config.load import LoadedConfig, load_argv
+from lachesis.metrics.sinks.base import run_paths
+from lachesis.metrics.sinks.jsonl import read_metrics
+
+if TYPE_CHECKING:
+    from lachesis.run.train import Companions
+
+RUN_HELP = """\
+Usage: lachesis run CONFIG [--set KEY=VALUE] [--resume] [--overwrite]
+       lachesis run --model-name MODEL --environment NAME [FLAGS]
+
+Starts the rollout API, the engine, an environment and the trainer, each with a log of its own in logs/ of the run
+directory, and stops them all at the end.
+
+With a configuration, source.kind is atropos, engine says what generates, and services what else is started:
+`lachesis explain services` lists its keys.
+
+With flags
+  --environment NAME         arithmetic, gsm8k, calculator, FILE.py:CLASS or module.CLASS; none is started if unset
+  --environment-args "..."   Its flags; `lachesis env NAME --help` lists them.
+  --engine vllm|embedded     What generates; vllm if unset.
+  --atropos-url URL          A rollout API that runs already; if unset one is started on port 8002.
+  --weight-bridge-mode MODE  How new weights reach the engine; shared_vllm if unset.
+  ...                        All other flags of `lachesis grpo --help`."""
+
+# What the documents print while training; said by the bridges, the engine's client and the source.
+DOCUMENTED = ("[", "Exported ", "Attached ")
+
+Benchmark = Annotated[bool, typer.Option("--benchmark", help="Print the times of all steps at the end.")]
+
+
+@app.command(context_settings=ALL_WORDS)
+def grpo(
+    context: typer.Context,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    benchmark: Benchmark = False,
+) -> None:
+    """Train with the Atropos trainer's flags; --help lists them."""
+    if HELP_FLAGS & set(context.args):
+        return console.print(help_text())
+    hide_progress_bars()
+    world = world_of_leader()
+    loaded = load_argv(context.args, overrides=overrides or [])
+    from lachesis.run.services import require_server
+
+    require_server(loaded.config)
+    _train(context, loaded, world, resume=resume, overwrite=overwrite, benchmark=benchmark)
+
+
+@app.command("run", context_settings=ALL_WORDS)
+def run_everything(
+    context: typer.Context,
+    overrides: Overrides = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    benchmark: Benchmark = False,
+    engine: Annotated[str, typer.Option(help="What generates.")] = "vllm",
+    environment: Annotated[str | None, typer.Option(help="The environment that is started.")] = None,
+    environment_args: Annotated[str, typer.Option(help="Its flags.")] = "",
+) -> None:
+    """Start rollout API, engine, environment and trainer, as a configuration or flags say, and stop them."""
+    if HELP_FLAGS & set(context.args) or not (context.args or environment):
+        return console.print(RUN_HELP)
+    hide_progress_bars()
+    world = world_of_leader()
+    from lachesis.run.services import Services, load_words
+
+    loaded = load_words(
+        context.args,
+        overrides=overrides or [],
+        engine=engine,
+        environment=environment,
+        environment_args=environment_args,
+    )
+    companions = Services(loaded.config)
+    _train(context, loaded, world, resume=resume, overwrite=overwrite, benchmark=benchmark, companions=companions)
+
+
+def _train(
+    context: typer.Context,
+    loaded: LoadedConfig,
+    world: World | None,
+    *,
+    resume: bool,
+    overwrite: bool,
+    benchmark: bool,
+    companions: Companions | None = None,
+) -> None:
+    """Train and print the documented lines meanwhile, then the benchmark's if they are asked for."""
+    from lachesis.run.train import train
+
+    with stop_on_signals() as stop, printed_log("lachesis", beginning=DOCUMENTED):
+        summary = train(
+            loaded,
+            resume=resume,
+            overwrite=overwrite,
+            console=console,
+            stop_requested=lambda: bool(stop),
+            companions=companions,
+            world=world,
+        )
+    if benchmark:
+        console.print(benchmark_lines(summary.run_dir, mode=loaded.config.bridge.kind))
+    conclude(summary, stop, command_of(context))
+
+
+def command_of(context: typer.Context) -> list[str]:
+    """The command line, without the options that only its first start has."""
+    words = ["lachesis", str(context.info_name), *context.args]
+    for option in context.command.params:
+        value = context.params[str(option.name)]
+        if value == option.default or option.name in ("resume", "overwrite"):
+            continue
+        flag = option.opts[0]
+        words += (
+            [flag] if value is True else [f"{flag}={one}" for one in ([value] if isinstance(value, str) else value)]
+        )
+    return words
+
+
+def benchmark_lines(run_dir: Path, *, mode: str) -> str:
+    """The lists that ``--benchmark`` prints at the end: times of steps, transfers and waits, and memory."""
+    steps = [line.values for line in read_metrics(run_paths(run_dir)["metrics"]).steps]
+    lines = [f"benchmark: {mode}, {len(steps)} steps"]
+    for title, name, unit in (
+        ("step_times", "step_time", "s"),
+        ("sync_times", "sync_time", "s"),
+        ("data_fetch_times", "data_fetch_time", "s"),
+        ("gpu_memories", "gpu_memory_gb", "GB"),
+    ):
+        values = [step[name] for step in steps if name in step]
+        if not values:
+            lines.append(f"  {title}: none")
+            continue
+        total = f", total {sum(values):.2f} {unit}" if unit == "s" else ""
+        lines.append(f"  {title}: mean {fmean(values):.3f} {unit}, max {max(values):.3f} {unit}{total}")
+        lines.append(f"    [{', '.join(f'{value:.3f}' for value in values)}]")
+    return "\n".join(lines)
