@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import HTMLResponse, Response
 
 from lachesis.api.environments import Environment
-from lachesis.api.history import History
+from lachesis.api.metrics import History
 from lachesis.api.records import HeldGroup
 from lachesis.api.rollout_view import Pieces, view
 from lachesis.api.state import RolloutState
@@ -38,7 +38,7 @@ class Dashboard:
     def data(self, *, known: str, now: float) -> bytes:
         """The figures as JSON. The latest rollout is left out where the page already shows it (``known``)."""
         state = self._state
-        latest = state.intake.latest
+        latest = state.backlog.latest
         key = f"{state.epoch}-{latest.number}" if latest else ""
         figures = {
             "now": time.time(),
@@ -65,22 +65,22 @@ class Dashboard:
 
     def _queue(self) -> dict[str, Any]:
         state = self._state
-        queued = state.intake.queue.sequences
+        queued = state.backlog.queue.sequences
         return {
-            "groups": len(state.intake.queue),
+            "groups": len(state.backlog.queue),
             "sequences": sum(queued.values()),
             "others": sum(count for env_id, count in queued.items() if state.environments.get(env_id) is None),
-            "tokens": state.intake.queue.tokens,
-            "weight": state.intake.weight,
-            "limit": state.intake.limit,
-            "full": state.intake.received.full,
+            "tokens": state.backlog.queue.tokens,
+            "weight": state.backlog.weight,
+            "limit": state.backlog.limit,
+            "full": state.backlog.received.full,
             "outstanding": len(state.deliveries.outstanding),
             "redelivered": state.deliveries.redelivered,
             "delivered": state.delivered.batches,
         }
 
     def _environment(self, env: Environment, now: float) -> dict[str, Any]:
-        intake, present = self._state.intake, self._state.environments.present(now)
+        backlog, present = self._state.backlog, self._state.environments.present(now)
         shares = sum(other.share for other in present)
         return {
             "name": env.name,
@@ -89,8 +89,8 @@ class Dashboard:
             "group_size": env.group_size,
             "weight": env.share / shares if shares and env in present else 0.0,
             "minimum": env.minimum,
-            "queued": intake.queue.sequences.get(env.id, 0),
-            "buffered": sum(held.group.sequences for held in intake.buffers.get(env.id, ())),
+            "queued": backlog.queue.sequences.get(env.id, 0),
+            "buffered": sum(held.group.sequences for held in backlog.buffers.get(env.id, ())),
             "groups": env.groups,
             "tokens": env.tokens,
             "set_aside": env.set_aside,
@@ -98,7 +98,7 @@ class Dashboard:
         }
 
     def _set_aside(self) -> dict[str, Any]:
-        kept = self._state.intake.set_aside
+        kept = self._state.backlog.set_aside
         last = [
             {"at": misfit.at, "environment": misfit.environment, "reason": misfit.reason}
             for misfit in list(kept.last)[-_MISFITS:]

@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lachesis.api.exchange import inflate
-from lachesis.api.records import Change, HeldGroup, ScoredGroup, Snapshot
-from lachesis.api.refusals import StoreFailed
+from lachesis.api.bodies import inflate
+from lachesis.api.records import Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.api.wire import parse_group
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, LachesisError
 from lachesis.common.files import fsync_path
 
 logger = logging.getLogger(__name__)
@@ -37,6 +36,10 @@ _CARRIED_RECEIPTS = 1_000
 # What a group takes beside its payload, roughly.
 _ROW_BYTES = 128
 _WRITEV_PARTS = 512
+
+
+class StoreFailed(LachesisError):
+    """The state directory could not be written; nothing of the request was kept."""
 
 
 @dataclass(slots=True)
@@ -259,7 +262,7 @@ def _decoded(head: dict[str, Any], payload: memoryview) -> tuple[Change, list[in
         text = bytes(payload[at : at + length])
         if text.startswith(_GZIP_MAGIC):
             text = parse_group(inflate(text, limit=_NO_LIMIT), check=False).json
-        group = ScoredGroup(json=text, sequences=sequences, tokens=tokens, env_id=env_id, score=score)
+        group = StoredGroup(json=text, sequences=sequences, tokens=tokens, env_id=env_id, score=score)
         added.append(HeldGroup(number=number, group=group, position=position))
         at += length
     change = Change(

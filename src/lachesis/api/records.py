@@ -14,8 +14,8 @@ NOT_QUEUED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class ScoredGroup:
-    """One group as it came off the wire.
+class StoredGroup:
+    """One group as the server keeps it: its JSON, and what the queue has to know of it.
 
     ``json`` has all keys of the protocol, nulls included, and goes into a batch as it is. ``problem`` says why
     no trainer could use the group; empty where one could, or where nobody asked.
@@ -42,7 +42,7 @@ class HeldGroup:
     """
 
     number: int
-    group: ScoredGroup
+    group: StoredGroup
     position: int = NOT_QUEUED
 
 

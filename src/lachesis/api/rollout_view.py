@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from lachesis.api.checks import UNTRAINED
 from lachesis.api.records import HeldGroup
+from lachesis.api.scored_group import UNTRAINED
 from lachesis.common.errors import ConfigError
 from lachesis.web.tokens import best_and_worst, token_spans
 

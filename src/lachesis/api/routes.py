@@ -12,17 +12,20 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
+from lachesis.api.bodies import Body, read_body, reply, reply_with
 from lachesis.api.dashboard import Dashboard
-from lachesis.api.exchange import Body, read_body, reply, reply_with
-from lachesis.api.exposition import exposition
-from lachesis.api.journal import Journal
+from lachesis.api.journal import Journal, StoreFailed
+from lachesis.api.metrics import exposition
 from lachesis.api.records import Change, RolloutBatch
-from lachesis.api.refusals import Refusal, StoreFailed
 from lachesis.api.state import RolloutState
 from lachesis.api.wire import (
+    HOLDS_HEADER,
+    KEY_HEADER,
+    TRAINER_HEADER,
     Acknowledgement,
     EnvIdentifier,
     EnvRegistration,
+    Refusal,
     Registration,
     parse_group,
     parse_groups,
@@ -31,10 +34,6 @@ from lachesis.api.wire import (
 
 Answer = TypeVar("Answer")
 
-# Lachesis's own headers; others' clients send none of them and notice nothing.
-TRAINER_HEADER = "X-Lachesis-Trainer"
-HOLDS_HEADER = "X-Lachesis-Holds"
-KEY_HEADER = "Idempotency-Key"
 # Seconds for which changes are refused after one could not be written.
 RECOVERY_S = 5
 _KEY_LENGTH = 200
@@ -200,7 +199,7 @@ class Endpoints:
         return self._apply(once)
 
     async def latest_example(self, request: Request) -> Response:
-        latest = self.state.intake.latest
+        latest = self.state.backlog.latest
         return await reply(request, latest.group.json) if latest else reply_with({name: [] for name in _NO_EXAMPLE})
 
     async def reset_data(self, request: Request) -> Response:
@@ -210,7 +209,7 @@ class Endpoints:
     # -- Lachesis's own
 
     async def set_aside(self, request: Request) -> Response:
-        return await reply(request, self.state.intake.set_aside.reply())
+        return await reply(request, self.state.backlog.set_aside.reply())
 
     async def metrics(self, request: Request) -> Response:
         text = exposition(self.state, refused=self.refused)

@@ -10,22 +10,24 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lachesis.api.dashboard import Dashboard
-from lachesis.api.guard import SameSiteOnly
-from lachesis.api.history import INTERVAL_S, History
-from lachesis.api.journal import Journal, sync_and_close
-from lachesis.api.refusals import Refusal, StoreFailed
+from lachesis.api.journal import Journal, StoreFailed, sync_and_close
+from lachesis.api.metrics import INTERVAL_S, History
 from lachesis.api.rollout_view import load_pieces
 from lachesis.api.routes import RECOVERY_S, Endpoints
 from lachesis.api.state import QueueLimits, RolloutState
+from lachesis.api.wire import Refusal
 from lachesis.common.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -137,6 +139,35 @@ def build_app(options: ServerOptions) -> Starlette:
         middleware=[Middleware(SameSiteOnly)],
         exception_handlers={Refusal: refuse, StoreFailed: refuse, HTTPException: refuse},
     )
+
+
+class SameSiteOnly:
+    """Keeps other web pages out: one that a user happens to have open must not reset or feed a training run.
+
+    Refuses, with 403, requests that a browser marks as another site's. Programs send no such marks.
+
+    Browsers set ``Sec-Fetch-Site`` and ``Origin``, and pages cannot forge them. Following a link to the dashboard
+    is fine.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and _is_foreign(Headers(scope=scope), scope["path"]):
+            refusal = JSONResponse({"detail": "requests from other web sites are refused"}, status_code=403)
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _is_foreign(headers: Headers, path: str) -> bool:
+    site = headers.get("sec-fetch-site", "none")
+    if path == "/dashboard" and headers.get("sec-fetch-mode") == "navigate":
+        return False
+    origin = headers.get("origin")
+    same_origin = origin is None or urlsplit(origin).netloc == headers.get("host")
+    return site in ("cross-site", "same-site") or not same_origin
 
 
 def _refused(endpoints: Endpoints, error: Exception) -> Response:

@@ -7,18 +7,16 @@ before the reply goes out. Time is an argument, in seconds on one monotonic cloc
 from __future__ import annotations
 
 import uuid
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lachesis.api.backlog import Backlog
 from lachesis.api.batching import plan_batch, waiting_for
-from lachesis.api.deliveries import Deliveries
 from lachesis.api.environments import Environments
-from lachesis.api.intake import Intake
-from lachesis.api.records import Change, RolloutBatch, ScoredGroup, Snapshot
-from lachesis.api.refusals import Refusal
-from lachesis.api.wire import EnvRegistration, Registration
+from lachesis.api.records import Change, RolloutBatch, Snapshot, StoredGroup
+from lachesis.api.wire import EnvRegistration, Refusal, Registration
 
 _RECEIPTS = 10_000
 
@@ -47,6 +45,51 @@ class Delivered:
         self.tokens += sign * sum(held.group.tokens for held in batch.groups)
 
 
+class Deliveries:
+    """Batches that were handed out and may have to be handed out again.
+
+    ``returned`` are batches whose trainer was gone before it had read them; anyone may have them next.
+    ``outstanding`` are out with Lachesis's trainer, by id, until it acknowledges them or its time is up.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.returned: deque[RolloutBatch] = deque()
+        self.outstanding: dict[int, RolloutBatch] = {}
+        self.redelivered = 0
+
+    def hand_out(self, batch: RolloutBatch, *, trainer: int, now: float) -> None:
+        """Await an acknowledgement of ``batch`` from ``trainer``."""
+        batch.owner = trainer
+        batch.deadline = now + self.timeout_s
+        batch.deliveries += 1
+        self.redelivered += batch.deliveries > 1
+        self.outstanding[batch.id] = batch
+
+    def renew(self, ids: Iterable[int], *, trainer: int, now: float) -> None:
+        """The trainer says that it still holds these: their time starts anew."""
+        for batch_id in ids:
+            batch = self.outstanding.get(batch_id)
+            if batch is not None and batch.owner == trainer:
+                batch.deadline = now + self.timeout_s
+
+    def due(self, *, trainer: int, holds: Collection[int] | None, now: float) -> RolloutBatch | None:
+        """The oldest outstanding batch that ``trainer`` should get again.
+
+        Due is what went to an earlier trainer, what was not acknowledged in time, and, where the trainer said
+        what it ``holds``, what went to it and never arrived.
+        """
+        for batch in self.outstanding.values():
+            lost = holds is not None and batch.id not in holds
+            if batch.owner != trainer or batch.deadline <= now or lost:
+                return batch
+        return None
+
+    def acknowledge(self, ids: Iterable[int]) -> list[RolloutBatch]:
+        """Forget the batches with these ids; those that were outstanding are returned."""
+        return [self.outstanding.pop(batch_id) for batch_id in ids if batch_id in self.outstanding]
+
+
 class RolloutState:
     """Registrations, groups and batches. ``epoch`` counts resets, so that late news of an older run is dropped."""
 
@@ -65,7 +108,7 @@ class RolloutState:
         self.trainer: int | None = None
         self.delivered = Delivered()
         self.environments = Environments(timeout_s=limits.env_timeout_s)
-        self.intake = Intake(self.environments, strict=limits.strict, max_queued_tokens=limits.max_queued_tokens)
+        self.backlog = Backlog(self.environments, strict=limits.strict, max_queued_tokens=limits.max_queued_tokens)
         self.deliveries = Deliveries(timeout_s=limits.ack_timeout_s)
         self._receipts: OrderedDict[str, bytes] = OrderedDict()
         self._next_batch = 0
@@ -144,7 +187,7 @@ class RolloutState:
         """What the trainer is waiting for, as a sentence; empty where a batch is ready."""
         if self.registration is None:
             return "no trainer has registered"
-        lanes, demand = self.intake.queue.lanes, self.environments.demand(self.registration.batch_size, now)
+        lanes, demand = self.backlog.queue.lanes, self.environments.demand(self.registration.batch_size, now)
         if self.deliveries.returned or plan_batch(lanes, demand) is not None:
             return ""
         return waiting_for(lanes, demand, {env.id: env.name for env in self.environments})
@@ -164,10 +207,10 @@ class RolloutState:
             batch = self.deliveries.returned.popleft()
         else:
             size = self.registration.batch_size if self.registration else 0
-            keys = plan_batch(self.intake.queue.lanes, self.environments.demand(size, now)) if size else None
+            keys = plan_batch(self.backlog.queue.lanes, self.environments.demand(size, now)) if size else None
             if keys is None:
                 return None
-            batch = RolloutBatch(id=self._next_batch, groups=self.intake.queue.take(keys))
+            batch = RolloutBatch(id=self._next_batch, groups=self.backlog.queue.take(keys))
             self._next_batch += 1
         self.step += 1
         self.delivered.count(batch)
@@ -176,7 +219,7 @@ class RolloutState:
     def _dissolve_returned(self) -> None:
         """Batches of another size go back into the queue, for batches of the new one."""
         while self.deliveries.returned:
-            self.intake.queue.put_back(self.deliveries.returned.popleft().groups)
+            self.backlog.queue.put_back(self.deliveries.returned.popleft().groups)
 
     # -- environments
 
@@ -202,7 +245,7 @@ class RolloutState:
         if environment is None:
             return {"status": "failure", "error": f"no environment has the id {env_id}"}, None
         environment.connected = False
-        return {"status": "success"}, self._and_summary(Change(removed=self.intake.leave(environment)))
+        return {"status": "success"}, self._and_summary(Change(removed=self.backlog.leave(environment)))
 
     def status_env(self, env_id: int, now: float) -> dict[str, Any]:
         """GET /status-env.
@@ -215,12 +258,12 @@ class RolloutState:
             raise Refusal(404, f"no environment has the id {env_id}: register again")
         environment.last_seen = now
         size = self.registration.batch_size if self.registration else 0
-        figures = self.environments.status(environment, self.intake.queue, batch_size=size, now=now)
+        figures = self.environments.status(environment, self.backlog.queue, batch_size=size, now=now)
         return {"current_step": self.step, **figures, **self._fill()}
 
-    def post(self, groups: Sequence[ScoredGroup], now: float) -> tuple[list[dict[str, Any]], Change]:
-        """Take in groups; a reply for each. See :meth:`Intake.post`."""
-        return self.intake.post(groups, now=now)
+    def post(self, groups: Sequence[StoredGroup], now: float) -> tuple[list[dict[str, Any]], Change]:
+        """Take in groups; a reply for each. See :meth:`Backlog.post`."""
+        return self.backlog.post(groups, now=now)
 
     def receipt(self, key: str) -> bytes | None:
         """The reply to an earlier post with the same idempotency key."""
@@ -236,14 +279,14 @@ class RolloutState:
 
     def status(self) -> dict[str, Any]:
         """GET /status, with more than the original's two keys only where an option asks for more."""
-        figures: dict[str, Any] = {"current_step": self.step, "queue_size": len(self.intake.queue)}
+        figures: dict[str, Any] = {"current_step": self.step, "queue_size": len(self.backlog.queue)}
         if self.limits.strict:
-            figures["set_aside"] = self.intake.set_aside.count
+            figures["set_aside"] = self.backlog.set_aside.count
         return {**figures, **self._fill()}
 
     def _fill(self) -> dict[str, int]:
         limit = self.limits.max_queued_tokens
-        return {} if limit is None else {"queued_tokens": self.intake.weight, "max_queued_tokens": limit}
+        return {} if limit is None else {"queued_tokens": self.backlog.weight, "max_queued_tokens": limit}
 
     # -- durability
 
@@ -271,7 +314,7 @@ class RolloutState:
             self._next_batch = summary["next_batch"]
         self._receipts = OrderedDict(snapshot.receipts)
         waiting = [held for held in snapshot.held if held.number not in snapshot.batch_of]
-        self.intake.restore(waiting, next_number=max((held.number + 1 for held in snapshot.held), default=0))
+        self.backlog.restore(waiting, next_number=max((held.number + 1 for held in snapshot.held), default=0))
         out: dict[int, list[Any]] = {}
         for held in snapshot.held:
             if held.number in snapshot.batch_of:

@@ -1,4 +1,4 @@
-"""The records of the protocol: from the bytes of a request to checked values, numbers parsed once.
+"""The protocol: from the bytes of a request to checked records, numbers parsed once, or to a refusal.
 
 The types coerce as the original's do ("3" is 3, 2.0 is 2, true is 1). Other than there, no number may be NaN or
 infinite, a list reports its first fault instead of all of them, and faulty input is echoed in short only.
@@ -7,34 +7,56 @@ infinite, a list reports its first fault instead of all of them, and faulty inpu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, TypeVar
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, TypeAdapter, ValidationError
 
-from lachesis.api.checks import why_unusable
-from lachesis.api.json_position import path_at
-from lachesis.api.records import ScoredGroup
-from lachesis.api.refusals import Refusal
+from lachesis.api.records import StoredGroup
+from lachesis.api.scored_group import FirstFault, Id, ScoredGroup, WireRecord, why_unusable
+from lachesis.common.errors import DataError
 
-Item = TypeVar("Item")
 Record = TypeVar("Record", bound="WireRecord")
 Parsed = TypeVar("Parsed")
-# One bad number in a list is enough to know; a list of millions of them would otherwise give as many errors.
-FirstFault = Annotated[list[Item], Field(fail_fast=True)]
-Ints = FirstFault[int]
-Floats = FirstFault[float]
-
-# Ids of environments and batches, as the store can hold them.
-Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-
 _ECHO = 100
 
+# Lachesis's own headers; others' clients send none of them and notice nothing.
+TRAINER_HEADER = "X-Lachesis-Trainer"
+HOLDS_HEADER = "X-Lachesis-Holds"
+KEY_HEADER = "Idempotency-Key"
 
-class WireRecord(BaseModel):
-    """Unknown keys are ignored, as the original does."""
+# Where a JSON parser says that it stopped.
+_PLACE = re.compile(r"at line (\d+) column (\d+)")
+# Possessive, with the closing quote optional: a string cut off in the middle costs one pass, whatever is in it.
+_SIGN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{},:]', re.DOTALL)
+# Reading a document sign by sign is slow; an error further in is placed by line and column alone.
+_REACH = 2 << 20
+_DEPTH = 16
 
-    model_config = ConfigDict(allow_inf_nan=False, ser_json_inf_nan="constants")
+
+class Refusal(DataError):
+    """A request that is not served; the state is as it was before.
+
+    Args:
+        status: the HTTP status.
+        detail: what goes under the key ``detail``, or plain text where ``plain`` is set.
+        headers: further headers of the reply.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        detail: str | Sequence[Mapping[str, Any]],
+        *,
+        plain: bool = False,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(detail if isinstance(detail, str) else str(detail[0].get("msg", "")))
+        self.status = status
+        self.detail = detail
+        self.plain = plain
+        self.headers = dict(headers or {})
 
 
 class Registration(WireRecord):
@@ -74,48 +96,20 @@ class Acknowledgement(WireRecord):
     batch_ids: FirstFault[Id]
 
 
-class ScoredData(WireRecord):
-    """A group. The order of the fields is that of the original's replies."""
-
-    tokens: FirstFault[Ints]
-    masks: FirstFault[Ints]
-    scores: Floats
-    advantages: FirstFault[Floats] | None = None
-    ref_logprobs: FirstFault[Floats] | None = None
-    messages: FirstFault[FirstFault[dict[str, Any]]] | None = None
-    generation_params: dict[str, Any] | None = None
-    inference_logprobs: FirstFault[Floats] | None = None
-    overrides: FirstFault[dict[str, Any]] | None = None
-    group_overrides: dict[str, Any] | None = None
-    images: Any = None
-    env_id: Id | None = None
-    distill_token_ids: FirstFault[FirstFault[Ints]] | None = None
-    distill_logprobs: FirstFault[FirstFault[Floats]] | None = None
-
-    @field_validator("messages")
-    @classmethod
-    def _messages_are_complete(cls, messages: list[list[dict[str, Any]]] | None) -> list[list[dict[str, Any]]] | None:
-        for sequence, turns in enumerate(messages or ()):
-            for turn, message in enumerate(turns):
-                if "role" not in message or "content" not in message:
-                    raise ValueError(f"Message must have 'role' and 'content' fields: messages[{sequence}][{turn}]")
-        return messages
-
-
-_MANY = TypeAdapter(FirstFault[ScoredData])
+_MANY = TypeAdapter(FirstFault[ScoredGroup])
 _FREE_FIELDS = ("messages", "generation_params", "overrides", "group_overrides", "images")
 
 
-def parse_group(body: bytes, *, check: bool) -> ScoredGroup:
+def parse_group(body: bytes, *, check: bool) -> StoredGroup:
     """The group of POST /scored_data; with ``check``, its ``problem`` says why no trainer could use it.
 
     Raises:
         Refusal: 422, naming the field and index of the fault.
     """
-    return _compact(_validated(ScoredData.model_validate_json, body), check=check, loc=())
+    return _compact(_validated(ScoredGroup.model_validate_json, body), check=check, loc=())
 
 
-def parse_groups(body: bytes, *, check: bool) -> list[ScoredGroup]:
+def parse_groups(body: bytes, *, check: bool) -> list[StoredGroup]:
     """The groups of POST /scored_data_list: all of them, or none.
 
     Raises:
@@ -144,14 +138,14 @@ def _validated(validate: Callable[[bytes], Parsed], body: bytes) -> Parsed:
         raise Refusal(422, [_fault(fault, body) for fault in error.errors(include_url=False)]) from error
 
 
-def _compact(data: ScoredData, *, check: bool, loc: tuple[int, ...]) -> ScoredGroup:
+def _compact(data: ScoredGroup, *, check: bool, loc: tuple[int, ...]) -> StoredGroup:
     json = data.__pydantic_serializer__.to_json(data)
     # Free-form values may hide what the typed fields cannot hold. Looking for the words is cheap; they may also
     # be part of a text, so only then the values are walked.
     free = [name for name in _FREE_FIELDS if getattr(data, name) is not None]
     if free and (b"NaN" in json or b"Infinity" in json):
         _refuse_non_finite(data, free, loc)
-    return ScoredGroup(
+    return StoredGroup(
         json=json,
         sequences=len(data.tokens),
         tokens=sum(map(len, data.tokens)),
@@ -166,7 +160,7 @@ def _mean(scores: Sequence[float]) -> float | None:
     return mean if math.isfinite(mean) else None
 
 
-def _refuse_non_finite(data: ScoredData, names: Sequence[str], loc: tuple[int, ...]) -> None:
+def _refuse_non_finite(data: ScoredGroup, names: Sequence[str], loc: tuple[int, ...]) -> None:
     for name in names:
         for path, number in _numbers(getattr(data, name), (name,)):
             if not math.isfinite(number):
@@ -225,3 +219,40 @@ def _echo(value: Any) -> Any:
     if isinstance(value, str):
         return value if len(value) <= _ECHO else f"{value[:_ECHO]}..."
     return f"<{type(value).__name__}>"
+
+
+def path_at(body: bytes, reason: str) -> list[str | int]:
+    """The keys and indices, 16 at most, that lead to the place named in ``reason`` ("... at line 1 column 24").
+
+    Empty at the top level, where the reason names no place, and beyond the first 2 MiB.
+    """
+    place = _PLACE.search(reason)
+    if place is None:
+        return []
+    end = _offset(body, line=int(place[1]), column=int(place[2]))
+    return [] if end > _REACH else _path(body[:end])[:_DEPTH]
+
+
+def _offset(body: bytes, *, line: int, column: int) -> int:
+    start = 0
+    for _ in range(line - 1):
+        start = body.index(b"\n", start) + 1
+    return start + max(0, column - 1)
+
+
+def _path(prefix: bytes) -> list[str | int]:
+    path: list[str | int | None] = []
+    last = b""
+    for match in _SIGN.finditer(prefix):
+        sign = match[0]
+        if sign in b"[{":
+            path.append(0 if sign == b"[" else None)
+        elif sign in b"]}":
+            if path:
+                path.pop()
+        elif sign == b"," and path:
+            path[-1] = path[-1] + 1 if isinstance(path[-1], int) else None
+        elif sign == b":" and path and not isinstance(path[-1], int):
+            path[-1] = last[1:-1].decode("utf-8", errors="replace")
+        last = sign
+    return [part for part in path if part is not None]

@@ -17,11 +17,10 @@ import httpx
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.common.http import server_url
-from lachesis.common.types import GenerationRequest, SamplingParams
+from lachesis.common.types import Completion, GenerationRequest, SamplingParams
 from lachesis.engines.http.control import tls
 from lachesis.engines.http.generation import request_body
 from lachesis.engines.http.replies import malformed
-from lachesis.environments.records import Sampled
 from lachesis.environments.replies import read_completions, read_generate
 from lachesis.environments.settings import ServerConfig, SlurmConfig
 
@@ -105,7 +104,7 @@ class InferenceClient:
 
     async def generate(
         self, prompt_ids: Sequence[int], *, params: SamplingParams, n: int = 1, seed: int | None = None
-    ) -> list[Sampled]:
+    ) -> list[Completion]:
         """``n`` completions of a prompt, in order.
 
         Raises:
@@ -150,7 +149,7 @@ class InferenceClient:
         n: int,
         seed: int | None,
         deadline: Deadline,
-    ) -> list[Sampled]:
+    ) -> list[Completion]:
         body = request_body(GenerationRequest(tuple(prompt_ids), params, n=n, seed=seed or 0))
         if seed is None:
             del body["seed"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lachesis.api.checks import UNTRAINED
+from lachesis.api.scored_group import UNTRAINED
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.environments.tokenizer import pieces_of

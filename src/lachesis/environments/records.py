@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
-from lachesis.api.checks import NO_LOGPROB, UNTRAINED, why_unusable
+from pydantic import ConfigDict, model_validator
+
+from lachesis.api.scored_group import NO_LOGPROB, UNTRAINED, why_unusable
+from lachesis.api.scored_group import ScoredGroup as ProtocolGroup
 from lachesis.common.errors import DataError
-from lachesis.common.types import FinishReason, Message, VersionSpan
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One completion as a server sampled it.
-
-    ``logprobs[i]`` is that of ``token_ids[i]``. ``versions`` are the weight versions at its first and last token;
-    ``None`` where the server knows none.
-    """
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    finish_reason: FinishReason
-    versions: VersionSpan | None = None
+from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, Message, VersionSpan
 
 
 @dataclass(slots=True)
@@ -47,13 +36,13 @@ class Trajectory:
         self.masks += [UNTRAINED] * len(token_ids)
         self.logprobs += [NO_LOGPROB] * len(token_ids)
 
-    def sample(self, sampled: Sampled) -> None:
+    def sample(self, sampled: Completion) -> None:
         """Append a completion, which trains."""
         self.tokens += sampled.token_ids
         self.masks += sampled.token_ids
         self.logprobs += sampled.logprobs
         self.finish_reason = sampled.finish_reason
-        if sampled.versions is not None:
+        if sampled.versions != UNKNOWN_VERSIONS:
             first = self.versions.first if self.versions else sampled.versions.first
             self.versions = VersionSpan(first, sampled.versions.last)
 
@@ -68,40 +57,26 @@ class Trajectory:
         return known if self.versions is None else known | {"weight_version": self.versions._asdict()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredGroup:
-    """All sequences of one problem with their scores, in the shape of the protocol; lists are of [sequence][position].
-
-    ``overrides`` has a mapping per sequence, ``group_overrides`` one for all. Optional lists may be ``None``.
+class ScoredGroup(ProtocolGroup):
+    """The record of the protocol as an environment makes it, with the logprobs that sampled tokens have to have.
 
     Raises:
         DataError: no trainer could use it: lists of different lengths, a number that is not finite, a logprob above
             0 or a mask that is not the token where it trains, or a sequence of which nothing trains.
     """
 
-    tokens: Sequence[Sequence[int]]
-    masks: Sequence[Sequence[int]]
-    scores: Sequence[float]
-    inference_logprobs: Sequence[Sequence[float]]
-    advantages: Sequence[Sequence[float]] | None = None
-    ref_logprobs: Sequence[Sequence[float]] | None = None
-    messages: Sequence[Sequence[Message]] | None = None
-    generation_params: Mapping[str, Any] | None = None
-    overrides: Sequence[Mapping[str, Any]] | None = None
-    group_overrides: Mapping[str, Any] | None = None
-    images: Any = None
-    distill_token_ids: Sequence[Sequence[Sequence[int]]] | None = None
-    distill_logprobs: Sequence[Sequence[Sequence[float]]] | None = None
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=True)
 
-    def __post_init__(self) -> None:
-        fault = why_unusable(self) or _fault(self)  # type: ignore[arg-type]
+    @model_validator(mode="after")
+    def _is_usable(self) -> Self:
+        fault = why_unusable(self) or _fault(self)
         if fault:
             raise DataError(f"a scored group that no trainer could use: {fault}", remedy="correct the environment")
+        return self
 
     def document(self, *, env_id: int | None = None) -> dict[str, Any]:
         """The group as it goes over the wire."""
-        document = {one.name: getattr(self, one.name) for one in fields(self)}
-        return document | {"env_id": env_id}
+        return self.model_dump() | {"env_id": env_id}
 
     @property
     def size(self) -> int:
@@ -137,20 +112,21 @@ def scored_group(
         masks=[trajectory.masks for trajectory in trajectories],
         scores=list(scores),
         inference_logprobs=[trajectory.logprobs for trajectory in trajectories],
-        messages=[trajectory.messages for trajectory in trajectories] if include_messages else None,
+        messages=[list(map(dict, one.messages)) for one in trajectories] if include_messages else None,
         generation_params={"temperature": temperature},
         overrides=[trajectory.overrides() for trajectory in trajectories],
-        group_overrides=group_overrides,
+        group_overrides=None if group_overrides is None else dict(group_overrides),
     )
 
 
 def _fault(group: ScoredGroup) -> str:
-    if len(group.inference_logprobs) != len(group.tokens):
-        return f"inference_logprobs has {len(group.inference_logprobs)} entries, tokens has {len(group.tokens)}"
+    logprobs_of = group.inference_logprobs or ()
+    if len(logprobs_of) != len(group.tokens):
+        return f"inference_logprobs has {len(logprobs_of)} entries, tokens has {len(group.tokens)}"
     for index, score in enumerate(group.scores):
         if not math.isfinite(score):
             return f"scores[{index}] is {score}"
-    rows = zip(group.tokens, group.masks, group.inference_logprobs, strict=True)
+    rows = zip(group.tokens, group.masks, logprobs_of, strict=True)
     for index, (tokens, masks, logprobs) in enumerate(rows):
         trains = 0
         for at, (token, mask, logprob) in enumerate(zip(tokens, masks, logprobs, strict=True)):

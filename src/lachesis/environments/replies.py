@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lachesis.common.errors import EngineError
-from lachesis.common.types import FinishReason, VersionSpan
+from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, VersionSpan
 from lachesis.engines.http.replies import malformed
-from lachesis.environments.records import Sampled
 
 # A rounding error of a log-softmax; anything above is no logprob.
 _ROUNDING = 1e-4
@@ -22,7 +21,7 @@ _NO_LOGPROBS = (
 )
 
 
-def read_generate(reply: Mapping[str, Any], *, n: int, url: str) -> list[Sampled]:
+def read_generate(reply: Mapping[str, Any], *, n: int, url: str) -> list[Completion]:
     """The completions in an answer of ``/generate``: ours with its compact lists, or the documented shape alone.
 
     The documented shape has ``logprobs[completion][position] == [{token id: logprob}]``, the sampled token first.
@@ -46,7 +45,7 @@ def read_generate(reply: Mapping[str, Any], *, n: int, url: str) -> list[Sampled
         raise malformed(url, "/generate", error) from error
 
 
-def read_completions(reply: Mapping[str, Any], *, n: int, url: str) -> list[Sampled]:
+def read_completions(reply: Mapping[str, Any], *, n: int, url: str) -> list[Completion]:
     """The completions in an answer of ``/v1/completions`` that was asked for token ids and logprobs.
 
     Raises:
@@ -77,7 +76,7 @@ def _completions(
     *,
     n: int,
     url: str,
-) -> list[Sampled]:
+) -> list[Completion]:
     if not len(ids) == len(logprobs) == len(reasons) == len(versions) == n:
         raise ValueError(f"{len(ids)} completions with {len(logprobs)} lists of logprobs, asked for {n}")
     return [_sampled(*row, url=url) for row in zip(ids, logprobs, reasons, versions, strict=True)]
@@ -85,18 +84,18 @@ def _completions(
 
 def _sampled(
     ids: Sequence[int], logprobs: Sequence[float], reason: Any, versions: Mapping[str, int] | None, *, url: str
-) -> Sampled:
+) -> Completion:
     if len(ids) != len(logprobs) or any(value is None for value in logprobs):
         raise _without(url, f"for {len(ids)} tokens there are {sum(v is not None for v in logprobs)}")
     for position, value in enumerate(logprobs):
         if not -math.inf < value <= _ROUNDING:
             raise _without(url, f"the one at position {position} is {value}, which is no logprob")
     # ``_FINISH_REASONS[reason]`` raises KeyError for a word that no server of the contract says.
-    return Sampled(
+    return Completion(
         token_ids=tuple(int(token) for token in ids),
         logprobs=tuple(min(0.0, float(value)) for value in logprobs),
         finish_reason=_FINISH_REASONS[reason],
-        versions=None if versions is None else VersionSpan(int(versions["first"]), int(versions["last"])),
+        versions=UNKNOWN_VERSIONS if versions is None else VersionSpan(int(versions["first"]), int(versions["last"])),
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from lachesis.api.wire import KEY_HEADER, EnvRegistration
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, EngineError
 from lachesis.engines.http.control import tls
@@ -95,17 +96,17 @@ class RolloutApi:
         )  # fmt: skip
         self.retries = 0
 
-    async def register(self, *, name: str, asked: Mapping[str, Any]) -> Registered:
+    async def register(self, asked: EnvRegistration) -> Registered:
         """Register, once a trainer has registered and asked for a batch.
 
         Raises:
             DeadlineExceeded: no trainer came.
             DataError: the API refuses the registration.
         """
-        deadline = self._deadline(f"environment {name}: waiting for a trainer at {self.url}")
+        deadline = self._deadline(f"environment {asked.desired_name}: waiting for a trainer at {self.url}")
         waiting = False
         while True:
-            reply = await self._request("POST", "/register-env", {"desired_name": name, **asked})
+            reply = await self._request("POST", "/register-env", asked.model_dump())
             if reply.get("status") == "success":
                 break
             if not waiting:
@@ -151,7 +152,7 @@ class RolloutApi:
             PostRefused: the API refuses them for good.
             QueueFull: they are several, and the queue took in none of them.
         """
-        headers = {"Idempotency-Key": uuid.uuid4().hex}
+        headers = {KEY_HEADER: uuid.uuid4().hex}
         path, alone = "/scored_data_list", len(groups) == 1
         reply = await self._request("POST", path, list(groups), headers=headers, wait_for_room=alone)
         reasons = tuple((entry["index"], entry["reason"]) for entry in reply.get("reasons", ()))

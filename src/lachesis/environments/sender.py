@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from lachesis.api.wire import EnvRegistration
 from lachesis.environments.counters import Counters
 from lachesis.environments.outputs import Outputs
 from lachesis.environments.records import ScoredGroup
@@ -25,13 +26,13 @@ class Membership:
 
     def __init__(self, api: RolloutApi, *, name: str, config: EnvironmentConfig) -> None:
         self._api = api
-        self._name = name
-        self._asked = {
-            "max_token_length": config.max_token_length,
-            "weight": config.inference_weight,
-            "group_size": config.group_size,
-            "min_batch_allocation": config.min_batch_allocation,
-        }
+        self._asked = EnvRegistration(
+            desired_name=name,
+            max_token_length=config.max_token_length,
+            weight=config.inference_weight,
+            group_size=config.group_size,
+            min_batch_allocation=config.min_batch_allocation,
+        )
         self._lock = asyncio.Lock()
         self.current: Registered | None = None
 
@@ -40,7 +41,7 @@ class Membership:
         async with self._lock:
             # Not by its id: an API that was started again gives the same ids.
             if self.current is None or self.current is lost:
-                self.current = await self._api.register(name=self._name, asked=self._asked)
+                self.current = await self._api.register(self._asked)
             return self.current
 
 

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from lachesis.api.journal import Journal, sync_and_close
-from lachesis.api.records import Change, HeldGroup, ScoredGroup, Snapshot
-from lachesis.api.refusals import StoreFailed
+from lachesis.api.journal import Journal, StoreFailed, sync_and_close
+from lachesis.api.records import Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.common.errors import ConfigError
 from tests.unit.api.processes import scored
 
 
 def held(number: int, *, position: int | None = None, length: int = 50) -> HeldGroup:
     text = json.dumps({"number": number, "text": "x" * length}).encode()
-    group = ScoredGroup(json=text, sequences=4, tokens=9, env_id=None, score=0.25)
+    group = StoredGroup(json=text, sequences=4, tokens=9, env_id=None, score=0.25)
     return HeldGroup(number=number, group=group, position=number if position is None else position)
 
 

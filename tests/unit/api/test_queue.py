@@ -1,14 +1,14 @@
 from __future__ import annotations
 
 from lachesis.api.queue import GroupQueue
-from lachesis.api.records import HeldGroup, ScoredGroup
+from lachesis.api.records import HeldGroup, StoredGroup
 
 
 def held(position: int, size: int, env_id: int | None = None, *, json: bytes = b"{}") -> HeldGroup:
     return HeldGroup(
         number=position,
         position=position,
-        group=ScoredGroup(json=json, sequences=size, tokens=10 * size, env_id=env_id),
+        group=StoredGroup(json=json, sequences=size, tokens=10 * size, env_id=env_id),
     )
 
 

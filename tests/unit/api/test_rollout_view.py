@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 
-from lachesis.api.records import HeldGroup, ScoredGroup
+from lachesis.api.records import HeldGroup, StoredGroup
 from lachesis.api.rollout_view import load_pieces, view
 from lachesis.common.errors import ConfigError
 from tests.unit.api.processes import scored
@@ -15,7 +15,7 @@ from tests.unit.api.processes import scored
 def held(**fields) -> HeldGroup:
     group = scored(2) | fields
     text = json.dumps(group).encode()
-    return HeldGroup(number=3, group=ScoredGroup(text, sequences=len(group["tokens"]), tokens=6, env_id=None))
+    return HeldGroup(number=3, group=StoredGroup(text, sequences=len(group["tokens"]), tokens=6, env_id=None))
 
 
 @pytest.fixture(scope="module")
@@ -75,5 +75,5 @@ def test_ragged_and_large_groups():
 
 def test_very_large_groups_are_not_read():
     text = b'{"tokens": ' + b" " * (9 << 20)
-    large = HeldGroup(number=0, group=ScoredGroup(json=text, sequences=4, tokens=9, env_id=None))
+    large = HeldGroup(number=0, group=StoredGroup(json=text, sequences=4, tokens=9, env_id=None))
     assert view(large, environment="", pieces=None)["sequences"] == []

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
-from lachesis.api.server import ServerOptions, _listen, build_app, serve
+from lachesis.api.server import ServerOptions, _is_foreign, _listen, build_app, serve
 from lachesis.common.errors import ConfigError
 from tests.unit.api.processes import ours
 from tests.waiting import LONG_S
@@ -46,3 +47,21 @@ def test_the_body_of_an_answer_does_not_wait_for_the_acknowledgement_of_its_head
         connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize(
+    ("headers", "path", "foreign"),
+    [
+        ({}, "/batch", False),
+        ({"host": "a:1", "origin": "http://a:1", "sec-fetch-site": "same-origin"}, "/scored_data", False),
+        ({"host": "a:1", "origin": "http://b"}, "/scored_data", True),
+        ({"host": "a:1", "origin": "null"}, "/scored_data", True),
+        ({"sec-fetch-site": "cross-site"}, "/reset_data", True),
+        ({"sec-fetch-site": "same-site"}, "/batch", True),
+        ({"sec-fetch-site": "none"}, "/status", False),
+        ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, "/dashboard", False),
+        ({"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}, "/reset_data", True),
+    ],
+)
+def test_foreign_pages(headers: dict[str, str], path: str, foreign: bool):
+    assert _is_foreign(Headers(headers), path) is foreign

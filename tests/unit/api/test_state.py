@@ -5,10 +5,9 @@ import random
 
 import pytest
 
-from lachesis.api.records import Change, HeldGroup, ScoredGroup, Snapshot
-from lachesis.api.refusals import Refusal
+from lachesis.api.records import Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.api.state import QueueLimits, RolloutState
-from lachesis.api.wire import EnvRegistration, Registration
+from lachesis.api.wire import EnvRegistration, Refusal, Registration
 from tests.unit.api.processes import ENVIRONMENT, REGISTRATION
 
 NOW = 50.0
@@ -24,8 +23,8 @@ def registration(**changes) -> Registration:
     return Registration(**REGISTRATION | changes)
 
 
-def group(size: int, *, mark: int = 0, env_id: int | None = None, tokens: int | None = None) -> ScoredGroup:
-    return ScoredGroup(
+def group(size: int, *, mark: int = 0, env_id: int | None = None, tokens: int | None = None) -> StoredGroup:
+    return StoredGroup(
         json=json.dumps({"mark": mark}).encode(), sequences=size, tokens=tokens or size, env_id=env_id, score=0.5
     )
 
@@ -34,7 +33,7 @@ def marks(batch) -> list[int]:
     return [json.loads(held.group.json)["mark"] for held in batch.groups]
 
 
-def post(state: RolloutState, *groups: ScoredGroup) -> list[dict]:
+def post(state: RolloutState, *groups: StoredGroup) -> list[dict]:
     return state.post(groups, NOW)[0]
 
 
@@ -75,8 +74,8 @@ def test_what_is_buffered_for_an_environment_that_leaves_takes_no_room_any_more(
     gone, stays = (add_env(state, group_size=4) for _ in range(2))
     for change in [state.post([group(3, env_id=gone), group(4, env_id=gone)], NOW)[1], state.disconnect_env(gone)[1]]:
         mirror.apply(change)
-    assert (state.intake.weight, state.intake.set_aside.count) == (group(4).weight, 1)
-    assert "left before groups of 4 were complete" in state.intake.set_aside.last[0].reason
+    assert (state.backlog.weight, state.backlog.set_aside.count) == (group(4).weight, 1)
+    assert "left before groups of 4 were complete" in state.backlog.set_aside.last[0].reason
     assert [held.group.sequences for held in mirror.held.values()] == [4]
     assert post(state, group(3, env_id=stays)) == [{"status": "buffered", "buffer_size": 3}]
 
@@ -159,7 +158,7 @@ def test_only_the_last_trainer_may_take_batches():
 def test_strict_sets_aside_and_counts():
     state = new_state(strict=True)
     env_id = add_env(state)
-    bad = ScoredGroup(json=b"{}", sequences=4, tokens=4, env_id=env_id, problem="scores is odd")
+    bad = StoredGroup(json=b"{}", sequences=4, tokens=4, env_id=env_id, problem="scores is odd")
     assert post(state, bad, group(4, env_id=77), group(4, env_id=env_id)) == [
         {"status": "set_aside", "reason": "scores is odd"},
         {"status": "set_aside", "reason": "env_id 77 was never registered"},
@@ -167,7 +166,7 @@ def test_strict_sets_aside_and_counts():
     ]
     assert state.status() == {"current_step": 0, "queue_size": 1, "set_aside": 2}
     assert state.environments.get(env_id).set_aside == 1
-    kept = json.loads(state.intake.set_aside.reply())
+    kept = json.loads(state.backlog.set_aside.reply())
     assert [(misfit["environment"], misfit["reason"]) for misfit in kept["last"]] == [
         ("env_0", "scores is odd"), ("#77", "env_id 77 was never registered"),
     ]  # fmt: skip
@@ -176,9 +175,9 @@ def test_strict_sets_aside_and_counts():
 def test_groups_set_aside_are_kept_within_bounds():
     state = new_state(strict=True)
     for _ in range(60):
-        large = ScoredGroup(json=b"[" + b"1" * (1 << 20) + b"]", sequences=1, tokens=1, env_id=9)
+        large = StoredGroup(json=b"[" + b"1" * (1 << 20) + b"]", sequences=1, tokens=1, env_id=9)
         post(state, large)
-    assert state.intake.set_aside.count == 60 and len(state.intake.set_aside.last) == 15
+    assert state.backlog.set_aside.count == 60 and len(state.backlog.set_aside.last) == 15
 
 
 def test_plain_mode_accepts_all_but_keeps_nothing_empty():
@@ -230,7 +229,7 @@ def test_reset_forgets_everything():
     change = state.reset()
     assert change.wipe and change.summary["registration"] is None
     assert state.status() == {"current_step": 0, "queue_size": 0, "set_aside": 0}
-    assert state.waiting(NOW) == "no trainer has registered" and state.intake.latest is None
+    assert state.waiting(NOW) == "no trainer has registered" and state.backlog.latest is None
 
 
 def test_any_history_can_be_restored():
@@ -257,8 +256,8 @@ def test_any_history_can_be_restored():
             again = RolloutState(state.limits)
             again.restore(mirror.snapshot(), NOW)
             assert again.summary() == state.summary() and again.status() == state.status()
-            assert {key: list(lane) for key, lane in again.intake.queue.lanes.items()} == {
-                key: list(lane) for key, lane in state.intake.queue.lanes.items()
+            assert {key: list(lane) for key, lane in again.backlog.queue.lanes.items()} == {
+                key: list(lane) for key, lane in state.backlog.queue.lanes.items()
             }
             assert buffered(again) == buffered(state)
             assert list(again.deliveries.outstanding) == list(state.deliveries.outstanding)
@@ -268,7 +267,7 @@ def test_any_history_can_be_restored():
 
 
 def buffered(state: RolloutState) -> dict[int, list[int]]:
-    return {env_id: [held.number for held in buffer] for env_id, buffer in state.intake.buffers.items() if buffer}
+    return {env_id: [held.number for held in buffer] for env_id, buffer in state.backlog.buffers.items() if buffer}
 
 
 def test_numbers_go_on_after_a_restore():

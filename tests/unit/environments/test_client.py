@@ -11,7 +11,7 @@ import pytest
 from starlette.responses import JSONResponse, Response
 
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
-from lachesis.common.types import SamplingParams, VersionSpan
+from lachesis.common.types import UNKNOWN_VERSIONS, SamplingParams, VersionSpan
 from lachesis.environments import client as client_module
 from lachesis.environments.client import InferenceClient
 from lachesis.environments.settings import ServerConfig, SlurmConfig
@@ -67,7 +67,7 @@ def test_a_server_of_the_original_kind():
     reply = answered(logprobs=[[[{"5": -0.25}], [{"2": -1.5}]]], finish_reasons=["stop"], text=["x"])
     with inference(reply=reply) as (_, url):
         (sampled,) = generate(url)
-    assert (sampled.token_ids, sampled.logprobs, sampled.versions) == ((5, 2), (-0.25, -1.5), None)
+    assert (sampled.token_ids, sampled.logprobs, sampled.versions) == ((5, 2), (-0.25, -1.5), UNKNOWN_VERSIONS)
 
 
 def test_openai_routes():

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from lachesis.common.errors import DataError
-from lachesis.common.types import VersionSpan
-from lachesis.environments.records import Sampled, ScoredGroup, Trajectory, scored_group
+from lachesis.common.types import Completion, VersionSpan
+from lachesis.environments.records import ScoredGroup, Trajectory, scored_group
 from lachesis.environments.tokenizer import chat_prompt
 from tests.tiny import tiny_tokenizer
 
@@ -17,9 +17,9 @@ def trajectory() -> Trajectory:
     """A prompt, a turn, the output of a tool, and another turn."""
     made = Trajectory()
     made.give([1, 2])
-    made.sample(Sampled((3, 4), (-0.1, -0.2), "stop", VersionSpan(5, 5)))
+    made.sample(Completion((3, 4), (-0.1, -0.2), "stop", VersionSpan(5, 5)))
     made.give([9])
-    made.sample(Sampled((6,), (-0.3,), "length", VersionSpan(6, 7)))
+    made.sample(Completion((6,), (-0.3,), "length", VersionSpan(6, 7)))
     return made
 
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 from starlette.responses import JSONResponse
 
-from lachesis.api import intake
+from lachesis.api import backlog
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, EngineError, LachesisError
 from lachesis.common.types import Message
 from lachesis.environments import rollout_api as api_module
@@ -312,7 +312,7 @@ def test_groups_of_a_registration_that_is_gone_are_sent_again(serve: Serve, api:
 
 
 def test_a_full_queue_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(intake, "RETRY_AFTER_S", 0)
+    monkeypatch.setattr(backlog, "RETRY_AFTER_S", 0)
     with rollout_api(max_queued_tokens=120) as api:
         api.start(batch_size=8)
         serving = serve(api.url, max_num=8, max_batches_offpolicy=9)
@@ -324,7 +324,7 @@ def test_a_full_queue_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatc
 
 def test_groups_that_do_not_fit_together_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is queued is no batch yet, so that the trainer cannot make room for all the others at once."""
-    monkeypatch.setattr(intake, "RETRY_AFTER_S", 0)
+    monkeypatch.setattr(backlog, "RETRY_AFTER_S", 0)
     limit, group = 200, ScoredGroup(**FOUR)
     with rollout_api(max_queued_tokens=limit) as server:
         server.start(batch_size=8)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import httpx
 
+from lachesis.api.wire import HOLDS_HEADER, TRAINER_HEADER, Registration
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError, EngineError
 from lachesis.common.threads import Watch, call_watched
@@ -18,7 +19,6 @@ from lachesis.engines.http.control import tls
 
 logger = logging.getLogger("lachesis")
 
-TRAINER_HEADER, HOLDS_HEADER = "X-Lachesis-Trainer", "X-Lachesis-Holds"
 _CONNECT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 # The original forms all possible batches in one request, which takes it a minute with a long queue, and loses the
@@ -33,20 +33,6 @@ class NotRegistered(EngineError):
 
 class Replaced(EngineError):
     """The API does not take this trainer for the one that registered last."""
-
-
-@dataclass(frozen=True, slots=True)
-class Registration:
-    """What a trainer tells the API, under the protocol's names. ``batch_size`` counts sequences."""
-
-    batch_size: int
-    max_token_len: int
-    checkpoint_dir: str
-    save_checkpoint_interval: int
-    starting_step: int
-    num_steps: int
-    wandb_project: str = ""
-    wandb_group: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +105,7 @@ class RolloutApiClient:
             DataError: the API refuses what is asked.
             DeadlineExceeded: it does not answer.
         """
-        reply = self._ask("POST", "/register", deadline=deadline, body=asdict(asked) | {"acknowledge": True})
+        reply = self._ask("POST", "/register", deadline=deadline, body=asked.model_dump() | {"acknowledge": True})
         if "uuid" not in reply:
             raise EngineError(f"the rollout API at {self.url} did not register the trainer: {reply}", remedy=_START)
         outstanding = reply.get("outstanding")

@@ -11,18 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from types import SimpleNamespace
 from typing import Any
 
-from lachesis.api.checks import UNTRAINED, why_unusable
+from lachesis.api.scored_group import UNTRAINED, ScoredGroup, why_unusable
 from lachesis.common.errors import DataError
 from lachesis.common.types import UNKNOWN_VERSIONS, FinishReason, Group, Prompt, Sample, VersionSpan
 from lachesis.rollouts.generation import TextDecoder
 
-_LISTS = (
-    "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "inference_logprobs", "overrides",
-    "distill_token_ids", "distill_logprobs",
-)  # fmt: skip
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 # A rounding error of a log-softmax; anything above is no logprob.
 _ROUNDING = 1e-4
@@ -77,33 +72,33 @@ def convert_group(data: Mapping[str, Any], *, group_id: str, conversion: Convers
     Raises:
         Unusable: with the reason.
     """
-    lists: Any = SimpleNamespace(**{name: data.get(name) for name in _LISTS})
     try:
-        lists.masks = [_as_labels(*pair) for pair in zip_longest(lists.tokens, lists.masks, fillvalue=())]
-        reason = _positive_logprobs(lists) or why_unusable(lists) or _numbers(lists)
+        # Not validated: our API has done it, and what another one let pass shows below.
+        group = ScoredGroup.model_construct(**data)
+        group.masks = [_as_labels(*pair) for pair in zip_longest(group.tokens, group.masks, fillvalue=())]
+        reason = _positive_logprobs(group) or why_unusable(group) or _numbers(group)
         if reason:
             raise Unusable(reason)
-        sequences = [_sequence(tokens, mask) for tokens, mask in zip(lists.tokens, lists.masks, strict=True)]
+        sequences = [_sequence(tokens, mask) for tokens, mask in zip(group.tokens, group.masks, strict=True)]
         _check(sequences, conversion)
-        fields = [_sample_fields(i, one, data, conversion) for i, one in enumerate(sequences)]
+        fields = [_sample_fields(i, one, group, conversion) for i, one in enumerate(sequences)]
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise Unusable(f"it is malformed ({type(error).__name__}: {error})") from error
     samples = [Sample(**values) for values in fields]
-    group_overrides = data.get("group_overrides") or {}
     first = samples[0].prompt_ids
     texts = conversion.decode([list(first), *(list(sample.completion_ids) for sample in samples)])
     prompt = Prompt(
-        id=str(group_overrides.get("group_id", group_id)),
+        id=str((group.group_overrides or {}).get("group_id", group_id)),
         token_ids=first,
         text=texts[0],
-        columns={"env_id": data.get("env_id")},
+        columns={"env_id": group.env_id},
     )
     return Group(prompt, tuple(replace(s, text=text) for s, text in zip(samples, texts[1:], strict=True)))
 
 
-def _positive_logprobs(lists: Any) -> str:
+def _positive_logprobs(group: ScoredGroup) -> str:
     """The placeholder 1.0, or any other number above 0, where a sampled token's logprob has to be."""
-    rows = zip(lists.inference_logprobs or (), lists.masks or (), strict=False)
+    rows = zip(group.inference_logprobs or (), group.masks, strict=False)
     trained = [value for row, mask in rows for value, m in zip(row, mask, strict=False) if m != UNTRAINED]
     known = [value for value in trained if value is not None]
     if not any(value > _ROUNDING for value in known):
@@ -116,8 +111,8 @@ def _positive_logprobs(lists: Any) -> str:
     )
 
 
-def _numbers(lists: Any) -> str:
-    for index, score in enumerate(lists.scores):
+def _numbers(group: ScoredGroup) -> str:
+    for index, score in enumerate(group.scores):
         if not math.isfinite(score):
             return f"scores[{index}] is {score}"
     return ""
@@ -156,12 +151,12 @@ def _check_ids(ids: Sequence[int], where: str, whose: str, conversion: Conversio
             )
 
 
-def _sample_fields(index: int, one: _Sequence, data: Mapping[str, Any], conversion: Conversion) -> dict[str, Any]:
+def _sample_fields(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversion) -> dict[str, Any]:
     """Those of a :class:`Sample`, its text aside."""
-    start, score = one.start, float(data["scores"][index])
-    overrides = (data.get("overrides") or [{}] * (index + 1))[index] or {}
-    logprobs = _logprobs(data, index, one)
-    advantage, by_token = _advantages(index, one, data, logprobs, conversion)
+    start, score = one.start, float(group.scores[index])
+    overrides = (group.overrides or [{}] * (index + 1))[index] or {}
+    logprobs = _logprobs(group, index, one)
+    advantage, by_token = _advantages(index, one, group, logprobs, conversion)
     if overrides.get("set_advantage_to_zero"):
         advantage, by_token = 0.0, None
     return {
@@ -171,7 +166,7 @@ def _sample_fields(index: int, one: _Sequence, data: Mapping[str, Any], conversi
         "finish_reason": _finish_reason(overrides, one, conversion),
         "versions": _versions(overrides),
         "mask": tuple(map(int, one.trains[start:])),
-        "temperature": _temperature(overrides, data),
+        "temperature": _temperature(overrides, group),
         "rewards": (score,),
         "reward": score,
         "advantage": advantage,
@@ -179,8 +174,8 @@ def _sample_fields(index: int, one: _Sequence, data: Mapping[str, Any], conversi
     }
 
 
-def _logprobs(data: Mapping[str, Any], index: int, one: _Sequence) -> tuple[float, ...]:
-    rows = data.get("inference_logprobs")
+def _logprobs(group: ScoredGroup, index: int, one: _Sequence) -> tuple[float, ...]:
+    rows = group.inference_logprobs
     if not rows:
         return (math.nan,) * (len(one.tokens) - one.start)
     pairs = zip(rows[index][one.start :], one.trains[one.start :], strict=True)
@@ -188,10 +183,10 @@ def _logprobs(data: Mapping[str, Any], index: int, one: _Sequence) -> tuple[floa
 
 
 def _advantages(
-    index: int, one: _Sequence, data: Mapping[str, Any], logprobs: Sequence[float], conversion: Conversion
+    index: int, one: _Sequence, group: ScoredGroup, logprobs: Sequence[float], conversion: Conversion
 ) -> tuple[float | None, tuple[float, ...] | None]:
     """The sequence's advantage, None where it comes from the scores, and what each token has besides, if anything."""
-    given, trains = data.get("advantages"), one.trains[one.start :]
+    given, trains = group.advantages, one.trains[one.start :]
     if given:
         values = [float(value) for value in given[index][one.start :]]
         trained = [value for value, counts in zip(values, trains, strict=True) if counts]
@@ -200,18 +195,18 @@ def _advantages(
         if len(set(trained)) <= 1:
             return (trained[0] if trained else 0.0), None
         return 0.0, tuple(v if counts else 0.0 for v, counts in zip(values, trains, strict=True))
-    advantage = float(data["scores"][index]) if len(data["scores"]) == 1 else None
-    if not data.get("distill_token_ids"):
+    advantage = float(group.scores[index]) if len(group.scores) == 1 else None
+    if not group.distill_token_ids:
         return advantage, None
-    return advantage, _distilled(index, one, data, logprobs, conversion)
+    return advantage, _distilled(index, one, group, logprobs, conversion)
 
 
 def _distilled(
-    index: int, one: _Sequence, data: Mapping[str, Any], logprobs: Sequence[float], conversion: Conversion
+    index: int, one: _Sequence, group: ScoredGroup, logprobs: Sequence[float], conversion: Conversion
 ) -> tuple[float, ...]:
     """log p_teacher - log p_sampler of each sampled token: the reverse KL's gradient, as an advantage (on-policy
     distillation; Agarwal et al., arXiv 2306.13649). 0 where the sampler's logprob is not known."""
-    ids, values = data["distill_token_ids"][index], data["distill_logprobs"][index]
+    ids, values = (group.distill_token_ids or [])[index], (group.distill_logprobs or [])[index]
     advantages = []
     for position in range(one.start, len(one.tokens)):
         ours, token = logprobs[position - one.start], one.tokens[position]
@@ -228,8 +223,8 @@ def _distilled(
     return tuple(advantages)
 
 
-def _temperature(overrides: Mapping[str, Any], data: Mapping[str, Any]) -> float:
-    for place in (overrides, data.get("generation_params") or {}, data.get("group_overrides") or {}):
+def _temperature(overrides: Mapping[str, Any], group: ScoredGroup) -> float:
+    for place in (overrides, group.generation_params or {}, group.group_overrides or {}):
         if "temperature" in place:
             value = float(place["temperature"])
             if not (math.isfinite(value) and value >= 0):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from lachesis.api.wire import Registration
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, DeadlineExceeded, EngineError, StopRequested
 from lachesis.common.threads import Watch, call_watched
@@ -22,7 +23,6 @@ from lachesis.rollouts.atropos.client import (
     Delivery,
     NotRegistered,
     Registered,
-    Registration,
     Replaced,
     RolloutApiClient,
 )
@@ -161,7 +161,7 @@ class AtroposSource(RolloutSource):
         )
 
     def _register(self, deadline: Deadline) -> Registered:
-        asked = replace(self._asked, starting_step=self._step)
+        asked = self._asked.model_copy(update={"starting_step": self._step})
         self._trainer = trainer = self._client.register(asked, deadline=deadline)
         # Ids of an API that was started anew mean other batches.
         self._trained = {number: digest for number, digest in self._trained.items() if number in trainer.outstanding}

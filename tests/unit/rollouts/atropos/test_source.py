@@ -16,11 +16,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lachesis.api.server import ServerOptions, build_app
+from lachesis.api.wire import Registration
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, EngineError, StopRequested
 from lachesis.common.types import Group
 from lachesis.config.schema import LachesisConfig
-from lachesis.rollouts.atropos.client import Registered, Registration, RolloutApiClient
+from lachesis.rollouts.atropos.client import Registered, RolloutApiClient
 from lachesis.rollouts.atropos.convert import Conversion
 from lachesis.rollouts.atropos.source import AtroposSource, build_atropos_source, keep_given_advantages
 from tests.ports import free_port
@@ -30,7 +31,14 @@ from tests.waiting import LONG_S
 
 CONVERSION = Conversion(lambda rows: ["" for _ in rows], vocab_size=50, max_length=16, eos_token_ids=frozenset({9}))
 REGISTRATION = Registration(
-    batch_size=4, max_token_len=16, checkpoint_dir="c", save_checkpoint_interval=2, starting_step=0, num_steps=50
+    batch_size=4,
+    max_token_len=16,
+    checkpoint_dir="c",
+    save_checkpoint_interval=2,
+    starting_step=0,
+    num_steps=50,
+    wandb_project="",
+    wandb_group="",
 )
 
 HTTP = client("")
@@ -116,7 +124,7 @@ def test_groups_from_before_the_run_are_told_of_unless_it_is_resumed(
     api: Api, make: Make, caplog: pytest.LogCaptureFixture, step: int, warns: bool
 ):
     api.post(1, 2)
-    source = make(api.url, registration=replace(REGISTRATION, starting_step=step))
+    source = make(api.url, registration=REGISTRATION.model_copy(update={"starting_step": step}))
     with caplog.at_level(logging.WARNING, logger="lachesis"):
         assert take(source) == ["1", "2"]
     told = [message for message in caplog.messages if "holds 2 groups from before this run" in message]
@@ -550,7 +558,6 @@ def test_logs_of_registration_are_those_that_are_documented(api: Api, make: Make
 
 
 def test_given_advantages_survive_those_from_the_scores(api: Api, make: Make):
-    from dataclasses import replace
 
     api.post(3, overrides=[{"set_advantage_to_zero": True}, {}])
     api.post(4)

@@ -1,10 +1,21 @@
-"""Why no trainer could use a group: the checks of ``--strict``."""
+"""The scored group of the protocol, one record from environment to trainer, and why no trainer could use one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any, Protocol
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+Item = TypeVar("Item")
+# One bad number in a list is enough to know; a list of millions of them would otherwise give as many errors.
+FirstFault = Annotated[list[Item], Field(fail_fast=True)]
+Ints = FirstFault[int]
+Floats = FirstFault[float]
+
+# Ids of environments and batches, as the store can hold them.
+Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 # Marks positions that are not trained on.
 UNTRAINED = -100
@@ -12,15 +23,46 @@ UNTRAINED = -100
 NO_LOGPROB = 1.0
 
 
-class Scored(Protocol):
-    """The lists of a group that have to fit together."""
+class WireRecord(BaseModel):
+    """Unknown keys are ignored, as the original does."""
 
-    tokens: list[list[int]]
-    masks: list[list[int]]
-    scores: list[float]
+    model_config = ConfigDict(allow_inf_nan=False, ser_json_inf_nan="constants")
 
 
-def why_unusable(group: Scored) -> str:
+class ScoredGroup(WireRecord):
+    """All sequences of one problem with their scores; lists are of [sequence][position].
+
+    ``masks`` are -100 where a position does not train and the token elsewhere, ``inference_logprobs`` are 1.0 where
+    the mask is -100. ``overrides`` has a mapping for each sequence, ``group_overrides`` is one for all. The order of
+    the fields is that of the original's replies.
+    """
+
+    tokens: FirstFault[Ints]
+    masks: FirstFault[Ints]
+    scores: Floats
+    advantages: FirstFault[Floats] | None = None
+    ref_logprobs: FirstFault[Floats] | None = None
+    messages: FirstFault[FirstFault[dict[str, Any]]] | None = None
+    generation_params: dict[str, Any] | None = None
+    inference_logprobs: FirstFault[Floats] | None = None
+    overrides: FirstFault[dict[str, Any]] | None = None
+    group_overrides: dict[str, Any] | None = None
+    images: Any = None
+    env_id: Id | None = None
+    distill_token_ids: FirstFault[FirstFault[Ints]] | None = None
+    distill_logprobs: FirstFault[FirstFault[Floats]] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _messages_are_complete(cls, messages: list[list[dict[str, Any]]] | None) -> list[list[dict[str, Any]]] | None:
+        for sequence, turns in enumerate(messages or ()):
+            for turn, message in enumerate(turns):
+                if "role" not in message or "content" not in message:
+                    raise ValueError(f"Message must have 'role' and 'content' fields: messages[{sequence}][{turn}]")
+        return messages
+
+
+def why_unusable(group: ScoredGroup) -> str:
     """The first fault that makes a group useless, naming the field and index; empty where there is none.
 
     Optional lists may be null or empty: the original's environments send ``[]`` for what they do not have.
@@ -53,7 +95,7 @@ def _ragged(name: str, rows: Sequence[Sequence[Any]], tokens: Sequence[Sequence[
     return ""
 
 
-def _placeholder_logprob(group: Any) -> str:
+def _placeholder_logprob(group: ScoredGroup) -> str:
     for index, (logprobs, mask) in enumerate(zip(group.inference_logprobs or (), group.masks, strict=False)):
         if NO_LOGPROB in compress(logprobs, map(UNTRAINED.__ne__, mask)):
             at = next(i for i, (lp, m) in enumerate(zip(logprobs, mask, strict=True)) if lp == 1.0 and m != UNTRAINED)
@@ -61,7 +103,7 @@ def _placeholder_logprob(group: Any) -> str:
     return ""
 
 
-def _distillation(group: Any) -> str:
+def _distillation(group: ScoredGroup) -> str:
     ids, logprobs = group.distill_token_ids or (), group.distill_logprobs or ()
     for name, rows in (("distill_token_ids", ids), ("distill_logprobs", logprobs)):
         if rows and len(rows) != len(group.tokens):

@@ -1,7 +1,10 @@
-"""From a post to the queue: limits, strict checks, and the buffers for groups of mixed sizes."""
+"""All groups that are held and not yet handed out: limits, strict checks, buffers for mixed sizes, the queue."""
 
 from __future__ import annotations
 
+import json
+import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,11 +12,12 @@ from typing import Any
 from lachesis.api.batching import released
 from lachesis.api.environments import Environment, Environments
 from lachesis.api.queue import GroupQueue
-from lachesis.api.records import NOT_QUEUED, Change, HeldGroup, ScoredGroup
-from lachesis.api.refusals import Refusal
-from lachesis.api.set_aside import SetAside
+from lachesis.api.records import NOT_QUEUED, Change, HeldGroup, StoredGroup
+from lachesis.api.wire import Refusal
 
 RETRY_AFTER_S = 2
+_KEPT = 50
+_KEPT_BYTES = 16 << 20
 
 
 @dataclass(slots=True)
@@ -34,7 +38,43 @@ class _Moves:
     placed: list[tuple[int, int]] = field(default_factory=list)
 
 
-class Intake:
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """One group set aside. ``at`` is wall-clock time in seconds."""
+
+    at: float
+    environment: str
+    reason: str
+    group: StoredGroup
+
+
+class SetAside:
+    """Counts all groups set aside; keeps the last 50, or fewer where they take more than 16 MiB."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last: deque[Misfit] = deque(maxlen=_KEPT)
+
+    def add(self, group: StoredGroup, reason: str, environment: Environment | None) -> None:
+        """Set a group aside. It counts for its environment, where one registered."""
+        self.count += 1
+        name = environment.name if environment else "no environment" if group.env_id is None else f"#{group.env_id}"
+        if environment is not None:
+            environment.set_aside += 1
+        self.last.append(Misfit(at=time.time(), environment=name, reason=reason, group=group))
+        while sum(len(misfit.group.json) for misfit in self.last) > _KEPT_BYTES and len(self.last) > 1:
+            self.last.popleft()
+
+    def reply(self) -> bytes:
+        """GET /set_aside: the kept groups with their reasons, newest last."""
+        parts = []
+        for misfit in self.last:
+            head = {"at": misfit.at, "environment": misfit.environment, "reason": misfit.reason}
+            parts.append(json.dumps(head)[:-1].encode() + b', "group": ' + misfit.group.json + b"}")
+        return b'{"count": %d, "last": [%b]}' % (self.count, b", ".join(parts))
+
+
+class Backlog:
     """Everything that is held and not yet handed out: the queue, and a buffer for each environment.
 
     Args:
@@ -61,7 +101,7 @@ class Intake:
         buffered = sum(held.group.weight for buffer in self.buffers.values() for held in buffer)
         return self.queue.weight + buffered
 
-    def post(self, groups: Sequence[ScoredGroup], *, now: float) -> tuple[list[dict[str, Any]], Change]:
+    def post(self, groups: Sequence[StoredGroup], *, now: float) -> tuple[list[dict[str, Any]], Change]:
         """Queue groups, or buffer those whose size is not their environment's; a reply for each.
 
         Raises:
@@ -91,7 +131,7 @@ class Intake:
                 self.queue.append(entry)
                 self.latest = entry
 
-    def _accept(self, group: ScoredGroup, moves: _Moves, now: float) -> dict[str, Any]:
+    def _accept(self, group: StoredGroup, moves: _Moves, now: float) -> dict[str, Any]:
         self.received.groups += 1
         self.received.sequences += group.sequences
         self.received.tokens += group.tokens
@@ -111,7 +151,7 @@ class Intake:
         moves.added.append(self._enqueue(held))
         return {"status": "received"}
 
-    def _problem(self, group: ScoredGroup, environment: Environment | None) -> str:
+    def _problem(self, group: StoredGroup, environment: Environment | None) -> str:
         if self._strict and group.env_id is not None and environment is None:
             return f"env_id {group.env_id} was never registered"
         if self._strict and group.problem:
@@ -140,7 +180,7 @@ class Intake:
         self.latest = queued
         return queued
 
-    def _check_room(self, groups: Sequence[ScoredGroup]) -> None:
+    def _check_room(self, groups: Sequence[StoredGroup]) -> None:
         if self.limit is None:
             return
         asked = sum(group.weight for group in groups)

@@ -4,8 +4,8 @@ import gzip
 
 import pytest
 
-from lachesis.api.exchange import _accepts_gzip, _is_local, inflate
-from lachesis.api.refusals import Refusal
+from lachesis.api.bodies import _accepts_gzip, _is_local, inflate
+from lachesis.api.wire import Refusal
 
 TEXT = b'{"tokens": [[1, 2, 3]]}' * 50
 

@@ -1,4 +1,4 @@
-"""Bodies in and out: size limits, gzip, and replies as JSON."""
+"""Bodies of requests and replies: size limits, gzip, JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lachesis.api.refusals import Refusal
+from lachesis.api.wire import Refusal
 
 _GZIP = 31
 _LEVEL = 1
