@@ -1,4 +1,4 @@
-"""The rollout API: environments push scored groups, a trainer pulls batches. No torch in this room.
+"""The rollout API, as Atropos has it: a server between environments and trainer.
 
-In come HTTP requests, out go replies, the dashboard and, if asked for, a journal that survives the process.
+In come scored groups of environments; out go batches of them for the trainer, none lost. No torch in this room.
 """

@@ -21,7 +21,7 @@ _COMMANDS = ("serve", "process", "evaluate")
 @app.command(context_settings=ALL_WORDS)
 def env(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="arithmetic, gsm8k, calculator, FILE.py:CLASS or module.CLASS.")] = "",
+    name: Annotated[str, typer.Argument(help="A shipped environment, FILE.py:CLASS or module.CLASS.")] = "",
     command: Annotated[str, typer.Argument(help="serve, process or evaluate.")] = "--help",
 ) -> None:
     """Serve, process or evaluate an environment; `lachesis env NAME --help` lists its flags."""

@@ -42,7 +42,7 @@ With a configuration, source.kind is atropos, engine says what generates, and se
 `lachesis explain services` lists its keys.
 
 With flags
-  --environment NAME         arithmetic, gsm8k, calculator, FILE.py:CLASS or module.CLASS; none is started if unset
+  --environment NAME         {names}, FILE.py:CLASS or module.CLASS; none is started if unset
   --environment-args "..."   Its flags; `lachesis env NAME --help` lists them.
   --engine vllm|embedded     What generates; vllm if unset.
   --atropos-url URL          A rollout API that runs already; if unset one is started on port 8002.
@@ -88,7 +88,9 @@ def run_everything(
 ) -> None:
     """Start rollout API, engine, environment and trainer, as a configuration or flags say, and stop them."""
     if HELP_FLAGS & set(context.args) or not (context.args or environment):
-        return console.print(RUN_HELP)
+        from lachesis.environments.shipped import SHIPPED
+
+        return console.print(RUN_HELP.format(names=", ".join(SHIPPED)))
     hide_progress_bars()
     world = world_of_leader()
     from lachesis.run.services import Services, load_words

@@ -1,1 +1,4 @@
-"""Environments: programs that sample rollouts, score them, and push them to a rollout API. No torch in this room."""
+"""Environments: programs that have problems, let a model work on them, and score what comes out.
+
+In come completions of inference servers; out go scored groups, to a rollout API or a file. No torch in this room.
+"""

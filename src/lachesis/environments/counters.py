@@ -1,4 +1,4 @@
-"""Counts of what an environment did since it last reported, and in all."""
+"""Counters of what an environment did since it last reported, and in all."""
 
 from __future__ import annotations
 

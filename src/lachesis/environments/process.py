@@ -1,4 +1,4 @@
-"""Rollouts without an API and a trainer: to a JSONL file, and a page to read them."""
+"""``lachesis env NAME process``: rollouts to a JSONL file and a page to read them, without API and trainer."""
 
 from __future__ import annotations
 

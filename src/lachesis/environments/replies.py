@@ -1,4 +1,4 @@
-"""What inference servers answer, in the shapes that they have: from JSON to sampled tokens. Pure."""
+"""Answers of inference servers, in the shapes that they have: from JSON to completions. Pure."""
 
 from __future__ import annotations
 

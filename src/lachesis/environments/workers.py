@@ -1,4 +1,4 @@
-"""Groups in the making: many at a time, each given up after a while, and failures that are counted, not hidden."""
+"""The worker pool that makes groups: many at a time, each with a time limit, and failures are counted."""
 
 from __future__ import annotations
 

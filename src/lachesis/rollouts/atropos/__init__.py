@@ -1,1 +1,1 @@
-"""Groups that environments have sent to the rollout API of Atropos, as the trainer's own records."""
+"""The trainer's side of a rollout API: batches of scored groups come in, groups that can be trained on go out."""
