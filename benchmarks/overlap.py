@@ -43,9 +43,8 @@ from lachesis.metrics.telemetry import HubTelemetry
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.directory import claim_run
-from lachesis.run.engine import EngineSide, RunPlace
+from lachesis.run.engine import EngineSide, RunPlace, build_engine_side
 from lachesis.run.parts import (
-    build_engine_side,
     build_evaluation,
     build_feed,
     build_policy,

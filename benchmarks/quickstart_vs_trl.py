@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lachesis.train.optim.schedule import schedule_factor
 
 from lachesis import __version__
 from lachesis.common.imports import load_function
@@ -40,7 +39,9 @@ from lachesis.config.steps import total_steps
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from lachesis.rollouts.datasets import PromptStream
-from lachesis.run.parts import build_engine, build_evaluation, build_policy, build_rewarder, load_data
+from lachesis.run.engine import build_engine
+from lachesis.run.parts import build_evaluation, build_policy, build_rewarder, load_data
+from lachesis.train.optim.optimizer import schedule_factor
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIG = REPOSITORY / "examples/quickstart/config.yaml"

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lachesis.train.distributed.whole import whole_of
 
+from lachesis.bridges.proofs import digest_functions
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.engines.http.client import HttpEngine
-from lachesis.run.engine import EngineSide, RunPlace, digest_functions
-from lachesis.run.parts import build_engine_side, build_policy
+from lachesis.run.engine import EngineSide, RunPlace, build_engine_side
+from lachesis.run.parts import build_policy
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from tests.contracts.bridge_faults import Tampering
@@ -195,7 +197,12 @@ class Live:
     def digests(self) -> tuple[dict[str, int], dict[str, int]] | None:
         """The trainer's and the engine's, of what travels."""
         ours, theirs = digest_functions(
-            self.config, self.policy, self.remote, weights=self.side.weights, deadline=lambda: soon("digests")
+            self.config,
+            self.policy,
+            self.remote,
+            weights=self.side.weights,
+            whole=whole_of(self.policy),
+            deadline=lambda: soon("digests"),
         )
         return (dict(ours()), dict(theirs())) if ours is not None and theirs is not None else None
 

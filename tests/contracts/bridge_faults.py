@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lachesis.bridges.broadcast
-import lachesis.run.engine
+import lachesis.bridges.build
 from lachesis.bridges.extract import base_parameters, full_weights, lora_tensors
 from lachesis.engines.http.control import ServerControl
 
@@ -51,7 +51,7 @@ class Tampering:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Tamper with what bridges take out of a policy's model; what is proved afterwards is left alone."""
-        for module in (lachesis.run.engine, lachesis.bridges.broadcast):
+        for module in (lachesis.bridges.build, lachesis.bridges.broadcast):
             patch.setattr(module, "lora_tensors", lambda model, **how: self.arriving(lora_tensors(model, **how)))
             patch.setattr(
                 module,

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 from transformers import PreTrainedModel
 
+from lachesis.engines.options import ServeOptions
 from tests.paths import SOURCE
 from tests.ports import free_port
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -25,9 +26,9 @@ MAX_RANK = 8
 CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 EMBEDDED = """
 import sys
-from pathlib import Path
-from lachesis.engines.embedded.server.app import EmbeddedServerOptions, serve_embedded
-serve_embedded(EmbeddedServerOptions(**eval(sys.argv[1], {"Path": Path})))
+from lachesis.engines.embedded.server.app import serve_embedded
+from lachesis.engines.options import ServeOptions
+serve_embedded(ServeOptions.model_validate_json(sys.argv[1]))
 """
 
 
@@ -133,14 +134,15 @@ def _wait(started: subprocess.Popen[bytes], *, url: str, log: Path, start_s: flo
 
 @contextmanager
 def start_embedded(model: Path, root: Path, session_dir: Path, log: Path) -> Iterator[str]:
-    options = {
-        "model": str(model), "port": free_port(), "max_model_len": MAX_LEN, "enable_lora": True,
-        "max_lora_rank": MAX_RANK, "adapter_roots": (root,), "session_token": TOKEN, "served_model_name": "tiny",
+    options = ServeOptions(
+        model=str(model), port=free_port(), max_model_len=MAX_LEN, enable_lora=True, max_lora_rank=MAX_RANK,
+        adapter_roots=(root,), served_model_name="tiny",
+    )  # fmt: skip
+    command = [sys.executable, "-c", EMBEDDED, options.model_dump_json()]
+    environment = {
+        "LACHESIS_SESSION_DIR": str(session_dir), "LACHESIS_SESSION_TOKEN": TOKEN, "OMP_NUM_THREADS": "1",
     }  # fmt: skip
-    written = repr(options).replace("PosixPath", "Path")
-    command = [sys.executable, "-c", EMBEDDED, written]
-    environment = {"LACHESIS_SESSION_DIR": str(session_dir), "OMP_NUM_THREADS": "1"}
-    url = f"http://127.0.0.1:{options['port']}"
+    url = options.url
     with process(command, url=url, log=log, start_s=60, **environment):
         yield url
 

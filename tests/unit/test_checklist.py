@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from lachesis.config.dialects.environment import ENVIRONMENT
 from lachesis.config.explain import explain
 from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.schema import LachesisConfig
+from lachesis.engines.options import ServeOptions
 from lachesis.engines.vllm.launch import plan_launch
 from lachesis.engines.vllm.plugin import SHARED_VARIABLE
 from lachesis.run import serve
@@ -226,7 +226,7 @@ def test_no_flag_of_the_server_is_forgotten():
 
 @pytest.mark.parametrize("name", SERVER_FLAGS)
 def test_lachesis_serve_hands_the_flag_to_vllm(name: str, monkeypatch: pytest.MonkeyPatch):
-    served: list[serve.ServeOptions] = []
+    served: list[ServeOptions] = []
     monkeypatch.setattr(serve, "serve", lambda options, *, on_ready: served.append(options))
     text, value, words = SERVER_FLAGS[name]
     given = [f"--{name}", text] if text else [f"--{name}"]
@@ -234,7 +234,7 @@ def test_lachesis_serve_hands_the_flag_to_vllm(name: str, monkeypatch: pytest.Mo
     result = CliRunner().invoke(app, ["serve", *model, *given])
     assert result.exit_code == 0, result.output
     (options,) = served
-    assert dataclasses.asdict(options)[name.replace("-", "_")] == value
+    assert getattr(options, name.replace("-", "_")) == value
     arguments = serve.vllm_arguments(options)
     start = arguments.index(words[0])
     assert arguments[start : start + len(words)] == words
@@ -243,7 +243,7 @@ def test_lachesis_serve_hands_the_flag_to_vllm(name: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("value", ["bfloat16", "float16", "auto"])
 def test_the_documented_dtypes(value: str):
     assert load_argv(["--model-name", "m", "--dtype", value]).config.model.dtype == value
-    assert serve.vllm_arguments(serve.ServeOptions(model="m", dtype=value))[-2:] == ["--dtype", value]
+    assert serve.vllm_arguments(ServeOptions(model="m", dtype=value))[-2:] == ["--dtype", value]
 
 
 # --- environment variables ---

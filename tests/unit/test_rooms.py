@@ -16,7 +16,7 @@ ROOMS = [
     *("api", "metrics", "web", "common"),
 ]
 # What any room may import, wherever it stands.
-ANYWHERE = ("config.schema", "config.capabilities")
+ANYWHERE = ("config.schema",)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

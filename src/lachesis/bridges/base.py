@@ -12,10 +12,11 @@ from typing import Generic, TypeVar
 from lachesis.bridges.proof import SyncProof
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError, StaleWeights
-from lachesis.config.capabilities import BridgeCapabilities
+from lachesis.config.schema import BridgeCapabilities
 from lachesis.engines.base import Engine, PauseMode
 
 PolicyT = TypeVar("PolicyT")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,6 @@ class Bridge(ABC, Generic[PolicyT]):
             sync_s: the longest a transfer with its proof may take, in seconds.
             every_steps: transfer every N versions.
             pause_mode: what happens to requests in flight where engine and trainer share storage.
-
-        ``recover`` may be set later: called when a transfer failed, it makes the engine serve the weights after
-        all, or raises.
         """
         self.proof = proof
         self._sync_s = sync_s
@@ -62,7 +60,6 @@ class Bridge(ABC, Generic[PolicyT]):
         self._pause_mode: PauseMode = pause_mode
         self.last_report: SyncReport | None = None
         self.version = 0  # of the trainer's weights; the engine's lags behind it between transfers
-        self.recover: Callable[[EngineError], None] | None = None
 
     @abstractmethod
     def prepare(self, policy_builder: Callable[[], PolicyT]) -> PolicyT:
@@ -112,8 +109,6 @@ class Bridge(ABC, Generic[PolicyT]):
         try:
             self.engine.pause(mode=self._pause_mode)
         except EngineError as error:
-            if self.recover is None:
-                raise
             self.recover(error)
             self.engine.pause(mode=self._pause_mode)
 
@@ -131,8 +126,6 @@ class Bridge(ABC, Generic[PolicyT]):
         except StaleWeights:
             raise
         except EngineError as error:
-            if self.recover is None:
-                raise
             self.recover(error)
 
     def _try_transfer(self, version: int, *, resuming: ExitStack) -> None:
@@ -156,8 +149,21 @@ class Bridge(ABC, Generic[PolicyT]):
             canary_error=error,
         )
 
-    def renew(self) -> None:
-        """The engine was started again: forget what was agreed with the one before."""
+    def recover(self, error: EngineError) -> None:
+        """Make an engine that died serve the weights of now, where that can be done; else raise ``error``."""
+        raise error
+
+    def retry(self, call: Callable[[], T]) -> T:
+        """The result of ``call``; where the engine dies in it and is made to serve again, that of a second call.
+
+        Raises:
+            EngineError: the engine lives, or cannot be recovered.
+        """
+        try:
+            return call()
+        except EngineError as error:
+            self.recover(error)
+        return call()
 
     @abstractmethod
     def close(self) -> None:

@@ -26,8 +26,10 @@ from lachesis.bridges.extract import (
     lora_tensors,
     tensor_list,
 )
+from lachesis.bridges.owned import OwnedEngine
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, StaleWeights
+from lachesis.config.schema import BridgeCapabilities, BroadcastBridgeConfig, LoraBroadcastBridgeConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
@@ -45,10 +47,10 @@ _LAST_WORD_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSource(Generic[PolicyT]):
+class TravellingWeights(Generic[PolicyT]):
     """What of a policy travels: ``tensors`` yields name and tensor in the order of ``specs``."""
 
-    bridge_kind: str
+    capabilities: BridgeCapabilities
     transfer: TransferKind
     specs: Callable[[PolicyT], Sequence[ReceivedTensor]]
     tensors: Callable[[PolicyT], Iterable[tuple[str, Tensor]]]
@@ -57,10 +59,10 @@ class WeightSource(Generic[PolicyT]):
 
 def lora_source(
     model_of: Callable[[PolicyT], nn.Module], whole_of: Callable[[PolicyT], Whole] = lambda policy: as_it_is
-) -> WeightSource[PolicyT]:
+) -> TravellingWeights[PolicyT]:
     """The adapter of a policy's model; ``whole_of`` gives what makes a sharded parameter whole."""
-    return WeightSource(
-        bridge_kind="lora_nccl",
+    return TravellingWeights(
+        capabilities=LoraBroadcastBridgeConfig.capabilities,
         transfer="lora",
         specs=lambda policy: tensor_list(lora_tensors(model_of(policy))),
         tensors=lambda policy: lora_tensors(model_of(policy), whole=whole_of(policy)).items(),
@@ -70,10 +72,10 @@ def lora_source(
 
 def full_source(
     model_of: Callable[[PolicyT], nn.Module], whole_of: Callable[[PolicyT], Whole] = lambda policy: as_it_is
-) -> WeightSource[PolicyT]:
+) -> TravellingWeights[PolicyT]:
     """All weights of a policy's model, an adapter merged into them; ``whole_of`` as in :func:`lora_source`."""
-    return WeightSource(
-        bridge_kind="broadcast",
+    return TravellingWeights(
+        capabilities=BroadcastBridgeConfig.capabilities,
         transfer="full",
         specs=lambda policy: tensor_list(base_parameters(model_of(policy))),
         tensors=lambda policy: full_weights(model_of(policy), whole=whole_of(policy)),
@@ -92,26 +94,30 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         device: the trainer's.
         init_method: where the workers meet the trainer, "tcp://HOST:PORT"; a free local port by default.
         directory: where ``nccl_bridge_config.json`` goes, as the run's.
-        proof_builder, sync_s, every_steps: as in :class:`ExternalBridge`.
+        proof_builder, owned, trains_in_engine, sync_s, every_steps: as in :class:`ExternalBridge`.
     """
 
     def __init__(
         self,
         *,
         engine: HttpEngine,
-        source: WeightSource[PolicyT],
+        source: TravellingWeights[PolicyT],
         backend: ChannelBackend,
         device: torch.device | str,
         directory: Path,
         proof_builder: ProofBuilder[PolicyT] | None,
         init_method: str | None = None,
+        owned: OwnedEngine | None = None,
+        trains_in_engine: bool = False,
         sync_s: float | None = None,
         every_steps: int = 1,
     ) -> None:
         super().__init__(
-            kind=source.bridge_kind,
+            capabilities=source.capabilities,
             engine=engine,
             proof_builder=proof_builder,
+            owned=owned,
+            trains_in_engine=trains_in_engine,
             sync_s=sync_s,
             every_steps=every_steps,
         )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lachesis.bridges.base import Bridge, PolicyT
 from lachesis.bridges.proof import SyncProof
 from lachesis.common.deadline import Deadline
-from lachesis.config.capabilities import bridge_capabilities
+from lachesis.config.schema import InProcessBridgeConfig
 from lachesis.engines.base import Engine
 
 
@@ -20,7 +20,7 @@ class InProcessBridge(Bridge[PolicyT]):
         bring: copies the policy's weights into the engine's model; ``None`` where that is the policy's own.
     """
 
-    capabilities = bridge_capabilities("in_process")
+    capabilities = InProcessBridgeConfig.capabilities
 
     def __init__(
         self,

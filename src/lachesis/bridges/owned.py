@@ -24,10 +24,14 @@ class OwnedEngine:
         engine: the client of the servers.
         processes: one for each server, running or not.
         owner: the run, in whose name each new session is claimed.
+        start_s: the longest that a start after a death may take, in seconds.
     """
 
-    def __init__(self, *, engine: HttpEngine, processes: Sequence[ManagedProcess], owner: str) -> None:
+    def __init__(
+        self, *, engine: HttpEngine, processes: Sequence[ManagedProcess], owner: str, start_s: float | None = None
+    ) -> None:
         self.engine = engine
+        self._start_s = start_s
         self._processes = tuple(processes)
         self._owner = owner
         self._fresh = True
@@ -53,6 +57,12 @@ class OwnedEngine:
         self._fresh = False
         self.engine.connect(deadline=deadline)
         self.engine.claim(self._owner, deadline=deadline)
+
+    def start_again(self) -> None:
+        """:meth:`restart` within ``start_s``, of servers that died."""
+        deadline = Deadline("the engine's second start", self._start_s, "deadlines.engine_start_s")
+        with deadline.waiting():
+            self.restart(deadline=deadline)
 
     def _start(self, deadline: Deadline) -> None:
         """Launch all, then wait for all; none is left where one fails."""

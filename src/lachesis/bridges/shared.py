@@ -10,8 +10,10 @@ import torch
 from lachesis.bridges.base import PolicyT
 from lachesis.bridges.engine_weights import EngineWeights
 from lachesis.bridges.external import ExternalBridge, ProofBuilder
+from lachesis.bridges.owned import OwnedEngine
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError
+from lachesis.config.schema import SharedBridgeConfig
 from lachesis.engines.base import PauseMode
 from lachesis.engines.http.client import HttpEngine
 
@@ -25,7 +27,7 @@ class SharedBridge(ExternalBridge[PolicyT]):
         engine: the engine, one server.
         weights: its tensors. The policy builder that :meth:`prepare` is given has to attach its model to them.
         proof_builder: makes the proof of sync from policy and engine, or ``None`` for no proof.
-        sync_s: the longest a transfer with its proof may take, in seconds.
+        owned, sync_s: as in :class:`ExternalBridge`.
         pause_mode: what happens to requests in flight during a step.
 
     Raises:
@@ -38,11 +40,19 @@ class SharedBridge(ExternalBridge[PolicyT]):
         engine: HttpEngine,
         weights: EngineWeights,
         proof_builder: ProofBuilder[PolicyT] | None,
+        owned: OwnedEngine | None = None,
         sync_s: float | None = None,
         pause_mode: PauseMode = "keep",
     ) -> None:
-        super().__init__(kind="shared_vllm", engine=engine, proof_builder=proof_builder, sync_s=sync_s)
-        self._pause_mode = pause_mode
+        super().__init__(
+            capabilities=SharedBridgeConfig.capabilities,
+            engine=engine,
+            proof_builder=proof_builder,
+            owned=owned,
+            trains_in_engine=True,
+            sync_s=sync_s,
+            pause_mode=pause_mode,
+        )
         self._weights = weights
         if len(engine.controls) > 1:
             raise ConfigError(

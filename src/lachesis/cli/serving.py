@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
+from annotated_types import Ge, Le
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from lachesis.cli.base import PASS_ON, Overrides, app, console, log_findings
+from lachesis.engines.options import EngineName, ServeOptions, flag_of
 
 
 @app.command("run-api")
@@ -43,29 +49,30 @@ def run_api(
     serve(options, on_ready=lambda url: console.print(f"rollout API at {url}, dashboard at {url}/dashboard"))
 
 
+def _with_options(model: type[BaseModel]) -> Callable[[Any], Any]:
+    """A command's ``**values`` become an option for each field of the model."""
+
+    def parameter(name: str, field: FieldInfo) -> Parameter:
+        many = get_origin(field.annotation) is tuple
+        kind: Any = list[get_args(field.annotation)[0]] | None if many else field.annotation
+        lowest: Any = next((bound.ge for bound in field.metadata if isinstance(bound, Ge)), None)
+        highest: Any = next((bound.le for bound in field.metadata if isinstance(bound, Le)), None)
+        option = typer.Option(flag_of(name), help=field.description, min=lowest, max=highest)
+        default = Parameter.empty if field.is_required() else None if many else field.default
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
+
+    def decorate(command: Any) -> Any:
+        own = [p for p in signature(command, eval_str=True).parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
+        options = [parameter(name, field) for name, field in model.model_fields.items() if not field.exclude]
+        command.__signature__ = Signature([*own, *options])
+        return command
+
+    return decorate
+
+
 @app.command(context_settings=PASS_ON)
-def serve(
-    context: typer.Context,
-    model: Annotated[str, typer.Option(help="Directory or hub id of the model.")],
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 9001,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    engine: Annotated[Literal["vllm", "embedded"], typer.Option(help="What generates.")] = "vllm",
-    tokenizer: Annotated[str | None, typer.Option(help="Tokenizer, if it is not the model's own.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16, float32 or auto.")] = None,
-    device: Annotated[str | None, typer.Option(help="Of the embedded engine: cpu, cuda or cuda:N.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Longest prompt and completion together.")] = None,
-    max_num_seqs: Annotated[int | None, typer.Option(help="Most completions at the same time.")] = None,
-    gpu_memory_utilization: Annotated[float | None, typer.Option(help="Share of the GPU memory for vLLM.")] = None,
-    tensor_parallel_size: Annotated[int | None, typer.Option(help="GPUs that hold one copy together.")] = None,
-    enforce_eager: Annotated[bool, typer.Option("--enforce-eager", help="No CUDA graphs: slower.")] = False,
-    enable_lora: Annotated[bool, typer.Option("--enable-lora", help="Let adapters be loaded.")] = False,
-    max_lora_rank: Annotated[int | None, typer.Option(help="Largest rank of an adapter.")] = None,
-    adapter_root: Annotated[
-        list[Path] | None,
-        typer.Option(help="Adapters and checkpoints load from inside here only; may be repeated. [default: .]"),
-    ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
-) -> None:
+@_with_options(ServeOptions)
+def serve(context: typer.Context, **values: Any) -> None:
     """Serve a model for rollouts, so that trainers can change its weights.
 
     Any further flag is handed on to `vllm serve`. Routes that change weights need the token of the session, which
@@ -73,26 +80,8 @@ def serve(
     """
     from lachesis.run import serve as serving
 
-    options = serving.ServeOptions(
-        model=model,
-        engine=engine,
-        host=host,
-        port=port,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        device=device,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        gpu_memory_utilization=gpu_memory_utilization,
-        tensor_parallel_size=tensor_parallel_size,
-        enforce_eager=enforce_eager,
-        enable_lora=enable_lora,
-        max_lora_rank=max_lora_rank,
-        adapter_roots=tuple(adapter_root or ()),
-        served_model_name=served_model_name,
-        arguments=tuple(context.args),
-    )
-    serving.serve(options, on_ready=console.print)
+    given = {name: value for name, value in values.items() if value is not None}
+    serving.serve(ServeOptions(**given, arguments=tuple(context.args)), on_ready=console.print)
 
 
 @app.command("vllm-serve", context_settings=PASS_ON)
@@ -100,9 +89,7 @@ def vllm_serve(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(help="YAML file of a run, in our keys, Axolotl's or TRL's.")],
     overrides: Overrides = None,
-    engine: Annotated[
-        Literal["vllm", "embedded"] | None, typer.Option(help="What generates, instead of what the file says.")
-    ] = None,
+    engine: Annotated[EngineName | None, typer.Option(help="What generates, instead of what the file says.")] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port to listen on, instead of the file's.")
     ] = None,

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lachesis.bridges.base import Bridge
-from lachesis.bridges.in_process import InProcessBridge
-from lachesis.bridges.proof import SyncProof
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
 from lachesis.common.threads import Watch
@@ -23,7 +19,6 @@ from lachesis.config.rules.rollout_api import evaluates
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps
 from lachesis.engines.base import Engine
-from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.pipeline.collect import Collector, Reroll, WholeBatches
 from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
 from lachesis.pipeline.filters import any_reward_differs, has_signal
@@ -40,7 +35,6 @@ from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
 from lachesis.rollouts.streaming import StreamingSource
-from lachesis.run.engine import EngineSide, RunPlace, build_servers
 from lachesis.train.batch import Batch
 from lachesis.train.distributed.single import SingleDevice
 from lachesis.train.distributed.split import pack_for_ranks
@@ -49,7 +43,7 @@ from lachesis.train.iterations import RepeatedFeed
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from lachesis.train.losses.custom import CustomLoss, load_custom_loss
 from lachesis.train.model.attach import WeightSource
-from lachesis.train.model.loading import LoadedModel, context_length, eos_token_ids, load_model, load_tokenizer
+from lachesis.train.model.loading import context_length, eos_token_ids, load_model, load_tokenizer
 from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
 
@@ -157,63 +151,6 @@ def build_policy(
 def build_custom_loss(config: LachesisConfig) -> CustomLoss | None:
     spec = config.algorithm.loss
     return load_custom_loss(spec, max_completion_length=config.sampling.max_completion_length) if spec else None
-
-
-def build_engine_side(
-    config: LachesisConfig, *, place: RunPlace, sharded: bool = False, watch: Callable[[], None] | None = None
-) -> EngineSide:
-    """The bridge with its engine. One in this process is built once the policy exists, others run when this returns.
-
-    Args:
-        sharded: the policy's model is cut over ranks; an engine in this process gets a whole one of its own.
-        watch: called while servers are waited for; what it raises ends the wait.
-
-    Raises:
-        EngineError, DeadlineExceeded: as :func:`build_servers`.
-    """
-    if config.engine.kind != "embedded":
-        return build_servers(config, place=place, watch=watch)
-    options: dict[str, Any] = {
-        "proof_builder": partial(build_proof, config) if config.bridge.proof else None,
-        "sync_s": config.deadlines.sync_s,
-    }
-    bridge: Bridge[Policy]
-    if sharded:
-        second = load_model(config.model, config.adapter)
-        bridge = InProcessBridge(
-            engine_builder=lambda policy: build_engine(config, second),
-            bring=lambda policy: policy.copy_to(second.model),
-            **options,
-        )
-    else:
-        bridge = InProcessBridge(engine_builder=lambda policy: build_engine(config, policy.loaded), **options)
-    return EngineSide(bridge=bridge)
-
-
-def build_engine(config: LachesisConfig, loaded: LoadedModel) -> Engine:
-    """The embedded engine around the policy's model, or a whole one beside a policy whose model is sharded."""
-    return EmbeddedEngine(
-        loaded.transformer,
-        eos_token_ids=eos_token_ids(loaded),
-        pad_token_id=loaded.tokenizer.pad_token_id,
-        max_batch_size=config.engine.max_batch_size,
-        max_context=context_length(config.model),
-        decode=loaded.tokenizer.decode,
-        special_token_ids=loaded.tokenizer.all_special_ids,
-        session_id=secrets.token_hex(8),
-    )
-
-
-def build_proof(config: LachesisConfig, policy: Policy, engine: Engine) -> SyncProof:
-    """Proof of sync on a fixed prompt of ordinary tokens."""
-    vocab_size = policy.transformer.config.get_text_config().vocab_size
-    return SyncProof(
-        token_ids=[(7 * i + 5) % vocab_size for i in range(min(16, context_length(config.model)))],
-        trainer=policy.canary,
-        engine=engine.canary,
-        session_id=engine.health().session_id,
-        dtype=str(policy.transformer.dtype).removeprefix("torch."),
-    )
 
 
 def build_atropos_feed(

@@ -6,9 +6,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -19,64 +18,13 @@ from lachesis.common.process import check_port_free
 from lachesis.config import schema
 from lachesis.config.document import apply_overrides, read_document
 from lachesis.config.load import LoadedConfig, load_config
+from lachesis.engines.options import EngineName, ServeOptions, command_line
 from lachesis.engines.serving.session import Session, read_session, session_path
 
-EngineName = Literal["vllm", "embedded"]
 OnReady = Callable[[str], None]
 
 _LOOK_S = 0.25
 _VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-# Options of the section ``vllm:`` that are flags of vLLM by the same name, and no fields below.
-_PLAIN_FLAGS = ("data_parallel_size", "reasoning_parser")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """What to serve, how, and where. ``None`` leaves it to the engine.
-
-    Args:
-        model: directory or hub id.
-        engine: vLLM, or the transformers engine under the same contract.
-        host: address to listen on.
-        port: port to listen on.
-        tokenizer: directory or hub id; the model's own if unset.
-        dtype: of the weights.
-        device: of the embedded engine; vLLM takes those of CUDA_VISIBLE_DEVICES.
-        max_model_len: longest prompt and completion together.
-        max_num_seqs: most completions at the same time.
-        gpu_memory_utilization: share of the GPU memory for vLLM.
-        tensor_parallel_size: GPUs that hold one copy of the model together.
-        enforce_eager: no CUDA graphs; the embedded engine has none.
-        enable_lora: whether adapters may be loaded.
-        max_lora_rank: of the adapters.
-        adapter_roots: from inside of these directories adapters and checkpoints may be loaded; the current
-            directory if none is named.
-        served_model_name: what clients call the model.
-        arguments: handed on to ``vllm serve`` as they are.
-    """
-
-    model: str
-    engine: EngineName = "vllm"
-    host: str = "127.0.0.1"
-    port: int = 9001
-    tokenizer: str | None = None
-    dtype: str | None = None
-    device: str | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    gpu_memory_utilization: float | None = None
-    tensor_parallel_size: int | None = None
-    enforce_eager: bool = False
-    enable_lora: bool = False
-    max_lora_rank: int | None = None
-    adapter_roots: tuple[Path, ...] = ()
-    served_model_name: str | None = None
-    arguments: tuple[str, ...] = ()
-
-    @property
-    def url(self) -> str:
-        """Where the server is reached from this machine."""
-        return server_url(f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}")
 
 
 def serve(options: ServeOptions, *, on_ready: OnReady) -> None:
@@ -124,69 +72,48 @@ def config_options(
     Raises:
         ConfigError: the configuration is wrong, or names no server to start here.
     """
+    from lachesis.engines.build import server_options, trainer_dtype
+
     loaded = load_config(path, overrides=overrides)
     config, engine = loaded.config, loaded.config.engine
-    theirs = _vllm_section(path, overrides=overrides) if loaded.dialect == "axolotl" else {}
-    common = _common_options(config, arguments=arguments)
-    match engine:
-        case schema.EmbeddedServerConfig():
-            options = replace(
-                common,
-                engine="embedded",
-                host=engine.host,
-                port=engine.port,
-                device=config.model.device,
-                max_num_seqs=engine.max_batch_size,
-                max_model_len=engine.max_model_len,
-            )
-        case schema.VllmEngineConfig():
-            options = _with_vllm_options(common, engine.model_dump(), host=engine.host, port=engine.port)
-        case schema.HttpEngineConfig():
-            host, taken = _address(engine.urls, port=port)
-            options = _with_vllm_options(common, theirs, host=str(theirs.get("host") or host), port=taken)
-        case schema.EmbeddedEngineConfig():
-            raise ConfigError(
-                f"{path}: engine.kind is embedded, so the trainer generates itself and there is no server to start",
-                remedy="set engine.kind to http, vllm or embedded_server",
-            )
-    if served_by is not None and served_by != options.engine:
-        # A share of a GPU and flags of vLLM mean nothing to the embedded engine, and its device nothing to vLLM.
-        device = config.model.device if served_by == "embedded" else None
-        options = replace(
-            options, engine=served_by, device=device, gpu_memory_utilization=None, tensor_parallel_size=None,
-            arguments=tuple(arguments),
-        )  # fmt: skip
-    return (options if port is None else replace(options, port=port)), loaded
-
-
-def _common_options(config: schema.LachesisConfig, *, arguments: Sequence[str]) -> ServeOptions:
-    """What does not depend on the engine: model and adapter, and the run directory, which is made."""
+    more: dict[str, Any] = {}
+    if isinstance(engine, schema.EmbeddedEngineConfig):
+        raise ConfigError(
+            f"{path}: engine.kind is embedded, so the trainer generates itself and there is no server to start",
+            remedy="set engine.kind to http, vllm or embedded_server",
+        )
+    if isinstance(engine, schema.HttpEngineConfig):
+        theirs = _vllm_section(path, overrides=overrides) if loaded.dialect == "axolotl" else {}
+        host, taken = _address(engine.urls, port=port)
+        engine = schema.VllmEngineConfig(host=str(theirs.get("host") or host), port=taken)
+        shared = (schema.VllmEngineConfig.model_fields.keys() & theirs.keys()) - {"host", "port"}
+        # Unchecked: vLLM knows more values than we do.
+        engine = engine.model_copy(update={key: theirs[key] for key in shared if theirs[key] is not None})
+        caching = theirs.get("enable_prefix_caching")
+        more = {
+            "reasoning_parser": theirs.get("reasoning_parser"),
+            "enable_prefix_caching": caching,
+            "no_enable_prefix_caching": caching is False,
+        }
     run_directory = Path(config.run.dir) / config.run.name
     run_directory.mkdir(parents=True, exist_ok=True)  # the server looks into it before the run is there
-    common = ServeOptions(
-        model=config.model.path,
-        tokenizer=config.model.tokenizer,
-        dtype=None if config.model.dtype == "auto" else config.model.dtype,
-        adapter_roots=(run_directory.absolute(),),
-        arguments=tuple(arguments),
-    )
-    if isinstance(config.adapter, schema.LoraAdapterConfig) and config.bridge.kind.startswith("lora"):
-        return replace(common, enable_lora=True, max_lora_rank=config.adapter.r)
-    return common
-
-
-@dataclass(slots=True)
-class _Arguments:
-    """A command line that is put together."""
-
-    words: list[str] = field(default_factory=list)
-
-    def add(self, flag: str, value: Any) -> None:
-        """``None`` and False leave the flag out, True gives it no value."""
-        if value is True:
-            self.words.append(flag)
-        elif value is not None and value is not False:
-            self.words += [flag, str(value)]
+    options = server_options(config, engine, directory=run_directory.absolute())
+    if isinstance(engine, schema.VllmEngineConfig) and engine.data_parallel_size > 1:
+        more["data_parallel_size"] = engine.data_parallel_size
+    changes: dict[str, Any] = {"arguments": (*command_line(more), *options.arguments, *arguments)}
+    if served_by is not None and served_by != options.engine:
+        # A share of a GPU and flags of vLLM mean nothing to the embedded engine, and its device nothing to vLLM.
+        changes = {
+            "engine": served_by,
+            "device": config.model.device if served_by == "embedded" else None,
+            "dtype": options.dtype if served_by == "embedded" else trainer_dtype(config),
+            "gpu_memory_utilization": None,
+            "tensor_parallel_size": None,
+            "arguments": tuple(arguments),
+        }
+    if port is not None:
+        changes["port"] = port
+    return options.model_copy(update=changes), loaded
 
 
 def vllm_arguments(options: ServeOptions) -> list[str]:
@@ -199,17 +126,8 @@ def vllm_arguments(options: ServeOptions) -> list[str]:
     if options.max_lora_rank is not None:
         # Slots for adapters come in these sizes only; smaller adapters fit.
         rank = next((rank for rank in _VLLM_LORA_RANKS if rank >= options.max_lora_rank), options.max_lora_rank)
-        options = replace(options, max_lora_rank=rank)
-    arguments = _Arguments()
-    flags = (
-        "model", "host", "port", "tokenizer", "dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization",
-        "tensor_parallel_size", "enforce_eager", "enable_lora", "max_lora_rank", "served_model_name",
-    )  # fmt: skip
-    for name in flags:
-        arguments.add(f"--{name.replace('_', '-')}", getattr(options, name))
-    for root in options.adapter_roots:
-        arguments.add("--adapter-root", root)
-    return [*arguments.words, *options.arguments]
+        options = options.model_copy(update={"max_lora_rank": rank})
+    return options.command_line(without={"engine", "device"})
 
 
 def ready_line(session: Session, model: str) -> str:
@@ -228,25 +146,7 @@ def _serve_embedded(options: ServeOptions, on_ready: OnReady) -> None:
         raise ConfigError(
             f"the embedded engine does not know {' '.join(wrong)}", remedy="leave it out, or serve with --engine vllm"
         )
-    from lachesis.engines.embedded.server.app import EmbeddedServerOptions, serve_embedded
-
-    given: dict[str, Any] = {
-        "dtype": options.dtype,
-        "device": options.device,
-        "max_num_seqs": options.max_num_seqs,
-        "max_lora_rank": options.max_lora_rank,
-    }
-    embedded = EmbeddedServerOptions(
-        model=options.model,
-        tokenizer=options.tokenizer,
-        host=options.host,
-        port=options.port,
-        max_model_len=options.max_model_len,
-        enable_lora=options.enable_lora,
-        adapter_roots=options.adapter_roots or (Path.cwd(),),
-        served_model_name=options.served_model_name,
-        **{name: value for name, value in given.items() if value is not None},
-    )
+    from lachesis.engines.embedded.server.app import serve_embedded
 
     def announce(url: str) -> None:
         session = read_session(server_url(url))
@@ -254,7 +154,9 @@ def _serve_embedded(options: ServeOptions, on_ready: OnReady) -> None:
             raise EngineError(f"the session of {url} is not to be found", remedy="check the session directory")
         _when_healthy(server_url(url), lambda: on_ready(ready_line(session, options.model)))
 
-    serve_embedded(embedded, on_ready=announce)
+    if not options.adapter_roots:
+        options = options.model_copy(update={"adapter_roots": (Path.cwd(),)})
+    serve_embedded(options, on_ready=announce)
 
 
 def _serve_vllm(options: ServeOptions, on_ready: OnReady) -> None:
@@ -303,24 +205,6 @@ def _vllm_section(path: Path, *, overrides: Sequence[str]) -> dict[str, Any]:
     document = read_document(path)
     apply_overrides(document, [override for override in overrides if override.startswith("vllm.")])
     return document.data.get("vllm") or {}
-
-
-def _with_vllm_options(options: ServeOptions, section: dict[str, Any], *, host: str, port: int) -> ServeOptions:
-    """With the options of a section that has vLLM's names; null is as if it were absent."""
-    given = {name: value for name, value in section.items() if value is not None}
-    fields = ("max_model_len", "gpu_memory_utilization", "tensor_parallel_size", "enforce_eager")
-    chosen = {name: given[name] for name in fields if name in given}
-    if given.get("dtype", "auto") != "auto":
-        chosen["dtype"] = given["dtype"]
-    arguments = _Arguments()
-    for name in _PLAIN_FLAGS:
-        arguments.add(f"--{name.replace('_', '-')}", given.get(name))
-    arguments.add("--enable-sleep-mode", given.get("enable_sleep_mode"))
-    caching = given.get("enable_prefix_caching")
-    if caching is not None:
-        arguments.add("--enable-prefix-caching" if caching else "--no-enable-prefix-caching", True)
-    extra = (*arguments.words, *given.get("extra_args", ()), *options.arguments)
-    return replace(options, host=host, port=port, arguments=extra, **chosen)
 
 
 def _address(urls: Sequence[str], *, port: int | None) -> tuple[str, int]:

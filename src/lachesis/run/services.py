@@ -36,9 +36,9 @@ from lachesis.config.schema import (
     LachesisConfig,
     LoraAdapterConfig,
 )
+from lachesis.engines.build import server_urls
 from lachesis.environments.flags import parse_options
 from lachesis.rollouts.atropos.client import api_url
-from lachesis.run.engine import server_urls
 from lachesis.run.environments import find
 
 logger = logging.getLogger("lachesis")

@@ -34,10 +34,9 @@ from lachesis.metrics.telemetry import HubTelemetry
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.atropos.source import EngineWatch
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
-from lachesis.run.engine import EngineSide, RunPlace, engine_log
+from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
 from lachesis.run.parts import (
     build_atropos_feed,
-    build_engine_side,
     build_evaluation,
     build_feed,
     build_policy,
@@ -45,7 +44,6 @@ from lachesis.run.parts import (
     load_data,
 )
 from lachesis.run.ranks import Leadership, began_before, leading
-from lachesis.run.recovery import RecoveringEvaluation, RecoveringFeed, Recovery, unclaimed_on_error
 from lachesis.run.sinks import build_sinks
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager, save_model
@@ -247,13 +245,7 @@ def build_parts(
         else:
             feed = build_feed(config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder)
         closing.callback(feed.close)
-        evaluation: Evaluation = build_evaluation(
-            config, held_out=held_out, policy=policy, engine=bridge.engine, rewarder=rewarder
-        )
-        if side.owned is not None:
-            recovery = bridge.recover = Recovery(side, start_s=config.deadlines.engine_start_s)
-            feed = RecoveringFeed(feed, recovery=recovery)
-            evaluation = RecoveringEvaluation(evaluation, recovery=recovery)
+        evaluation = build_evaluation(config, held_out=held_out, policy=policy, engine=bridge.engine, rewarder=rewarder)
         names = () if environments or rewarder is None else rewarder.names
         return config, Parts(place, side, policy, feed, evaluation, names)
 

@@ -63,12 +63,12 @@ class Trainer:
         """Train from step ``start`` (the number already done) to ``steps``; returns the last step done."""
         self.bridge.sync(start)
         if start == 0:
-            self.telemetry.evaluation(self.evaluation.maybe_run(start))
+            self.telemetry.evaluation(self._evaluate(start))
         clock = Clock()
         for step in range(start + 1, steps + 1):
             try:
                 with clock.measure("data_fetch_time"):
-                    batch = self.feed.next()  # back-pressure and deadlines live behind this
+                    batch = self.bridge.retry(self.feed.next)  # back-pressure and deadlines live behind this
             except StopRequested:
                 self.checkpoints.maybe_save(step - 1, stopping=True)
                 return step - 1
@@ -78,7 +78,7 @@ class Trainer:
                 metrics |= self.policy.step()
             self.feed.advance(step)
             with clock.measure("eval_time"):
-                evaluation = self.evaluation.maybe_run(step)
+                evaluation = self._evaluate(step)
             self.telemetry.emit(
                 step=step,
                 metrics={**metrics, **self._sync_metrics(), **clock.take()},
@@ -94,6 +94,9 @@ class Trainer:
             if stopping:
                 return step
         return max(start, steps)
+
+    def _evaluate(self, step: int) -> EvalResult | None:
+        return self.bridge.retry(lambda: self.evaluation.maybe_run(step))
 
     def _sync_metrics(self) -> dict[str, MetricValue]:
         report = self.bridge.last_report

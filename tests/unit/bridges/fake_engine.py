@@ -209,14 +209,14 @@ class FakeHttpEngine(HttpEngine):
 
 
 class FakeProcess:
-    """The process behind a fake server. ``dies_at_start`` makes the next start fail."""
+    """The process behind a fake server. ``dies_at_start`` is how many of the next starts fail."""
 
     def __init__(self, server: FakeServer) -> None:
         self.server = server
         self.command: tuple[str, ...] = ("serve", "base")
         self.pid: int | None = None
         self.starts = 0
-        self.dies_at_start = False
+        self.dies_at_start = 0
         self.log_path = Path("engine.log")
 
     def launch(self) -> None:
@@ -229,7 +229,7 @@ class FakeProcess:
 
     def wait_ready(self, *, deadline: Deadline) -> None:
         if self.dies_at_start:
-            self.dies_at_start, self.pid = False, None
+            self.dies_at_start, self.pid = self.dies_at_start - 1, None
             raise EngineError("the server died; the end of its log: out of memory")
 
     def stop(self) -> None:

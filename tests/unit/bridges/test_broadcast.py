@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lachesis.bridges.broadcast import BroadcastBridge, WeightSource, full_source, lora_source
+from lachesis.bridges.broadcast import BroadcastBridge, TravellingWeights, full_source, lora_source
 from lachesis.bridges.extract import lora_tensors
 from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
 from lachesis.engines.serving.served import Refused
@@ -186,8 +186,8 @@ def test_an_error_while_weights_are_made_ends_the_receiving(make):
                 raise EngineError("a rank is gone")
             yield name, tensor
 
-    whole: WeightSource[FakePolicy] = lora_source(lambda policy: policy.model)
-    built = make(source=WeightSource("lora_nccl", "lora", whole.specs, tensors, whole.lora))
+    whole: TravellingWeights[FakePolicy] = lora_source(lambda policy: policy.model)
+    built = make(source=TravellingWeights(whole.capabilities, "lora", whole.specs, tensors, whole.lora))
     built.bridge.sync(0)
     fail = True
     with pytest.raises(EngineError, match=r"weight version 1 was not sent: a rank is gone.*the servers say"):

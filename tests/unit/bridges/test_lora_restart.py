@@ -9,9 +9,10 @@ import pytest
 
 from lachesis.bridges.adapters import adapter_config
 from lachesis.bridges.extract import lora_tensors
-from lachesis.bridges.lora_restart import LoraRestartBridge
 from lachesis.bridges.owned import OwnedEngine
+from lachesis.bridges.saved import AdapterFiles, SavedBridge, load_adapter
 from lachesis.common.errors import EngineError, StaleWeights
+from lachesis.config.schema import LoraRestartBridgeConfig
 from lachesis.engines.serving.served import Refused
 from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,
@@ -24,6 +25,11 @@ from tests.unit.bridges.fake_engine import (
 )
 
 
+@pytest.fixture(autouse=True)
+def _no_wait_for_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OwnedEngine.died, "__kwdefaults__", {"within_s": 0.0})
+
+
 class Built:
     def __init__(self, tmp_path: Path, *, servers: int = 1, **options: Any) -> None:
         self.servers = [FakeServer(number=i) for i in range(servers)]
@@ -31,12 +37,17 @@ class Built:
         engine = FakeHttpEngine(*self.servers)
         owned = OwnedEngine(engine=engine, processes=self.processes, owner="run 7")  # type: ignore[arg-type]
         self.directory = tmp_path / "adapters"
-        self.bridge: LoraRestartBridge[FakePolicy] = LoraRestartBridge(
+        self.bridge: SavedBridge[FakePolicy] = SavedBridge(
+            capabilities=LoraRestartBridgeConfig.capabilities,
+            engine=engine,
             owned=owned,
             directory=self.directory,
             keep_last=1,
-            tensors=lambda policy: lora_tensors(policy.model),
-            config=lambda policy: adapter_config(policy.model),
+            save=AdapterFiles(
+                tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
+            ),
+            load=load_adapter,
+            done="[LORA] Engine restarted with version %d in %.1f s",
             proof_builder=build_proof,
             **options,
         )
@@ -88,8 +99,8 @@ def test_an_engine_that_was_just_started_is_not_restarted_at_first(tmp_path):
 def test_an_engine_that_does_not_come_up_again_raises_with_its_log(tmp_path):
     built = Built(tmp_path)
     built.bridge.sync(0)
-    built.process.dies_at_start = True
-    with pytest.raises(EngineError, match="out of memory"):
+    built.process.dies_at_start = 2
+    with pytest.raises(EngineError, match=r"died a second time with weight version 1: .* out of memory"):
         built.update(1)
     built.update(2)
     assert built.served_by_all()

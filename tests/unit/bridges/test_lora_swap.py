@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 
 from lachesis.bridges.adapters import VersionedDirectories, adapter_config, save_adapter, write_safetensors
 from lachesis.bridges.extract import lora_tensors
-from lachesis.bridges.lora_swap import LoraSwapBridge
+from lachesis.bridges.saved import AdapterFiles, SavedBridge, load_adapter
 from lachesis.common.errors import EngineError, ModelError, StaleWeights
+from lachesis.config.schema import LoraSwapBridgeConfig
 from lachesis.engines.serving.adapter_files import read_adapter
 from lachesis.engines.serving.served import Refused
 from tests.tiny import tiny_model
@@ -36,19 +37,23 @@ from tests.unit.bridges.fake_engine import (
 )
 
 
-def build(tmp_path: Path, *servers: FakeServer, **options: Any) -> tuple[LoraSwapBridge[FakePolicy], FakePolicy]:
+def build(tmp_path: Path, *servers: FakeServer, **options: Any) -> tuple[SavedBridge[FakePolicy], FakePolicy]:
     options = {"keep_last": 2, "proof_builder": build_proof} | options
-    bridge: LoraSwapBridge[FakePolicy] = LoraSwapBridge(
+    bridge: SavedBridge[FakePolicy] = SavedBridge(
+        capabilities=LoraSwapBridgeConfig.capabilities,
         engine=FakeHttpEngine(*(servers or (FakeServer(),))),
         directory=tmp_path / "adapters",
-        tensors=lambda policy: lora_tensors(policy.model),
-        config=lambda policy: adapter_config(policy.model),
+        save=AdapterFiles(
+            tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
+        ),
+        load=load_adapter,
+        done="[LORA] ✓ Hot-swapped adapter: version %d in %.3f s",
         **options,
     )
     return bridge, bridge.prepare(lambda: FakePolicy(lora=True))
 
 
-def update(bridge: LoraSwapBridge[FakePolicy], policy: FakePolicy, version: int) -> None:
+def update(bridge: SavedBridge[FakePolicy], policy: FakePolicy, version: int) -> None:
     with bridge.update_to(version):
         policy.step()
 

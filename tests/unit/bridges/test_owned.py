@@ -43,7 +43,7 @@ def test_each_server_gets_the_command_for_its_number():
 
 def test_where_one_server_does_not_start_none_is_left():
     owned, processes = build()
-    processes[1].dies_at_start = True
+    processes[1].dies_at_start = 1
     with pytest.raises(EngineError, match="out of memory"):
         owned.restart(deadline=within())
     assert [process.pid for process in processes] == [None, None]

@@ -16,8 +16,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lachesis.bridges.extract import full_weights
 from lachesis.bridges.owned import OwnedEngine
-from lachesis.bridges.restart import ReloadBridge, RestartBridge, save_companions, write_checkpoint
+from lachesis.bridges.saved import (
+    CheckpointFiles,
+    SavedBridge,
+    load_checkpoint,
+    save_companions,
+    started_on_it,
+    write_checkpoint,
+)
 from lachesis.common.errors import EngineError, StaleWeights
+from lachesis.config.schema import ReloadBridgeConfig, RestartBridgeConfig
 from lachesis.engines.serving.served import Refused
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.bridges.fake_engine import (
@@ -42,24 +50,33 @@ def companions(policy: FakePolicy, directory: Path) -> None:
 
 
 class Built:
-    def __init__(self, tmp_path: Path, *, restart: bool, lora: bool = False, **options: Any) -> None:
+    def __init__(
+        self, tmp_path: Path, *, restart: bool, lora: bool = False, weights: Any = None, **options: Any
+    ) -> None:
         self.server = FakeServer()
         self.process = FakeProcess(self.server)
         self.directory = tmp_path / "exports"
-        self.bridge: ReloadBridge[FakePolicy]
         engine = FakeHttpEngine(self.server)
-        options = {
-            "directory": self.directory,
-            "keep_last": 1,
-            "weights": lambda policy: full_weights(policy.model),
-            "companions": companions,
-            "proof_builder": build_proof,
-        } | options
-        if restart:
-            owned = OwnedEngine(engine=engine, processes=[self.process], owner="run 7")  # type: ignore[list-item]
-            self.bridge = RestartBridge(owned=owned, command=lambda _, path: ("serve", str(path)), **options)
-        else:
-            self.bridge = ReloadBridge(engine=engine, **options)
+        owned = OwnedEngine(engine=engine, processes=[self.process], owner="run 7")  # type: ignore[list-item]
+        options |= (
+            {
+                "capabilities": RestartBridgeConfig.capabilities,
+                "owned": owned,
+                "load": started_on_it,
+                "command": lambda _, path: ("serve", str(path)),
+            }
+            if restart
+            else {"capabilities": ReloadBridgeConfig.capabilities, "load": load_checkpoint}
+        )
+        self.bridge: SavedBridge[FakePolicy] = SavedBridge(
+            engine=engine,
+            directory=self.directory,
+            keep_last=1,
+            save=CheckpointFiles(weights=weights or (lambda policy: full_weights(policy.model)), companions=companions),
+            done="[CHECKPOINT] Engine serves version %d after %.1f s",
+            proof_builder=build_proof,
+            **options,
+        )
         self.policy: FakePolicy = self.bridge.prepare(lambda: MergedPolicy(lora=lora))
 
     def update(self, version: int) -> None:
@@ -104,24 +121,23 @@ def test_an_engine_already_running_on_the_base_is_restarted_on_the_first_checkpo
     assert built.process.starts == 2
 
 
-@pytest.mark.parametrize("stop_first", [False, True])
-def test_the_engine_runs_while_the_checkpoint_is_written_unless_it_needs_the_memory(tmp_path, stop_first: bool):
+def test_the_engine_runs_while_the_checkpoint_is_written(tmp_path):
     running: list[bool] = []
 
     def weights(policy: FakePolicy) -> Iterator[tuple[str, Tensor]]:
         running.append(built.process.pid is not None)
         return full_weights(policy.model)
 
-    built = Built(tmp_path, restart=True, stop_first=stop_first, weights=weights)
+    built = Built(tmp_path, restart=True, weights=weights)
     built.bridge.sync(0)
     built.update(1)
-    assert running == [False, not stop_first]
+    assert running == [False, True]
 
 
 def test_the_one_that_is_served_is_kept_when_its_successor_fails(build):
     built = build()
     built.bridge.sync(0)
-    call = "claim" if isinstance(built.bridge, RestartBridge) else "reload"
+    call = "claim" if built.bridge.capabilities.owns_engine else "reload"
     for version in (1, 2):
         built.server.faults[call] = Refused("not now", status=409)
         with pytest.raises(Refused, match="not now"):
@@ -147,11 +163,21 @@ def test_a_checkpoint_that_cannot_be_written_is_never_served(build):
 def test_an_engine_that_does_not_come_up_raises_and_the_next_transfer_starts_it(tmp_path):
     built = Built(tmp_path, restart=True)
     built.bridge.sync(0)
-    built.process.dies_at_start = True
-    with pytest.raises(EngineError, match="out of memory"):
+    built.process.dies_at_start = 2
+    with pytest.raises(EngineError, match=r"died a second time with weight version 1: .* out of memory"):
         built.update(1)
     built.update(2)
     assert read(built.server.tensors) == read(merged(built.policy))
+
+
+def test_an_engine_that_dies_is_started_again_once_with_the_same_weights(tmp_path, caplog):
+    built = Built(tmp_path, restart=True)
+    built.bridge.sync(0)
+    built.process.dies_at_start = 1
+    built.update(1)
+    assert (built.server.version, built.server.owner) == (1, "run 7")
+    assert read(built.server.tensors) == read(merged(built.policy))
+    assert caplog.text.count("the engine died; starting it again with weight version 1") == 1
 
 
 @pytest.mark.parametrize("corruption", ["drop one", "swap two", "keep old"])

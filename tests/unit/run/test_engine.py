@@ -1,58 +1,73 @@
-"""Which servers a run starts, and on which devices."""
+"""A run that fails before it changed anything leaves its servers to the next one."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.engine import RunPlace, server_processes, server_urls
+from lachesis.engines.http import control
+from lachesis.engines.serving.session import new_session, write_session
+from lachesis.run.engine import unclaimed_on_error
+from tests.unit.engines.fake_server import FakeServer
 
 
-def configuration(**engine: Any) -> LachesisConfig:
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeServer]:
+    monkeypatch.setenv("LACHESIS_SESSION_DIR", str(tmp_path))
+    fake = FakeServer()
+    write_session(new_session(host="127.0.0.1", port=fake.port, token="secret"))
+    yield fake
+    fake.stop()
+
+
+def over(server: FakeServer, **engine: Any) -> LachesisConfig:
     return LachesisConfig.model_validate(
         {
             "run": {"steps": 1},
-            "model": {"path": "model", "device": "cpu", "dtype": "float32"},
-            "engine": {"kind": "vllm", "port": 9100} | engine,
+            "model": {"path": "model"},
+            "engine": {"kind": "http", "urls": [server.url]} | engine,
             "bridge": {"kind": "broadcast"},
         }
     )
 
 
-def place(directory: Path) -> RunPlace:
-    return RunPlace(directory=directory, engine_log=directory / "engine.log", owner="a test")
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_run_that_was_not_built_gives_its_claim_back(server: FakeServer, error: type[BaseException]):
+    server.state.owner = "this-run"
+    with pytest.raises(error), unclaimed_on_error(over(server), owner="this-run", claimed_before=False):
+        raise error
+    assert server.state.owner is None
 
 
-def test_one_copy_is_one_server_that_sees_all_devices(tmp_path: Path):
-    config = configuration(tensor_parallel_size=2, devices="2,3")
-    (server,) = server_processes(config, place=place(tmp_path))
-    assert server_urls(config) == ["http://127.0.0.1:9100"] == [server.url]
-    assert server._env == {"CUDA_VISIBLE_DEVICES": "2,3"}
-    assert {"--tensor-parallel-size", "--port"} <= set(server.command)
-    assert server.log_path == tmp_path / "engine.log"
+def test_a_run_that_was_built_keeps_it(server: FakeServer):
+    server.state.owner = "this-run"
+    with unclaimed_on_error(over(server), owner="this-run", claimed_before=False):
+        pass
+    assert server.state.owner == "this-run"
 
 
-def test_each_copy_has_a_port_a_log_and_devices_of_its_own(tmp_path: Path):
-    config = configuration(data_parallel_size=2, tensor_parallel_size=2, devices="4,5,6,7")
-    servers = server_processes(config, place=place(tmp_path))
-    assert [server.url for server in servers] == server_urls(config)
-    assert server_urls(config) == ["http://127.0.0.1:9100", "http://127.0.0.1:9101"]
-    assert [server.command[server.command.index("--port") + 1] for server in servers] == ["9100", "9101"]
-    assert [server._env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["4,5", "6,7"]
-    assert [server.log_path.name for server in servers] == ["engine.log", "engine-1.log"]
-    assert all("--data-parallel-size" not in server.command for server in servers), "each is one engine"
+@pytest.mark.parametrize(
+    ("engine", "owner", "claimed_before"),
+    [({}, "this-run", True), ({"takeover": True}, "this-run", False), ({}, "other-run", False)],
+    ids=["it had weights there", "it took the engine over", "another run has it"],
+)
+def test_engines_with_weights_of_a_run_stay_claimed(
+    server: FakeServer, engine: dict[str, Any], owner: str, claimed_before: bool
+):
+    server.state.owner = owner
+    config = over(server, **engine)
+    with pytest.raises(ValueError), unclaimed_on_error(config, owner="this-run", claimed_before=claimed_before):
+        raise ValueError
+    assert server.state.owner == owner
 
 
-def test_a_server_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    (server,) = server_processes(configuration(devices="1"), place=place(tmp_path))
-    assert server._env == {"RANK": None, "WORLD_SIZE": None, "CUDA_VISIBLE_DEVICES": "1"}
-
-
-def test_without_devices_the_copies_see_what_the_trainer_sees(tmp_path: Path):
-    servers = server_processes(configuration(data_parallel_size=2), place=place(tmp_path))
-    assert [server._env for server in servers] == [{}, {}]
+def test_a_server_that_is_gone_does_not_hide_the_error(server: FakeServer, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(control, "CONNECT_RETRIES", 1)  # before the second time httpx waits half a second
+    config = over(server)
+    server.stop()
+    with pytest.raises(ValueError, match="cause"), unclaimed_on_error(config, owner="a", claimed_before=False):
+        raise ValueError("cause")

@@ -9,21 +9,26 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig
+from typer.testing import CliRunner
 
 from lachesis import cli
+from lachesis.cli import app
 from lachesis.common.errors import ConfigError, EngineError
+from lachesis.config.load import load_config
+from lachesis.engines import build
 from lachesis.engines.embedded.loading import load_causal_lm
 from lachesis.engines.embedded.server import app as embedded_server
-from lachesis.engines.embedded.server.app import EmbeddedServerOptions
+from lachesis.engines.options import ServeOptions
 from lachesis.engines.serving.session import new_session, write_session
 from lachesis.engines.vllm import launch
 from lachesis.run import serve
-from lachesis.run.serve import ServeOptions, config_options, vllm_arguments
+from lachesis.run.serve import config_options, vllm_arguments
 from tests.logs import handlers_kept
 from tests.ports import free_port
 from tests.unit.engines.fake_server import FakeServer
@@ -143,6 +148,48 @@ class TestConfigurations:
         options = configured(text, overrides=["engine.port=9009"])
         assert (options.engine, options.port, options.max_num_seqs) == ("embedded", 9009, 7)
 
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    @pytest.mark.parametrize("engine", ["kind: vllm, port: 9005", "kind: http, urls: ['http://127.0.0.1:9005']"])
+    def test_the_dtype_is_the_trainers(
+        self,
+        configured: Callable[..., ServeOptions],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        device: str,
+        engine: str,
+    ):
+        """A checkpoint in float32 stays so, which vLLM's own `auto` would round to 16 bits."""
+        monkeypatch.setattr(build, "resolve_device", lambda name: torch.device(device))
+        (tmp_path / "model").mkdir()
+        AutoConfig.for_model("qwen2", dtype="float32").save_pretrained(tmp_path / "model")
+        text = CANONICAL.replace("dtype: bfloat16", "dtype: auto") + "bridge: {kind: reload}\n"
+        assert configured(f"{text}engine: {{{engine}}}\n").dtype == "float32"
+        embedded = f"{text}engine: {{kind: embedded_server}}\n"
+        assert configured(embedded).dtype == "auto"
+        assert configured(embedded, served_by="vllm").dtype == "float32"
+
+    @pytest.mark.parametrize(
+        "engine",
+        [
+            "{kind: vllm, port: 9005, gpu_memory_utilization: 0.3, max_model_len: 9, enforce_eager: true, "
+            "enable_sleep_mode: true, dtype: float16, extra_args: [--seed, '3']}",
+            "{kind: vllm}",
+            "{kind: embedded_server, port: 9005, max_model_len: 9}",
+        ],
+    )
+    def test_a_run_starts_the_server_that_vllm_serve_starts(
+        self, configured: Callable[..., ServeOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+    ):
+        asked: list[ServeOptions] = []
+        monkeypatch.setattr(serve, "serve", lambda options, *, on_ready: asked.append(options))
+        text = f"{CANONICAL}engine: {engine}\nbridge: {{kind: lora_only}}\nadapter: {{kind: lora, r: 4}}\n"
+        options = configured(text)
+        config = load_config(tmp_path / "config.yaml").config
+        command = build.server_command(config, 0, directory=options.adapter_roots[0])
+        result = CliRunner().invoke(app, command[3:])
+        assert result.exit_code == 0, result.output
+        assert asked == [options]
+
     def test_there_is_no_server(self, configured: Callable[..., ServeOptions]):
         with pytest.raises(ConfigError, match="no server to start") as caught:
             configured(CANONICAL)
@@ -182,9 +229,9 @@ class TestStarting:
         self, server: FakeServer, said: queue.Queue[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ):
         """In whose place a server stands that runs already."""
-        asked: list[EmbeddedServerOptions] = []
+        asked: list[ServeOptions] = []
 
-        def instead(options: EmbeddedServerOptions, *, on_ready: Callable[[str], None]) -> None:
+        def instead(options: ServeOptions, *, on_ready: Callable[[str], None]) -> None:
             asked.append(options)
             write_session(session)
             on_ready(server.url)
@@ -197,13 +244,8 @@ class TestStarting:
         assert line == (
             f"serving m at {server.url} (session {session.session_id}, token in {tmp_path / f'{server.port}.json'})"
         )
-        roots = (Path.cwd(),)
-        assert asked == [
-            EmbeddedServerOptions(
-                model="m", port=0, device="cpu", enable_lora=True, max_num_seqs=5, adapter_roots=roots
-            )
-        ]
-        serve.serve(replace(options, adapter_roots=(tmp_path,), dtype="float32"), on_ready=said.put)
+        assert asked == [options.model_copy(update={"adapter_roots": (Path.cwd(),)})]
+        serve.serve(options.model_copy(update={"adapter_roots": (tmp_path,), "dtype": "float32"}), on_ready=said.put)
         assert (asked[1].adapter_roots, asked[1].dtype) == ((tmp_path,), "float32")
 
     def test_vllm(self, said: queue.Queue[str], server: FakeServer, monkeypatch: pytest.MonkeyPatch):

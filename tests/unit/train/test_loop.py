@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +41,9 @@ class Parts:
 
     def sync(self, version: int) -> None:
         self._call(f"sync {version}")
+
+    def retry(self, call: Callable[[], Any]) -> Any:
+        return call()
 
     @contextmanager
     def update_to(self, version: int, *, due: bool = False) -> Iterator[None]:

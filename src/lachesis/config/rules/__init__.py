@@ -6,10 +6,7 @@ A rule yields findings: a ``problem`` is a combination that cannot work or does 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from lachesis.common.types import Finding
-from lachesis.config.capabilities import BRIDGES, BridgeCapabilities, bridge_capabilities
 from lachesis.config.problems import config_error
 from lachesis.config.rules.algorithm import ALGORITHM_RULES
 from lachesis.config.rules.base import Rule
@@ -18,7 +15,7 @@ from lachesis.config.rules.optimizer import OPTIMIZER_RULES, learning_rate
 from lachesis.config.rules.pipeline import PIPELINE_RULES
 from lachesis.config.rules.process import PROCESS_RULES
 from lachesis.config.rules.rollout_api import ROLLOUT_API_RULES
-from lachesis.config.rules.serving import SERVING_RULES, check_bridge
+from lachesis.config.rules.serving import SERVING_RULES
 from lachesis.config.schema import LachesisConfig
 
 __all__ = ["RULES", "check", "learning_rate"]
@@ -34,14 +31,13 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def check(config: LachesisConfig, *, bridges: Mapping[str, BridgeCapabilities] = BRIDGES) -> list[Finding]:
+def check(config: LachesisConfig) -> list[Finding]:
     """The warnings and notes of all rules.
 
     Raises:
         ConfigError: the configuration cannot work; the message lists every problem.
     """
     findings = [finding for rule in RULES for finding in rule(config)]
-    findings += check_bridge(config, bridge_capabilities(config.bridge.kind, bridges=bridges))
     problems = [finding.message for finding in findings if finding.level == "problem"]
     if problems:
         raise config_error("the configuration cannot work", problems)

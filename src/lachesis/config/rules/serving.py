@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lachesis.common.types import Finding
-from lachesis.config.capabilities import BridgeCapabilities
 from lachesis.config.rules.base import Rule, note, problem, warning
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 
@@ -13,9 +12,9 @@ _STARTED_BY_THE_RUN = ("vllm", "embedded_server")
 _OTHER_BRIDGES = "shared_vllm, broadcast or none, or lora_only with LoRA"
 
 
-def check_bridge(config: LachesisConfig, capabilities: BridgeCapabilities) -> Iterator[Finding]:
+def _bridge(config: LachesisConfig) -> Iterator[Finding]:
     """Whether the bridge fits the engine and what is trained, by what it declares."""
-    kind, engine = config.bridge.kind, config.engine.kind
+    kind, engine, capabilities = config.bridge.kind, config.engine.kind, config.bridge.capabilities
     if kind == "in_process" and engine != "embedded":
         yield problem(
             "bridge",
@@ -88,7 +87,9 @@ def _shared(config: LachesisConfig) -> Iterator[Finding]:
 
 
 def _merged(config: LachesisConfig) -> Iterator[Finding]:
-    if config.model.quantization != "none" and config.bridge.kind in ("broadcast", "none", "reload"):
+    capabilities = config.bridge.capabilities
+    sends_all = not capabilities.adapter_only and not capabilities.shares_storage
+    if config.model.quantization != "none" and sends_all:
         yield problem(
             "merged",
             f"bridge.kind {config.bridge.kind} sends all weights with the adapter merged into them, and with "
@@ -150,4 +151,4 @@ def _context(config: LachesisConfig) -> Iterator[Finding]:
         )
 
 
-SERVING_RULES: tuple[Rule, ...] = (_shared, _merged, _engine, _context)
+SERVING_RULES: tuple[Rule, ...] = (_shared, _merged, _engine, _context, _bridge)

@@ -10,6 +10,7 @@ from pydantic import Field
 
 from lachesis.config.schema.base import Section
 from lachesis.config.schema.engines import (
+    BridgeCapabilities,
     BridgeConfig,
     BroadcastBridgeConfig,
     EmbeddedEngineConfig,
@@ -53,6 +54,7 @@ __all__ = [
     "ApiServiceConfig",
     "AtroposSourceConfig",
     "BatchConfig",
+    "BridgeCapabilities",
     "BridgeConfig",
     "BroadcastBridgeConfig",
     "CheckpointConfig",

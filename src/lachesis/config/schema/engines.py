@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -84,21 +85,39 @@ EngineConfig = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class BridgeCapabilities:
+    """The properties of a bridge that the rest of the configuration has to fit, known before anything is loaded.
+
+    Args:
+        adapter_only: it can transfer an adapter and nothing else.
+        owns_engine: it starts and stops the engine itself.
+        shares_storage: the engine reads the trainer's own tensors, so the optimizer step is the transfer.
+    """
+
+    adapter_only: bool = False
+    owns_engine: bool = False
+    shares_storage: bool = False
+
+
 class BridgeSection(Section):
     """What all bridges have."""
 
+    capabilities: ClassVar[BridgeCapabilities] = BridgeCapabilities()
     proof: bool = Field(default=True, description="Prove after each update that the engine has the trainer's weights.")
 
 
 class InProcessBridgeConfig(BridgeSection):
     """The engine generates with the trainer's own parameters: nothing is transferred, all is proved."""
 
+    capabilities = BridgeCapabilities(shares_storage=True)
     kind: Literal["in_process"] = "in_process"
 
 
 class SharedBridgeConfig(BridgeSection):
     """Single copy: the trainer's parameters are the engine's own tensors, in another process."""
 
+    capabilities = BridgeCapabilities(shares_storage=True)
     kind: Literal["shared_vllm"] = "shared_vllm"
     pause: Literal["keep", "drain", "abort"] = Field(
         default="keep",
@@ -114,6 +133,7 @@ class SharedBridgeConfig(BridgeSection):
 class LoraSwapBridgeConfig(BridgeSection):
     """The adapter is saved and swapped into the running engine."""
 
+    capabilities = BridgeCapabilities(adapter_only=True)
     kind: Literal["lora_only"] = "lora_only"
     every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
     keep_last: PositiveInt = Field(default=2, description="Saved adapters kept; older ones are deleted.")
@@ -125,6 +145,7 @@ class LoraSwapBridgeConfig(BridgeSection):
 class LoraRestartBridgeConfig(BridgeSection):
     """The engine is restarted with the new adapter; `lora_only` does the same without the restart."""
 
+    capabilities = BridgeCapabilities(adapter_only=True, owns_engine=True)
     kind: Literal["lora_restart"] = "lora_restart"
     every_steps: PositiveInt = Field(default=3, description="Restart every N optimizer steps.")
     keep_last: PositiveInt = Field(default=2, description="Saved adapters kept; older ones are deleted.")
@@ -146,6 +167,7 @@ class ChannelBridgeSection(BridgeSection):
 class LoraBroadcastBridgeConfig(ChannelBridgeSection):
     """LoRA tensors are sent straight into the engine, nothing touches the disk."""
 
+    capabilities = BridgeCapabilities(adapter_only=True)
     kind: Literal["lora_nccl"] = "lora_nccl"
     share_base: bool = Field(
         default=False, description="Train on the engine's own base weights: the model is in memory once."
@@ -161,6 +183,7 @@ class BroadcastBridgeConfig(ChannelBridgeSection):
 class RestartBridgeConfig(BridgeSection):
     """A checkpoint is written and the engine restarted on it."""
 
+    capabilities = BridgeCapabilities(owns_engine=True)
     kind: Literal["none"] = "none"
     every_steps: PositiveInt = Field(default=3, description="Restart every N optimizer steps.")
     keep_last: PositiveInt = Field(default=1, description="Exported checkpoints kept besides the one being served.")

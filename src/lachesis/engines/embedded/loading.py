@@ -30,7 +30,7 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str) -> PreTrainedMo
     chosen: Any = dtype
     if dtype == "auto" and place.type == "cpu":
         chosen = "float32"
-    with _loading(path):
+    with load_errors(path):
         found: Any = AutoModelForCausalLM.from_pretrained(
             str(path),
             dtype=chosen if chosen == "auto" else getattr(torch, chosen),
@@ -49,7 +49,7 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str) -> PreTrainedMo
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer in ``path``. Raises ModelError where there is none."""
-    with _loading(path):
+    with load_errors(path):
         return AutoTokenizer.from_pretrained(str(path))
 
 
@@ -81,7 +81,8 @@ def _place(device: str) -> torch.device:
 
 
 @contextmanager
-def _loading(path: str | Path) -> Iterator[None]:
+def load_errors(path: str | Path) -> Iterator[None]:
+    """Within it a model is read from ``path``; what goes wrong is raised as ModelError."""
     try:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from lachesis.common.device import resolve_device
 from lachesis.common.errors import ModelError, first_line
 from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig
 from lachesis.train.distributed.single import decoder_layers
@@ -112,21 +113,6 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         is_file = len(config.chat_template) < 4096 and template.is_file()
         tokenizer.chat_template = template.read_text() if is_file else config.chat_template
     return tokenizer
-
-
-def resolve_device(device: str) -> torch.device:
-    """``auto`` is the current GPU where there is one.
-
-    Raises:
-        ModelError: a GPU was asked for and there is none.
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ModelError(
-            "model.device is cuda, but torch sees no GPU",
-            remedy="set model.device: auto, or install a torch build for your GPU (lachesis doctor tells more)",
-        )
-    use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-    return torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
 
 
 def _load_transformer(config: ModelConfig, *, device: torch.device, on_cpu: bool) -> PreTrainedModel:

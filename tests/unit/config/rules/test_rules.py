@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.capabilities import BridgeCapabilities
 from lachesis.config.rules import check, learning_rate
 
 LORA = {"kind": "lora"}
@@ -386,12 +385,10 @@ def test_vanishing_updates_of_float16_are_smaller(build):
 
 
 def test_a_bridge_that_transfers_adapters_only(build):
-    table = {
-        "in_process": BridgeCapabilities(adapter_only=True, same_device=False, owns_engine=False, shares_storage=False)
-    }
-    assert check(build(adapter=LORA), bridges=table) == []
+    sections = {"engine": HTTP, "bridge": {"kind": "lora_only"}}
+    assert check(build(adapter=LORA, **sections)) == []
     with pytest.raises(ConfigError, match="transfers adapters only, and adapter"):
-        check(build(), bridges=table)
+        check(build(**sections))
 
 
 def test_a_template_file_that_is_there(build, tmp_path):

@@ -6,8 +6,6 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,6 +19,7 @@ from lachesis.engines.embedded.loading import context_length, end_token_ids, loa
 from lachesis.engines.embedded.server.openai import OpenAIRoutes
 from lachesis.engines.embedded.server.served import ServedEmbedded
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
+from lachesis.engines.options import ServeOptions
 from lachesis.engines.serving.routes import engine_routes
 from lachesis.engines.serving.served import ModelInfo
 from lachesis.engines.serving.session import Session, new_session, remove_session, write_session
@@ -29,44 +28,10 @@ logger = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75
 _SHUTDOWN_S = 5
+_MAX_NUM_SEQS, _MAX_LORA_RANK = 64, 64
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedServerOptions:
-    """Options of ``lachesis serve --engine embedded``.
-
-    Args:
-        model: directory or hub id of a causal language model in safetensors.
-        tokenizer: of another place than the model's.
-        host: address to listen on.
-        port: port to listen on; 0 takes a free one.
-        dtype: of the weights; ``auto`` is the checkpoint's on a GPU, float32 on the CPU.
-        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
-        max_model_len: most tokens of prompt and completion together; the model's own limit if unset.
-        max_num_seqs: completions generated at the same time.
-        enable_lora: whether adapters may be loaded.
-        max_lora_rank: of the adapters.
-        adapter_roots: directories that adapters and checkpoints are loaded from, and bridge files written to.
-        served_model_name: what clients call the model; its path if unset.
-        session_token: secret of the weight-changing routes; from LACHESIS_SESSION_TOKEN, or random, if unset.
-    """
-
-    model: str
-    tokenizer: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 9001
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int = 64
-    enable_lora: bool = False
-    max_lora_rank: int = 64
-    adapter_roots: tuple[Path, ...] = ()
-    served_model_name: str | None = None
-    session_token: str | None = None
-
-
-def serve_embedded(options: EmbeddedServerOptions, *, on_ready: Callable[[str], None] | None = None) -> None:
+def serve_embedded(options: ServeOptions, *, on_ready: Callable[[str], None] | None = None) -> None:
     """Load the model and serve it until SIGINT or SIGTERM; the signal is raised anew at the end.
 
     Args:
@@ -87,7 +52,6 @@ def serve_embedded(options: EmbeddedServerOptions, *, on_ready: Callable[[str], 
             host=options.host,
             port=listener.getsockname()[1],
             adapter_roots=options.adapter_roots,
-            token=options.session_token,
         )
         backend = build_backend(options, session=session)
         write_session(session)
@@ -106,7 +70,7 @@ def serve_embedded(options: EmbeddedServerOptions, *, on_ready: Callable[[str], 
             remove_session(session)
 
 
-def build_backend(options: EmbeddedServerOptions, *, session: Session) -> ServedEmbedded:
+def build_backend(options: ServeOptions, *, session: Session) -> ServedEmbedded:
     """Load the model, and an engine around it.
 
     Raises:
@@ -114,7 +78,7 @@ def build_backend(options: EmbeddedServerOptions, *, session: Session) -> Served
         ModelError: it cannot be loaded.
     """
     tokenizer = load_tokenizer(options.tokenizer or options.model)
-    model = load_causal_lm(options.model, dtype=options.dtype, device=options.device)
+    model = load_causal_lm(options.model, dtype=options.dtype or "auto", device=options.device or "auto")
     limit = context_length(model)
     max_model_len = limit if options.max_model_len is None else options.max_model_len
     if max_model_len > limit:
@@ -123,17 +87,18 @@ def build_backend(options: EmbeddedServerOptions, *, session: Session) -> Served
         )
     ends = end_token_ids(model, tokenizer)
     pad = tokenizer.pad_token_id
+    max_num_seqs = options.max_num_seqs or _MAX_NUM_SEQS
     engine = EmbeddedEngine(
         model,
         eos_token_ids=ends,
         pad_token_id=pad if isinstance(pad, int) else 0,
-        max_batch_size=options.max_num_seqs,
+        max_batch_size=max_num_seqs,
         max_context=max_model_len,
         decode=lambda ids: str(tokenizer.decode(list(ids))),
         special_token_ids=tokenizer.all_special_ids,
         session_id=session.session_id,
     )
-    max_rank = options.max_lora_rank if options.enable_lora else 0
+    max_rank = (options.max_lora_rank or _MAX_LORA_RANK) if options.enable_lora else 0
     weights = EmbeddedWeights(engine, model, path=options.model, max_lora_rank=max_rank)
     info = ModelInfo(
         model=options.model,
@@ -152,7 +117,7 @@ def build_backend(options: EmbeddedServerOptions, *, session: Session) -> Served
         tokenizer=tokenizer,
         info=info,
         session=session,
-        max_num_seqs=options.max_num_seqs,
+        max_num_seqs=max_num_seqs,
     )
 
 
@@ -184,7 +149,7 @@ def build_app(backend: ServedEmbedded, *, session: Session) -> Starlette:
     )
 
 
-def _listen(options: EmbeddedServerOptions) -> socket.socket:
+def _listen(options: ServeOptions) -> socket.socket:
     """The port, taken but refusing connections: those are accepted once the model is loaded."""
     bound = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
     try:
@@ -202,7 +167,7 @@ def _listen(options: EmbeddedServerOptions) -> socket.socket:
         ) from error
 
 
-def _check(options: EmbeddedServerOptions) -> None:
+def _check(options: ServeOptions) -> None:
     positive = {
         "--max-model-len": options.max_model_len,
         "--max-num-seqs": options.max_num_seqs,
@@ -211,7 +176,7 @@ def _check(options: EmbeddedServerOptions) -> None:
     for name, value in positive.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}", remedy="give a number of 1 or above")
-    if options.dtype not in ("auto", "float32", "float16", "bfloat16", "float64"):
+    if options.dtype not in (None, "auto", "float32", "float16", "bfloat16", "float64"):
         raise ConfigError(f"--dtype {options.dtype} is not known", remedy="use auto, bfloat16, float16 or float32")
     for root in options.adapter_roots:
         # One that is not there yet may come: a run makes its directory once everything else has been checked.

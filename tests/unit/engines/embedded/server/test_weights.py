@@ -13,8 +13,9 @@ from peft import LoraConfig, get_peft_model
 
 from lachesis.common.errors import ConfigError, ModelError
 from lachesis.engines.embedded.engine import EmbeddedEngine
-from lachesis.engines.embedded.server.app import EmbeddedServerOptions, serve_embedded
+from lachesis.engines.embedded.server.app import serve_embedded
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
+from lachesis.engines.options import ServeOptions
 from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
 from lachesis.transport.digest import digest, served_lora_b
 from lachesis.transport.records import ReceivedTensor
@@ -159,7 +160,7 @@ def test_digests_of_what_is_not_there_are_refused(part):
 )
 def test_options_that_cannot_be_used_are_named(option, value):
     with pytest.raises(ConfigError, match="--" + option.removesuffix("s").replace("_", "-")) as caught:
-        serve_embedded(EmbeddedServerOptions(model="tiny", port=0, **{option: value}))
+        serve_embedded(ServeOptions(model="tiny", port=0, **{option: value}))
     assert caught.value.remedy
 
 
@@ -167,11 +168,11 @@ def test_a_port_that_is_taken_is_an_error_before_anything_is_loaded():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
-            serve_embedded(EmbeddedServerOptions(model="/nonexistent", port=port))
+            serve_embedded(ServeOptions(model="/nonexistent", port=port))
 
 
 def test_a_model_that_cannot_be_loaded_leaves_no_session(tmp_path, monkeypatch):
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(tmp_path / "sessions"))
     with pytest.raises(ModelError, match="nothing can be loaded") as caught:
-        serve_embedded(EmbeddedServerOptions(model=str(tmp_path), port=0))
+        serve_embedded(ServeOptions(model=str(tmp_path), port=0))
     assert caught.value.remedy and not os.path.exists(tmp_path / "sessions")

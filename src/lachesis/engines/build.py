@@ -1,0 +1,154 @@
+"""Which engines there are: the servers of ``engine.kind``, where they listen and what they are started with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from lachesis.common.device import resolve_device
+from lachesis.common.process import ManagedProcess
+from lachesis.common.world import VARIABLES
+from lachesis.config.schema import (
+    EmbeddedEngineConfig,
+    EmbeddedServerConfig,
+    HttpEngineConfig,
+    LachesisConfig,
+    LoraAdapterConfig,
+    VllmEngineConfig,
+)
+from lachesis.engines.embedded.loading import load_errors
+from lachesis.engines.options import ServeOptions, command_line
+
+logger = logging.getLogger("lachesis")
+
+# Of one GPU that engine and trainer share, and of one that the engine has for itself.
+SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
+
+
+def server_urls(config: LachesisConfig) -> list[str]:
+    """The addresses of the engine's servers; those of further copies of the model follow on the first one's port."""
+    engine = config.engine
+    if isinstance(engine, HttpEngineConfig):
+        return list(engine.urls)
+    assert not isinstance(engine, EmbeddedEngineConfig)
+    copies = engine.data_parallel_size if isinstance(engine, VllmEngineConfig) else 1
+    return [f"http://{engine.host}:{engine.port + number}" for number in range(copies)]
+
+
+def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path) -> list[ManagedProcess]:
+    """The servers that the run is to start, not started yet; none where they run already.
+
+    Args:
+        directory: the run's, out of which they load weights.
+        log_path: of the first server; further ones have it with their number.
+    """
+    if isinstance(config.engine, HttpEngineConfig):
+        return []
+    return [
+        ManagedProcess(
+            server_command(config, number, directory=directory),
+            url=url,
+            log_path=log_path if number == 0 else log_path.with_stem(f"{log_path.stem}-{number}"),
+            # A server is no rank of this run.
+            env=dict.fromkeys(os.environ.keys() & set(VARIABLES)) | _server_environment(config, number=number),
+            on_death=lambda error: logger.error("%s", error),
+        )
+        for number, url in enumerate(server_urls(config))
+    ]
+
+
+def server_command(
+    config: LachesisConfig, number: int, checkpoint: Path | None = None, *, directory: Path
+) -> Sequence[str]:
+    """``lachesis serve`` for the server of that number, serving the model or a checkpoint of it."""
+    engine = config.engine
+    assert isinstance(engine, VllmEngineConfig | EmbeddedServerConfig)
+    options = server_options(config, engine, directory=directory, number=number, checkpoint=checkpoint)
+    return [sys.executable, "-m", "lachesis", "serve", *options.command_line()]
+
+
+def server_options(
+    config: LachesisConfig,
+    engine: VllmEngineConfig | EmbeddedServerConfig,
+    *,
+    directory: Path,
+    number: int = 0,
+    checkpoint: Path | None = None,
+) -> ServeOptions:
+    """The options of a server of the model that is trained. Keys of ``engine`` that are named as options become them.
+
+    Args:
+        engine: the configuration's, or what stands for it where that says only where the server listens.
+        directory: the run's, out of which the server loads weights.
+        number: of the server, where there are several; its port is as many above the first one's.
+        checkpoint: served in place of the model.
+
+    Raises:
+        ModelError: ``model.path`` has no configuration that tells the dtype.
+    """
+    of_engine: dict[str, Any]
+    if isinstance(engine, EmbeddedServerConfig):
+        of_engine = {
+            "engine": "embedded",
+            "dtype": config.model.dtype,
+            "device": config.model.device,
+            "max_num_seqs": engine.max_batch_size,
+        }
+    else:
+        plain = {
+            "enable_sleep_mode": engine.enable_sleep_mode,
+            "trust_remote_code": config.model.trust_remote_code,
+        }
+        of_engine = {
+            "dtype": engine.dtype if engine.dtype != "auto" else trainer_dtype(config),
+            "gpu_memory_utilization": _gpu_memory_utilization(config, engine),
+            "arguments": (*command_line(plain), *engine.extra_args),
+        }
+    if config.bridge.capabilities.adapter_only and isinstance(config.adapter, LoraAdapterConfig):
+        of_engine |= {"enable_lora": True, "max_lora_rank": config.adapter.r}
+    return ServeOptions(
+        **engine.model_dump(include=set(ServeOptions.model_fields) - {"port", *of_engine}),
+        **of_engine,
+        port=engine.port + number,
+        model=str(checkpoint or config.model.path),
+        tokenizer=config.model.tokenizer or config.model.path,
+        adapter_roots=(directory,),
+    )
+
+
+def trainer_dtype(config: LachesisConfig) -> str:
+    """The dtype that the trainer's weights get; vLLM's own ``auto`` would make 16 bits of a checkpoint in float32."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    if resolve_device(config.model.device).type == "cpu":
+        return "float32"
+    with load_errors(config.model.path):
+        found = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    dtype = found.dtype or found.get_text_config().dtype
+    return "auto" if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _gpu_memory_utilization(config: LachesisConfig, engine: VllmEngineConfig) -> float | None:
+    """The share of a GPU's memory that vLLM gets; one that the run does not start has its own default."""
+    if isinstance(config.engine, HttpEngineConfig):
+        return engine.gpu_memory_utilization
+    if resolve_device(config.model.device).type != "cuda":
+        return None
+    own = engine.devices is not None
+    return engine.gpu_memory_utilization or (OWN_GPU_UTILIZATION if own else SHARED_GPU_UTILIZATION)
+
+
+def _server_environment(config: LachesisConfig, *, number: int) -> dict[str, str]:
+    """Which of ``engine.devices`` the server of that number sees: its own ``tensor_parallel_size`` of them."""
+    engine = config.engine
+    if not isinstance(engine, VllmEngineConfig) or engine.devices is None:
+        return {}
+    devices, size = engine.devices.split(","), engine.tensor_parallel_size
+    own = devices if engine.data_parallel_size == 1 else devices[number * size : (number + 1) * size]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)}

@@ -1,0 +1,70 @@
+"""What an inference server is started with: each field is a flag of ``lachesis serve``."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lachesis.common.http import server_url
+
+EngineName = Literal["vllm", "embedded"]
+_SINGULAR = {"adapter_roots": "adapter_root"}
+
+
+class ServeOptions(BaseModel):
+    """Which model to serve, how, and where. ``None`` leaves it to the engine.
+
+    ``arguments`` is no flag: they are handed on to ``vllm serve`` as they are.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = Field(description="Directory or hub id of the model.")
+    engine: EngineName = Field(default="vllm", description="What generates.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on.")
+    port: int = Field(default=9001, ge=0, le=65535, description="Port to listen on.")
+    tokenizer: str | None = Field(default=None, description="Tokenizer, if it is not the model's own.")
+    dtype: str | None = Field(default=None, description="bfloat16, float16, float32 or auto.")
+    device: str | None = Field(default=None, description="Of the embedded engine: cpu, cuda or cuda:N.")
+    max_model_len: int | None = Field(default=None, description="Longest prompt and completion together.")
+    max_num_seqs: int | None = Field(default=None, description="Most completions at the same time.")
+    gpu_memory_utilization: float | None = Field(default=None, description="Share of the GPU memory for vLLM.")
+    tensor_parallel_size: int | None = Field(default=None, description="GPUs that hold one copy together.")
+    enforce_eager: bool = Field(default=False, description="No CUDA graphs: slower.")
+    enable_lora: bool = Field(default=False, description="Let adapters be loaded.")
+    max_lora_rank: int | None = Field(default=None, description="Largest rank of an adapter.")
+    served_model_name: str | None = Field(default=None, description="What clients call the model.")
+    adapter_roots: tuple[Path, ...] = Field(
+        default=(),
+        description="Adapters and checkpoints load from inside here only; may be repeated. [default: .]",
+    )
+    arguments: tuple[str, ...] = Field(default=(), exclude=True)
+
+    @property
+    def url(self) -> str:
+        """Where the server is reached from this machine."""
+        return server_url(f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}")
+
+    def command_line(self, *, without: Collection[str] = ()) -> list[str]:
+        """The flags that say the same, but those of the fields ``without``; ``arguments`` come last."""
+        return [*command_line(self.model_dump(exclude=set(without))), *self.arguments]
+
+
+def flag_of(field: str) -> str:
+    """``--max-model-len`` of the field ``max_model_len``; the fields that may be repeated are not in the plural."""
+    return "--" + _SINGULAR.get(field, field).replace("_", "-")
+
+
+def command_line(values: Mapping[str, Any]) -> list[str]:
+    """Flags by the names of fields. None and False leave a flag out, True gives it no value, a tuple repeats it."""
+    words: list[str] = []
+    for field, value in values.items():
+        if value is True:
+            words.append(flag_of(field))
+        elif value is not None and value is not False:
+            for one in value if isinstance(value, tuple) else (value,):
+                words += [flag_of(field), str(one)]
+    return words

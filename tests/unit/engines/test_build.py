@@ -1,0 +1,60 @@
+"""Which servers a run starts, and on which devices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lachesis.common.process import EngineProcess
+from lachesis.config.schema import LachesisConfig
+from lachesis.engines import build
+from lachesis.engines.build import server_urls
+
+
+def configuration(**engine: Any) -> LachesisConfig:
+    return LachesisConfig.model_validate(
+        {
+            "run": {"steps": 1},
+            "model": {"path": "model", "device": "cpu", "dtype": "float32"},
+            "engine": {"kind": "vllm", "port": 9100} | engine,
+            "bridge": {"kind": "broadcast"},
+        }
+    )
+
+
+def server_processes(config: LachesisConfig, directory: Path) -> list[EngineProcess]:
+    return build.server_processes(config, directory=directory, log_path=directory / "engine.log")
+
+
+def test_one_copy_is_one_server_that_sees_all_devices(tmp_path: Path):
+    config = configuration(tensor_parallel_size=2, devices="2,3")
+    (server,) = server_processes(config, tmp_path)
+    assert server_urls(config) == ["http://127.0.0.1:9100"] == [server.url]
+    assert server._env == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert {"--tensor-parallel-size", "--port"} <= set(server.command)
+    assert server.log_path == tmp_path / "engine.log"
+
+
+def test_each_copy_has_a_port_a_log_and_devices_of_its_own(tmp_path: Path):
+    config = configuration(data_parallel_size=2, tensor_parallel_size=2, devices="4,5,6,7")
+    servers = server_processes(config, tmp_path)
+    assert [server.url for server in servers] == server_urls(config)
+    assert server_urls(config) == ["http://127.0.0.1:9100", "http://127.0.0.1:9101"]
+    assert [server.command[server.command.index("--port") + 1] for server in servers] == ["9100", "9101"]
+    assert [server._env["CUDA_VISIBLE_DEVICES"] for server in servers] == ["4,5", "6,7"]
+    assert [server.log_path.name for server in servers] == ["engine.log", "engine-1.log"]
+    assert all("--data-parallel-size" not in server.command for server in servers), "each is one engine"
+
+
+def test_a_server_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (server,) = server_processes(configuration(devices="1"), tmp_path)
+    assert server._env == {"RANK": None, "WORLD_SIZE": None, "CUDA_VISIBLE_DEVICES": "1"}
+
+
+def test_without_devices_the_copies_see_what_the_trainer_sees(tmp_path: Path):
+    servers = server_processes(configuration(data_parallel_size=2), tmp_path)
+    assert [server._env for server in servers] == [{}, {}]
