@@ -22,10 +22,10 @@ from lachesis.cli.base import (
     stop_on_signals,
     world_of_leader,
 )
+from lachesis.common.run_files import run_paths
 from lachesis.common.world import World
 from lachesis.config.dialects.atropos_help import help_text
 from lachesis.config.load import LoadedConfig, load_argv
-from lachesis.metrics.sinks.base import run_paths
 from lachesis.metrics.sinks.jsonl import read_metrics
 
 if TYPE_CHECKING:

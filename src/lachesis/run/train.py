@@ -21,6 +21,7 @@ from rich.console import Console
 from lachesis.common.errors import CheckpointError, EngineError, LachesisError, StopRequested
 from lachesis.common.files import write_atomic
 from lachesis.common.imports import load_function
+from lachesis.common.run_files import run_paths
 from lachesis.common.types import EvalResult
 from lachesis.common.world import World
 from lachesis.config.load import LoadedConfig, dump_config
@@ -28,7 +29,6 @@ from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps, with_steps
 from lachesis.metrics.hub import DISK_FULL, MetricsHub
-from lachesis.metrics.sinks.base import run_paths
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.telemetry import HubTelemetry
 from lachesis.pipeline.feed import Feed
