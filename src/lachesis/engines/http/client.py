@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from lachesis.common.deadline import Deadline
@@ -19,6 +20,7 @@ from lachesis.engines.http.control import DigestReading, ServerControl, ServerIn
 from lachesis.engines.http.generation import GenerationCalls
 
 T = TypeVar("T")
+R = TypeVar("R", CanaryReading, DigestReading)
 logger = logging.getLogger("lachesis")
 _AGAIN_S = 1.0
 
@@ -161,12 +163,9 @@ class HttpEngine(Engine):
         Raises:
             StaleWeights: they differ in version, or by more than the tolerance, or one was started again.
         """
-        sessions = self.session_ids
         limit = deadline or self._deadline("reading the canary")
-        readings = self.on_all(lambda server: server.canary(token_ids, deadline=limit))
-        self._check_same(sessions, [(reading.session_id, reading.version) for reading in readings])
-        first = readings[0]
-        for control, reading in zip(self.controls[1:], readings[1:], strict=True):
+        first, *others = self._readings(lambda server: server.canary(token_ids, deadline=limit))
+        for control, reading in zip(self.controls[1:], others, strict=True):
             worst = _largest_difference(first.logprobs, reading.logprobs)
             if not worst <= self._tolerance:
                 raise StaleWeights(
@@ -174,7 +173,7 @@ class HttpEngine(Engine):
                     f"differ by up to {worst:.4g} (allowed {self._tolerance:g})",
                     remedy="one of the servers did not get the weights; look at their logs",
                 )
-        return CanaryReading(first.logprobs, version=first.version, session_id=",".join(sessions))
+        return replace(first, session_id=self.session_id)
 
     def digests(self, *arguments: Any, deadline: Deadline, **options: Any) -> DigestReading:
         """As :meth:`ServerControl.digests`, of all servers, which have to agree on every one.
@@ -182,11 +181,8 @@ class HttpEngine(Engine):
         Raises:
             StaleWeights: they do not.
         """
-        sessions = self.session_ids
-        readings = self.on_all(lambda server: server.digests(*arguments, deadline=deadline, **options))
-        self._check_same(sessions, [(reading.session_id, reading.version) for reading in readings])
-        first = readings[0]
-        for control, reading in zip(self.controls[1:], readings[1:], strict=True):
+        first, *others = self._readings(lambda server: server.digests(*arguments, deadline=deadline, **options))
+        for control, reading in zip(self.controls[1:], others, strict=True):
             names = sorted(first.digests.keys() | reading.digests.keys())
             other = [name for name in names if first.digests.get(name) != reading.digests.get(name)]
             if other:
@@ -195,7 +191,7 @@ class HttpEngine(Engine):
                     f"those of {self.controls[0].url}: {', '.join(other[:3])}{', ...' if len(other) > 3 else ''}",
                     remedy="one of the servers did not get the weights; look at their logs",
                 )
-        return DigestReading(first.digests, version=first.version, session_id=",".join(sessions))
+        return replace(first, session_id=self.session_id)
 
     def set_version(self, version: int) -> None:
         """See :meth:`Engine.set_version`."""
@@ -266,16 +262,19 @@ class HttpEngine(Engine):
                 remedy="it was started again or replaced: bring it the weights anew, or stop what took its port",
             )
 
-    def _check_same(self, sessions: Sequence[str], readings: Sequence[tuple[str, int]]) -> None:
-        """Raise StaleWeights unless each server is of its session and all are at one version."""
-        for control, (session, _) in zip(self.controls, readings, strict=True):
-            self._check_session(control, session)
-        if len({version for _, version in readings}) > 1:
-            shown = ", ".join(f"{c.url}: {v}" for c, (_, v) in zip(self.controls, readings, strict=True))
+    def _readings(self, call: Callable[[ServerControl], R]) -> list[R]:
+        """What each server reads. Raises StaleWeights unless each is of its session and all are at one version."""
+        _ = self.session_ids  # of the first contact, which comes before
+        readings = self.on_all(call)
+        for control, reading in zip(self.controls, readings, strict=True):
+            self._check_session(control, reading.session_id)
+        if len({reading.version for reading in readings}) > 1:
+            shown = ", ".join(f"{c.url}: {r.version}" for c, r in zip(self.controls, readings, strict=True))
             raise StaleWeights(
                 f"the servers are at different weight versions ({shown})",
                 remedy="a transfer did not reach all of them; look at their logs",
             )
+        return readings
 
 
 class _LoopThread:
