@@ -34,13 +34,14 @@ def advantage_function(algorithm: AlgorithmConfig, *, weights: Sequence[float] |
 
     def compute(rewards: Sequence[Sequence[float | None]], group: Sequence[int]) -> list[float]:
         known = [[math.nan if value is None else value for value in row] for row in rewards]
-        return group_advantages(
+        advantages = group_advantages(
             torch.tensor(known, dtype=torch.float64),
             group=torch.tensor(group),
             weights=None if weights is None else torch.tensor(weights, dtype=torch.float64),
             scale_rewards=algorithm.scale_rewards,
             aggregation=algorithm.aggregation,
-        ).tolist()
+        )
+        return [float(value) for value in advantages]
 
     return compute
 
@@ -100,7 +101,7 @@ def group_advantages(
     """
     _require_inputs(rewards, group, weights, scale_rewards, aggregation)
     weights = rewards.new_ones(rewards.shape[1]) if weights is None else weights.to(rewards)
-    _, index = group.unique(return_inverse=True)
+    index = _numbered(group)
     whole_batch = torch.zeros_like(index)
     unscored = rewards.isnan().all(dim=1)
 
@@ -114,6 +115,11 @@ def group_advantages(
         total = _weighted_sum(standardized(rewards, index), weights, unscored)
         advantages = standardized(total, whole_batch)
     return advantages.squeeze(1).masked_fill(unscored, 0.0)
+
+
+def _numbered(group: Tensor) -> Tensor:
+    """Labels of groups as 0..G-1, [N]."""
+    return torch.searchsorted(group.unique(), group)
 
 
 def standardized(values: Tensor, index: Tensor) -> Tensor:

@@ -142,14 +142,14 @@ LOSS_TYPES: Mapping[str, LossType] = {
 
 
 @torch.no_grad()
-def off_policy_keep(terms: Terms, options: AlgorithmConfig) -> Tensor:
+def off_policy_keep(terms: Terms, threshold: float) -> Tensor:
     """1 where A ≥ 0 or mean_t(log π_b - log π) ≤ threshold, else 0 (OPSM, DeepSeek-V3.2, eq. 9).
 
     π_b is the sampler where its logprobs are given, else π_old; an unknown token (NaN) is no sign of drift.
     """
     behaviour = terms.old if terms.sampled is None else terms.sampled
     drift = terms.rows.mean((behaviour - terms.logprobs).nan_to_num(nan=0.0))
-    near = terms.rows.spread(drift <= options.off_policy_mask_threshold)
+    near = terms.rows.spread(drift <= threshold)
     return ((terms.advantages >= 0) | near).to(terms.logprobs.dtype)
 
 
@@ -171,10 +171,11 @@ def high_entropy_threshold(entropies: Tensor, *, mask: Tensor, top_quantile: flo
 @torch.no_grad()
 def high_entropy_keep(terms: Terms, options: AlgorithmConfig, threshold: Tensor | float | None) -> Tensor:
     """m where the entropy reaches the threshold (by default of these tokens), else 0."""
+    entropies = given(terms.entropies)
     if threshold is None:
         top = options.top_entropy_quantile
-        threshold = high_entropy_threshold(terms.entropies, mask=terms.rows.mask, top_quantile=top)
-    return terms.rows.mask * (terms.entropies >= threshold)
+        threshold = high_entropy_threshold(entropies, mask=terms.rows.mask, top_quantile=top)
+    return terms.rows.mask * (entropies >= threshold)
 
 
 def kl_to_reference(terms: Terms, options: AlgorithmConfig) -> Tensor:
@@ -182,7 +183,7 @@ def kl_to_reference(terms: Terms, options: AlgorithmConfig) -> Tensor:
 
     The tokens come from π_old; times r (``use_bias_correction_kl``) it estimates the divergence under π.
     """
-    difference = terms.reference - terms.logprobs
+    difference = given(terms.reference) - terms.logprobs
     kl = difference.expm1() - difference  # exp(d) - 1 would leave rounding errors larger than a small divergence
     return kl * terms.ratio if options.use_bias_correction_kl else kl
 
@@ -244,7 +245,7 @@ def policy_loss(
     per_token = per_token if token_loss is None else token_loss
     loss = per_token(terms, options)
     if options.off_policy_mask_threshold is not None:
-        loss = loss * off_policy_keep(terms, options)
+        loss = loss * off_policy_keep(terms, options.off_policy_mask_threshold)
     kept, num_kept = terms.rows.mask, num_tokens
     if options.top_entropy_quantile < 1:
         kept = high_entropy_keep(terms, options, entropy_threshold)
@@ -257,7 +258,7 @@ def policy_loss(
         loss = loss + options.beta * kl
     total = (loss * weight(terms.rows, num_sequences, num_tokens, max_completion_length)).sum()
     if options.entropy_coef:
-        total = total - options.entropy_coef * (terms.entropies * kept).sum() / max(num_kept, 1)
+        total = total - options.entropy_coef * (given(terms.entropies) * kept).sum() / max(num_kept, 1)
     return PolicyLoss(total, _metrics(terms, options, per_token=per_token, kl=kl))
 
 
@@ -303,6 +304,12 @@ def _capped(ratio: Tensor, options: AlgorithmConfig) -> Tensor:
 
 def _either(condition: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.where(condition, like.new_full((), yes), no)
+
+
+def given(values: Tensor | None) -> Tensor:
+    """What the options need, which :func:`policy_loss` has seen to."""
+    assert values is not None
+    return values
 
 
 def _require_inputs(options: AlgorithmConfig, *, reference: Tensor | None, entropies: Tensor | None) -> None:

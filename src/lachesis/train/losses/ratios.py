@@ -118,11 +118,14 @@ SAMPLER_MODES: Mapping[str, SamplerMode] = {
 
 
 @torch.no_grad()
-def sampler_correction(rows: Rows, old: Tensor, sampled: Tensor, options: AlgorithmConfig) -> Tensor:
+def sampler_correction(rows: Rows, old: Tensor, sampled: Tensor, options: AlgorithmConfig) -> Tensor | None:
     """c = exp(log π_old - log π_sampler) of a token, or of the sum over its row; without gradient. [T]
 
-    A token that the sampler gave no logprob for (NaN) contributes 0 to the log, so a ratio of 1.
+    ``None`` where the options have no correction. A token that the sampler gave no logprob for (NaN) contributes 0 to
+    the log, so a ratio of 1.
     """
+    if options.sampler_correction == "none":
+        return None
     mode = SAMPLER_MODES[options.sampler_correction]
     log_weight = (old - sampled).nan_to_num(nan=0.0)
     if mode.of_sequence:
@@ -166,7 +169,6 @@ def gather_terms(
     old = clean("old_logprobs", old_logprobs)
     old = current.detach() if old is None else torch.where(old.isnan(), current.detach(), old)
     sampled = clean("sampling_logprobs", sampling_logprobs)
-    corrects = sampled is not None and options.sampler_correction != "none"
     log_ratio = current - old
     return Terms(
         rows=rows,
@@ -178,7 +180,7 @@ def gather_terms(
         entropies=clean("entropies", entropies),
         log_ratio=log_ratio,
         ratio=RATIOS[options.importance_sampling_level](rows, log_ratio),
-        correction=sampler_correction(rows, old, sampled, options) if corrects else None,
+        correction=None if sampled is None else sampler_correction(rows, old, sampled, options),
     )
 
 

@@ -8,7 +8,7 @@ with: the policy itself, some versions ago.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -194,7 +194,7 @@ class AveragedAdapter:
             return loss_token_logprobs(self._transformer, micro, plan=self._plan).logprobs
 
     @contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def _in_place(self) -> Generator[None]:
         """Parameters point at the average and back at their own storage, which is written to only where sharded."""
         training = self._adapted.training
         self._adapted.eval()  # an average has no dropout
