@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from lachesis.common.errors import LachesisError
 from lachesis.common.imports import load_function
@@ -47,8 +47,8 @@ class Leadership:
     """What rank 0 has beyond a run of one process."""
 
     world: World
-    job: dist.Store
-    store: dist.Store
+    job: Store
+    store: Store
     leader: Leader
 
     def build_policy(self, config: LachesisConfig, *, weights: WeightSource | None = None) -> Policy:
@@ -59,7 +59,7 @@ class Leadership:
 
     def note_begun(self, run_dir: Path) -> None:
         """Let later attempts of this torchrun know that the run in this directory is theirs."""
-        self.job.set(_begun_key(run_dir), b"begun")
+        self.job.set(_begun_key(run_dir), "begun")
 
 
 def began_before(world: World, run_dir: Path) -> bool:
@@ -107,7 +107,7 @@ def _begun_key(run_dir: Path) -> str:
     return f"lachesis/begun/{run_dir.resolve()}"
 
 
-def _build(world: World, store: dist.Store, data: Mapping[str, Any]) -> tuple[Policy, int]:
+def _build(world: World, store: Store, data: Mapping[str, Any]) -> tuple[Policy, int]:
     """The policy of a follower, and the run's seed."""
     config = LachesisConfig.model_validate(data)
     if config.run.setup is not None:
@@ -116,7 +116,7 @@ def _build(world: World, store: dist.Store, data: Mapping[str, Any]) -> tuple[Po
 
 
 def _build_policy(
-    config: LachesisConfig, world: World, store: dist.Store, *, make: Callable[..., Policy] = Policy
+    config: LachesisConfig, world: World, store: Store, *, make: Callable[..., Policy] = Policy
 ) -> Policy:
     device = rank_device(world, wanted=config.model.device)
     init_process_group(world, store, device=device, limit_s=config.deadlines.ranks_s)

@@ -20,8 +20,8 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, TrainingError
@@ -58,7 +58,7 @@ class ControlGroup:
         DeadlineExceeded: not all came in time.
     """
 
-    def __init__(self, world: World, store: dist.Store, *, limit_s: float) -> None:
+    def __init__(self, world: World, store: Store, *, limit_s: float) -> None:
         self.rank = world.rank
         self.size = world.size
         identity = f"process {os.getpid()} on {socket.gethostname()}"
@@ -67,7 +67,7 @@ class ControlGroup:
         self._names = [f"the leader, rank 0 ({identity}),"]
         for rank in range(1, self.size):
             self._names.append(f"rank {rank} ({self._await(rank, store, limit_s=self.limit_s)[0]})")
-        self._group = dist.ProcessGroupGloo(dist.PrefixStore("control", store), self.rank, self.size, _LONG)
+        self._group: Any = ProcessGroupGloo(PrefixStore("control", store), self.rank, self.size, _LONG)
 
     def name(self, rank: int) -> str:
         """A rank with its process and machine, in words."""
@@ -111,7 +111,7 @@ class ControlGroup:
                 deadline.check()
             raise self._gone(source) from error
 
-    def _await(self, rank: int, store: dist.Store, *, limit_s: float) -> Any:
+    def _await(self, rank: int, store: Store, *, limit_s: float) -> Any:
         deadline = Deadline(f"rank {self.rank} waiting for rank {rank} of {self.size}", limit_s, "deadlines.ranks_s")
         key = f"rank/{rank}"
         try:

@@ -8,6 +8,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.rendezvous import rendezvous
 
 from lachesis.common.errors import ConfigError, DeadlineExceeded, first_line
 from lachesis.common.world import HOW_TO_START, World
@@ -32,14 +34,14 @@ def rank_device(world: World, *, wanted: str) -> torch.device:
     return device
 
 
-def job_store(world: World, *, limit_s: float) -> dist.Store:
+def job_store(world: World, *, limit_s: float) -> c10d.Store:
     """The store of the whole torchrun job. It outlives ranks: what an attempt has set, those after it find.
 
     Raises:
         DeadlineExceeded: it was not there in time.
     """
     try:
-        store, _, _ = next(iter(dist.rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=limit_s))))
+        store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=limit_s))))
     except (RuntimeError, ValueError) as error:
         raise DeadlineExceeded(
             f"rank {world.rank} of {world.size} did not reach the store of torchrun: {first_line(error)}",
@@ -48,12 +50,12 @@ def job_store(world: World, *, limit_s: float) -> dist.Store:
     return store
 
 
-def attempt_store(world: World, store: dist.Store) -> dist.Store:
+def attempt_store(world: World, store: c10d.Store) -> c10d.Store:
     """The part of the job's store for this attempt: after a restart the addresses of the one before are dead."""
-    return dist.PrefixStore(f"lachesis/attempt/{world.restarts}", store)
+    return c10d.PrefixStore(f"lachesis/attempt/{world.restarts}", store)
 
 
-def init_process_group(world: World, store: dist.Store, *, device: torch.device, limit_s: float) -> None:
+def init_process_group(world: World, store: c10d.Store, *, device: torch.device, limit_s: float) -> None:
     """Make the default process group, of all ranks; every collective has ``limit_s`` seconds.
 
     Raises:
@@ -63,7 +65,7 @@ def init_process_group(world: World, store: dist.Store, *, device: torch.device,
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if gpu else "gloo",
-            store=dist.PrefixStore("tensors", store),
+            store=c10d.PrefixStore("tensors", store),
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=limit_s),
@@ -91,4 +93,4 @@ def destroying_process_group() -> Iterator[None]:
 def abort_collectives() -> None:
     """End collectives on GPUs that wait for a rank that is gone; those on CPUs end by themselves."""
     if dist.is_initialized() and torch.cuda.is_initialized():
-        dist.distributed_c10d._abort_process_group()
+        c10d._abort_process_group()
