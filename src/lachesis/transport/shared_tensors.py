@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -238,16 +238,8 @@ def _storage_key(storage: CudaStorage | FileStorage) -> CudaStorage | FileStorag
     """Equal for two exports of one storage: each has a reference counter and an event of its own."""
     if isinstance(storage, FileStorage):
         return storage
-    return CudaStorage(
-        storage.device_index,
-        storage.ipc_handle_b64,
-        storage.storage_size,
-        storage.storage_offset,
-        ref_counter_handle_b64="",
-        ref_counter_offset=0,
-        event_handle_b64="",
-        event_sync_required=False,
-        device_uuid=storage.device_uuid,
+    return replace(
+        storage, ref_counter_handle_b64="", ref_counter_offset=0, event_handle_b64="", event_sync_required=False
     )
 
 

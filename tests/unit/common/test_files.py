@@ -40,6 +40,15 @@ def test_new_files_get_the_usual_permissions(tmp_path: Path) -> None:
     assert (tmp_path / "atomic").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
+def test_what_need_not_last_is_not_forced_to_disk_and_what_is_private_is_so(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(os, "fsync", lambda descriptor: pytest.fail("forced to disk"))
+    write_atomic(tmp_path / "private", "x", durable=False, mode=0o600)
+    assert (tmp_path / "private").stat().st_mode & 0o777 == 0o600
+    with atomic_directory(tmp_path / "v1", durable=False) as temporary:
+        (temporary / "file").write_text("x")
+    assert names(tmp_path) == ["private", "v1"]
+
+
 def test_directory_appears_only_when_the_block_ends(tmp_path: Path) -> None:
     target = tmp_path / "model"
     with atomic_directory(target) as temporary:
