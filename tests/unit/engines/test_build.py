@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.common.process import EngineProcess
+from lachesis.common.process import ManagedProcess
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines import build
 from lachesis.engines.build import server_urls
@@ -24,7 +24,7 @@ def configuration(**engine: Any) -> LachesisConfig:
     )
 
 
-def server_processes(config: LachesisConfig, directory: Path) -> list[EngineProcess]:
+def server_processes(config: LachesisConfig, directory: Path) -> list[ManagedProcess]:
     return build.server_processes(config, directory=directory, log_path=directory / "engine.log")
 
 
