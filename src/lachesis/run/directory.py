@@ -129,6 +129,7 @@ def _write_live(path: Path, waits: tuple[Wait, ...], *, loop: int) -> None:
         }
         for wait in waits
     ]
+    path.parent.stat()  # a run directory that somebody has removed is not made again
     # Whole or not at all for readers, but not forced to disk: a power cut takes the process with it.
     write_atomic(path, json.dumps({"pid": os.getpid(), "time": now, "waits": lines}) + "\n", durable=False)
 
