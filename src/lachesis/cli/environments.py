@@ -25,14 +25,15 @@ def env(
     command: Annotated[str, typer.Argument(help="serve, process or evaluate.")] = "--help",
 ) -> None:
     """Serve, process or evaluate an environment; `lachesis env NAME --help` lists its flags."""
-    if not name or HELP_FLAGS & {name, command, *context.args}:
-        return print_help(name)
     if code := run_environment(name, command, context.args):
         raise typer.Exit(code)
 
 
 def run_environment(name: str, command: str, words: Sequence[str]) -> int:
-    """Run ``lachesis env NAME COMMAND`` with these flags; the exit code: 0, or 128 and the signal that ended it.
+    """Run ``lachesis env NAME COMMAND`` with these flags, or print its help.
+
+    Returns:
+        the exit code: 0, or 128 and the number of the signal that ended it.
 
     Raises:
         ConfigError: an unknown name, command or flag.
@@ -41,6 +42,9 @@ def run_environment(name: str, command: str, words: Sequence[str]) -> int:
     from lachesis.environments.flags import parse_options
     from lachesis.run import environments
 
+    if not name or HELP_FLAGS & {name, command, *words}:
+        print_help(name)
+        return 0
     kind = environments.find(name)
     if command not in _COMMANDS:
         near = nearest(command, _COMMANDS)
