@@ -70,6 +70,7 @@ chromium:
 docs: install
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_metrics.py
+	$(BIN)/python docs/generate_rooms.py
 
 clean:
 	rm -rf $(VENV) $(ORIGINAL) runs examples/quickstart/.cache
