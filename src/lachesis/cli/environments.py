@@ -92,7 +92,7 @@ def print_help(name: str) -> None:
 
     kind = Environment if not name or name in HELP_FLAGS else find(name)
     console.print("Usage: lachesis env NAME serve|process|evaluate [FLAGS]\n")
-    console.print(f"NAME is one of {', '.join(SHIPPED)}, or FILE.py:CLASS or module.CLASS of your own.")
+    console.print(f"NAME is one of {', '.join(sorted(SHIPPED))}, or FILE.py:CLASS or module.CLASS of your own.")
     console.print(
         "serve sends rollouts to an API, process writes them to a file and a page, evaluate takes held-out problems."
     )

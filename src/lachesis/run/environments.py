@@ -55,7 +55,7 @@ def find(name: str) -> type[Environment[Any, Any]]:
         return SHIPPED[name]
     if ":" not in name and "." not in name:
         near = nearest(name, SHIPPED)
-        remedy = f"did you mean {near}?" if near else f"known are {', '.join(SHIPPED)}, or give FILE.py:CLASS"
+        remedy = f"did you mean {near}?" if near else f"known are {', '.join(sorted(SHIPPED))}, or give FILE.py:CLASS"
         raise ConfigError(f"unknown environment {name!r}", remedy=remedy)
     found: Any = load_function(name)
     if not (isinstance(found, type) and issubclass(found, Environment)):

@@ -1,0 +1,110 @@
+"""docs/extending.md: its diffs apply, and what they add works."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import environment, metrics, state, write_run
+from tests.paths import DOCS, ROOT, SOURCE
+from tests.ports import free_port
+from tests.waiting import LONG_S
+
+SECTIONS = dict(
+    re.findall(r"^## ([^\n]+)\n.*?^```diff\n(.*?)^```$", (DOCS / "extending.md").read_text(), flags=re.M | re.S)
+)
+Extended = Callable[..., str]
+
+
+@pytest.fixture
+def extended(request: pytest.FixtureRequest, tmp_path: Path) -> Extended:
+    """Runs Python (or the command line) over a copy of the source to which the test's diff has been applied."""
+    shutil.copytree(SOURCE, tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "change.diff").write_text(SECTIONS[request.param])
+    subprocess.run(["git", "apply", "--unsafe-paths", "change.diff"], cwd=tmp_path, check=True, timeout=LONG_S)
+
+    def run(code: str, *arguments: str | Path) -> str:
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env=environment(PYTHONPATH=f"{tmp_path / 'src'}:{ROOT}"),
+            capture_output=True,
+            text=True,
+            timeout=4 * LONG_S,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+def test_each_section_of_the_page_is_tested():
+    assert set(SECTIONS) == {
+        "A loss option",
+        "An operation of the server",
+        "A bridge",
+        "A flag of the server",
+        "An environment",
+    }
+
+
+COMMAND = "from lachesis.cli import main; main()"
+
+
+@pytest.mark.parametrize("extended", ["A loss option"], indirect=True)
+def test_a_loss_option_changes_what_is_learned(extended: Extended, tmp_path: Path):
+    """With advantages of 1e-9 nothing can be learned: there is no gradient to speak of."""
+    losses = []
+    for name, options in (("plain", {}), ("clipped", {"advantage_clip": 1e-9})):
+        config = write_run(tmp_path / name, run={"steps": 2}, algorithm=options, evaluation={"every_steps": 0})
+        extended(COMMAND, "train", config)
+        losses.append(metrics(tmp_path / name / "runs/proof").steps[-1].values["grad_norm"])
+    assert losses[1] < 1e-6 < losses[0]
+
+
+@pytest.mark.parametrize("extended", ["An operation of the server"], indirect=True)
+def test_an_operation_is_a_route_and_a_call(extended: Extended):
+    code = """
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+from lachesis.engines.serving.routes import engine_routes
+from tests.unit.engines.serving.fakes import SESSION, FakeServed
+app = Starlette(routes=engine_routes(FakeServed(), session=SESSION, adapter_roots=()))
+print(TestClient(app).get("/bridge/vocabulary").json())
+"""
+    assert "'size': 100" in extended(code)
+
+
+@pytest.mark.parametrize("extended", ["A bridge"], indirect=True)
+def test_a_bridge_trains(extended: Extended, tmp_path: Path):
+    config = write_run(
+        tmp_path / "run",
+        run={"steps": 2},
+        engine={"kind": "embedded_server", "port": free_port()},
+        bridge={"kind": "rolling_reload"},
+        evaluation={"every_steps": 0},
+    )
+    extended(COMMAND, "train", config)
+    run_dir = tmp_path / "run/runs/proof"
+    assert state(run_dir)["status"] == "finished"
+    assert [path.name for path in (run_dir / "exports").iterdir()] == ["v2"]
+
+
+@pytest.mark.parametrize("extended", ["A flag of the server"], indirect=True)
+def test_a_flag_is_shown_and_handed_on(extended: Extended):
+    assert "--kv-cache-dtype" in extended(COMMAND, "serve", "--help")
+    code = """
+from lachesis.engines.options import ServeOptions
+print(*ServeOptions(model="m", kv_cache_dtype="fp8").command_line())
+"""
+    assert "--kv-cache-dtype fp8" in extended(code)
+
+
+@pytest.mark.parametrize("extended", ["An environment"], indirect=True)
+def test_an_environment_is_found_and_has_its_flags(extended: Extended):
+    assert "--env.group_size" in extended(COMMAND, "env", "parity", "--help")
