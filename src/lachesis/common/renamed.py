@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -18,10 +19,12 @@ RENAMED = {
 }
 
 
-class _Renamed:
+class _Renamed(Loader):
     """Finds a module by its old name, and loads it by the new one: there is one module, with one set of classes."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name in RENAMED else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -316,8 +316,7 @@ def begin_run(run: RunDirectory, config: LachesisConfig, *, resume: bool) -> Ite
         with live_file(run.files["live"]):
             yield Console(file=handler.stream, width=1000, highlight=False, soft_wrap=True)
     except BaseException as error:
-        full = isinstance(error, OSError) and error.errno in DISK_FULL
-        failure = cannot_write(run.path, error) if full else error
+        failure = cannot_write(run.path, error) if isinstance(error, OSError) and error.errno in DISK_FULL else error
         reason = _reason(failure)
         handler.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, reason, (), None))
         with suppress(CheckpointError):  # what went wrong before says more than that the disk is full

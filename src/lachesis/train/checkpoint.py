@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -183,7 +183,9 @@ def capture_rng() -> dict[str, Any]:
     It can be part of a checkpoint's ``state``: plain numbers and tensors only.
     """
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    legacy = np.random.get_state(legacy=True)
+    assert isinstance(legacy, tuple), "numpy's global generator is an MT19937"
+    name, keys, position, has_gauss, cached = legacy
     return {
         "python": [version, list(internal), gauss],
         "numpy": [str(name), torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
@@ -297,6 +299,13 @@ def _own_storage(tensor: Tensor) -> Tensor:
     return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
 
+@runtime_checkable
+class _MadeOfTensors(Protocol):
+    """A tensor subclass whose content is in plain tensors, its attributes of those names."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], object]: ...
+
+
 def _state_bytes(state: Any) -> int:
     """What torch.save writes for a nested state: whole storages, each once."""
     storages: dict[int, int] = {}
@@ -308,7 +317,7 @@ def _state_bytes(state: Any) -> int:
         elif isinstance(value, list | tuple):
             for item in value:
                 visit(item)
-        elif isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        elif isinstance(value, _MadeOfTensors):
             for name in value.__tensor_flatten__()[0]:  # a quantized state: made of plain tensors
                 visit(getattr(value, name))
         elif isinstance(value, Tensor):

@@ -7,10 +7,10 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from lachesis.common.errors import DataError
-from lachesis.common.types import Finding
+from lachesis.common.types import Finding, Level
 from lachesis.rollouts.datasets.files import lines_of, parse_line
 from lachesis.rollouts.datasets.formats import PAIRS, Problem, detect_format, to_problems
 from lachesis.rollouts.datasets.library import is_hub_name, select
@@ -70,14 +70,14 @@ class _Findings:
         self._findings: list[Finding] = []
         self._counts: Counter[str] = Counter()
 
-    def add(self, level: Literal["note", "warning", "problem"], rule: str, message: str) -> None:
+    def add(self, level: Level, rule: str, message: str) -> None:
         self._counts[rule] += 1
         if self._counts[rule] <= _MOST_OF_A_RULE:
             self._findings.append(Finding(level, rule, message))
 
     def all(self) -> list[Finding]:
         """Problems first, then warnings, then notes."""
-        levels = {finding.rule: finding.level for finding in self._findings}
+        levels: dict[str, Level] = {finding.rule: finding.level for finding in self._findings}
         more = [
             Finding(levels[rule], rule, f"{count - _MOST_OF_A_RULE} more of this kind ({rule})")
             for rule, count in self._counts.items()
@@ -231,7 +231,7 @@ def _spread(lengths: Sequence[int]) -> str:
     return f"{statistics.median(ordered):g} (median), {high} (95 % are shorter), at most {ordered[-1]}"
 
 
-def _advice(count: int) -> tuple[Literal["note", "warning", "problem"], str, str]:
+def _advice(count: int) -> tuple[Level, str, str]:
     if count == 0:
         return "problem", "size", "no problem to train on remains"
     if count < 100:

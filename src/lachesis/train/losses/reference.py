@@ -210,7 +210,7 @@ class AveragedAdapter:
             average = self._average[name]
             if isinstance(parameter, DTensor) and isinstance(average, DTensor):
                 # FSDP gathers from the storage that it knows.
-                own, other = parameter.detach().to_local(), average.to_local()
+                own, other = parameter.to_local().detach(), average.to_local()
                 kept = own.clone()
                 own.copy_(other)
                 other.copy_(kept)

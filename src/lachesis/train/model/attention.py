@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -108,6 +108,7 @@ def packed_attention(
     if cu_seq_lens_q is not None:
         if softcap is not None:
             raise ValueError("the variable-length kernel has no softcap")
+        assert max_length_q is not None and max_length_k is not None, "packing_arguments gives all of them"
         return variable_length_attention(
             query,
             key,
@@ -125,6 +126,10 @@ def packed_attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
+class _Grouped(TypedDict, total=False):
+    enable_gqa: bool
+
+
 def variable_length_attention(
     query: Tensor,
     key: Tensor,
@@ -132,8 +137,8 @@ def variable_length_attention(
     *,
     cu_seq_q: Tensor,
     cu_seq_k: Tensor | None,
-    max_q: int | None,
-    max_k: int | None,
+    max_q: int,
+    max_k: int,
     key_index: Tensor | None,
     scaling: float | None,
     sliding_window: int | None,
@@ -146,8 +151,9 @@ def variable_length_attention(
         k, v = k.index_select(0, key_index), v.index_select(0, key_index)
     window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
     # Newer torch wants to be told of grouped queries; 2.11 finds out itself.
-    grouped = {"enable_gqa": True} if _VARLEN_HAS_GQA_FLAG and q.shape[1] != k.shape[1] else {}
+    grouped: _Grouped = {"enable_gqa": True} if _VARLEN_HAS_GQA_FLAG and q.shape[1] != k.shape[1] else {}
     out = varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scaling, window_size=window, **grouped)
+    assert isinstance(out, Tensor), "the log-sum-exp comes with it only where return_aux asks for it"
     return out.unsqueeze(0)
 
 

@@ -53,6 +53,8 @@ def _target_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: Forward
     base = model.base_model
     hidden = _padded(base, micro) if not plan.packed else _packed(base, micro, plan=plan)
     head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{type(model).__name__} names no output layer")
     found = token_logprobs(
         hidden,
         head.weight,
@@ -113,6 +115,7 @@ def plan_forward(model: PreTrainedModel, *, packing: Packing, device: torch.devi
         # transformers' SDPA leaves the softcap out, which makes another model of it.
         model.set_attn_implementation("eager")
     before = model.config._attn_implementation
+    assert before is not None, "transformers chooses one when it makes a model"
     device = device or model.device
     probe = _probe(model, device)
     if packing != "padded" and _supports_attention_interface(model):
@@ -140,7 +143,7 @@ def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool) -
     """Ways of running the model, the fastest first."""
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     has_flash = device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16)
-    kinds: list[AttentionKind] = (["flash"] if has_flash else []) + ["bucketed"] if packed else ["padded"]
+    kinds: list[AttentionKind] = ["padded"] if not packed else ["flash", "bucketed"] if has_flash else ["bucketed"]
     chunked = [ForwardPlan(attention=kind, head="chunked", softcap=softcap) for kind in kinds]
     return chunked + [ForwardPlan(attention=kind, head="model") for kind in kinds]
 

@@ -62,10 +62,11 @@ def load_model(
     else:
         transformer = attached_transformer(config, weights)
         _switch_off_dropout(transformer)
-    rows = transformer.get_input_embeddings().weight.shape[0]
-    if tokenizer.pad_token_id >= rows:
+    embeddings, pad = transformer.get_input_embeddings().weight, tokenizer.pad_token_id
+    assert isinstance(embeddings, torch.Tensor) and isinstance(pad, int)
+    if pad >= (rows := embeddings.shape[0]):
         raise ModelError(
-            f"the pad token {tokenizer.pad_token!r} of {config.path!r} has id {tokenizer.pad_token_id}, but the model "
+            f"the pad token {tokenizer.pad_token!r} of {config.path!r} has id {pad}, but the model "
             f"has embeddings for {rows} tokens only",
             remedy="set model.pad_token to a token that the model knows, for example its end token",
         )
@@ -132,7 +133,7 @@ def _load_transformer(config: ModelConfig, *, device: torch.device, on_cpu: bool
         )
     _switch_off_dropout(model)
     if config.quantization == "none":
-        return model if on_cpu else model.to(device)
+        return model if on_cpu else model.to(device)  # pyright: ignore[reportArgumentType]  # its stub lost self
     settle(model)
     layers, size = len(quantized_layers(model)), held_bytes(model) / 2**30
     logger.info("%d linear layers are held in %s; the base weights take %.2f GiB", layers, config.quantization, size)
@@ -200,7 +201,9 @@ def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
         ModelError: there is none.
     """
     configured = loaded.transformer.generation_config.eos_token_id if loaded.transformer.generation_config else None
-    ids = set(configured if isinstance(configured, list) else [configured]) | {loaded.tokenizer.eos_token_id}
+    of_tokenizer = loaded.tokenizer.eos_token_id
+    assert of_tokenizer is None or isinstance(of_tokenizer, int)
+    ids = {*(configured if isinstance(configured, list) else [configured]), of_tokenizer}
     found = tuple(sorted(i for i in ids if i is not None))
     if not found:
         raise ModelError(

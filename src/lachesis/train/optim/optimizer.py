@@ -267,7 +267,7 @@ def global_norm(gradients: Sequence[Tensor]) -> float:
     if not gradients:
         return 0.0
     widest = torch.float64 if any(g.dtype == torch.float64 for g in gradients) else torch.float32
-    norms = torch._foreach_norm(gradients, 2, dtype=widest)
+    norms = torch._foreach_norm(list(gradients), 2, dtype=widest)  # pyright: ignore[reportPrivateImportUsage]  # it is there
     return torch.stack([norm.to(norms[0].device) for norm in norms]).norm().item()
 
 
@@ -286,7 +286,7 @@ def _partition(
     result: list[tuple[list[Named], Precision]] = []
     for precision, members in by_precision.items():
         whole = precision == "in_place" and not offload
-        result += [(run, precision) for run in ([members] if whole else buckets(members, sizes=sizes))]
+        result.extend((run, precision) for run in ([members] if whole else buckets(members, sizes=sizes)))
     return result
 
 
@@ -333,7 +333,7 @@ def _optimizer_factory(
 
 def _eight_bit_adamw(device: torch.device) -> Callable[..., Optimizer]:
     try:
-        from bitsandbytes.optim import AdamW8bit as BitsAndBytesAdamW8bit
+        from bitsandbytes.optim.adamw import AdamW8bit as BitsAndBytesAdamW8bit
 
         return BitsAndBytesAdamW8bit
     except ImportError:

@@ -39,7 +39,7 @@ class Shards:
         for name, parameter in named_parameters:
             assert isinstance(parameter, DTensor)
             self.whole[name] = parameter
-            self.parts.append((name, Parameter(parameter.detach().to_local())))
+            self.parts.append((name, Parameter(parameter.to_local().detach())))
 
     def take_gradients(self) -> None:
         """Move the gradients of the parameters to their parts."""

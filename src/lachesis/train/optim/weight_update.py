@@ -85,7 +85,7 @@ class InPlace(WeightUpdate):
     def stage(self, gradient_scale: float) -> None:
         gradients = [slot.grad for slot in self.slots if slot.grad is not None]
         if gradients and gradient_scale != 1.0:
-            torch._foreach_mul_(gradients, gradient_scale)
+            torch._foreach_mul_(gradients, gradient_scale)  # pyright: ignore[reportPrivateImportUsage]  # it is there
 
     def commit(self) -> None:
         return None
@@ -136,7 +136,7 @@ class MasterCopies(WeightUpdate):
                 slot.grad = gradient
                 staged.append(gradient)
         if staged and gradient_scale != 1.0:
-            torch._foreach_mul_(staged, gradient_scale)
+            torch._foreach_mul_(staged, gradient_scale)  # pyright: ignore[reportPrivateImportUsage]  # it is there
         if self._offloaded:
             self._arrival = torch.cuda.Event()
             self._arrival.record()
@@ -147,7 +147,8 @@ class MasterCopies(WeightUpdate):
 
     @torch.no_grad()
     def commit(self) -> None:
-        torch._foreach_copy_(self._parameters, self.slots, non_blocking=self._offloaded)
+        parameters, slots = list[Tensor](self._parameters), list[Tensor](self.slots)
+        torch._foreach_copy_(parameters, slots, non_blocking=self._offloaded)  # pyright: ignore[reportPrivateImportUsage]  # it is there
         for slot in self.slots:
             slot.grad = None
 
