@@ -66,7 +66,8 @@ def released(sizes: Sequence[int], group_size: int) -> tuple[int, ...]:
     Once ``group_size`` groups are buffered, a run of them that adds up to a multiple of it will do: there always
     is one (two of their partial sums are equal modulo ``group_size``), so the buffer is bounded.
     """
-    total, chosen = 0, []
+    total = 0
+    chosen: list[int] = []
     for index, size in enumerate(sizes):
         if total + size <= group_size:
             total += size
@@ -203,7 +204,8 @@ def _subset(sizes: Sequence[int], target: int) -> tuple[int, ...]:
         reachable.append((reachable[-1] | reachable[-1] << size) & limit)
     if not reachable[-1] >> target & 1:
         return ()
-    chosen, left = [], target
+    left = target
+    chosen: list[int] = []
     for index in range(len(sizes) - 1, -1, -1):
         if left >= sizes[index] and reachable[index] >> (left - sizes[index]) & 1:
             chosen.append(index)

@@ -38,7 +38,8 @@ async def read_body(request: Request, *, limit: int) -> Body:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
-    parts, length, more = [], 0, True
+    parts: list[bytes] = []
+    length, more = 0, True
     while more:
         message = await request.receive()
         if message["type"] == "http.disconnect":

@@ -257,7 +257,8 @@ def _records(data: bytes) -> Iterator[tuple[int, Change, list[int]]]:
 
 
 def _decoded(head: dict[str, Any], payload: memoryview) -> tuple[Change, list[int]]:
-    added, at = [], 0
+    at = 0
+    added: list[HeldGroup] = []
     for number, position, env_id, sequences, tokens, score, length in head.get("added", ()):
         text = bytes(payload[at : at + length])
         if text.startswith(_GZIP_MAGIC):

@@ -45,7 +45,7 @@ class GroupQueue:
 
     def take(self, keys: Iterable[Key]) -> tuple[HeldGroup, ...]:
         """Remove and return the oldest group of each lane named, in that order; a lane may be named again."""
-        taken = []
+        taken: list[HeldGroup] = []
         for key in keys:
             lane = self._lanes[key]
             held = self._groups.pop(lane.popleft())
@@ -57,7 +57,7 @@ class GroupQueue:
 
     def put_back(self, groups: Iterable[HeldGroup]) -> None:
         """Queue groups again where they were. Costs a walk over their lanes; for rare events only."""
-        keys = set()
+        keys: set[Key] = set()
         for held in groups:
             self.append(held)
             keys.add((held.group.env_id, held.group.sequences))

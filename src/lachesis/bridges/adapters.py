@@ -11,7 +11,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class VersionedDirectories:
         self.keep_last = keep_last
 
     @contextmanager
-    def writing(self, version: int) -> Iterator[Path]:
+    def writing(self, version: int) -> Generator[Path]:
         """Yield an empty directory that becomes that of ``version`` when the block ends without error.
 
         A directory that this version had before is replaced. An error removes what was written.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -87,7 +87,7 @@ class Bridge(ABC, Generic[PolicyT]):
         return self.last_report
 
     @contextmanager
-    def update_to(self, version: int, *, due: bool = False) -> Iterator[None]:
+    def update_to(self, version: int, *, due: bool = False) -> Generator[None]:
         """Everything that changes weights happens inside. Leaving always resumes the engine.
 
         Entering pauses generation where engine and trainer share storage, for then the optimizer step is the

@@ -282,7 +282,8 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
 def _ranks(infos: Sequence[ServerInfo]) -> tuple[dict[str, int], int]:
     """The first rank of each server by its address, and the size of the world: the trainer and all workers."""
-    ranks, end = {}, 1
+    ranks: dict[str, int] = {}
+    end = 1
     for info in infos:
         ranks[info.url] = end
         end += info.model.tensor_parallel_size

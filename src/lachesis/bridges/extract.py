@@ -71,7 +71,7 @@ def full_weights(model: nn.Module, *, whole: Whole = as_it_is) -> Iterator[tuple
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of the model without its adapter, under Hugging Face's names, tied ones once."""
-    found = {}
+    found: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             found[name.removeprefix(_WRAPPER).replace(".base_layer.", ".")] = parameter
@@ -85,7 +85,7 @@ def lora_tensors(model: nn.Module, *, whole: Whole = as_it_is) -> dict[str, Tens
     Raises:
         ModelError: there is no adapter, or it is of a kind that engines cannot take.
     """
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for pair in lora_pairs(model):
         tensors[f"{pair.module}.lora_A.weight"] = whole(pair.a)
         tensors[f"{pair.module}.lora_B.weight"] = whole(pair.b)
@@ -99,7 +99,7 @@ def lora_pairs(model: nn.Module) -> list[LoraPair]:
         ModelError: there is no adapter, or it is of a kind that engines cannot take.
     """
     adapter = _active_adapter(model)
-    pairs = []
+    pairs: list[LoraPair] = []
     for name, module in model.named_modules():
         if not isinstance(module, LoraLayer) or adapter not in {*module.lora_A, *module.lora_embedding_A}:
             continue
@@ -154,7 +154,7 @@ def adapter_digests(model: nn.Module, *, dtype: torch.dtype, whole: Whole = as_i
     Raises:
         ModelError: as :func:`lora_pairs`.
     """
-    held = {}
+    held: dict[str, Tensor] = {}
     for pair in lora_pairs(model):
         held[f"{pair.module}.lora_A.weight"] = whole(pair.a).to(dtype)
         held[f"{pair.module}.lora_B.weight"] = served_lora_b(whole(pair.b), scaling=pair.scaling, dtype=dtype)

@@ -18,6 +18,7 @@ from typing import Any
 
 from lachesis.common.errors import EngineError
 from lachesis.common.files import write_atomic
+from lachesis.common.json_values import is_object
 from lachesis.common.process import process_exists
 from lachesis.transport.records import ChannelBackend, ReceivedTensor
 from lachesis.transport.shared_tensors import CudaStorage, SharedTensor
@@ -202,8 +203,8 @@ def _device(tensor: SharedTensor) -> str:
 
 
 def _section(path: Path, document: Mapping[str, Any], key: str) -> dict[str, Any]:
-    section = document.get(key) or {}
-    if not isinstance(section, dict) or not all(isinstance(entry, dict) for entry in section.values()):
+    section: object = document.get(key) or {}
+    if not is_object(section) or not all(is_object(entry) for entry in section.values()):
         raise _damaged(path, TypeError(f"{key} is no object of objects"))
     return section
 
@@ -239,7 +240,7 @@ def _read_private(path: Path) -> dict[str, Any]:
         raise EngineError(f"{path} cannot be read: {error.strerror or error}", remedy=_EXPORT_ANEW) from error
     except ValueError as error:
         raise _damaged(path, error) from error
-    if not isinstance(document, dict):
+    if not is_object(document):
         raise _damaged(path, TypeError("no JSON object"))
     return document
 

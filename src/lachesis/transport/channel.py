@@ -15,7 +15,7 @@ once, in whatever it waits for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -138,7 +138,9 @@ class Channel:
             self._expect("loaded", deadline=deadline)
 
     @contextmanager
-    def receive(self, specs: Sequence[ReceivedTensor], *, deadline: Deadline) -> Iterator[Iterator[tuple[str, Tensor]]]:
+    def receive(
+        self, specs: Sequence[ReceivedTensor], *, deadline: Deadline
+    ) -> Generator[Iterator[tuple[str, Tensor]]]:
         """Other ranks: the tensors of one update, as they arrive::
 
             with channel.receive(specs, deadline=deadline) as tensors:
@@ -232,7 +234,7 @@ class Channel:
                 raise EngineError(f"rank {rank} was to answer {word!r}, not {dict(answer)}")
 
     @contextmanager
-    def _breaking(self) -> Iterator[None]:
+    def _breaking(self) -> Generator[None]:
         """Whatever fails inside breaks the channel, and the peers are told."""
         try:
             yield

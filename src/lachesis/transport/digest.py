@@ -55,7 +55,8 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     found: dict[str, int] = {}
     for entries in by_device.values():
         names = [name for batch, _ in entries for name in batch]
-        values = torch.cat([values for _, values in entries]).tolist()
+        whole = torch.cat([values for _, values in entries])
+        values: list[int] = whole.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # torch: a list of what?
         found |= {name: value % _MODULUS for name, value in zip(names, values, strict=True)}
     return {name: found[name] for name in tensors}
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lachesis.common.errors import EngineError
+from lachesis.common.json_values import is_list
 from lachesis.transport.records import ReceivedTensor
 
 BUCKET_BYTES = 256 * 2**20
@@ -83,7 +84,7 @@ def difference(ours: Sequence[ReceivedTensor], theirs: object) -> str | None:
     expected = to_wire(ours)
     if theirs == expected:
         return None
-    if not isinstance(theirs, list):
+    if not is_list(theirs):
         return "the trainer's list of tensors cannot be read"
     for mine, other in zip(expected, theirs, strict=False):
         if mine != other:
@@ -92,8 +93,7 @@ def difference(ours: Sequence[ReceivedTensor], theirs: object) -> str | None:
 
 
 def _brief(entry: object) -> str:
-    match entry:
-        case [str(name), list(shape), str(dtype)]:
-            return f"{name} {shape} {dtype}"
-        case _:
-            return repr(entry)[:200]
+    if is_list(entry) and [type(part) for part in entry] == [str, list, str]:
+        name, shape, dtype = entry
+        return f"{name} {shape} {dtype}"
+    return repr(entry)[:200]

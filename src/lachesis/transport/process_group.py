@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -159,7 +159,7 @@ def _nccl_group(store: Any, rank: int, world_size: int, local_host: str, deadlin
 
 
 @contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def _environment(**values: str) -> Generator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

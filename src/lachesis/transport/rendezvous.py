@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
+from lachesis.common.json_values import is_object
 
 PROTOCOL = 2
 _LONGEST_HELLO, _LONGEST_MESSAGE = 4096, 64 * 2**20
@@ -199,7 +200,7 @@ class Links:
         # Without a buffer, so that what comes after the line stays in the socket.
         with suppress(OSError, ValueError), connection.makefile("rb", buffering=0) as stream:
             told = json.loads(stream.readline(_LONGEST_HELLO))
-        if not isinstance(told, dict) or "protocol" not in told:
+        if not is_object(told) or "protocol" not in told:
             connection.close()
             return
         rank = told.get("rank")

@@ -122,7 +122,8 @@ def share_tensors(tensors: Iterable[Tensor], directory: Path | None = None) -> S
     for tensor in unique:
         if tensor.device.type != "cpu":
             raise EngineError(f"a tensor on {tensor.device} cannot lie in a shared file", remedy="use CUDA IPC")
-    starts, end = [], 0
+    starts: list[int] = []
+    end = 0
     for tensor in unique:
         starts.append(end)
         end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -146,7 +147,7 @@ def share_module_parameters(module: torch.nn.Module, directory: Path | None = No
 
 
 def _mapped(path: str | Path, nbytes: int) -> torch.UntypedStorage:
-    storage: Any = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=nbytes)
+    storage: Any = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=nbytes)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
     return storage
 
 

@@ -114,7 +114,8 @@ def export_cuda(tensor: Tensor) -> SharedTensor:
     if tensor.device.type != "cuda":
         raise EngineError(f"a tensor on {tensor.device} cannot be exported by CUDA IPC", remedy="share it by a file")
     try:
-        items = tensor.untyped_storage()._share_cuda_()
+        share: Any = tensor.untyped_storage()._share_cuda_  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]  # private, and the only way
+        items: tuple[Any, ...] = share()
     except RuntimeError as error:
         raise EngineError(
             f"the GPU memory of a tensor {tuple(tensor.shape)} cannot be shared: {first_line(error)}",
@@ -124,7 +125,7 @@ def export_cuda(tensor: Tensor) -> SharedTensor:
     values: list[Any] = [base64.b64encode(x).decode("ascii") if isinstance(x, bytes) else x for x in items]
     storage = CudaStorage(
         **dict(zip(CUDA_ITEMS, values, strict=True)),
-        device_uuid=str(torch.cuda.get_device_properties(tensor.device).uuid),
+        device_uuid=_uuid(tensor.device),
     )
     return _described(tensor, storage)
 
@@ -179,7 +180,8 @@ def parse_dtype(text: str) -> torch.dtype:
 
 def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
     """The stride of a contiguous tensor."""
-    strides, step = [], 1
+    strides: list[int] = []
+    step = 1
     for size in reversed(tuple(shape)):
         strides.append(step)
         step *= max(size, 1)
@@ -252,7 +254,8 @@ def _open_cuda(name: str, storage: CudaStorage) -> torch.UntypedStorage:
     torch.cuda.init()
     try:
         handles = {key: base64.b64decode(getattr(storage, key), validate=True) for key in CUDA_ITEMS if "_b64" in key}
-        return torch.UntypedStorage._new_shared_cuda(
+        open_shared: Any = torch.UntypedStorage._new_shared_cuda  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType, reportUnknownVariableType]  # private, and the only way
+        return open_shared(
             device,
             handles["ipc_handle_b64"],
             storage.storage_size,
@@ -276,13 +279,17 @@ def _open_cuda(name: str, storage: CudaStorage) -> torch.UntypedStorage:
         ) from error
 
 
+def _uuid(device: torch.device | int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]  # untyped in torch
+
+
 def _local_device(name: str, storage: CudaStorage) -> int:
     """This process's number for the exporter's GPU: CUDA_VISIBLE_DEVICES numbers them anew in each process."""
     count = torch.cuda.device_count()
     if not storage.device_uuid:
         found = [storage.device_index] if storage.device_index < count else []
     else:
-        found = [i for i in range(count) if str(torch.cuda.get_device_properties(i).uuid) == storage.device_uuid]
+        found = [i for i in range(count) if _uuid(i) == storage.device_uuid]
     if found:
         return found[0]
     raise EngineError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lachesis.common.json_values import is_object
 from lachesis.engines.serving.served import Refused
 
 CONFIG_NAME = "adapter_config.json"
@@ -101,7 +102,7 @@ def _modules(header: Mapping[str, Any], *, r: int, path: Path) -> dict[str, tupl
         shapes.setdefault(module, {})[part] = tuple(entry["shape"])
     if not shapes:
         raise Refused(f"the adapter in {path} has no tensors", status=422, remedy="save it again")
-    modules = {}
+    modules: dict[str, tuple[int, int]] = {}
     for module, pair in shapes.items():
         a, b = (pair.get(part, ()) for part in "AB")
         if len(a) != 2 or len(b) != 2 or a[0] != r or b[1] != r:
@@ -122,7 +123,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise Refused(f"{path} cannot be read: {error.strerror}", remedy="name a directory that peft saved") from error
     except (ValueError, RecursionError) as error:
         raise Refused(f"{path} is not JSON: {error}", remedy="save the adapter again") from error
-    if not isinstance(config, dict):
+    if not is_object(config):
         raise Refused(f"{path} is no JSON object", remedy="save the adapter again")
     return config
 

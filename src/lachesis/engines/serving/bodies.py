@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails, from_json
 
 from lachesis.common.errors import EngineError, LachesisError, nearest
+from lachesis.common.json_values import is_object
 
 
 class Refused(EngineError):
@@ -66,7 +67,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
         raise Refused(
             f"the body is not JSON: {error}", remedy="send a JSON object in UTF-8, with finite numbers"
         ) from error
-    if not isinstance(document, dict):
+    if not is_object(document):
         raise Refused(f"the body is {_named(document)}, not a JSON object", remedy="send an object of named fields")
     return document
 

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, GetPydanticSchema, model_validator
 from typing_extensions import TypedDict
 
 from lachesis.common.errors import EngineError
+from lachesis.common.json_values import is_object
 from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, VersionSpan
 from lachesis.engines.serving.bodies import (
     SINGLE,
@@ -99,7 +100,7 @@ class GenerateBody(SampledBody):
         prompt = fields.get("prompt")
         if prompt is not None and fields.get("prompt_token_ids") is not None:
             raise Refused("the body has both prompt and prompt_token_ids", remedy="send one of them")
-        if isinstance(prompt, dict):
+        if is_object(prompt):
             inner = given(prompt, ("prompt_token_ids", "prompt"), where="prompt")
             if len(inner) != 1:
                 raise Refused("prompt names no prompt, or two", remedy='send {"prompt_token_ids": [...]}')

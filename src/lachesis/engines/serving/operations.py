@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeGuard, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from lachesis.common.json_values import is_object
 from lachesis.engines.base import PauseMode
 from lachesis.engines.serving.bodies import Flag, Request, Text, TokenIds, Whole
 from lachesis.engines.serving.generation import POLICY
@@ -208,12 +209,13 @@ class Receiver(BaseModel):
     @classmethod
     def _of_engine(cls, found: Any) -> Any:
         """On a server, of the engine's status, alone or among what the server knows."""
-        receiver = found.get("receiver") if isinstance(found, dict) else found
+        known = found if is_object(found) else {}
+        receiver = known.get("receiver") if is_object(found) else found
         if not isinstance(receiver, ReceiverStatus):
             return found
         spec = {} if receiver.spec is None else dict(receiver.spec) | {"num_params": len(receiver.spec.tensors)}
         told = {"status": receiver.state, "detail": receiver.detail, "updates": receiver.updates}
-        return (found if isinstance(found, dict) else {}) | spec | told
+        return known | spec | told
 
 
 class Receiving(Receiver, Answer):
@@ -300,4 +302,9 @@ WAKE_UP = Operation("wake_up", "/bridge/wake_up", Nothing, Sleeping)
 RELOAD = Operation("reload", "/bridge/reload", Reload, Located, loading="loading {path}")
 SET_VERSION = Operation("set_version", "/bridge/set_version", NewVersion, Answer, loading="setting the version")
 
-OPERATIONS = tuple(value for value in globals().values() if isinstance(value, Operation))
+
+def _is_operation(value: object) -> TypeGuard[Operation[Any, Any]]:
+    return isinstance(value, Operation)
+
+
+OPERATIONS = tuple(value for value in globals().values() if _is_operation(value))

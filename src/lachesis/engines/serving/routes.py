@@ -19,7 +19,6 @@ from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
 from lachesis.engines.serving.bodies import Refused, error_document, parse_object
 from lachesis.engines.serving.generation import (
     GenerateBody,
-    GenerateChunk,
     chunk_document,
     parse_sampled,
     result_document,
@@ -167,8 +166,7 @@ async def _generate(server: Server, request: Request) -> Response:
 
 async def _chunks(server: Server, wanted: GenerateBody) -> AsyncIterator[str]:
     first_versions: dict[int, int] = {}
-    chunk: GenerateChunk
-    async with aclosing(server.served.stream(wanted)) as chunks:  # type: ignore[type-var]
+    async with aclosing(server.served.stream(wanted)) as chunks:
         async for chunk in chunks:
             version = server.clock.at(chunk.time)
             first = first_versions.setdefault(chunk.index, version)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from lachesis.common.json_values import is_array, is_object
 from lachesis.engines.base import PauseMode
 from lachesis.engines.serving.bodies import SINGLE, Count, Flag, Number, Request, Text, Whole, given, parse
 from lachesis.engines.serving.bodies import Refused as Refused
@@ -24,7 +25,7 @@ _INIT_METHOD = re.compile(r"tcp://(\[[0-9a-fA-F:]+\]|[^\s:/\[\]]+):(\d{1,5})")
 
 def _nested(kind: type[Any], value: Any, *, where: str, **defaults: Any) -> Any:
     """The fields that an object inside a body sets; anything else as it is, for the type to refuse."""
-    if not isinstance(value, dict):
+    if not is_object(value):
         return value
     return defaults | given(value, [field.name for field in fields(kind)], where=where)
 
@@ -71,7 +72,7 @@ class DigestRequest(Request):
     @field_validator("slices", mode="before")
     @classmethod
     def _named(cls, slices: Any) -> Any:
-        if not isinstance(slices, dict):
+        if not is_object(slices):
             return slices
         return {name: _nested(DigestSlice, part, where=f"slices.{name}", name=name) for name, part in slices.items()}
 
@@ -116,7 +117,7 @@ def _tensor(value: Any) -> ReceivedTensor:
     if isinstance(value, ReceivedTensor):
         return value
     name, shape, dtype = value["name"], value["shape"], value["dtype"]
-    if not isinstance(shape, list | tuple) or any(type(size) is not int or not 0 < size < 1 << 40 for size in shape):
+    if not is_array(shape) or any(type(size) is not int or not 0 < size < 1 << 40 for size in shape):
         raise Refused(f"the shape of {name!r} is no list of sizes", remedy="send sizes of 1 and above")
     plain = dtype.removeprefix("torch.") if isinstance(dtype, str) else dtype
     if plain not in _DTYPES:
@@ -184,10 +185,11 @@ class _Metadata(Request):
 
 
 def _announced(metadata: Any) -> list[dict[str, Any]]:
-    if not isinstance(metadata, dict):
+    if not is_object(metadata):
         raise Refused("the field 'param_metadata' is no object", remedy="correct the field")
     parsed = parse(_Metadata, metadata, where="param_metadata")
-    names, columns = parsed.param_names, []
+    names = parsed.param_names
+    columns: list[list[Any]] = []
     if parsed.num_params not in (None, len(names)):
         raise Refused(f"num_params is {parsed.num_params}, but there are {len(names)} names", remedy="correct it")
     for field, column in (("param_shapes", parsed.param_shapes), ("param_dtypes", parsed.param_dtypes)):
@@ -233,7 +235,7 @@ class ServedEngine(Protocol):
         """All ``n`` completions. While the engine is paused or asleep, requests wait."""
         ...
 
-    def stream(self, request: GenerateBody) -> AsyncIterator[GenerateChunk]:
+    def stream(self, request: GenerateBody) -> AsyncGenerator[GenerateChunk]:
         """The same, in pieces; pieces of the ``n`` completions come interleaved."""
         ...
 

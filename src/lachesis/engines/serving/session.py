@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from lachesis.common.errors import EngineError
 from lachesis.common.files import write_atomic
+from lachesis.common.json_values import is_object
 from lachesis.common.process import process_exists
 
 TOKEN_VARIABLE = "LACHESIS_SESSION_TOKEN"
@@ -95,7 +96,7 @@ def remove_session(session: Session) -> None:
         written = json.loads(path.read_text())
     except (OSError, ValueError):
         return
-    if isinstance(written, dict) and written.get("session_id") == session.session_id:
+    if is_object(written) and written.get("session_id") == session.session_id:
         path.unlink(missing_ok=True)
 
 

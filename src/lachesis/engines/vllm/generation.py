@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ class Generator:
             prompt_logprobs=None if request.prompt_logprobs is None else _prompt_logprobs(first),
         )
 
-    async def stream(self, request: GenerateBody, *, cache_salt: str) -> AsyncIterator[GenerateChunk]:
+    async def stream(self, request: GenerateBody, *, cache_salt: str) -> AsyncGenerator[GenerateChunk]:
         """The same in pieces, those of all completions as they come."""
         queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
 

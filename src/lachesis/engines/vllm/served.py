@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -111,9 +111,9 @@ class ServedVllm:
         await self.wait_until_running()
         return await self._generator.generate(request, cache_salt=self.cache_salt)
 
-    async def stream(self, request: GenerateBody) -> AsyncIterator[GenerateChunk]:
+    async def stream(self, request: GenerateBody) -> AsyncGenerator[GenerateChunk]:
         await self.wait_until_running()
-        async with aclosing(self._generator.stream(request, cache_salt=self.cache_salt)) as chunks:  # type: ignore[type-var]
+        async with aclosing(self._generator.stream(request, cache_salt=self.cache_salt)) as chunks:
             async for chunk in chunks:
                 yield chunk
 

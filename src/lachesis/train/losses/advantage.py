@@ -119,7 +119,7 @@ def group_advantages(
 
 def _numbered(group: Tensor) -> Tensor:
     """Labels of groups as 0..G-1, [N]."""
-    return torch.searchsorted(group.unique(), group)
+    return torch.searchsorted(group.unique(), group)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]  # untyped in torch
 
 
 def standardized(values: Tensor, index: Tensor) -> Tensor:

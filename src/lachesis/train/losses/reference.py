@@ -152,8 +152,9 @@ class Copy:
         self._policy = dict(loaded.transformer.named_parameters())
         self._transformer = second
         # The plan has chosen how the policy's attention is computed since the copy was made.
-        if (chosen := loaded.transformer.config._attn_implementation) is not None:
-            second.set_attn_implementation(chosen)
+        chosen = loaded.transformer.config._attn_implementation  # pyright: ignore[reportPrivateUsage]  # has no other name
+        if chosen is not None:
+            second.set_attn_implementation(chosen)  # pyright: ignore[reportUnknownMemberType]  # a bare dict in it
         self._plan = plan
         self._average = average
 

@@ -333,7 +333,7 @@ def _optimizer_factory(
 
 def _eight_bit_adamw(device: torch.device) -> Callable[..., Optimizer]:
     try:
-        from bitsandbytes.optim.adamw import AdamW8bit as BitsAndBytesAdamW8bit
+        from bitsandbytes.optim import AdamW8bit as BitsAndBytesAdamW8bit  # pyright: ignore[reportPrivateImportUsage]  # public
 
         return BitsAndBytesAdamW8bit
     except ImportError:

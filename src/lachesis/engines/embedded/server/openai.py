@@ -183,7 +183,7 @@ class OpenAIRoutes:
     async def _events(self, asked: _Asked) -> AsyncIterator[str]:
         envelope = _envelope(asked, chunk=True)
         prompt, tokens, started = 0, 0, set()
-        async with aclosing(self._backend.stream(asked.requests[0])) as chunks:  # type: ignore[type-var]
+        async with aclosing(self._backend.stream(asked.requests[0])) as chunks:
             async for chunk in chunks:
                 choice = {"index": chunk.index, **self._choice(asked, chunk, delta=True)}
                 if asked.chat and chunk.index not in started:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -114,7 +114,7 @@ class ServedEmbedded(ServedEngine):
             prompt_logprobs=await self._prompt_logprobs(job.request.prompt_ids, request.prompt_logprobs),
         )
 
-    async def stream(self, request: GenerateBody) -> AsyncIterator[GenerateChunk]:
+    async def stream(self, request: GenerateBody) -> AsyncGenerator[GenerateChunk]:
         if request.prompt_logprobs is not None:
             raise Refused("prompt_logprobs cannot be streamed", remedy="send stream: false")
         job, news = self._submit(request)
