@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lachesis.train.distributed.whole import whole_of
+from lachesis.run.engine import whole_of
 
 from lachesis.bridges.proofs import digest_functions
 from lachesis.common.deadline import Deadline
