@@ -34,8 +34,8 @@ class Received:
 class _Moves:
     """What one post moves: new groups, and buffered ones that now have a position."""
 
-    added: list[HeldGroup] = field(default_factory=list)
-    placed: list[tuple[int, int]] = field(default_factory=list)
+    added: list[HeldGroup] = field(default_factory=list[HeldGroup])
+    placed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class SetAside:
 
     def reply(self) -> bytes:
         """GET /set_aside: the kept groups with their reasons, newest last."""
-        parts = []
+        parts: list[bytes] = []
         for misfit in self.last:
             head = {"at": misfit.at, "environment": misfit.environment, "reason": misfit.reason}
             parts.append(json.dumps(head)[:-1].encode() + b', "group": ' + misfit.group.json + b"}")

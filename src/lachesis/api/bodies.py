@@ -64,7 +64,8 @@ def inflate(body: bytes, *, limit: int) -> bytes:
     Raises:
         Refusal: 413, it is longer; 400, it is no gzip or ends too early.
     """
-    parts, length, rest = [], 0, body
+    parts: list[bytes] = []
+    length, rest = 0, body
     for _ in range(_MEMBERS):
         reader = zlib.decompressobj(_GZIP)
         try:

@@ -70,8 +70,8 @@ def view(held: HeldGroup, *, environment: str, pieces: Pieces | None) -> dict[st
 def _sequence(group: dict[str, Any], index: int, pieces: Pieces | None) -> dict[str, Any]:
     """One sequence around the first token that is trained on: a little before, more after."""
     tokens = group["tokens"][index]
-    mask = _row(group["masks"], index) or []
-    logprobs = _row(group["inference_logprobs"], index) or []
+    mask: list[Any] = _row(group["masks"], index) or []
+    logprobs: list[Any] = _row(group["inference_logprobs"], index) or []
     given = [at >= len(mask) or mask[at] == UNTRAINED for at in range(len(tokens))]
     first = given.index(False) if False in given else 0
     start, end = max(0, first - _BEFORE), min(len(tokens), first + _AFTER)

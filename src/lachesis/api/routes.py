@@ -42,7 +42,11 @@ _NO_EXAMPLE = (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "generation_params", "inference_logprobs", "messages",
     "images",
 )  # fmt: skip
-_UNREGISTERED = {"status": "error", "message": "Trainer not registered. Call /register first.", "batch": []}
+_UNREGISTERED: dict[str, Any] = {
+    "status": "error",
+    "message": "Trainer not registered. Call /register first.",
+    "batch": [],
+}
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from lachesis.api.records import StoredGroup
 from lachesis.api.scored_group import FirstFault, Id, ScoredGroup, WireRecord, why_unusable
 from lachesis.common.errors import DataError
+from lachesis.common.json_values import is_list, is_object
 
 Record = TypeVar("Record", bound="WireRecord")
 Parsed = TypeVar("Parsed")
@@ -176,10 +177,10 @@ def _refuse_non_finite(data: ScoredGroup, names: Sequence[str], loc: tuple[int, 
 def _numbers(value: Any, path: tuple[str | int, ...]) -> Iterator[tuple[tuple[str | int, ...], float]]:
     if isinstance(value, float):
         yield path, value
-    elif isinstance(value, dict):
+    elif is_object(value):
         for key, part in value.items():
             yield from _numbers(part, (*path, key))
-    elif isinstance(value, list):
+    elif is_list(value):
         for index, part in enumerate(value):
             yield from _numbers(part, (*path, index))
 
