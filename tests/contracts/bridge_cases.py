@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lachesis.run.engine import whole_of
 
 from lachesis.bridges.proofs import digest_functions
 from lachesis.common.deadline import Deadline
@@ -17,7 +16,7 @@ from lachesis.common.types import Completion, GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.engines.http.client import HttpEngine
-from lachesis.run.engine import EngineSide, RunPlace, build_engine_side
+from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, whole_of
 from lachesis.run.parts import build_policy
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
