@@ -59,7 +59,7 @@ def inference(model: Path, directory: Path, *, port: int | None = None) -> Itera
     """The embedded engine's server; yields its address."""
     port = port or free_port()
     options = {"model": str(model), "port": port, "max_num_seqs": 32}
-    command = [sys.executable, "-c", EMBEDDED, repr(options)]
+    command = [sys.executable, "-c", EMBEDDED, json.dumps(options)]
     with server_process(
         command, url=f"http://127.0.0.1:{port}", log=directory / f"server_{time.monotonic_ns()}.log", start_s=120,
         OMP_NUM_THREADS="1", LACHESIS_SESSION_DIR=str(directory / "sessions"),

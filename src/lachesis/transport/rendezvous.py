@@ -89,6 +89,7 @@ class Links:
         self._woken, self._wake = Pipe(duplex=False)
         self._host = ""
         self._aborted: str | None = None
+        self._closing = threading.Lock()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -188,10 +189,11 @@ class Links:
                 connection.send_bytes(_encoded({"failed": reason}))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Idempotent, also where two threads close at once: the one that waited, and the one that called it off."""
         self.abort("the channel was closed")
-        for connection in (*self._peers.values(), self._wake, self._woken):
-            connection.close()
+        with self._closing:
+            for connection in (*self._peers.values(), self._wake, self._woken):
+                connection.close()
 
     def _let_in(self, connection: socket.socket, *, hello: Message, missing: set[int]) -> None:
         """Admit a rank that fits. Whatever else connects to the port is turned away."""
