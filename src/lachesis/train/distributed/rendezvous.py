@@ -61,15 +61,15 @@ def init_process_group(world: World, store: c10d.Store, *, device: torch.device,
     Raises:
         DeadlineExceeded: not all came in time.
     """
-    gpu = device.type == "cuda"
     try:
+        # No device_id, by which torch 2.11 splits this group for a mesh of several dimensions: it crashes there in a
+        # process that has a gloo group outside of the registry, as the control group is. NCCL takes the current device.
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if gpu else "gloo",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             store=c10d.PrefixStore("tensors", store),
             rank=world.rank,
             world_size=world.size,
             timeout=timedelta(seconds=limit_s),
-            device_id=device if gpu else None,
         )
     except (RuntimeError, ValueError) as error:
         raise DeadlineExceeded(
