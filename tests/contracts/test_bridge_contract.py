@@ -195,7 +195,7 @@ class Crowd:
             self._futures[0].result(timeout=60)
         else:  # takes one call at a time
             self._futures = [self._pool.submit(self._one, engine, self.requests)]
-            wait_until(lambda: engine._gate._calls == 1)  # type: ignore[attr-defined]
+            wait_until(lambda: engine.gate._calls == 1)  # type: ignore[attr-defined]
 
     @staticmethod
     def _one(engine: Engine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
