@@ -16,6 +16,8 @@ RENAMED = {
     "lachesis.environments.arithmetic": "lachesis.environments.shipped.arithmetic",
     "lachesis.environments.calculator": "lachesis.environments.shipped.calculator",
     "lachesis.environments.gsm8k": "lachesis.environments.shipped.gsm8k",
+    "lachesis.rollouts.grpo_code": "lachesis.rollouts.rewards.grpo_code",
+    "lachesis.rollouts.rewards.grpo_code.execution": "lachesis.rollouts.rewards.execution",
 }
 
 

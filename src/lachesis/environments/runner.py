@@ -62,7 +62,10 @@ class Runner:
         self._name = self._config.wandb_name or environment.name
         self._membership = Membership(api, name=self._name, config=self._config)
         self._progress = _Progress()
-        counters = lambda: self._progress.now  # noqa: E731
+
+        def counters() -> Counters:
+            return self._progress.now
+
         self._sender = Sender(api, membership=self._membership, config=self._config, outputs=outputs, counters=counters)
         self._workers = WorkerPool(
             environment, limit_s=self._config.worker_timeout, deliver=self._sender.put, counters=counters
