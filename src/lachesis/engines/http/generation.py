@@ -16,6 +16,7 @@ from lachesis.common.types import Completion, GenerationRequest, VersionSpan
 from lachesis.engines.base import Finished
 from lachesis.engines.http.control import CONNECT_RETRIES, KEEP_ALIVE_S, ServerControl, tls
 from lachesis.engines.http.replies import malformed, read_reply
+from lachesis.engines.serving.generation import ARRAYS, read_arrays
 
 ROUTE = "/generate"
 _CONNECT_S = 10.0
@@ -122,9 +123,16 @@ class _Route:
         self._turn = (self._turn + 1) % len(self._clients)
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
         try:
-            response = await self._clients[self._turn].post(f"{self.server.url}{ROUTE}", json=body, timeout=timeout)
+            response = await self._clients[self._turn].post(
+                f"{self.server.url}{ROUTE}", json=body, headers={"Accept": ARRAYS}, timeout=timeout
+            )
         except httpx.TransportError as error:
             raise self.server.unreachable(error) from error
+        if response.is_success and response.headers.get("content-type") == ARRAYS:
+            try:
+                return read_arrays(response.content)
+            except (KeyError, TypeError, ValueError) as error:
+                raise malformed(self.server.url, ROUTE, error) from error
         return read_reply(response, url=self.server.url, route=ROUTE)
 
     async def close(self) -> None:
@@ -148,6 +156,7 @@ def request_body(request: GenerationRequest) -> dict[str, Any]:
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "skip_special_tokens": False,
+        "text": False,
     }
     optional = {
         "top_p": (params.top_p, 1.0),

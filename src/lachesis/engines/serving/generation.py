@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
 from pydantic import ConfigDict, Field, GetPydanticSchema, model_validator
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 from typing_extensions import TypedDict
 
 from lachesis.common.errors import EngineError
@@ -30,6 +35,8 @@ from lachesis.engines.serving.bodies import (
 from lachesis.engines.serving.versions import VersionClock
 
 POLICY = "policy"
+ARRAYS = "application/x-safetensors"
+"""The media type under which ``/generate`` answers with arrays in place of JSON."""
 _MAX_N = 1024
 _MAX_INT = (1 << 63) - 1
 _SYNONYMS = ("max_new_tokens", "max_completion_tokens")
@@ -84,13 +91,15 @@ class GenerateBody(SampledBody):
     """What a client asks of ``/generate``; exactly one of ``prompt`` and ``prompt_token_ids`` is set.
 
     ``logprobs = k`` asks for the ``k`` likeliest tokens at each place besides the sampled one, whose logprob is
-    always returned. (A trainer asks its engine by :class:`~lachesis.common.types.GenerationRequest`.)
+    always returned. Without ``text`` tokens are not decoded, unless stop strings are looked for. (A trainer asks its
+    engine by :class:`~lachesis.common.types.GenerationRequest`.)
     """
 
     prompt: Text | None = None
     prompt_token_ids: TokenIds | None = None
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
+    text: Flag = True
     request_id: Text = Field(default_factory=lambda: uuid.uuid4().hex)
 
     @model_validator(mode="before")
@@ -199,6 +208,53 @@ def result_document(result: GenerateResult, *, request: GenerateBody, clock: Ver
             for entry in result.prompt_logprobs
         ]
     return document
+
+
+def result_arrays(result: GenerateResult, *, clock: VersionClock, session_id: str) -> bytes:
+    """The answer of ``/generate`` to who accepts :data:`ARRAYS`: what a trainer needs of N completions, as arrays.
+
+    ``lengths`` [N] and, one completion after the other, ``token_ids`` [sum of lengths] (int32) and ``token_logprobs``
+    (float32); ``weight_version`` [N, 2], first and last (int64). In the metadata the session, and the finish reasons
+    as a JSON list.
+
+    Raises:
+        EngineError: a logprob is no number.
+    """
+    done = result.completions
+    logprobs = np.fromiter(chain.from_iterable(c.logprobs for c in done), dtype=np.float32)
+    if np.isnan(logprobs).any():
+        finite(math.nan)
+    spans = [clock.span(c.first_token_time, c.last_token_time) for c in done]
+    arrays = {
+        "lengths": np.array([len(c.token_ids) for c in done], dtype=np.int64),
+        "token_ids": np.fromiter(chain.from_iterable(c.token_ids for c in done), dtype=np.int32),
+        "token_logprobs": np.maximum(logprobs, np.float32(_LEAST_LOGPROB)),
+        "weight_version": np.array(spans, dtype=np.int64),
+    }
+    reasons = json.dumps([c.finish_reason for c in done])
+    return save(arrays, metadata={"session_id": session_id, "finish_reasons": reasons})
+
+
+def read_arrays(data: bytes) -> dict[str, Any]:
+    """The document of :func:`result_arrays`, as the JSON answer would have it but for the texts.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not whole.
+    """
+    try:
+        # The header says how long it is in its first eight bytes.
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+        arrays = load(data)
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+    ends = np.cumsum(arrays["lengths"])[:-1]
+    return {
+        "session_id": header["session_id"],
+        "finish_reasons": json.loads(header["finish_reasons"]),
+        "token_ids": [part.tolist() for part in np.split(arrays["token_ids"], ends)],
+        "token_logprobs": [part.tolist() for part in np.split(arrays["token_logprobs"], ends)],
+        "weight_version": [{"first": first, "last": last} for first, last in arrays["weight_version"].tolist()],
+    }
 
 
 def chunk_document(chunk: GenerateChunk, *, request: GenerateBody, versions: tuple[int, int]) -> dict[str, Any]:

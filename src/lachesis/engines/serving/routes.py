@@ -18,9 +18,11 @@ from starlette.routing import Route
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
 from lachesis.engines.serving.bodies import Refused, error_document, parse_object
 from lachesis.engines.serving.generation import (
+    ARRAYS,
     GenerateBody,
     chunk_document,
     parse_sampled,
+    result_arrays,
     result_document,
 )
 from lachesis.engines.serving.operations import OPERATIONS, Operation
@@ -154,6 +156,9 @@ async def _generate(server: Server, request: Request) -> Response:
     check_prompt(wanted, info=described)
     if not wanted.stream:
         result = await while_connected(request, served.generate(wanted))
+        if request.headers.get("accept") == ARRAYS:
+            arrays = result_arrays(result, clock=server.clock, session_id=server.session.session_id)
+            return Response(arrays, media_type=ARRAYS)
         answer = result_document(result, request=wanted, clock=server.clock)
         # Two numbers for each token: the standard library would hold up the server's loop several times as long.
         body = to_json(answer | {"session_id": server.session.session_id})

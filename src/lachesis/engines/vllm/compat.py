@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -13,6 +13,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from lachesis.engines.serving.served import Refused
 
@@ -26,6 +27,7 @@ __all__ = [
     "caller_errors",
     "can_reload_under_lora",
     "engine_kind",
+    "later_output",
     "lora_name_mapper",
     "parse_sampling",
     "sampling_fields",
@@ -51,9 +53,23 @@ def sampling_fields() -> frozenset[str]:
 
 
 def parse_sampling(
-    fields: Mapping[str, Any], *, logprobs: int, prompt_logprobs: int | None = None, delta: bool = False
+    fields: Mapping[str, Any],
+    *,
+    logprobs: int,
+    prompt_logprobs: int | None = None,
+    delta: bool = False,
+    text: bool = True,
+    extra: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
     """vLLM's parameters for one completion; its own checks of types and ranges apply.
+
+    Args:
+        fields: of the request.
+        logprobs: how many of the likeliest tokens besides the sampled one.
+        prompt_logprobs: the same for the prompt; none without it.
+        delta: whether answers come in pieces.
+        text: whether tokens are decoded; where stop strings are looked for, they are in any case.
+        extra: for the worker's eyes.
 
     Raises:
         Refused: (400) a field has a value that vLLM does not accept.
@@ -64,6 +80,9 @@ def parse_sampling(
     except caller_errors() as error:
         raise Refused(f"vLLM refuses the sampling parameters: {error}", remedy="correct the field") from error
     params.output_kind = RequestOutputKind.DELTA if delta else RequestOutputKind.FINAL_ONLY
+    params.detokenize = text or bool(params.stop)
+    if extra is not None:
+        params.extra_args = {**(params.extra_args or {}), **extra}
     return params
 
 
@@ -89,3 +108,13 @@ def can_reload_under_lora() -> bool:
     from vllm.lora.layers import BaseLayerWithLoRA
 
     return hasattr(BaseLayerWithLoRA, "load_weights")
+
+
+def later_output(output: AsyncModelRunnerOutput, change: Callable[[Any], Any]) -> AsyncModelRunnerOutput:
+    """The output of a step that is still computed, changed once it is there."""
+
+    class Changed(AsyncModelRunnerOutput):
+        def get_output(self) -> Any:
+            return change(output.get_output())
+
+    return Changed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import aclosing
@@ -13,6 +14,7 @@ from lachesis.common.types import FinishReason
 from lachesis.engines.serving.bodies import Refused
 from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
 from lachesis.engines.vllm import compat
+from lachesis.engines.vllm.logprobs import KEY, FetchedLogprobs
 
 T = TypeVar("T")
 
@@ -33,16 +35,25 @@ class Generator:
         self._engine = engine
         self._max_model_len = max_model_len
         self._lora_request = lora_request
+        self._fetched: FetchedLogprobs | None = None
+        self._numbers = itertools.count()
+
+    def fetch_logprobs(self, fetched: FetchedLogprobs) -> None:
+        """From now on logprobs of sampled tokens stay in the worker until a sequence has ended."""
+        self._fetched = fetched
 
     async def generate(self, request: GenerateBody, *, cache_salt: str) -> GenerateResult:
         """All completions; raises Refused for what vLLM does not accept, EngineError where it is dead."""
         started = time.monotonic()
-        outputs = await _all([self._final(request, i, cache_salt=cache_salt) for i in range(request.n)])
-        first = outputs[0]
+        kept = self._fetched if not request.logprobs and request.prompt_logprobs is None else None
+        done = await _all([self._complete(request, i, cache_salt=cache_salt, kept=kept) for i in range(request.n)])
+        first, _ = done[0]
         return GenerateResult(
             prompt=request.prompt,
             prompt_token_ids=tuple(first.prompt_token_ids),
-            completions=tuple(_sequence(output, request=request, started=started) for output in outputs),
+            completions=tuple(
+                _sequence(output, request=request, started=started, logprobs=logprobs) for output, logprobs in done
+            ),
             prompt_logprobs=None if request.prompt_logprobs is None else _prompt_logprobs(first),
         )
 
@@ -83,22 +94,48 @@ class Generator:
         entries = _prompt_logprobs(output)
         return tuple(entry[token] for entry, token in zip(entries[1:], token_ids[1:], strict=True) if entry is not None)
 
-    async def _final(self, request: GenerateBody, index: int, *, cache_salt: str) -> Any:
+    async def _complete(
+        self, request: GenerateBody, index: int, *, cache_salt: str, kept: FetchedLogprobs | None
+    ) -> tuple[Any, tuple[float, ...] | None]:
+        """vLLM's last output, and the logprobs where they are not in it."""
+        if kept is None:
+            return await self._final(request, index, cache_salt=cache_salt), None
+        name = f"{request.request_id}-{index}-{next(self._numbers)}"
+        try:
+            output = await self._final(request, index, cache_salt=cache_salt, kept_as=name)
+        except BaseException:
+            kept.drop(name)
+            raise
+        token_ids = output.outputs[0].token_ids
+        return output, await kept.take(name, prompt_length=len(output.prompt_token_ids), token_ids=token_ids)
+
+    async def _final(self, request: GenerateBody, index: int, *, cache_salt: str, kept_as: str | None = None) -> Any:
         last = None
-        async for output in self._run(request, index, cache_salt=cache_salt):
+        async for output in self._run(request, index, cache_salt=cache_salt, kept_as=kept_as):
             last = output
         if last is None:
             raise EngineError("vLLM ended a request without an answer", remedy="look at the server's log")
         return last
 
     async def _run(
-        self, request: GenerateBody, index: int, *, cache_salt: str, delta: bool = False
+        self,
+        request: GenerateBody,
+        index: int,
+        *,
+        cache_salt: str,
+        delta: bool = False,
+        kept_as: str | None = None,
     ) -> AsyncIterator[Any]:
         sampling = dict(request.sampling)
         if sampling.get("seed") is not None:
             sampling["seed"] += index
         params = compat.parse_sampling(
-            sampling, logprobs=request.logprobs or 0, prompt_logprobs=request.prompt_logprobs, delta=delta
+            sampling,
+            logprobs=request.logprobs or 0,
+            prompt_logprobs=request.prompt_logprobs,
+            delta=delta,
+            text=request.text,
+            extra=None if kept_as is None else {KEY: kept_as},
         )
         if request.prompt is not None:
             prompt: Any = compat.TextPrompt(prompt=request.prompt, cache_salt=cache_salt)
@@ -130,10 +167,12 @@ class Generator:
             )
 
 
-def _sequence(output: Any, *, request: GenerateBody, started: float) -> ServedCompletion:
+def _sequence(
+    output: Any, *, request: GenerateBody, started: float, logprobs: tuple[float, ...] | None
+) -> ServedCompletion:
     # vLLM leaves 0 where no token came, and gives no metrics with --disable-log-stats.
     return ServedCompletion(
-        **_sampled(output, request),
+        **_sampled(output, request, logprobs=logprobs),
         finish_reason=_finish_reason(output.outputs[0].finish_reason) or "abort",
         first_token_time=getattr(output.metrics, "first_token_ts", 0.0) or started,
         last_token_time=getattr(output.metrics, "last_token_ts", 0.0) or time.monotonic(),
@@ -150,16 +189,18 @@ def _chunk(output: Any, *, index: int, request: GenerateBody, with_prompt: bool)
     )
 
 
-def _sampled(output: Any, request: GenerateBody) -> dict[str, Any]:
-    """What a completion and a piece of one have in common."""
+def _sampled(output: Any, request: GenerateBody, *, logprobs: tuple[float, ...] | None = None) -> dict[str, Any]:
+    """What a completion and a piece of one have in common. ``logprobs`` where they are not in the output."""
     (completion,) = output.outputs
+    if logprobs is not None:
+        return {"text": completion.text, "token_ids": tuple(completion.token_ids), "logprobs": logprobs}
     tokens, entries = completion.token_ids, completion.logprobs or []
     places = list(zip(tokens, entries, strict=True))
     top = None
     if request.logprobs:  # the sampled token first, then the likeliest
         top = tuple({other: entry[other].logprob for other in (token, *entry)} for token, entry in places)
-    logprobs = tuple(entry[token].logprob for token, entry in places)
-    return {"text": completion.text, "token_ids": tuple(tokens), "logprobs": logprobs, "top_logprobs": top}
+    own = tuple(entry[token].logprob for token, entry in places)
+    return {"text": completion.text, "token_ids": tuple(tokens), "logprobs": own, "top_logprobs": top}
 
 
 def _prompt_logprobs(output: Any) -> tuple[Mapping[int, float] | None, ...]:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from lachesis.engines.vllm import compat
 from lachesis.engines.vllm.calls import read_answer
 from lachesis.engines.vllm.gate import Gate
 from lachesis.engines.vllm.generation import Generator
+from lachesis.engines.vllm.logprobs import FetchedLogprobs
 from lachesis.engines.vllm.lora_slots import ADAPTER_ID
 from lachesis.transport.bridge_file import BRIDGE_FILE, BridgeFile, write_bridge_file
 from lachesis.transport.shared_tensors import SharedTensor
@@ -83,7 +85,10 @@ class ServedVllm:
                     f"{flag} is {size}, but weights are changed on the workers of one engine that each hold all layers",
                     remedy="start one server for each GPU or use --tensor-parallel-size, and name all servers",
                 )
-        self._device = (await self._call("install"))["device"]
+        installed = await self._call("install")
+        self._device = installed["device"]
+        if installed["keeps_logprobs"]:
+            self._generator.fetch_logprobs(FetchedLogprobs(partial(self._call, "take_logprobs")))
 
     def model_info(self) -> ModelInfo:
         config = self._engine.vllm_config

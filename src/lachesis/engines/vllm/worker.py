@@ -23,6 +23,7 @@ from lachesis.engines.serving.served import DigestRequest, LoraSpec, ReceiverSpe
 from lachesis.engines.vllm import parameters
 from lachesis.engines.vllm.calls import answer
 from lachesis.engines.vllm.checkpoint import check_architecture, check_fits, read_shapes, read_tensors, served_shapes
+from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
 from lachesis.transport.digest import digests
 
@@ -59,9 +60,14 @@ class WorkerWeights:
         self._rank: int = worker.rank
         self._receiver: Receiver | None = None
         self._slots: LoraSlots | None = None
+        self._logprobs: WorkerLogprobs | None = None
 
     def install(self) -> dict[str, Any]:
-        """Register the adapter that every request will name. Called once, before the first request."""
+        """Register the adapter that every request will name. Called once, before the first request.
+
+        The worker whose outputs vLLM reads keeps logprobs from then on; with speculative decoding, where the place
+        of a token is known only after the step, none does.
+        """
         if self._config.lora_config is not None:
             from lachesis.engines.vllm.compat import LoRAModel, PEFTHelper, lora_name_mapper
 
@@ -76,7 +82,13 @@ class WorkerWeights:
                 name_mapper=lora_name_mapper(model),
             )
             self._slots.clear()
-        return {"device": str(self._device)}
+        if self._rank == 0 and self._config.speculative_config is None:
+            self._logprobs = WorkerLogprobs(self._worker)
+        return {"device": str(self._device), "keeps_logprobs": self._logprobs is not None}
+
+    def take_logprobs(self, asked: Mapping[str, list[int]], dropped: list[str]) -> dict[str, str]:
+        """See :meth:`WorkerLogprobs.take`; the first worker has them."""
+        return {} if self._logprobs is None else self._logprobs.take(asked, dropped)
 
     def load_adapter(self, path: str, name: str) -> dict[str, Any]:
         """Put the adapter in a directory in force. Only safetensors are read."""

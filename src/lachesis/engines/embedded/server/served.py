@@ -291,7 +291,7 @@ class ServedEmbedded(ServedEngine):
 
     def _completion(self, sequence: Growing, *, job: Job, request: GenerateBody) -> ServedCompletion:
         sampling = request.sampling
-        text = self._decode(request)(sequence.token_ids)
+        text = self._decode(request)(sequence.token_ids) if request.text else ""
         return ServedCompletion(
             text=cut_at_stop(text, sampling.get("stop", ()), include=sampling.get("include_stop_str_in_output", False)),
             token_ids=tuple(sequence.token_ids),

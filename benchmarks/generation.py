@@ -1,0 +1,236 @@
+"""How fast tokens with their logprobs reach the trainer, beside vLLM in one process.
+
+    PYTHONPATH=src python benchmarks/generation.py [--size 1.5B|8B] [--tiny] [--in-flight N ...] [--out FILE.json]
+
+All generate the same: sequences of equal length (128 tokens of prompt, 8 completions a prompt, 512 new tokens), with a
+model of random bf16 weights. "In process" is ``vllm.LLM.generate``; with logprobs they are of the distribution sampled
+from (``processed_logprobs``), as training needs them. "Our server" is ``lachesis vllm-serve`` asked by the trainer's
+client, from another process; what it answers are token ids, logprobs and weight versions.
+
+Each engine runs in a process of its own. "Busy" is the share of one core that the busiest process took besides the
+GPU: near 1.0 it is Python that sets the speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.process import ManagedProcess
+from lachesis.common.types import GenerationRequest, SamplingParams
+from lachesis.engines.http.client import HttpEngine
+
+PORT = 9111
+COMPLETIONS = 8
+START_S = 420.0
+SIZES = {"1.5B": ("qwen2", QWEN2_5_1_5B), "8B": ("llama", LLAMA_3_1_8B)}
+# name: fields of vLLM's SamplingParams
+IN_PROCESS: dict[str, dict[str, Any]] = {
+    "in process, without logprobs": {"detokenize": False},
+    "in process, without logprobs, with text": {},
+    "in process, logprobs": {"logprobs": 0},
+    "in process, logprobs, no text": {"logprobs": 0, "detokenize": False},
+    "in process, flat logprobs, no text": {"logprobs": 0, "detokenize": False, "flat_logprobs": True},
+}
+SERVER = "our server"
+MATCH = "in process, without logprobs"
+
+
+def make_model(directory: Path, *, size: str, tiny: bool) -> None:
+    """Write a model with random weights and a tokenizer that knows its first ids."""
+    from tests.tiny import tiny_tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, fields = SIZES[size]
+    if tiny:
+        fields = fields | {
+            "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2,
+        }  # fmt: skip
+    config = AutoConfig.for_model(
+        kind, **fields, max_position_embeddings=8192, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory, max_shard_size="4GB")
+    tiny_tokenizer().save_pretrained(directory)
+
+
+class Busy:
+    """Seconds of CPU of every process below this one, by what it is."""
+
+    def __init__(self) -> None:
+        self._before = self._read()
+        self._started = time.perf_counter()
+
+    def share(self) -> dict[str, float]:
+        """CPU seconds a second since the start, of those that took a tenth of a core or more."""
+        seconds = time.perf_counter() - self._started
+        shares = {name: (now - self._before.get(name, 0.0)) / seconds for name, now in self._read().items()}
+        return {name.partition(" ")[2]: round(share, 2) for name, share in shares.items() if share >= 0.1}
+
+    @staticmethod
+    def _read() -> dict[str, float]:
+        me = psutil.Process()
+        found = {}
+        for process in [me, *me.children(recursive=True)]:
+            try:
+                times = process.cpu_times()
+                name = "this process" if process.pid == me.pid else (process.cmdline() or [process.name()])[0]
+            except psutil.Error:
+                continue
+            found[f"{process.pid} {name[:40]}"] = times.user + times.system
+        return found
+
+
+def measure(
+    generate: Callable[[list[list[int]], int], int], arguments: argparse.Namespace
+) -> dict[int, dict[str, Any]]:
+    """New tokens a second by sequences in flight: median of the repeats after one that warms up."""
+    source = random.Random(0)
+    found: dict[int, dict[str, Any]] = {}
+    for number in arguments.in_flight:
+        each = min(number, COMPLETIONS)
+        rates: list[float] = []
+        for repeat in range(1 + arguments.repeats):
+            prompts = [[source.randrange(10, 500) for _ in range(arguments.prompt)] for _ in range(number // each)]
+            busy, started = Busy(), time.perf_counter()
+            tokens = generate(prompts, each)
+            rates.append(tokens / (time.perf_counter() - started))
+            if repeat == arguments.repeats:
+                found[number] = {"rate": statistics.median(rates[1:]), "all": rates, "busy": busy.share()}
+    return found
+
+
+def in_process(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    import vllm
+
+    llm = vllm.LLM(
+        str(arguments.model_dir), dtype="bfloat16", max_model_len=1024, max_num_seqs=1024, seed=0,
+        gpu_memory_utilization=0.85, logprobs_mode="processed_logprobs", enforce_eager=not torch.cuda.is_available(),
+        disable_log_stats=True,
+    )  # fmt: skip
+    results = []
+    for name, fields in IN_PROCESS.items():
+        if arguments.only and name not in arguments.only:
+            continue
+
+        def generate(prompts: list[list[int]], each: int, fields: dict[str, Any] = fields) -> int:
+            params = vllm.SamplingParams(
+                n=each, max_tokens=arguments.tokens, ignore_eos=True, temperature=1.0, seed=1, **fields
+            )
+            outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+            return sum(len(one.token_ids) for output in outputs for one in output.outputs)
+
+        results.append({"name": name, "rates": measure(generate, arguments)})
+    return results
+
+
+def through_server(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    command = [
+        sys.executable, "-m", "lachesis.engines.vllm.launch", str(arguments.model_dir), "--port", str(PORT),
+        "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "1024",
+        "--gpu-memory-utilization", "0.85", *(["--enforce-eager"] if not torch.cuda.is_available() else []),
+        *arguments.server_flags,
+    ]  # fmt: skip
+    process = ManagedProcess(command, url=f"http://127.0.0.1:{PORT}", log_path=arguments.logs / "server.log")
+    process.start(deadline=Deadline("the start of our server", START_S))
+    engine = HttpEngine([f"http://127.0.0.1:{PORT}"], max_in_flight=4096)
+    try:
+
+        def generate(prompts: list[list[int]], each: int) -> int:
+            params = SamplingParams(arguments.tokens, extra={"ignore_eos": True})
+            requests = [GenerationRequest(tuple(p), params, n=each, seed=i) for i, p in enumerate(prompts)]
+            groups = engine.generate(requests, deadline=Deadline("generation", 600))
+            assert all(len(one.logprobs) == len(one.token_ids) for group in groups for one in group)
+            return sum(len(one.token_ids) for group in groups for one in group)
+
+        return [{"name": SERVER, "rates": measure(generate, arguments)}]
+    finally:
+        engine.close()
+        process.stop()
+
+
+def table(results: list[dict[str, Any]], in_flight: list[int]) -> str:
+    """Markdown: tokens a second, and the server's over those without logprobs."""
+    rates = {
+        result["name"]: {int(number): entry["rate"] for number, entry in result["rates"].items()} for result in results
+    }
+    lines = ["| tokens/s, in flight | " + " | ".join(map(str, in_flight)) + " |", "|---|" + "---|" * len(in_flight)]
+    lines += [f"| {name} | " + " | ".join(f"{row[n]:,.0f}" for n in in_flight) + " |" for name, row in rates.items()]
+    if MATCH in rates and SERVER in rates:
+        ratios = [f"{rates[SERVER][n] / rates[MATCH][n]:.2f}" for n in in_flight]
+        lines.append(f"| {SERVER}, over {MATCH} | " + " | ".join(ratios) + " |")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
+    return "\n".join(lines) + f"\n\n{gpu}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=[*SIZES], default="1.5B")
+    parser.add_argument("--tiny", action="store_true", help="a small model, a few tokens; also on a CPU")
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="*", default=None, help=f"rows: {SERVER}, {', '.join(IN_PROCESS)}")
+    parser.add_argument("--server-flags", nargs="*", default=[])
+    parser.add_argument("--model-dir", type=Path, default=None)
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-generation")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--part", choices=["process", "server"], default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    arguments.logs.mkdir(parents=True, exist_ok=True)
+    arguments.prompt, arguments.tokens = (16, 24) if arguments.tiny else (128, 512)
+    if arguments.tiny:
+        arguments.in_flight = [number for number in arguments.in_flight if number <= 64]
+    arguments.model_dir = (
+        arguments.model_dir or arguments.logs / f"model-{'tiny' if arguments.tiny else arguments.size}"
+    )
+    if arguments.part is not None:
+        found = (in_process if arguments.part == "process" else through_server)(arguments)
+        arguments.out.write_text(json.dumps(found))
+        return
+    if not (arguments.model_dir / "config.json").exists():
+        make_model(arguments.model_dir, size=arguments.size, tiny=arguments.tiny)
+    results = []
+    for part in ("process", "server"):
+        names = [SERVER] if part == "server" else [*IN_PROCESS]
+        if arguments.only and not set(names) & set(arguments.only):
+            continue
+        out = arguments.logs / f"{part}.json"
+        command = [sys.executable, __file__, *sys.argv[1:], "--part", part, "--out", str(out)]
+        command += ["--model-dir", str(arguments.model_dir)]
+        log = arguments.logs / f"{part}.log"
+        with log.open("w") as file:
+            done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment())
+        if done.returncode:
+            sys.exit(f"{part} failed:\n{log.read_text()[-3000:]}")
+        results += json.loads(out.read_text())
+        sys.stderr.write(json.dumps(results[-len(names) :]) + "\n")
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(results))
+    sys.stdout.write(table(results, arguments.in_flight))
+
+
+def environment() -> dict[str, str]:
+    return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Logprobs of sampled tokens, kept in vLLM's worker until their sequence has ended.
+
+Asked for logprobs, vLLM carries three small arrays for each token of each sequence from the worker through its engine
+to the server, which costs a third of its speed and more. Here the worker takes them off the output of each step, and
+the server fetches those of a whole sequence once, when it has ended. What vLLM's own routes ask for travels as ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from array import array
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from lachesis.common.errors import EngineError
+from lachesis.engines.vllm import compat
+
+KEY = "lachesis_logprobs"
+"""In a request's ``extra_args``: the name under which its logprobs are kept."""
+
+# Sequences that have ended and that nobody has asked for, because their clients are gone.
+_MOST_UNFETCHED = 16_384
+
+Fetch = Callable[..., Awaitable[Mapping[str, str]]]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """Of one sequence, in the order of sampling: place in the sequence (prompt included), token id, logprob.
+
+    A place comes twice where the engine drops a token and samples it anew; the last one counts.
+    """
+
+    places: array[int] = field(default_factory=lambda: array("q"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+
+
+class WorkerLogprobs:
+    """The worker's half. Wraps the two methods of the worker that vLLM's executors call in each step.
+
+    Args:
+        worker: vLLM's.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._kept: dict[str, _Kept] = {}
+        self._keys: dict[str, str] = {}  # vLLM's name of a running request -> ours
+        self._ended: deque[str] = deque()
+        self._step: dict[str, tuple[str, int]] = {}
+        self._execute, self._sample = worker.execute_model, worker.sample_tokens
+        worker.execute_model, worker.sample_tokens = self._execute_model, self._sample_tokens
+
+    def take(self, asked: Mapping[str, Sequence[int]], dropped: Sequence[str]) -> dict[str, str]:
+        """Hand out what is kept and forget it.
+
+        Args:
+            asked: for each name the place of the first completion token and the number of tokens.
+            dropped: names that nobody will ask for.
+
+        Returns:
+            For each name, in base64, the token ids as int32 and after them the logprobs as float32.
+
+        Raises:
+            EngineError: not every token that is asked for was kept.
+        """
+        found = {key: _cut(key, self._kept.get(key), *where) for key, where in asked.items()}
+        for key in (*asked, *dropped):
+            self._kept.pop(key, None)
+        return found
+
+    def _execute_model(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
+        for request_id in scheduled.finished_req_ids:
+            if (key := self._keys.pop(request_id, None)) is not None:
+                self._ended.append(key)
+        while len(self._ended) > _MOST_UNFETCHED:
+            self._kept.pop(self._ended.popleft(), None)
+        for request in scheduled.scheduled_new_reqs:
+            key = (getattr(request.sampling_params, "extra_args", None) or {}).get(KEY)
+            if key is not None:
+                self._keys[request.req_id] = key
+                self._kept.setdefault(key, _Kept())
+        places = _sampled_places(scheduled) if self._keys else {}
+        self._step = {name: (self._keys[name], place) for name, place in places.items() if name in self._keys}
+        return self._execute(scheduled, *arguments, **options)
+
+    def _sample_tokens(self, *arguments: Any, **options: Any) -> Any:
+        output, step = self._sample(*arguments, **options), self._step
+        if not step or output is None:
+            return output
+        if hasattr(output, "get_output"):
+            return compat.later_output(output, lambda ready: self._strip(ready, step))
+        return self._strip(output, step)
+
+    def _strip(self, output: Any, step: Mapping[str, tuple[str, int]]) -> Any:
+        """The output of a step without what is kept here, unless another request of the step wants logprobs.
+
+        Args:
+            output: vLLM's, with one token at the most for each request.
+            step: for each request that is ours its name here, and the place of its token.
+        """
+        rows = output.logprobs
+        if rows is None or len(rows.logprobs) != len(output.req_ids):
+            return output
+        for request_id, tokens, logprob in zip(
+            output.req_ids, output.sampled_token_ids, rows.logprobs[:, 0].tolist(), strict=True
+        ):
+            if tokens and request_id in step:
+                key, place = step[request_id]
+                if (kept := self._kept.get(key)) is not None:  # else it has ended already
+                    kept.places.append(place)
+                    kept.tokens.append(tokens[0])
+                    kept.logprobs.append(logprob)
+        if all(request_id in step for request_id in output.req_ids):
+            output.logprobs = None
+        return output
+
+
+class FetchedLogprobs:
+    """The server's half: all sequences that end in one step are asked for in one call.
+
+    Args:
+        fetch: calls :meth:`WorkerLogprobs.take` of the first worker.
+    """
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._asked: dict[str, tuple[Sequence[int], asyncio.Future[str]]] = {}
+        self._dropped: list[str] = []
+        self._fetching: asyncio.Task[None] | None = None
+
+    async def take(self, key: str, *, prompt_length: int, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Logprobs [T] of the tokens of a sequence that has ended.
+
+        Raises:
+            EngineError: the worker has not kept all of them, or has those of other tokens.
+        """
+        if not token_ids:
+            self.drop(key)
+            return ()
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._asked[key] = ((prompt_length, len(token_ids)), answer)
+        if self._fetching is None or self._fetching.done():
+            self._fetching = asyncio.ensure_future(self._fetch_all())
+        raw = base64.b64decode(await answer)
+        tokens = np.frombuffer(raw, dtype=np.int32, count=len(token_ids))
+        if not np.array_equal(tokens, np.asarray(token_ids, dtype=np.int32)):
+            raise EngineError(
+                "the logprobs that vLLM's worker kept are those of other tokens than vLLM answered",
+                remedy="report it with the server's log; `--no-async-scheduling` of the server may avoid it",
+            )
+        return tuple(np.frombuffer(raw, dtype=np.float32, offset=tokens.nbytes).tolist())
+
+    def drop(self, key: str) -> None:
+        """What is kept of a sequence is not wanted; the worker learns of it with the next call."""
+        if self._asked.pop(key, None) is None:
+            self._dropped.append(key)
+
+    async def _fetch_all(self) -> None:
+        while self._asked:
+            await asyncio.sleep(0)  # until all that ended in the same step have asked
+            asked, self._asked = self._asked, {}
+            dropped, self._dropped = self._dropped, []
+            answers = [answer for _, answer in asked.values()]
+            try:
+                found = await self._fetch(asked={key: where for key, (where, _) in asked.items()}, dropped=dropped)
+            except Exception as error:
+                for answer in answers:
+                    if not answer.done():
+                        answer.set_exception(error)
+                continue
+            for key, (_, answer) in asked.items():
+                if not answer.done():
+                    answer.set_result(found[key])
+
+
+def _sampled_places(scheduled: Any) -> dict[str, int]:
+    """For each request of a step the place in its sequence of the token that the step samples."""
+    cached = scheduled.scheduled_cached_reqs
+    computed = chain(
+        ((request.req_id, request.num_computed_tokens) for request in scheduled.scheduled_new_reqs),
+        zip(cached.req_ids, cached.num_computed_tokens, strict=True),
+    )
+    return {request_id: done + scheduled.num_scheduled_tokens[request_id] for request_id, done in computed}
+
+
+def _cut(key: str, kept: _Kept | None, start: int, count: int) -> str:
+    tokens, logprobs = np.full(count, -1, dtype=np.int32), np.zeros(count, dtype=np.float32)
+    if kept is not None:
+        places = np.frombuffer(kept.places, dtype=np.int64) - start
+        inside = (places >= 0) & (places < count)
+        tokens[places[inside]] = np.frombuffer(kept.tokens, dtype=np.int64)[inside]
+        logprobs[places[inside]] = np.frombuffer(kept.logprobs, dtype=np.float32)[inside]
+    if (missing := int((tokens < 0).sum())) > 0:
+        raise EngineError(
+            f"vLLM's worker has not kept {missing} of the {count} logprobs of the sequence {key}",
+            remedy="report it with the server's log; `--no-async-scheduling` of the server may avoid it",
+        )
+    return base64.b64encode(tokens.tobytes() + logprobs.tobytes()).decode()
