@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lachesis.common.deadline import Deadline
+from lachesis.engines.serving.generation import ARRAYS, read_arrays
 from lachesis.transport.bridge_file import read_bridge_file
 from lachesis.transport.channel import Channel
 from lachesis.transport.digest import digest, served_lora_b
@@ -153,6 +154,26 @@ class TestGenerate:
             assert documented == [[{str(token): value}] for token, value in zip(ids, compact, strict=True)]
             assert all(math.isfinite(value) and value <= 0 for value in compact)
             assert span == {"first": current, "last": current}
+
+    def test_arrays_say_what_json_says(self, server: Server):
+        """Also while requests are computed beside them that want more of each token."""
+        body = {"prompt_token_ids": PROMPT, "n": 3, "max_tokens": 12, "seed": 5}
+        expected = server.post("/generate", **body)
+        with ThreadPoolExecutor(8) as pool:
+            others = [pool.submit(server.post, "/generate", **body | {"logprobs": 2, "seed": i}) for i in range(4)]
+            asking = [
+                pool.submit(server.http.post, "/generate", json=body | {"text": False}, headers={"Accept": ARRAYS})
+                for _ in range(4)
+            ]
+            found = [read_arrays(reply.result(60).content) for reply in asking]
+            assert all(len(other.result(60)["logprobs"]) == 3 for other in others)
+        for one in found:
+            assert one["token_ids"] == expected["token_ids"]
+            assert one["finish_reasons"] == expected["finish_reasons"]
+            assert one["session_id"] == expected["session_id"]
+            assert one["weight_version"] == expected["weight_version"]
+            for ours, theirs in zip(one["token_logprobs"], expected["token_logprobs"], strict=True):
+                assert ours == pytest.approx(theirs, abs=1e-3)
 
     def test_a_text_prompt_and_its_token_ids_are_the_same(self, server: Server):
         by_text = server.post("/generate", prompt="cdef", temperature=0, max_tokens=8)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from lachesis.engines.serving.generation import ARRAYS
 from lachesis.engines.serving.session import new_session
 from tests.threads import Thread
 from tests.waiting import LONG_S, until
@@ -110,7 +114,11 @@ def _app(state: FakeState) -> Starlette:
             reply = state.replies[path](body) if path in state.replies else handler(body)
             if asyncio.iscoroutine(reply):
                 reply = await _while_connected(state, request, reply)
-            return reply if isinstance(reply, Response) else JSONResponse(reply)
+            if isinstance(reply, Response):
+                return reply
+            if path == "/generate" and request.headers.get("accept") == ARRAYS:
+                return Response(_arrays(reply), media_type=ARRAYS)
+            return JSONResponse(reply)
 
         return Route(path, endpoint, methods=[method])
 
@@ -235,6 +243,20 @@ async def _generate(state: FakeState, body: Body) -> Any:
         "weight_version": [{"first": state.version, "last": state.version}] * len(rows),
         "session_id": state.session_id,
     }
+
+
+def _arrays(document: Body) -> bytes:
+    flat = {
+        name: np.concatenate([np.asarray(row) for row in document[name]]) for name in ("token_ids", "token_logprobs")
+    }
+    arrays = {
+        "lengths": np.array([len(row) for row in document["token_ids"]], dtype=np.int64),
+        "token_ids": flat["token_ids"].astype(np.int32),
+        "token_logprobs": flat["token_logprobs"].astype(np.float32),
+        "weight_version": np.array([[span["first"], span["last"]] for span in document["weight_version"]]),
+    }
+    reasons = json.dumps(document["finish_reasons"])
+    return save(arrays, metadata={"session_id": document["session_id"], "finish_reasons": reasons})
 
 
 def _tokens(body: Body, index: int) -> list[int]:

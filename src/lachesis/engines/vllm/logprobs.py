@@ -11,9 +11,8 @@ import asyncio
 import base64
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -32,18 +31,19 @@ Fetch = Callable[..., Awaitable[Mapping[str, str]]]
 
 @dataclass(slots=True)
 class _Kept:
-    """Of one sequence, in the order of sampling: place in the sequence (prompt included), token id, logprob.
+    """Of one sequence in the order of sampling: each token with its place in the sequence, prompt included.
 
     A place comes twice where the engine drops a token and samples it anew; the last one counts.
     """
 
-    places: array[int] = field(default_factory=lambda: array("q"))
-    tokens: array[int] = field(default_factory=lambda: array("q"))
+    tokens: array[int] = field(default_factory=lambda: array("q"))  # place << 32 | token id
     logprobs: array[float] = field(default_factory=lambda: array("f"))
 
 
 class WorkerLogprobs:
     """The worker's half. Wraps the two methods of the worker that vLLM's executors call in each step.
+
+    It runs for every token, in the thread that sets vLLM's pace where the model is small.
 
     Args:
         worker: vLLM's.
@@ -51,9 +51,11 @@ class WorkerLogprobs:
 
     def __init__(self, worker: Any) -> None:
         self._kept: dict[str, _Kept] = {}
-        self._keys: dict[str, str] = {}  # vLLM's name of a running request -> ours
+        self._running: dict[str, _Kept] = {}  # by vLLM's name of the request
         self._ended: deque[str] = deque()
-        self._step: dict[str, tuple[str, int]] = {}
+        self._leaving: Collection[str] = ()
+        self._keys: dict[str, str] = {}
+        self._step: _Step | None = None
         self._execute, self._sample = worker.execute_model, worker.sample_tokens
         worker.execute_model, worker.sample_tokens = self._execute_model, self._sample_tokens
 
@@ -76,50 +78,66 @@ class WorkerLogprobs:
         return found
 
     def _execute_model(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
-        for request_id in scheduled.finished_req_ids:
-            if (key := self._keys.pop(request_id, None)) is not None:
-                self._ended.append(key)
-        while len(self._ended) > _MOST_UNFETCHED:
-            self._kept.pop(self._ended.popleft(), None)
+        self._end(scheduled.finished_req_ids)
         for request in scheduled.scheduled_new_reqs:
             key = (getattr(request.sampling_params, "extra_args", None) or {}).get(KEY)
             if key is not None:
                 self._keys[request.req_id] = key
-                self._kept.setdefault(key, _Kept())
-        places = _sampled_places(scheduled) if self._keys else {}
-        self._step = {name: (self._keys[name], place) for name, place in places.items() if name in self._keys}
+                self._running[request.req_id] = self._kept.setdefault(key, _Kept())
+        self._step = _Step.of(scheduled) if self._running else None
         return self._execute(scheduled, *arguments, **options)
+
+    def _end(self, request_ids: Collection[str]) -> None:
+        """Forget running requests one step after vLLM has: the output of the step before may be still to come."""
+        for request_id in self._leaving:
+            if self._running.pop(request_id, None) is not None:
+                self._ended.append(self._keys.pop(request_id))
+        self._leaving = tuple(request_ids)
+        while len(self._ended) > _MOST_UNFETCHED:
+            self._kept.pop(self._ended.popleft(), None)
 
     def _sample_tokens(self, *arguments: Any, **options: Any) -> Any:
         output, step = self._sample(*arguments, **options), self._step
-        if not step or output is None:
+        if step is None or output is None:
             return output
         if hasattr(output, "get_output"):
             return compat.later_output(output, lambda ready: self._strip(ready, step))
         return self._strip(output, step)
 
-    def _strip(self, output: Any, step: Mapping[str, tuple[str, int]]) -> Any:
-        """The output of a step without what is kept here, unless another request of the step wants logprobs.
-
-        Args:
-            output: vLLM's, with one token at the most for each request.
-            step: for each request that is ours its name here, and the place of its token.
-        """
+    def _strip(self, output: Any, step: _Step) -> Any:
+        """vLLM's output of a step without what is kept here, unless another request of the step wants logprobs."""
         rows = output.logprobs
         if rows is None or len(rows.logprobs) != len(output.req_ids):
             return output
+        others = False
         for request_id, tokens, logprob in zip(
             output.req_ids, output.sampled_token_ids, rows.logprobs[:, 0].tolist(), strict=True
         ):
-            if tokens and request_id in step:
-                key, place = step[request_id]
-                if (kept := self._kept.get(key)) is not None:  # else it has ended already
-                    kept.places.append(place)
-                    kept.tokens.append(tokens[0])
-                    kept.logprobs.append(logprob)
-        if all(request_id in step for request_id in output.req_ids):
+            kept = self._running.get(request_id)
+            if kept is None:
+                others = True
+            elif tokens:
+                kept.tokens.append((step.computed[request_id] + step.scheduled[request_id]) << 32 | tokens[0])
+                kept.logprobs.append(logprob)
+        if not others:
             output.logprobs = None
         return output
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """For each request of a step the tokens computed before it, and in it; their sum is where its new token stands."""
+
+    computed: Mapping[str, int]
+    scheduled: Mapping[str, int]
+
+    @classmethod
+    def of(cls, scheduled: Any) -> _Step:
+        """From vLLM's ``SchedulerOutput``."""
+        cached = scheduled.scheduled_cached_reqs
+        computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        computed.update((request.req_id, request.num_computed_tokens) for request in scheduled.scheduled_new_reqs)
+        return cls(computed, scheduled.num_scheduled_tokens)
 
 
 class FetchedLogprobs:
@@ -180,23 +198,15 @@ class FetchedLogprobs:
                     answer.set_result(found[key])
 
 
-def _sampled_places(scheduled: Any) -> dict[str, int]:
-    """For each request of a step the place in its sequence of the token that the step samples."""
-    cached = scheduled.scheduled_cached_reqs
-    computed = chain(
-        ((request.req_id, request.num_computed_tokens) for request in scheduled.scheduled_new_reqs),
-        zip(cached.req_ids, cached.num_computed_tokens, strict=True),
-    )
-    return {request_id: done + scheduled.num_scheduled_tokens[request_id] for request_id, done in computed}
-
-
 def _cut(key: str, kept: _Kept | None, start: int, count: int) -> str:
     tokens, logprobs = np.full(count, -1, dtype=np.int32), np.zeros(count, dtype=np.float32)
     if kept is not None:
-        places = np.frombuffer(kept.places, dtype=np.int64) - start
+        # Copies: an array that is looked at cannot grow, and a token too many may still come.
+        packed, values = np.array(kept.tokens, dtype=np.int64), np.array(kept.logprobs, dtype=np.float32)
+        places = (packed >> 32) - start
         inside = (places >= 0) & (places < count)
-        tokens[places[inside]] = np.frombuffer(kept.tokens, dtype=np.int64)[inside]
-        logprobs[places[inside]] = np.frombuffer(kept.logprobs, dtype=np.float32)[inside]
+        tokens[places[inside]] = packed[inside] & 0xFFFFFFFF
+        logprobs[places[inside]] = values[inside]
     if (missing := int((tokens < 0).sum())) > 0:
         raise EngineError(
             f"vLLM's worker has not kept {missing} of the {count} logprobs of the sequence {key}",

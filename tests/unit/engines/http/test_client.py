@@ -151,6 +151,7 @@ class TestGeneration:
             "max_tokens": 7,
             "temperature": 0.5,
             "skip_special_tokens": False,
+            "text": False,
         }
         assert request_body(plain) == body
         params = SamplingParams(

@@ -13,6 +13,7 @@ import pytest
 from starlette.applications import Starlette
 
 from lachesis.common.errors import DeadlineExceeded, EngineError
+from lachesis.engines.serving.generation import ARRAYS, read_arrays
 from lachesis.engines.serving.routes import engine_routes
 from lachesis.engines.serving.served import Refused
 from tests.unit.engines.serving.fakes import SESSION, FakeServed
@@ -182,6 +183,23 @@ def test_the_answer_of_generate(drive):
     drive(test)
 
 
+def test_the_answer_of_generate_as_arrays(drive):
+    async def test(api: Api) -> None:
+        await api.post("/bridge/set_version", {"weight_version": 2})
+        body = {"prompt_token_ids": [4, 5], "n": 2, "text": False}
+        document = (await api.post("/generate", body)).json()
+        reply = await api.http.post("/generate", json=body, headers={"Accept": ARRAYS})
+        assert reply.headers["content-type"] == ARRAYS
+        found = read_arrays(reply.content)
+        assert found == {name: document[name] for name in found}
+        assert [request.text for request in api.served.requests] == [False, False]
+        for cut in (0, 4, 20, len(reply.content) - 1):
+            with pytest.raises((KeyError, ValueError)):
+                read_arrays(reply.content[:cut])
+
+    drive(test)
+
+
 def test_versions_of_a_stream_are_those_of_its_tokens(drive):
     async def test(api: Api) -> None:
         api.served.hold["stream"] = asyncio.Event()
@@ -298,6 +316,8 @@ def test_logprobs_of_broken_weights_are_an_error_that_says_so(drive):
         for path, status in (("/generate", 500), ("/health_generate", 503)):
             reply = await api.http.request("POST" if status == 500 else "GET", path, json={"prompt": "a"})
             assert reply.status_code == status and "not finite" in reply.json()["error"]["message"]
+        reply = await api.http.post("/generate", json={"prompt": "a"}, headers={"Accept": ARRAYS})
+        assert reply.status_code == 500 and "not finite" in reply.json()["error"]["message"]
 
     drive(test)
 
