@@ -164,7 +164,7 @@ class Bench:
             bridge=self.side.bridge,
             evaluation=build_evaluation(config, held_out=[], **parts),
             checkpoints=RunCheckpoints(checkpoints, policy=self.policy, feed=feed, every_steps=0),
-            telemetry=HubTelemetry(hub=hub, reduce=self.policy.strategy.reduce, reward_names=self.rewarder.names),
+            telemetry=HubTelemetry(hub=hub, reward_names=self.rewarder.names),
             stop_requested=lambda: False,
         )
         try:

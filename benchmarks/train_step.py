@@ -30,7 +30,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import AlgorithmConfig, LoraAdapterConfig, NoAdapterConfig, OptimizerConfig
 from lachesis.train.batch import pack
-from lachesis.train.distributed.single import SingleDevice
+from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.model.residual import keep_residual_in_float32

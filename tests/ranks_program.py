@@ -36,9 +36,7 @@ from lachesis.train.distributed.rendezvous import (
     job_store,
     rank_device,
 )
-from lachesis.train.distributed.replicate import Replicate
-from lachesis.train.distributed.single import SingleDevice
-from lachesis.train.distributed.strategy import Strategy
+from lachesis.train.distributed.strategy import Replicate, SingleDevice, Strategy
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.model.residual import keep_residual_in_float32
 from lachesis.train.optim.sharded import build_sharded_optimizer

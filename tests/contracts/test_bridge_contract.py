@@ -28,7 +28,7 @@ from lachesis.engines.base import Engine
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.http.client import HttpEngine
 from lachesis.train.batch import pack
-from lachesis.train.distributed.single import SingleDevice
+from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.model.forward import plan_forward, target_logprobs
 from lachesis.train.model.loading import LoadedModel
 from lachesis.train.optim.optimizer import build_optimizer

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig, OptimizerConfig
 from lachesis.train.batch import Batch, idle_micro_batch, pack
-from lachesis.train.distributed.single import SingleDevice
+from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.model.float8 import Float8Scaling, compute_in_float8
 from lachesis.train.model.forward import target_logprobs
 from lachesis.train.model.loading import load_model

@@ -8,18 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Group, StepRecord
 from lachesis.metrics.hub import MetricsHub
-from lachesis.metrics.values import Max, Mean, MetricValue, Sum, merge_metrics
+from lachesis.metrics.values import Max, Mean, MetricValue, Sum, merge_metrics, reduce_metrics
 
-# Counters that are seconds: a mean over ranks says more than their sum.
+# Counters that are seconds.
 _SECONDS = ("generation_time", "reward_time", "hidden_reward_time")
 
 
 class HubTelemetry:
-    """Merges what the policy, the feed and the groups say, and reduces it once.
+    """Merges what the policy (of all ranks), the feed and the groups say, and reduces it once.
 
     Args:
         hub: the sinks and the health rules.
-        reduce: over all ranks, to numbers.
         reward_names: names of the reward functions, in the order of ``Sample.rewards``.
         device_memory: bytes (allocated at peak, reserved) since the last call; ``None`` without a GPU.
     """
@@ -28,12 +27,10 @@ class HubTelemetry:
         self,
         *,
         hub: MetricsHub,
-        reduce: Callable[[Mapping[str, MetricValue]], dict[str, float]],
         reward_names: Sequence[str],
         device_memory: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self._hub = hub
-        self._reduce = reduce
         self._reward_names = tuple(reward_names)
         self._device_memory = device_memory
 
@@ -55,7 +52,7 @@ class HubTelemetry:
         counted = {name: Mean(n) if name in _SECONDS else Sum(n) for name, n in counters.items()}
         # The batch was trained on by the weights before this step.
         of_groups = group_metrics(groups, reward_names=self._reward_names, version=step - 1)
-        values = self._reduce(merge_metrics([metrics, counted, of_groups]))
+        values = reduce_metrics(merge_metrics([metrics, counted, of_groups]))
         values |= throughput(values)
         if self._device_memory is not None:
             allocated, reserved = self._device_memory()

@@ -36,9 +36,8 @@ from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
 from lachesis.rollouts.streaming import StreamingSource
 from lachesis.train.batch import Batch
-from lachesis.train.distributed.single import SingleDevice
 from lachesis.train.distributed.split import pack_for_ranks
-from lachesis.train.distributed.strategy import Strategy
+from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import RepeatedFeed
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from lachesis.train.losses.custom import CustomLoss, load_custom_loss

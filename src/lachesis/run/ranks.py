@@ -31,8 +31,7 @@ from lachesis.train.distributed.rendezvous import (
     job_store,
     rank_device,
 )
-from lachesis.train.distributed.replicate import Replicate
-from lachesis.train.distributed.strategy import Strategy
+from lachesis.train.distributed.strategy import Replicate, Strategy
 from lachesis.train.model.attach import WeightSource
 from lachesis.train.policy import Policy
 

@@ -186,7 +186,6 @@ def build_trainer(
     policy = parts.policy
     telemetry = HubTelemetry(
         hub=hub,
-        reduce=policy.strategy.reduce,
         reward_names=parts.reward_names,
         device_memory=_device_memory if policy.device.type == "cuda" else None,
     )

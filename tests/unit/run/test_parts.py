@@ -13,7 +13,7 @@ import pytest
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import with_steps
 from lachesis.run.parts import build_reroll, load_data, pack_batch, repeated
-from lachesis.train.distributed.single import SingleDevice
+from lachesis.train.distributed.strategy import SingleDevice
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.pipeline.sources import ScriptedSource, group
 from tests.unit.train.test_iterations import CountedFeed

@@ -13,8 +13,7 @@ from lachesis.common.types import UNKNOWN_VERSIONS, Group, VersionSpan
 from lachesis.config.schema import AlgorithmConfig, LoraAdapterConfig, OptimizerConfig
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import pack
-from lachesis.train.distributed.single import SingleDevice
-from lachesis.train.distributed.strategy import Strategy
+from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.optim.optimizer import build_optimizer

@@ -27,9 +27,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from lachesis.config.schema import DistributedConfig
-from lachesis.train.distributed.ranks import Ranks
-from lachesis.train.distributed.single import decoder_layers
-from lachesis.train.distributed.strategy import FORWARD_METHOD, Function
+from lachesis.train.distributed.strategy import FORWARD_METHOD, Function, Ranks, decoder_layers
 
 
 class Fsdp2(Ranks):

@@ -2,80 +2,177 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from lachesis.metrics.values import MetricValue
+# Gradients are added up in buffers of about this many elements: one collective for many small tensors.
+_BUFFER_ELEMENTS = 2**25
+Function = Callable[[], tuple[Tensor, ...]]
+# The method that a strategy gives a model whose parameters are whole during its forward only.
+FORWARD_METHOD = "run_within"
 
 
-class Strategy(Protocol):
-    """How a model lives on one device or many.
+class Strategy:
+    """How a model lives on one device or many; each method here is that of a process alone.
 
     Ranks call the methods together and in the same order; those that only look at this process say so.
+
+    Attributes:
+        sharded: whether a parameter is cut over ranks, so that none of them has it whole.
     """
 
     rank: int
     world_size: int
-
-    @property
-    def sharded(self) -> bool:
-        """Whether a parameter is cut over ranks, so that none of them has it whole. Of this process alone."""
-        ...
+    sharded: bool
 
     def place(self, model: PreTrainedModel) -> None:
         """Bring the model to where it is trained, sharded in place where it is; before anything runs it."""
-        ...
 
     def device(self, model: PreTrainedModel) -> torch.device:
         """Where the model computes, which with offloaded parameters is not where they are. Of this process alone."""
-        ...
+        return next(model.parameters()).device
 
     def compile(self, model: PreTrainedModel) -> None:
         """Compile the decoder layers in place; of this process alone."""
-        ...
+        for layer in decoder_layers(model):
+            layer.compile(dynamic=True)
 
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
         """Sum integer counts over all ranks."""
-        ...
+        return counts
 
     def max_count(self, count: int) -> int:
         """The largest of a count over all ranks: how often each has to take part in what all do together."""
-        ...
+        return count
 
     def gather_values(self, values: Tensor) -> Tensor:
         """The values [n] of all ranks, one after the other; ranks may have any number of them."""
-        ...
+        return values
 
-    def reduce(self, metrics: Mapping[str, MetricValue]) -> dict[str, float]:
-        """Reduce metric values, which are of all ranks already, to numbers. Of this process alone."""
-        ...
-
-    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Leave in each ``.grad`` the sum over all ranks, where the backward pass has not done so."""
-        ...
 
     def whole(self, tensor: Tensor) -> Tensor:
         """All of a tensor of the model; the tensor itself where it is not sharded. Only rank 0 may use the result."""
-        ...
+        return tensor
 
     def spread(self, like: Tensor, whole: Tensor) -> Tensor:
         """The reverse: what this rank has to copy into ``like``.
 
         Other ranks than 0 may give a tensor of the same shape and dtype on the meta device.
         """
-        ...
+        return whole
 
 
-Function = Callable[[], tuple[Tensor, ...]]
-# The method that a strategy gives a model whose parameters are whole during its forward only.
-FORWARD_METHOD = "run_within"
+class SingleDevice(Strategy):
+    """One process with one GPU, or none."""
+
+    rank = 0
+    world_size = 1
+    sharded = False
 
 
-def run_within(model: torch.nn.Module, function: Function) -> tuple[Tensor, ...]:
+class Ranks(Strategy):
+    """What strategies of several ranks have in common: collectives over the group of all, which has to exist.
+
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def device(self, model: PreTrainedModel) -> torch.device:
+        return self._device
+
+    def compile(self, model: PreTrainedModel) -> None:
+        for layer in decoder_layers(model):
+            # The forward alone: hooks around it gather parameters, which is no part of a graph.
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+
+    def sum_counts(self, *counts: int) -> tuple[int, ...]:
+        total = torch.tensor(counts, dtype=torch.int64, device=self._device)
+        dist.all_reduce(total)
+        return tuple(total.tolist())
+
+    def max_count(self, count: int) -> int:
+        largest = torch.tensor([count], dtype=torch.int64, device=self._device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest.item())
+
+    def gather_values(self, values: Tensor) -> Tensor:
+        own = torch.tensor([values.numel()], dtype=torch.int64, device=self._device)
+        counts = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(counts, own)
+        lengths = [int(count.item()) for count in counts]
+        padded = values.new_zeros(max(lengths))
+        padded[: values.numel()] = values
+        parts = [torch.empty_like(padded) for _ in range(self.world_size)]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+    @torch.no_grad()
+    def spread(self, like: Tensor, whole: Tensor) -> Tensor:
+        own = whole.to(self._device) if self.rank == 0 else torch.empty_like(whole, device=self._device)
+        dist.broadcast(own, src=0)
+        return own
+
+
+class Replicate(Ranks):
+    """The whole model on every rank; gradients are added up before each step (data-parallel training).
+
+    Replicas begin with rank 0's weights, and equal gradients keep them equal.
+    """
+
+    sharded = False
+
+    @torch.no_grad()
+    def place(self, model: PreTrainedModel) -> None:
+        model.to(self._device)  # type: ignore[arg-type]
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor, src=0)
+
+    @torch.no_grad()
+    def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
+        for group in _by_size([p.grad for p in parameters if p.grad is not None]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in group])
+            # 16-bit sums would lose what a rank adds.
+            total = flat.to(torch.promote_types(flat.dtype, torch.float32))
+            dist.all_reduce(total)
+            parts = total.split([gradient.numel() for gradient in group])
+            for gradient, part in zip(group, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+
+def _by_size(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs of one dtype, of at most :data:`_BUFFER_ELEMENTS` elements or a single tensor."""
+    group: list[Tensor] = []
+    held = 0
+    for gradient in gradients:
+        full = held + gradient.numel() > _BUFFER_ELEMENTS
+        if group and (full or gradient.dtype != group[0].dtype):
+            yield group
+            group, held = [], 0
+        group.append(gradient)
+        held += gradient.numel()
+    if group:
+        yield group
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks of a transformer: the members of its longest module list."""
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=[]))
+
+
+def run_within(model: nn.Module, function: Function) -> tuple[Tensor, ...]:
     """``function()``, in which the model's own parameters (embeddings, head) are whole, as they are in its forward.
 
     Where they always are, that is all. The tensors that it returns are those that a backward pass begins from.

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ModelError, first_line
 from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig
-from lachesis.train.distributed.single import decoder_layers
+from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.attach import WeightSource, attached_transformer
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.quantized import held_bytes, quantization_config, quantized_layers, settle

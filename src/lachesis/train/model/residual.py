@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from lachesis.common.errors import ModelError, first_line
-from lachesis.train.distributed.single import decoder_layers
+from lachesis.train.distributed.strategy import decoder_layers
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 

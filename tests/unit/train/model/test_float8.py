@@ -17,7 +17,7 @@ from lachesis.bridges.proof import TOLERANCE
 from lachesis.common.errors import DependencyError, ModelError
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig, OptimizerConfig
 from lachesis.train.batch import Batch, idle_micro_batch
-from lachesis.train.distributed.single import SingleDevice, decoder_layers
+from lachesis.train.distributed.strategy import SingleDevice, decoder_layers
 from lachesis.train.model import float8
 from lachesis.train.model.float8 import Float8Scaling, Float8Switch, compute_in_float8
 from lachesis.train.model.forward import target_logprobs

@@ -18,7 +18,7 @@ from lachesis.config.schema import LachesisConfig, LoraAdapterConfig, ModelConfi
 from lachesis.config.shape import read_shape
 from lachesis.train.batch import Batch, pack
 from lachesis.train.checkpoint import CheckpointManager
-from lachesis.train.distributed.single import SingleDevice
+from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.model.forward import target_logprobs
 from lachesis.train.model.loading import LoadedModel, load_model
 from lachesis.train.model.quantized import held_bytes, quantized_layers, settle

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lachesis.common.errors import ModelError
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig
 from lachesis.train.batch import MicroBatch, pack
-from lachesis.train.distributed.single import decoder_layers
+from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.forward import plan_forward, target_logprobs
 from lachesis.train.model.loading import load_model
 from lachesis.train.model.residual import keep_residual_in_float32
