@@ -10,11 +10,13 @@ from typing import Protocol
 
 from lachesis.bridges.base import Bridge
 from lachesis.common.errors import StopRequested
-from lachesis.common.types import EvalResult, Group
+from lachesis.common.types import EvalResult
+from lachesis.metrics.telemetry import HubTelemetry
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch
 from lachesis.train.policy import Policy
+from lachesis.train.resume import RunCheckpoints
 
 
 class Evaluation(Protocol):
@@ -25,28 +27,6 @@ class Evaluation(Protocol):
     def maybe_run(self, step: int) -> EvalResult | None: ...
 
 
-class Checkpoints(Protocol):
-    """Resumable state, when it is due."""
-
-    def maybe_save(self, step: int, *, stopping: bool = False) -> None: ...
-
-
-class Telemetry(Protocol):
-    """Where a finished step is told."""
-
-    def evaluation(self, result: EvalResult | None) -> None: ...
-
-    def emit(
-        self,
-        *,
-        step: int,
-        metrics: dict[str, MetricValue],
-        counters: dict[str, float],
-        groups: tuple[Group, ...],
-        evaluation: EvalResult | None,
-    ) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Trainer:
     """The parts of a run; :meth:`train` is the algorithm."""
@@ -55,8 +35,8 @@ class Trainer:
     feed: Feed[Batch]
     bridge: Bridge[Policy]
     evaluation: Evaluation
-    checkpoints: Checkpoints
-    telemetry: Telemetry
+    checkpoints: RunCheckpoints
+    telemetry: HubTelemetry
     stop_requested: Callable[[], bool]
 
     def train(self, *, start: int, steps: int) -> int:
