@@ -1,20 +1,36 @@
-"""Hands every record to every sink, and keeps the failures of sinks away from training."""
+"""What a sink is; every record is handed to every sink, and the failures of sinks are kept away from training."""
 
 from __future__ import annotations
 
 import errno
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from lachesis.common.types import EvalResult, Finding, StepRecord
 from lachesis.metrics.health.monitor import HealthMonitor
-from lachesis.metrics.sinks.base import Sink
 
 logger = logging.getLogger("lachesis")
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Sink(ABC):
+    """Receives every step record in order. A sink that raises is reported once and dropped, never fatal."""
+
+    @abstractmethod
+    def write(self, record: StepRecord) -> None:
+        """Take one finished step."""
+
+    def evaluation(self, result: EvalResult) -> None:
+        """Take an evaluation that belongs to no step (before the first)."""
+        return None
+
+    def close(self) -> None:
+        """Flush and finish."""
+        return None
 
 
 class MetricsHub:

@@ -15,11 +15,9 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps
 from lachesis.metrics.health.monitor import HealthMonitor
 from lachesis.metrics.health.types import HealthLimits
-from lachesis.metrics.hub import MetricsHub
+from lachesis.metrics.hub import MetricsHub, Sink
 from lachesis.metrics.report.page import ReportSink
-from lachesis.metrics.sinks.base import Sink
-from lachesis.metrics.sinks.completions import CompletionPicker, CompletionsSink
-from lachesis.metrics.sinks.console import ConsoleSink
+from lachesis.metrics.sinks.console import CompletionPicker, CompletionsSink, ConsoleSink
 from lachesis.metrics.sinks.jsonl import JsonlSink, read_metrics
 from lachesis.metrics.sinks.tape import TapeSink, token_texts
 from lachesis.metrics.sinks.tensorboard import TensorBoardSink

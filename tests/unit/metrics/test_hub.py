@@ -7,8 +7,7 @@ import pytest
 
 from lachesis.common.types import EvalResult, Finding, StepRecord
 from lachesis.metrics.health.monitor import HealthMonitor
-from lachesis.metrics.hub import MetricsHub
-from lachesis.metrics.sinks.base import Sink
+from lachesis.metrics.hub import MetricsHub, Sink
 
 
 class Recorder(Sink):

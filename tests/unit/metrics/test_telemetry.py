@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Group, StepRecord, VersionSpan
-from lachesis.metrics.hub import MetricsHub
-from lachesis.metrics.sinks.base import Sink
+from lachesis.metrics.hub import MetricsHub, Sink
 from lachesis.metrics.telemetry import HubTelemetry, group_metrics, throughput
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum, reduce_metrics
 

@@ -8,9 +8,10 @@ step 20, entropy 0.05 to 0.5, gradient norm 0.001 to 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from statistics import fmean, median
 
-from lachesis.metrics.health.causes import all_same_text, explain_zero_variance
+from lachesis.common.types import Group, Level
 from lachesis.metrics.health.types import Alarm, Observation, rule
 from lachesis.metrics.names import format_number, format_share, reward_functions
 
@@ -106,27 +107,87 @@ def reward_stays_low(seen: Observation) -> Alarm | None:
 @rule
 def zero_variance(seen: Observation) -> Alarm | None:
     """No group has rewards that differ, told apart by cause: truncation, equal answers, a constant reward."""
-    share = seen.values.get("zero_std_fraction")
-    if seen.groups:
-        return explain_zero_variance(seen.groups)
-    if share is None or share < 1.0:
+    if not seen.groups:
+        if seen.values.get("zero_std_fraction", 0.0) < 1.0:
+            return None
+        return Alarm(
+            "problem",
+            "all groups have zero variance: every completion of a prompt got the same reward, so there is "
+            "nothing to learn; raise sampling.temperature, or choose problems that are solved sometimes",
+        )
+    flat = [group for group in seen.groups if _has_zero_variance(group)]
+    total = len(seen.groups)
+    share = len(flat) / total
+    if share < 0.8 or total < 2:
         return None
-    return Alarm(
-        "problem",
-        "all groups have zero variance: every completion of a prompt got the same reward, so there is "
-        "nothing to learn; raise sampling.temperature, or choose problems that are solved sometimes",
+    if share < 1.0:  # some groups teach
+        return Alarm("note", _mostly(flat, total), share)
+    level, reason = _cause(flat)
+    return Alarm(level, f"all {total} groups have zero variance {reason}", share)
+
+
+def _has_zero_variance(group: Group) -> bool:
+    """At least two completions, and the same reward for all. Completions without a reward do not count."""
+    rewards = [reward for reward in group.rewards if reward is not None]
+    return len(rewards) > 1 and max(rewards) == min(rewards)
+
+
+def _cause(groups: Sequence[Group]) -> tuple[Level, str]:
+    """Level, and the rest of the sentence. The first cause that explains all groups counts."""
+    samples = [sample for group in groups for sample in group.samples]
+    longest = max(len(sample.completion_ids) for sample in samples)
+    levels = sorted({reward for sample in samples if (reward := sample.reward) is not None})
+    if all(sample.finish_reason == "length" for sample in samples):
+        return "problem", f"because every completion hit {longest} tokens: raise sampling.max_completion_length"
+    if all(not sample.text.strip() for sample in samples):
+        return "problem", (
+            "because every completion is empty: check how prompts end (model.chat_template, data.prompt_column)"
+        )
+    if len(levels) == 1 and levels[0] >= 1.0:
+        return "note", (
+            f"because every completion got reward {format_number(levels[0])}: these problems are solved; "
+            "choose harder ones or stop"
+        )
+    if all(len({sample.completion_ids for sample in group.samples}) == 1 for group in groups):
+        return "problem", (
+            "because the completions of each prompt are identical: raise sampling.temperature, and check "
+            "that sampling.top_p, sampling.top_k and sampling.min_p do not cut all but one token"
+        )
+    if len(levels) == 1:
+        return "problem", (
+            f"because every completion got reward {format_number(levels[0])}: call the functions of "
+            "rewards.functions on answers you know to be right; if they score well, the problems are too "
+            "hard"
+        )
+    return "problem", (
+        "though rewards differ between prompts: they depend on the prompt, not on the answer; see whether "
+        "the functions of rewards.functions read the completion"
+    )
+
+
+def _mostly(flat: Sequence[Group], total: int) -> str:
+    """How many groups teach nothing, and whether they are too easy or too hard."""
+    rewards = [max(reward for reward in group.rewards if reward is not None) for group in flat]
+    right = sum(reward >= 1.0 for reward in rewards)
+    wrong = sum(reward <= 0.0 for reward in rewards)
+    advice = "choose harder problems" if right >= wrong else "choose easier problems"
+    return (
+        f"{len(flat)} of {total} groups have zero variance and teach nothing ({format_share(right / total)} "
+        f"all right, {format_share(wrong / total)} all wrong): {advice}, or raise sampling.num_generations"
     )
 
 
 @rule
 def one_text_for_all(seen: Observation) -> Alarm | None:
     """All completions of a batch are the same text."""
-    text = all_same_text(seen.groups)
-    if text is None:
+    samples = [sample for group in seen.groups for sample in group.samples]
+    if len({group.prompt.token_ids for group in seen.groups}) < 2 or len({s.completion_ids for s in samples}) != 1:
         return None
+    text = samples[0].text
+    shown = repr(text if len(text) <= 40 else text[:39] + "…")
     return Alarm(
         "problem",
-        f"every completion of {len(seen.groups)} prompts is the same text ({text}): the policy has "
+        f"every completion of {len(seen.groups)} prompts is the same text ({shown}): the policy has "
         "collapsed; go back to an earlier checkpoint, then lower optimizer.learning_rate or set "
         "algorithm.beta",
     )

@@ -14,12 +14,21 @@ import yaml
 
 from lachesis.common.errors import DataError
 from lachesis.common.run_files import run_paths
-from lachesis.common.types import LEVELS, EvalResult
+from lachesis.common.types import LEVELS, UNKNOWN_VERSIONS, EvalResult
 from lachesis.metrics.names import describe, format_number, format_seconds, format_share, reward_functions
 from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine, read_metrics
+from lachesis.metrics.sinks.tape import read_lines, tape_files
+from lachesis.web.tokens import best_and_worst, token_spans
 
 MAX_POINTS = 2000
 MAX_BARS = 400
+MAX_STEPS = 60
+MAX_SAMPLES = 8
+MAX_TOKENS = 240_000
+MIN_TOKENS_A_SAMPLE = 160
+MAX_PROMPT_CHARACTERS = 2000
+MAX_PIECE_CHARACTERS = 60
+USUAL_PIECE_CHARACTERS = 6
 
 TRAINING = (("train_time", "Training"), ("sync_time", "Optimizer and sync"))
 SAMPLING = (("generation_time", "Generation"), ("reward_time", "Rewards"))
@@ -337,3 +346,79 @@ def result_sentence(first: EvalResult | None, last: EvalResult | None, *, steps:
         return f"no held-out problems ({span})"
     start = f"{first.accuracy:.2f} -> " if first is not None and first.step != last.step else ""
     return f"held-out accuracy {start}{last.accuracy:.2f} ({last.problems} problems, {span})"
+
+
+def rollouts(directory: Path, *, groups: int) -> list[dict[str, Any]]:
+    """Evenly spread steps of the tape, the first and the last among them, with ``groups`` groups each.
+
+    The number of completions and, if need be, their length are cut so that all steps together stay below
+    :data:`MAX_TOKENS` tokens. Within a group the best completions come first.
+
+    Raises:
+        DataError: a file of the tape is malformed.
+    """
+    files = tape_files(directory)
+    steps = _spread(list(files), limit=MAX_STEPS)
+    if not steps or groups < 1:
+        return []
+    tokens_a_group = MAX_TOKENS // (len(steps) * groups)
+    return [
+        {
+            "step": step,
+            "groups": [_group(line, budget=tokens_a_group) for line in read_lines(files[step], limit=groups)],
+        }
+        for step in steps
+    ]
+
+
+def _spread(steps: list[int], *, limit: int) -> list[int]:
+    if len(steps) <= limit:
+        return steps
+    return [steps[round(index * (len(steps) - 1) / (limit - 1))] for index in range(limit)]
+
+
+def _group(line: Mapping[str, Any], *, budget: int) -> dict[str, Any]:
+    samples = line["samples"]
+    longest = max((len(sample["completion_ids"]) for sample in samples), default=0)
+    kept = max(2, min(MAX_SAMPLES, budget // max(1, min(longest, MIN_TOKENS_A_SAMPLE))))
+    chosen = best_and_worst(samples, score=lambda sample: sample["reward"], limit=kept)
+    prompt = line["prompt"]
+    return {
+        "id": prompt["id"],
+        "prompt": _cut(prompt["text"], MAX_PROMPT_CHARACTERS),
+        "size": len(samples),
+        "samples": [_sample(sample, limit=max(16, budget // len(chosen))) for sample in chosen],
+    }
+
+
+def _sample(sample: Mapping[str, Any], *, limit: int) -> dict[str, Any]:
+    count = len(sample["completion_ids"])
+    shown: dict[str, Any] = {
+        "reward": sample["reward"],
+        "advantage": sample["advantage"],
+        "finish": sample["finish_reason"],
+        "tokens": count,
+        "version": "unknown" if sample["versions"][0] == UNKNOWN_VERSIONS.first else sample["versions"][0],
+    }
+    pieces = sample.get("pieces")
+    if pieces is None:
+        return shown | {"text": _cut(sample["text"], 4 * limit)}
+    kept = _within(pieces, limit=limit)
+    given = [not sampled for sampled in (sample["mask"] or ())[: len(kept)]]
+    return shown | token_spans(kept, sample["logprobs"], given=given, after=count - len(kept))
+
+
+def _within(pieces: Sequence[str], *, limit: int) -> list[str]:
+    """The first ``limit`` pieces, or fewer where they are unusually long."""
+    kept: list[str] = []
+    characters = 0
+    for piece in pieces[:limit]:
+        kept.append(_cut(piece, MAX_PIECE_CHARACTERS))
+        characters += len(kept[-1])
+        if characters > USUAL_PIECE_CHARACTERS * limit:
+            break
+    return kept
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[:limit] + "…"

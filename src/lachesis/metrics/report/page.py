@@ -8,10 +8,9 @@ from typing import Any
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import StepRecord
+from lachesis.metrics.hub import Sink
 from lachesis.metrics.report import data as report_data
 from lachesis.metrics.report.data import read_run, result_sentence, run_seconds, setting
-from lachesis.metrics.report.rollouts import rollouts
-from lachesis.metrics.sinks.base import Sink
 from lachesis.web.pages import render_page
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
@@ -65,7 +64,7 @@ def _render(run_dir: Path) -> str:
     data: dict[str, Any] = {
         "charts": report_data.charts(run.log),
         "timing": report_data.timing(steps),
-        "rollouts": rollouts(run_paths(run_dir)["rollouts"], groups=groups),
+        "rollouts": report_data.rollouts(run_paths(run_dir)["rollouts"], groups=groups),
     }
     config_path = run_paths(run_dir)["config"]
     return render_page(

@@ -1,12 +1,13 @@
-"""What a run looks like while it goes on: a live display in a terminal, plain lines elsewhere."""
+"""What a run looks like while it goes on: a live display in a terminal, plain lines elsewhere, completions to read."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from rich.console import Console, Group, RenderableType
@@ -15,9 +16,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from lachesis.common.types import EvalResult, Finding, StepRecord
+from lachesis.common.types import EvalResult, Finding, Sample, StepRecord
+from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import format_number, format_seconds, format_share
-from lachesis.metrics.sinks.base import Sink
 
 BARS = "▁▂▃▄▅▆▇█"
 ASCII_BARS = "_.-=+*#@"
@@ -57,15 +58,6 @@ class _Course:
         if record.evaluation is not None:
             self.evaluated(record.evaluation)
         self.findings.extend((record.step, finding) for finding in record.findings)
-
-    def copy(self) -> _Course:
-        """The same at this moment, for the thread that draws."""
-        return replace(
-            self,
-            rewards=deque(self.rewards),
-            seconds=deque(self.seconds),
-            findings=deque(self.findings),
-        )
 
     def seconds_left(self, total_steps: int) -> float | None:
         """From the mean of the last 20 steps; unknown before the first."""
@@ -148,7 +140,7 @@ class ConsoleSink(Sink):
 
     def _render(self) -> RenderableType:
         with self._lock:
-            course = self._course.copy()
+            course = deepcopy(self._course)  # rich draws in a thread of its own
         return render(
             course,
             total_steps=self._total,
@@ -237,3 +229,75 @@ def _since(course: _Course) -> Text:
 def _speeds(course: _Course) -> list[tuple[str, str]]:
     speeds = (("generation", course.generation_speed), ("training", course.training_speed))
     return [(name, format_number(speed)) for name, speed in speeds if speed is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownCompletion:
+    """A completion as it is read; ``rewards`` is by function, ``None`` where one abstained."""
+
+    prompt: str
+    completion: str
+    reward: float | None
+    rewards: Mapping[str, float | None]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionPicker:
+    """Which completions of a step are shown.
+
+    Attributes:
+        count: how many a step; ``None`` shows all.
+        reward_names: names of the reward functions, in the order of ``Sample.rewards``.
+        decode: token ids to text, for samples that came without one.
+        every_steps: shows those of every N-th step.
+    """
+
+    count: int | None
+    reward_names: Sequence[str]
+    decode: Callable[[Sequence[int]], str]
+    every_steps: int = 1
+
+    def pick(self, record: StepRecord) -> list[ShownCompletion]:
+        """Those that were generated for a step.
+
+        The first of each group comes before the second of any, so that a few are of many prompts.
+        """
+        if record.step % self.every_steps:
+            return []
+        groups = [group.generated for group in record.groups]
+        places = [(place, group) for group in groups for place in range(len(group.samples))]
+        places.sort(key=lambda one: one[0])
+        return [self._shown(group.prompt.text, group.samples[place]) for place, group in places[: self.count]]
+
+    def _shown(self, prompt: str, sample: Sample) -> ShownCompletion:
+        named = len(sample.rewards) == len(self.reward_names)
+        return ShownCompletion(
+            prompt=prompt or self.decode(sample.prompt_ids),
+            completion=sample.text or self.decode(sample.completion_ids),
+            reward=sample.reward,
+            rewards=dict(zip(self.reward_names, sample.rewards, strict=True)) if named else {},
+        )
+
+
+class CompletionsSink(Sink):
+    """Prints completions with their prompts and rewards, above the live display where there is one."""
+
+    def __init__(self, console: Console, picker: CompletionPicker) -> None:
+        self._console = console
+        self._picker = picker
+
+    def write(self, record: StepRecord) -> None:
+        for number, shown in enumerate(self._picker.pick(record), 1):
+            lines = (
+                f"step {record.step}, completion {number}: {rewards_in_words(shown)}",
+                f"  prompt      {shown.prompt!r}",
+                f"  completion  {shown.completion!r}",
+            )
+            self._console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def rewards_in_words(shown: ShownCompletion) -> str:
+    """The total reward, and where there are several functions, what each gave."""
+    total = "no reward" if shown.reward is None else f"reward {shown.reward:g}"
+    parts = [f"{name} {'none' if value is None else f'{value:g}'}" for name, value in shown.rewards.items()]
+    return f"{total} ({', '.join(parts)})" if len(parts) > 1 else total

@@ -13,7 +13,7 @@ from typing import Any
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.types import EvalResult, Finding, StepRecord
-from lachesis.metrics.sinks.base import Sink
+from lachesis.metrics.hub import Sink
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,8 @@ class JsonlSink(Sink):
                 "type": "step",
                 "step": record.step,
                 "time": self._clock(),
-                "values": {name: _finite(value) for name, value in record.values.items()},
+                # JSON has no NaN.
+                "values": {name: value if math.isfinite(value) else None for name, value in record.values.items()},
                 "findings": [asdict(finding) for finding in record.findings],
                 "evaluation": None if record.evaluation is None else asdict(record.evaluation),
             }
@@ -107,11 +108,6 @@ def _step_line(line: Mapping[str, Any]) -> StepLine:
         values={name: math.nan if value is None else value for name, value in line["values"].items()},
         findings=tuple(Finding(**finding) for finding in line.get("findings", ())),
     )
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no NaN."""
-    return value if math.isfinite(value) else None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str, dict[str, Any]]]:

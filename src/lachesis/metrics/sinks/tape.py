@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.group_codec import TokenTexts, decode_group, encode_group
 from lachesis.common.types import Group, StepRecord
-from lachesis.metrics.sinks.base import Sink
+from lachesis.metrics.hub import Sink
 
 
 class SupportsTokenText(Protocol):
@@ -102,9 +103,7 @@ def read_lines(path: Path, *, limit: int | None = None) -> Iterator[dict[str, An
     """The raw lines of one step (at most ``limit``), token texts under ``pieces``; errors as above."""
     try:
         with Path(path).open(encoding="utf-8") as file:
-            for number, text in enumerate(file, start=1):
-                if limit is not None and number > limit:
-                    return
+            for number, text in enumerate(islice(file, limit), start=1):
                 yield _parse(path, number, text)
     except FileNotFoundError as error:
         raise DataError(

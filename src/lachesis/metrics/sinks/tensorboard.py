@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lachesis.common.errors import DependencyError
 from lachesis.common.types import EvalResult, StepRecord
+from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import evaluation_values
-from lachesis.metrics.sinks.base import Sink
 
 
 class TensorBoardSink(Sink):

@@ -12,9 +12,9 @@ from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.files import write_atomic
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.config.schema import WandbConfig
+from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import evaluation_values
-from lachesis.metrics.sinks.base import Sink
-from lachesis.metrics.sinks.completions import CompletionPicker
+from lachesis.metrics.sinks.console import CompletionPicker
 
 
 class WandbSink(Sink):

@@ -11,7 +11,7 @@ import pytest
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.types import EvalResult, Finding, Group, Prompt, Sample, StepRecord, VersionSpan
 from lachesis.config.schema import WandbConfig
-from lachesis.metrics.sinks.completions import CompletionPicker
+from lachesis.metrics.sinks.console import CompletionPicker
 from lachesis.metrics.sinks.wandb import WandbSink
 
 CONFIG = WandbConfig(project="fates", group="quick", mode="offline")
