@@ -23,12 +23,8 @@ from lachesis.common.world import find_world
 from lachesis.config.schema import DistributedConfig, LoraAdapterConfig, OptimizerConfig
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import Batch, pack
-from lachesis.train.distributed.control import ControlGroup
-from lachesis.train.distributed.follower import Follower
-from lachesis.train.distributed.fsdp2 import Fsdp2
-from lachesis.train.distributed.leader import BUILD, Leader
-from lachesis.train.distributed.leading import LeadingPolicy
-from lachesis.train.distributed.rendezvous import (
+from lachesis.train.distributed.control import (
+    ControlGroup,
     abort_collectives,
     attempt_store,
     destroying_process_group,
@@ -36,6 +32,10 @@ from lachesis.train.distributed.rendezvous import (
     job_store,
     rank_device,
 )
+from lachesis.train.distributed.follower import Follower
+from lachesis.train.distributed.fsdp2 import Fsdp2
+from lachesis.train.distributed.leader import BUILD, Leader
+from lachesis.train.distributed.leading import LeadingPolicy
 from lachesis.train.distributed.strategy import Replicate, SingleDevice, Strategy
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.model.residual import keep_residual_in_float32

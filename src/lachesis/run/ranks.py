@@ -18,12 +18,8 @@ from lachesis.common.world import World
 from lachesis.config.rules.distributed import require_distributable
 from lachesis.config.schema import LachesisConfig
 from lachesis.run.parts import build_policy
-from lachesis.train.distributed.control import ControlGroup
-from lachesis.train.distributed.follower import Follower, ToldLeader
-from lachesis.train.distributed.fsdp2 import Fsdp2
-from lachesis.train.distributed.leader import BUILD, Leader
-from lachesis.train.distributed.leading import LeadingPolicy
-from lachesis.train.distributed.rendezvous import (
+from lachesis.train.distributed.control import (
+    ControlGroup,
     abort_collectives,
     attempt_store,
     destroying_process_group,
@@ -31,6 +27,10 @@ from lachesis.train.distributed.rendezvous import (
     job_store,
     rank_device,
 )
+from lachesis.train.distributed.follower import Follower, ToldLeader
+from lachesis.train.distributed.fsdp2 import Fsdp2
+from lachesis.train.distributed.leader import BUILD, Leader
+from lachesis.train.distributed.leading import LeadingPolicy
 from lachesis.train.distributed.strategy import Replicate, Strategy
 from lachesis.train.model.attach import WeightSource
 from lachesis.train.policy import Policy
