@@ -34,8 +34,7 @@ from lachesis.train.distributed.control import (
 )
 from lachesis.train.distributed.follower import Follower
 from lachesis.train.distributed.fsdp2 import Fsdp2
-from lachesis.train.distributed.leader import BUILD, Leader
-from lachesis.train.distributed.leading import LeadingPolicy
+from lachesis.train.distributed.leader import BUILD, Leader, LeadingPolicy
 from lachesis.train.distributed.strategy import Replicate, SingleDevice, Strategy
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.model.residual import keep_residual_in_float32

@@ -29,8 +29,7 @@ from lachesis.train.distributed.control import (
 )
 from lachesis.train.distributed.follower import Follower, ToldLeader
 from lachesis.train.distributed.fsdp2 import Fsdp2
-from lachesis.train.distributed.leader import BUILD, Leader
-from lachesis.train.distributed.leading import LeadingPolicy
+from lachesis.train.distributed.leader import BUILD, Leader, LeadingPolicy
 from lachesis.train.distributed.strategy import Replicate, Strategy
 from lachesis.train.model.attach import WeightSource
 from lachesis.train.policy import Policy

@@ -12,8 +12,7 @@ import torch
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError, first_line
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
-from lachesis.train.distributed.leader import BUILD, END, of_a_collective
-from lachesis.train.distributed.leading import METHODS
+from lachesis.train.distributed.leader import BUILD, END, METHODS, of_a_collective
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
 from lachesis.train.policy import Policy
 

@@ -18,8 +18,7 @@ from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingErro
 from lachesis.train.distributed import follower, leader
 from lachesis.train.distributed.control import Gone, Tag
 from lachesis.train.distributed.follower import Follower, ToldLeader
-from lachesis.train.distributed.leader import BUILD, END, Leader
-from lachesis.train.distributed.leading import METHODS
+from lachesis.train.distributed.leader import BUILD, END, METHODS, Leader
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Turn
 
 LIMIT_S = 60.0
