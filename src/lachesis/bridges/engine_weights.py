@@ -228,6 +228,6 @@ def _real(buffer: Tensor, name: str) -> Tensor:
     if buffer.is_meta:
         raise EngineError(
             f"the buffer {name} is on the meta device and no engine shares it",
-            remedy="build the model with lachesis.train.model.attach.empty_transformer",
+            remedy="build the model with lachesis.train.model.loading.empty_transformer",
         )
     return buffer

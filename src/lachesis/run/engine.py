@@ -29,8 +29,7 @@ from lachesis.engines.build import server_command, server_processes, server_urls
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
-from lachesis.train.model.attach import empty_transformer
-from lachesis.train.model.loading import LoadedModel, context_length, eos_token_ids, load_model
+from lachesis.train.model.loading import LoadedModel, context_length, empty_transformer, eos_token_ids, load_model
 from lachesis.train.policy import Policy
 
 _RELEASE_S = 5.0

@@ -41,8 +41,7 @@ from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import RepeatedFeed
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from lachesis.train.losses.custom import CustomLoss, load_custom_loss
-from lachesis.train.model.attach import WeightSource
-from lachesis.train.model.loading import context_length, eos_token_ids, load_model, load_tokenizer
+from lachesis.train.model.loading import WeightSource, context_length, eos_token_ids, load_model, load_tokenizer
 from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
 

@@ -31,7 +31,7 @@ from lachesis.train.distributed.follower import Follower, ToldLeader
 from lachesis.train.distributed.fsdp2 import Fsdp2
 from lachesis.train.distributed.leader import BUILD, Leader, LeadingPolicy
 from lachesis.train.distributed.strategy import Replicate, Strategy
-from lachesis.train.model.attach import WeightSource
+from lachesis.train.model.loading import WeightSource
 from lachesis.train.policy import Policy
 
 __all__ = ["Leadership", "ToldLeader", "began_before", "follow", "leading"]

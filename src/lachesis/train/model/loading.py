@@ -1,31 +1,47 @@
-"""Loading what is trained: model, tokenizer, adapter."""
+"""What is trained: model, tokenizer, adapter, loaded or attached to tensors that come from somewhere else."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from accelerate import init_empty_weights
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.pytorch_utils import Conv1D
 
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ModelError, first_line
 from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig
 from lachesis.train.distributed.strategy import decoder_layers
-from lachesis.train.model.attach import WeightSource, attached_transformer
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.quantized import held_bytes, quantization_config, quantized_layers, settle
 from lachesis.train.model.residual import keep_residual_in_float32
 
 logger = logging.getLogger(__name__)
+
+
+class WeightSource(Protocol):
+    """Tensors that a model can be attached to, such as :class:`lachesis.bridges.engine_weights.EngineWeights`."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def attach(self, model: PreTrainedModel) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +154,44 @@ def _load_transformer(config: ModelConfig, *, device: torch.device, on_cpu: bool
     layers, size = len(quantized_layers(model)), held_bytes(model) / 2**30
     logger.info("%d linear layers are held in %s; the base weights take %.2f GiB", layers, config.quantization, size)
     return model
+
+
+def attached_transformer(config: ModelConfig, weights: WeightSource) -> PreTrainedModel:
+    """The causal language model of ``config.path`` whose parameters are ``weights``; nothing is loaded.
+
+    Raises:
+        ModelError: there is no such model, or the weights are of another one or in another dtype.
+    """
+    dtype = weights.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    model = empty_transformer(config, dtype=dtype)
+    weights.attach(model)
+    return model
+
+
+def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model of ``config.path`` with all parameters on the meta device, ties kept.
+
+    Buffers, such as the frequencies of rotary embeddings, are computed for real, on the CPU: they are in no
+    checkpoint, and nothing would bring them later.
+
+    Raises:
+        ModelError: there is no such model.
+    """
+    try:
+        found = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(found, dtype=dtype, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"no causal language model is described in {config.path!r}: {first_line(error)}",
+            remedy="set model.path to a directory with config.json, or to a hub id in the cache",
+        ) from error
+    # Moving parameters to the meta device one by one has parted those that are tied.
+    model.tie_weights()
+    # A model need not have this file; then its end tokens are those of its config.
+    with suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(config.path)
+    return model.eval()
 
 
 def _switch_off_dropout(model: PreTrainedModel) -> None:
