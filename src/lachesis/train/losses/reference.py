@@ -8,10 +8,10 @@ with: the policy itself, some versions ago.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
 from peft import PeftModel
@@ -26,24 +26,20 @@ from lachesis.train.model.forward import ForwardPlan, loss_token_logprobs
 from lachesis.train.model.loading import LoadedModel
 
 
-class Reference(Protocol):
-    """Where the KL term's logprobs come from."""
+class Reference(ABC):
+    """Where the KL term's logprobs come from. Without more, no step moves it and nothing of it is to be kept."""
 
+    @abstractmethod
     def logprobs(self, micro: MicroBatch) -> Tensor:
         """log π_ref of the loss tokens, [N], at the samples' temperatures; NaN where unknown. No gradient."""
-        ...
 
     def after_step(self, step: int) -> None:
         """Optimizer step ``step`` (counted from 1, over the whole run) is done."""
-        ...
+        return None
 
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs to go on exactly: tensors by name."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`. Raises CheckpointError where it is of another reference."""
-        ...
+    def state_dict(self) -> dict[str, Tensor]:
+        """What a checkpoint needs to go on exactly: live tensors by name, not copies."""
+        return {}
 
 
 def second_model(loaded: LoadedModel, options: AlgorithmConfig | None) -> PreTrainedModel | None:
@@ -75,8 +71,9 @@ def build_reference(
     return Copy(loaded, second, plan=plan, average=average)
 
 
+@torch.no_grad()
 def load_reference(
-    reference: Reference, saved: Mapping[str, Any], *, spread: Callable[[Tensor, Tensor], Tensor]
+    reference: Reference, saved: Mapping[str, Tensor], *, spread: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
     """Give a reference what its ``state_dict`` was, in whole tensors.
 
@@ -87,11 +84,16 @@ def load_reference(
         CheckpointError: it is of another reference.
     """
     own = reference.state_dict()
-    fits = {
-        name: spread(own[name], tensor) if name in own and own[name].shape == tensor.shape else tensor
-        for name, tensor in saved.items()
-    }
-    reference.load_state_dict(fits)
+    different = sorted(own.keys() ^ saved.keys()) + sorted(
+        name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape
+    )
+    if different:
+        raise CheckpointError(
+            f"the checkpoint's KL reference does not fit: {len(different)} tensors differ, among them {different[0]}",
+            remedy="resume with the KL reference, model and adapter settings that the run was started with",
+        )
+    for name, tensor in own.items():
+        tensor.copy_(spread(tensor, saved[name]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,27 +111,14 @@ class Average:
                 tensor.lerp_(policy[name].detach().to(tensor.dtype), self.alpha)
 
 
-class _Stateless:
-    """A reference that no step moves, and of which nothing is to be kept."""
-
-    def after_step(self, step: int) -> None:
-        return None
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _load_exactly({}, state)
-
-
-class SamplerReference(_Stateless):
+class SamplerReference(Reference):
     """What the samples came with: nothing is computed and nothing held (Atropos means this by reference)."""
 
     def logprobs(self, micro: MicroBatch) -> Tensor:
         return micro.sampling_logprobs
 
 
-class AdapterOff(_Stateless):
+class AdapterOff(Reference):
     """The base model under an adapter, which is switched off for the pass."""
 
     def __init__(self, adapted: PeftModel, *, loaded: LoadedModel, plan: ForwardPlan) -> None:
@@ -143,7 +132,7 @@ class AdapterOff(_Stateless):
             return loss_token_logprobs(self._transformer, micro, plan=self._plan).logprobs
 
 
-class Copy:
+class Copy(Reference):
     """A second model: frozen for ``base``, following the policy for ``ema``."""
 
     def __init__(
@@ -166,15 +155,12 @@ class Copy:
         if self._average is not None:
             self._average.follow(dict(self._transformer.named_parameters()), self._policy, step=step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         # A frozen copy is the model that every start of the run loads.
         return {} if self._average is None else {n: p.detach() for n, p in self._transformer.named_parameters()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _load_exactly({} if self._average is None else dict(self._transformer.named_parameters()), state)
 
-
-class AveragedAdapter:
+class AveragedAdapter(Reference):
     """An average of the adapter, put in the adapter's place for the pass; the base is not copied.
 
     The factors A and B are averaged, each by itself. That is not the average of their products, but has its
@@ -221,22 +207,5 @@ class AveragedAdapter:
     def after_step(self, step: int) -> None:
         self._rule.follow(self._average, self._policy, step=step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor]:
         return dict(self._average)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _load_exactly(self._average, state)
-
-
-@torch.no_grad()
-def _load_exactly(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
-    different = sorted(own.keys() ^ saved.keys()) + sorted(
-        name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape
-    )
-    if different:
-        raise CheckpointError(
-            f"the checkpoint's KL reference does not fit: {len(different)} tensors differ, among them {different[0]}",
-            remedy="resume with the KL reference, model and adapter settings that the run was started with",
-        )
-    for name, tensor in own.items():
-        tensor.copy_(saved[name])
