@@ -8,7 +8,7 @@ backward. The policy reads the head's weight itself, so that the whole pass is r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 
 import torch
@@ -27,7 +27,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from lachesis.config.schema import DistributedConfig
-from lachesis.train.distributed.strategy import FORWARD_METHOD, Function, Ranks, decoder_layers
+from lachesis.train.distributed.strategy import FORWARD_METHOD, Ranks, T, decoder_layers
 
 
 class Fsdp2(Ranks):
@@ -99,7 +99,7 @@ def _mesh(device_type: str, ranks: int, *, shard_size: int) -> DeviceMesh:
     return init_device_mesh(device_type, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
 
 
-def _call(self: torch.nn.Module, function: Function) -> tuple[Tensor, ...]:
+def _call(self: torch.nn.Module, function: Callable[[], T]) -> T:
     return function()
 
 
@@ -110,7 +110,7 @@ class _Resharding:
         self._modules = _sharded_modules(model)
         self._run = run
 
-    def __call__(self, function: Function) -> tuple[Tensor, ...]:
+    def __call__(self, function: Callable[[], T]) -> T:
         result = self._run(function)
         if not torch.is_grad_enabled():
             for module in self._modules:

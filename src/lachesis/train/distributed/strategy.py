@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 # Gradients are added up in buffers of about this many elements: one collective for many small tensors.
 _BUFFER_ELEMENTS = 2**25
-Function = Callable[[], tuple[Tensor, ...]]
+T = TypeVar("T")
 # The method that a strategy gives a model whose parameters are whole during its forward only.
 FORWARD_METHOD = "run_within"
 
@@ -172,7 +173,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(max(lists, key=len, default=[]))
 
 
-def run_within(model: nn.Module, function: Function) -> tuple[Tensor, ...]:
+def run_within(model: nn.Module, function: Callable[[], T]) -> T:
     """``function()``, in which the model's own parameters (embeddings, head) are whole, as they are in its forward.
 
     Where they always are, that is all. The tensors that it returns are those that a backward pass begins from.

@@ -8,12 +8,14 @@ CPU they are laid side by side in a few buckets of similar length.
 
 from __future__ import annotations
 
+import inspect
 import math
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -24,6 +26,8 @@ from lachesis.train.batch import MicroBatch
 ATTENTION_NAME = "lachesis_packed"
 # A bucket may be padded to at most this multiple of its real size before it is cut in two.
 _BUCKET_WASTE = 1.3
+# Newer torch wants to be told of grouped queries; 2.11 finds out itself.
+_VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,52 +113,18 @@ def packed_attention(
         if softcap is not None:
             raise ValueError("the variable-length kernel has no softcap")
         assert max_length_q is not None and max_length_k is not None, "packing_arguments gives all of them"
-        return variable_length_attention(
-            query,
-            key,
-            value,
-            cu_seq_q=cu_seq_lens_q,
-            cu_seq_k=cu_seq_lens_k,
-            max_q=max_length_q,
-            max_k=max_length_k,
-            key_index=packed_key_index,
-            scaling=scaling,
-            sliding_window=sliding_window,
-        ), None
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        if packed_key_index is not None:
+            k, v = k.index_select(0, packed_key_index), v.index_select(0, packed_key_index)
+        options: dict[str, Any] = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
+        if _VARLEN_HAS_GQA_FLAG and q.shape[1] != k.shape[1]:
+            options["enable_gqa"] = True
+        out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scaling, **options)
+        assert isinstance(out, Tensor), "the log-sum-exp comes with it only where return_aux asks for it"
+        return out.unsqueeze(0), None
     if softcap is not None:
         return _softcapped_attention(query, key, value, attention_mask, scaling=scaling, softcap=softcap), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-
-
-class _Grouped(TypedDict, total=False):
-    enable_gqa: bool
-
-
-def variable_length_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    key_index: Tensor | None,
-    scaling: float | None,
-    sliding_window: int | None,
-) -> Tensor:
-    """Flash attention over segments of different length; shapes as :func:`packed_attention`."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    if key_index is not None:
-        k, v = k.index_select(0, key_index), v.index_select(0, key_index)
-    window = (-1, 0) if sliding_window is None else (sliding_window - 1, 0)
-    # Newer torch wants to be told of grouped queries; 2.11 finds out itself.
-    grouped: _Grouped = {"enable_gqa": True} if _VARLEN_HAS_GQA_FLAG and q.shape[1] != k.shape[1] else {}
-    out = varlen_attn(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scaling, window_size=window, **grouped)
-    assert isinstance(out, Tensor), "the log-sum-exp comes with it only where return_aux asks for it"
-    return out.unsqueeze(0)
 
 
 def bucketed_attention(
@@ -177,12 +147,11 @@ def bucketed_attention(
         mask = _window(bucket, q_b.shape[2], k_b.shape[2], sliding_window)
         if softcap is not None:
             out = _softcapped_attention(q_b, k_b, v_b, mask, scaling=scaling, softcap=softcap)
-            outputs.append(out.reshape(-1, heads, dim))
-            continue
-        out = scaled_dot_product_attention(
-            q_b, k_b, v_b, mask, is_causal=mask is None, scale=scaling, enable_gqa=k_b.shape[1] != heads
-        )
-        outputs.append(out.transpose(1, 2).reshape(-1, heads, dim))
+        else:
+            out = scaled_dot_product_attention(
+                q_b, k_b, v_b, mask, is_causal=mask is None, scale=scaling, enable_gqa=k_b.shape[1] != heads
+            ).transpose(1, 2)
+        outputs.append(out.reshape(-1, heads, dim))
     stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return stacked.index_select(0, plan.unpad).unsqueeze(0)
 
@@ -270,14 +239,3 @@ def _softcapped_attention(
 
 def _round_up(length: int, *, multiple: int = 128) -> int:
     return -(-length // multiple) * multiple
-
-
-def _varlen_has_gqa_flag() -> bool:
-    import inspect
-
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-_VARLEN_HAS_GQA_FLAG = _varlen_has_gqa_flag()

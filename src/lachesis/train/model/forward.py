@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -41,29 +42,25 @@ class ForwardPlan:
 
 def target_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> TokenLogprobs:
     """Logprobs and entropies [M] of ``micro.targets`` under the model, at the samples' temperatures."""
-    logprobs, entropies = run_within(model, lambda: _target_logprobs(model, micro, plan=plan))
-    return TokenLogprobs(logprobs=logprobs, entropies=entropies)
+    return run_within(model, partial(_target_logprobs, model, micro, plan=plan))
 
 
-def _target_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> tuple[Tensor, Tensor]:
+def _target_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> TokenLogprobs:
+    module = model if plan.head == "model" else model.base_model
+    values = _packed(module, micro, plan=plan) if plan.packed else _padded(module, micro)
     if plan.head == "model":
-        logits = _padded(model, micro) if not plan.packed else _packed(model, micro, plan=plan)
-        found = logprobs_from_logits(logits, micro.targets, micro.inverse_temperature)
-        return found.logprobs, found.entropies
-    base = model.base_model
-    hidden = _padded(base, micro) if not plan.packed else _packed(base, micro, plan=plan)
+        return logprobs_from_logits(values, micro.targets, micro.inverse_temperature)
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} names no output layer")
-    found = token_logprobs(
-        hidden,
+    return token_logprobs(
+        values,
         head.weight,
         micro.targets,
         micro.inverse_temperature,
         bias=getattr(head, "bias", None),
         softcap=plan.softcap,
     )
-    return found.logprobs, found.entropies
 
 
 def loss_token_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> TokenLogprobs:
@@ -71,9 +68,7 @@ def loss_token_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: Forw
     found = target_logprobs(model, micro, plan=plan)
     if micro.expand is None:
         return found
-    return TokenLogprobs(
-        logprobs=found.logprobs.index_select(0, micro.expand), entropies=found.entropies.index_select(0, micro.expand)
-    )
+    return TokenLogprobs(*(values.index_select(0, micro.expand) for values in found))
 
 
 def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) -> Tensor:
@@ -156,26 +151,15 @@ def _supports_attention_interface(model: PreTrainedModel) -> bool:
 def _probe(model: PreTrainedModel, device: torch.device) -> list[Group]:
     """Two prompts, the first with two completions that share it; behaviour logprobs are the model's own."""
     vocab_size = model.config.get_text_config().vocab_size
-    ids = [(5 * i + 3) % vocab_size for i in range(16)]
-    cases = [(ids[:4], ids[4:7]), (ids[:4], ids[7:9]), (ids[9:12], ids[12:16])]
-    return [_probe_group(model, tuple(prompt), tuple(completion), device=device) for prompt, completion in cases]
-
-
-def _probe_group(
-    model: PreTrainedModel, prompt: tuple[int, ...], completion: tuple[int, ...], *, device: torch.device
-) -> Group:
-    ids = torch.tensor([prompt + completion], device=device)
-    log_p = model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
-    own = log_p[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None]).squeeze(1)
-    sample = Sample(
-        prompt_ids=prompt,
-        completion_ids=completion,
-        logprobs=tuple(own.tolist()),
-        finish_reason="stop",
-        versions=VersionSpan(0, 0),
-        advantage=1.0,
-    )
-    return Group(prompt=Prompt(id="probe", token_ids=prompt, text=""), samples=(sample,))
+    ids = tuple((5 * i + 3) % vocab_size for i in range(16))
+    groups = []
+    for prompt, completion in ((ids[:4], ids[4:7]), (ids[:4], ids[7:9]), (ids[9:12], ids[12:16])):
+        inputs = torch.tensor([prompt + completion], device=device)
+        log_p = model(input_ids=inputs, use_cache=False).logits[0].float().log_softmax(-1)
+        own = log_p[len(prompt) - 1 : -1].gather(1, inputs[0, len(prompt) :, None]).squeeze(1)
+        sample = Sample(prompt, completion, tuple(own.tolist()), "stop", VersionSpan(0, 0), advantage=1.0)
+        groups.append(Group(Prompt(id="probe", token_ids=prompt, text=""), (sample,)))
+    return groups
 
 
 @torch.no_grad()

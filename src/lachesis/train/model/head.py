@@ -6,9 +6,8 @@ the hidden states; the backward pass computes each chunk's logits again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from torch import Tensor
 _CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """``logprobs`` [M] of the targets and ``entropies`` [M] of their distributions, both at temperature."""
 
     logprobs: Tensor
@@ -46,8 +44,7 @@ def token_logprobs(
 
     Differentiable in hidden, weight and bias, through both results.
     """
-    logprobs, entropies = _ChunkedHead.apply(hidden, weight, bias, targets, inverse_temperature, softcap)
-    return TokenLogprobs(logprobs=logprobs, entropies=entropies)
+    return TokenLogprobs(*_ChunkedHead.apply(hidden, weight, bias, targets, inverse_temperature, softcap))
 
 
 def logprobs_from_logits(logits: Tensor, targets: Tensor, inverse_temperature: Tensor) -> TokenLogprobs:
