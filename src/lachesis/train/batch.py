@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -279,12 +279,12 @@ class _Stream:
         self.len_k.append(len(context) + len(ids))
         return positions
 
-    def add_rows(self, rows: Sequence[_Row], *, predict: Callable[[int], int]) -> None:
-        """Append the loss tokens of equal completions; ``predict(i)`` is the position that predicts token i."""
+    def add_rows(self, rows: Sequence[_Row], *, predicted_at: Sequence[int]) -> None:
+        """Append the loss tokens of equal completions, by the positions that predict all of their tokens."""
         first = rows[0].sample
         counted = [i for i, counts in enumerate(first.loss_mask()) if counts]
         offset = len(self.predict)
-        self.predict.extend(predict(i) for i in counted)
+        self.predict.extend(predicted_at[i] for i in counted)
         self.targets.extend(first.completion_ids[i] for i in counted)
         # Greedy samples (temperature 0) have the logprobs of temperature 1.
         self.inverse_temperature.extend([1.0 / (first.temperature or 1.0)] * len(counted))
@@ -305,48 +305,24 @@ class _Stream:
 def _collate(units: Sequence[_Unit]) -> MicroBatch:
     stream = _Stream()
     for unit in units:
-        if len(unit.completions) == 1:
-            _add_sequence(stream, unit)
+        if len(unit.completions) == 1:  # one ordinary causal segment
+            ((completion_ids, rows),) = unit.completions
+            whole = stream.add_segment(unit.prompt_ids + completion_ids[:-1], context=())
+            stream.add_rows(rows, predicted_at=whole[len(unit.prompt_ids) - 1 :])
             continue
         prompt = stream.add_segment(unit.prompt_ids, context=())
         for completion_ids, rows in unit.completions:
             inputs = completion_ids[:-1]
             own = stream.add_segment(inputs, context=prompt) if inputs else range(0)
-            stream.add_rows(rows, predict=lambda i, p=prompt, o=own: o[i - 1] if i else p[-1])
+            stream.add_rows(rows, predicted_at=[prompt[-1], *own])
     return _tensors(stream)
-
-
-def _add_sequence(stream: _Stream, unit: _Unit) -> None:
-    """A prompt with a single completion is one ordinary causal segment."""
-    ((completion_ids, rows),) = unit.completions
-    whole = stream.add_segment(unit.prompt_ids + completion_ids[:-1], context=())
-    before = len(unit.prompt_ids) - 1
-    stream.add_rows(rows, predict=lambda i: whole[before + i])
 
 
 def plain_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
     """One sequence whose every token but the first is predicted, at temperature 1; no advantage."""
-    ids = torch.tensor(token_ids, dtype=torch.int64)
-    inputs = ids.numel() - 1
-    ends = torch.tensor([0, inputs], dtype=torch.int32)
-    return MicroBatch(
-        input_ids=ids[:-1],
-        position_ids=torch.arange(inputs),
-        cu_seq_q=ends,
-        cu_seq_k=ends,
-        key_index=None,
-        max_q=inputs,
-        max_k=inputs,
-        predict=torch.arange(inputs),
-        targets=ids[1:],
-        inverse_temperature=torch.ones(inputs),
-        expand=None,
-        row=torch.zeros(inputs, dtype=torch.int64),
-        versions=torch.tensor([UNKNOWN_VERSIONS.first]),
-        sampling_logprobs=torch.full((inputs,), math.nan),
-        old_logprobs=torch.full((inputs,), math.nan),
-        advantages=torch.zeros(1),
-    )
+    prompt, completion = tuple(token_ids[:1]), tuple(token_ids[1:])
+    sample = Sample(prompt, completion, (math.nan,) * len(completion), "stop", UNKNOWN_VERSIONS)
+    return _collate([_Unit(prompt, ((completion, (_Row(sample, "sampler"),)),))])
 
 
 def idle_micro_batch() -> MicroBatch:
