@@ -27,13 +27,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from lachesis.common.errors import CheckpointError, LachesisError, first_line
 from lachesis.common.files import atomic_directory, clean_leftovers, restore_replaced
@@ -165,7 +167,8 @@ def save_model(
         CheckpointError: the disk is full or cannot be written, or the directory holds something else.
     """
     directory = Path(directory)
-    if directory.exists() and any(directory.iterdir()) and not _holds_model(directory):
+    holds_model = any((directory / name).exists() for name in ("config.json", "adapter_config.json"))
+    if directory.exists() and any(directory.iterdir()) and not holds_model:
         raise CheckpointError(
             f"{directory} is not empty and holds no model", remedy="choose another directory or empty it"
         )
@@ -299,32 +302,17 @@ def _own_storage(tensor: Tensor) -> Tensor:
     return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
 
 
-@runtime_checkable
-class _MadeOfTensors(Protocol):
-    """A tensor subclass whose content is in plain tensors, its attributes of those names."""
-
-    def __tensor_flatten__(self) -> tuple[list[str], object]: ...
-
-
 def _state_bytes(state: Any) -> int:
     """What torch.save writes for a nested state: whole storages, each once."""
+    tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     storages: dict[int, int] = {}
-
-    def visit(value: Any) -> None:
-        if isinstance(value, Mapping):
-            for item in value.values():
-                visit(item)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                visit(item)
-        elif isinstance(value, _MadeOfTensors):
-            for name in value.__tensor_flatten__()[0]:  # a quantized state: made of plain tensors
-                visit(getattr(value, name))
-        elif isinstance(value, Tensor):
-            storage = value.untyped_storage()
+    while tensors:
+        tensor = tensors.pop()
+        if is_traceable_wrapper_subclass(tensor):  # a quantized state: made of plain tensors
+            tensors += [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        else:
+            storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-
-    visit(state)
     return sum(storages.values())
 
 
@@ -352,7 +340,8 @@ def _disk_errors(target: Path, *, needed: int | None) -> Iterator[None]:
         raise
     except Exception as error:
         if os.strerror(errno.ENOSPC) in _whole_chain(error):
-            free = shutil.disk_usage(_existing_parent(target)).free
+            existing = next(parent for parent in target.absolute().parents if parent.exists())
+            free = shutil.disk_usage(existing).free
             raise _disk_full(target, needed=needed, free=free) from error
         raise CheckpointError(
             f"{target} cannot be written: {first_line(error)}",
@@ -369,10 +358,6 @@ def _disk_full(target: Path, *, needed: int | None, free: int) -> CheckpointErro
     )
 
 
-def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in path.absolute().parents if parent.exists())
-
-
 def _whole_chain(error: BaseException) -> str:
     texts = []
     link: BaseException | None = error
@@ -380,10 +365,6 @@ def _whole_chain(error: BaseException) -> str:
         texts.append(str(link))
         link = link.__cause__ or link.__context__
     return "\n".join(texts)
-
-
-def _holds_model(directory: Path) -> bool:
-    return any((directory / name).exists() for name in ("config.json", "adapter_config.json"))
 
 
 def _crc32(path: Path) -> int:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,22 +17,14 @@ from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss
-from lachesis.train.losses.reference import (
-    SamplerReference,
-    build_reference,
-    load_reference,
-    second_model,
-)
+from lachesis.train.losses.reference import SamplerReference, build_reference, load_reference, second_model
 from lachesis.train.model.forward import ForwardPlan, Packing, loss_token_logprobs, plan_forward
 from lachesis.train.model.head import TokenLogprobs
 from lachesis.train.model.loading import LoadedModel
 from lachesis.train.optim.optimizer import PolicyOptimizer
 
-
-class OptimizerBuilder(Protocol):
-    """Makes the optimizer over the parameters that are trained."""
-
-    def __call__(self, named_parameters: Sequence[tuple[str, torch.nn.Parameter]], /) -> PolicyOptimizer: ...
+OptimizerBuilder = Callable[[Sequence[tuple[str, torch.nn.Parameter]]], PolicyOptimizer]
+"""Makes the optimizer over the parameters that are trained."""
 
 
 class StepCounts(NamedTuple):
