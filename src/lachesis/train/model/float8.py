@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,6 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from lachesis.common.errors import DependencyError, ModelError
-
-if TYPE_CHECKING:
-    from torchao.float8 import Float8LinearConfig
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +86,7 @@ def compute_in_float8(model: PreTrainedModel, scaling: Float8Scaling) -> Float8S
             f"of {_MULTIPLE}",
             remedy="set model.matmul_dtype: auto",
         )
-    switch = _convert(model, chosen, config=_config(scaling, emulated=emulated))
+    switch = _convert(model, chosen, scaling=scaling, emulated=emulated)
     left = len(linear) - len(chosen) - (head in linear.values())
     logger.info("%d linear layers compute in %s; %d others and the head do not", len(chosen), scaling, left)
     return switch
@@ -119,16 +116,11 @@ def _check_device(device: torch.device, scaling: str) -> bool:
     return False
 
 
-def _config(scaling: Float8Scaling, *, emulated: bool) -> Float8LinearConfig:
-    from torchao.float8 import Float8LinearConfig
+def _convert(model: PreTrainedModel, chosen: set[str], *, scaling: Float8Scaling, emulated: bool) -> Float8Switch:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     # The gradient of a weight sums over tokens, of which a micro-batch has any number: padded to a multiple of 16.
-    return replace(Float8LinearConfig.from_recipe_name(_RECIPES[scaling]), pad_inner_dim=True, emulate=emulated)
-
-
-def _convert(model: PreTrainedModel, chosen: set[str], *, config: Float8LinearConfig) -> Float8Switch:
-    from torchao.float8 import convert_to_float8_training
-
+    config = replace(Float8LinearConfig.from_recipe_name(_RECIPES[scaling]), pad_inner_dim=True, emulate=emulated)
     training = model.training
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=config)
     model.train(training)  # new modules are in training mode
