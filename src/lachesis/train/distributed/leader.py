@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_map_only
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError, TrainingError, first_line
 from lachesis.metrics.values import MetricValue, merge_metrics
-from lachesis.train.batch import Batch
+from lachesis.train.batch import Batch, collect, deal, split
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
-from lachesis.train.distributed.split import collect, deal, split
 from lachesis.train.policy import Policy
 
 # Turns that are no methods of a policy: the first, which builds it of a configuration, and the last.

@@ -13,9 +13,8 @@ import torch
 
 from lachesis.common.errors import TrainingError
 from lachesis.metrics.values import Max, Mean, Sum
-from lachesis.train.batch import idle_micro_batch, pack
+from lachesis.train.batch import idle_micro_batch, pack, split
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn, decode, encode
-from lachesis.train.distributed.split import split
 from tests.unit.train.model.test_forward import random_groups
 
 
