@@ -46,10 +46,9 @@ from lachesis.run.parts import (
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.sinks import build_sinks
 from lachesis.train.batch import Batch
-from lachesis.train.checkpoint import CheckpointManager, save_model
+from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints, save_model
 from lachesis.train.loop import Evaluation, Trainer
 from lachesis.train.policy import Policy
-from lachesis.train.resume import RunCheckpoints
 
 logger = logging.getLogger("lachesis")
 

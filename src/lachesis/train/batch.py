@@ -376,14 +376,11 @@ def split(batch: Batch, ranks: int) -> list[Batch]:
     largest to the smallest, so that dealing them in order brings equals together. The counts of the step stay with
     rank 0: over all ranks they add up to what they were. Groups are no business of a policy.
     """
-    parts = [
-        dataclasses.replace(
-            batch, groups=(), micro_batches=micro_batches, num_sequences=0, num_tokens=0, skipped_sequences=0
-        )
-        for micro_batches in deal(batch.micro_batches, ranks)
+    none: dict[str, Any] = {"groups": (), "num_sequences": 0, "num_tokens": 0, "skipped_sequences": 0}
+    return [
+        dataclasses.replace(batch, micro_batches=micro_batches, **(none if rank else {}))
+        for rank, micro_batches in enumerate(deal(batch.micro_batches, ranks))
     ]
-    whole = {name: getattr(batch, name) for name in ("groups", "num_sequences", "num_tokens", "skipped_sequences")}
-    return [dataclasses.replace(parts[0], **whole), *parts[1:]]
 
 
 def deal(items: Sequence[T], ranks: int) -> list[tuple[T, ...]]:

@@ -33,14 +33,17 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from lachesis.common.errors import CheckpointError, LachesisError, first_line
 from lachesis.common.files import atomic_directory, clean_leftovers, restore_replaced
+from lachesis.pipeline.feed import Feed
+from lachesis.train.batch import Batch
+from lachesis.train.policy import Policy
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("lachesis")
 
 _WEIGHTS, _STATE, _META, _MANIFEST = "weights.safetensors", "state.pt", "meta.json", "manifest.json"
 _SLACK_BYTES = 2**20
@@ -144,6 +147,78 @@ class CheckpointManager:
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step:06d}"
+
+
+class RunCheckpoints:
+    """Saves weights, optimizer, schedule, random generators and data position; restores them exactly.
+
+    Args:
+        manager: where they go.
+        policy, feed: whose state it is.
+        every_steps: how often; 0 only when the run is asked to stop.
+    """
+
+    def __init__(self, manager: CheckpointManager, *, policy: Policy, feed: Feed[Batch], every_steps: int) -> None:
+        self._manager = manager
+        self._policy = policy
+        self._feed = feed
+        self._every_steps = every_steps
+
+    def maybe_save(self, step: int, *, stopping: bool = False) -> None:
+        """Save if step N·every_steps is done or the run stops.
+
+        Raises:
+            CheckpointError: it could not be written; the last one is untouched.
+        """
+        if stopping or (self._every_steps > 0 and step % self._every_steps == 0):
+            self._manager.save(
+                step,
+                tensors=self._policy.weights(),
+                state={
+                    "optimizer": self._policy.optimizer_state(),
+                    "rng": capture_rng(),
+                    "policy": self._policy.state_dict(),
+                },
+                meta={"step": step, "feed": self._feed.state_dict()},
+            )
+
+    def restore(self) -> int:
+        """Load the newest good checkpoint and return its step; 0 where there is none.
+
+        Raises:
+            CheckpointError: it belongs to another model, or its place in the data is one of another source.
+        """
+        step = self._manager.latest()
+        if step is None:
+            logger.warning("there is no checkpoint to resume from: the run starts at step 1")
+            return 0
+        checkpoint = self._manager.load(step)
+        _require_same(self._policy.model, checkpoint)
+        self._policy.load_weights(checkpoint.tensors)
+        self._policy.load_optimizer_state(checkpoint.state["optimizer"])
+        self._policy.load_state_dict(checkpoint.state["policy"])
+        try:
+            self._feed.load_state_dict(checkpoint.meta["feed"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} has no place in the data that this run could go on at "
+                f"({type(error).__name__} {error})",
+                remedy="resume with the source, the pipeline settings and the version that the run was started with",
+            ) from error
+        restore_rng(checkpoint.state["rng"])
+        return step
+
+
+def _require_same(model: nn.Module, checkpoint: Checkpoint) -> None:
+    own = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    saved = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+    if different:
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} is of another model: {len(different)} tensors differ, among "
+            f"them {different[0]}",
+            remedy="resume with the model and adapter settings that the run was started with",
+        )
 
 
 class Savable(Protocol):

@@ -15,8 +15,8 @@ from lachesis.metrics.telemetry import HubTelemetry
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch
+from lachesis.train.checkpoint import RunCheckpoints
 from lachesis.train.policy import Policy
-from lachesis.train.resume import RunCheckpoints
 
 
 class Evaluation(Protocol):

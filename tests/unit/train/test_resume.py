@@ -12,9 +12,8 @@ import torch
 
 from lachesis.common.errors import CheckpointError
 from lachesis.train.batch import pack
-from lachesis.train.checkpoint import CheckpointManager
+from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints
 from lachesis.train.policy import Policy
-from lachesis.train.resume import RunCheckpoints
 from tests.losses import loss_options
 from tests.unit.train.model.test_forward import random_groups
 from tests.unit.train.test_policy import make_policy
