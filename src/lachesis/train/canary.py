@@ -47,20 +47,20 @@ class CanaryReader:
     def read(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs [T - 1] of ``token_ids`` [T] after the first, at temperature 1, in nats."""
         tokens = tuple(token_ids)
-        device = self._device
-        if device.type != "cuda" or not self._capture:
-            return self._run(plain_micro_batch(tokens).to(device)).tolist()
+        captured = self._graph(tokens) if self._capture and self._device.type == "cuda" else None
+        if captured is None:
+            return self._run(plain_micro_batch(tokens).to(self._device)).tolist()
+        captured.graph.replay()
+        return captured.logprobs.tolist()
+
+    def _graph(self, tokens: tuple[int, ...]) -> _Captured | None:
+        """What replays a reading of ``tokens``; None where it is to be run."""
         if self._seen != tokens:
             # The first run of a shape may compile or load kernels, which a graph cannot hold.
             self._seen, self._captured = tokens, None
-            return self._run(plain_micro_batch(tokens).to(device)).tolist()
-        captured = self._captured
-        if captured is None or captured.places != self._places():
-            captured = self._captured = self._try_capture(plain_micro_batch(tokens).to(device))
-        if captured is None:
-            return self._run(plain_micro_batch(tokens).to(device)).tolist()
-        captured.graph.replay()
-        return captured.logprobs.tolist()
+        elif self._captured is None or self._captured.places != self._places():
+            self._captured = self._try_capture(plain_micro_batch(tokens).to(self._device))
+        return self._captured
 
     def _run(self, micro: MicroBatch) -> Tensor:
         return target_logprobs(self._transformer, micro, plan=self._plan).logprobs.float()

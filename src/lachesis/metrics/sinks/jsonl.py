@@ -48,8 +48,8 @@ class JsonlSink(Sink):
         self._clock = clock
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = "" if resume_step is None or not path.exists() else _until(path, resume_step)
-        write_atomic(path, kept)
+        lines = [] if resume_step is None or not path.exists() else _lines(path)
+        write_atomic(path, "".join(text for _, text, line in lines if line.get("step", 0) <= resume_step))
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
@@ -135,8 +135,3 @@ def _malformed(path: Path, number: int, reason: str) -> DataError:
         f"{path}, line {number}: not a line of metrics ({reason})",
         remedy="remove the line, or restore the file; the rest of it is not needed to train",
     )
-
-
-def _until(path: Path, step: int) -> str:
-    """The whole lines of steps up to and including ``step``."""
-    return "".join(text for _, text, line in _lines(path) if line.get("step", 0) <= step)

@@ -46,6 +46,7 @@ class Fsdp2(Ranks):
         self.mesh = _mesh(device.type, self.world_size, shard_size=config.shard_size or self.world_size)
 
     def place(self, model: PreTrainedModel) -> None:
+        offloaded = self._config.cpu_offload and self._device.type != "cpu"
         options = {
             "mesh": self.mesh,
             "reshard_after_forward": self._config.reshard_after_forward,
@@ -53,7 +54,7 @@ class Fsdp2(Ranks):
             "mp_policy": MixedPrecisionPolicy(
                 reduce_dtype=torch.promote_types(model.dtype, torch.float32), cast_forward_inputs=False
             ),
-            "offload_policy": self._offload_policy(),
+            "offload_policy": CPUOffloadPolicy() if offloaded else OffloadPolicy(),
         }
         for layer in decoder_layers(model):
             fully_shard(layer, **options)
@@ -86,11 +87,6 @@ class Fsdp2(Ranks):
             return super().spread(like, whole)
         own = whole.to(self._device) if self.rank == 0 else torch.empty_like(whole, device=self._device)
         return distribute_tensor(own, like.device_mesh, like.placements).to(like.device)
-
-    def _offload_policy(self) -> OffloadPolicy:
-        if not self._config.cpu_offload or self._device.type == "cpu":
-            return OffloadPolicy()
-        return CPUOffloadPolicy()
 
 
 def _mesh(device_type: str, ranks: int, *, shard_size: int) -> DeviceMesh:

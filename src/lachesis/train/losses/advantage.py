@@ -101,7 +101,7 @@ def group_advantages(
     """
     _require_inputs(rewards, group, weights, scale_rewards, aggregation)
     weights = rewards.new_ones(rewards.shape[1]) if weights is None else weights.to(rewards)
-    index = _numbered(group)
+    index = torch.searchsorted(group.unique(), group)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]  # untyped in torch
     whole_batch = torch.zeros_like(index)
     unscored = rewards.isnan().all(dim=1)
 
@@ -115,11 +115,6 @@ def group_advantages(
         total = _weighted_sum(standardized(rewards, index), weights, unscored)
         advantages = standardized(total, whole_batch)
     return advantages.squeeze(1).masked_fill(unscored, 0.0)
-
-
-def _numbered(group: Tensor) -> Tensor:
-    """Labels of groups as 0..G-1, [N]."""
-    return torch.searchsorted(group.unique(), group)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]  # untyped in torch
 
 
 def standardized(values: Tensor, index: Tensor) -> Tensor:

@@ -113,7 +113,8 @@ def plan_forward(model: PreTrainedModel, *, packing: Packing, device: torch.devi
     assert before is not None, "transformers chooses one when it makes a model"
     device = device or model.device
     probe = _probe(model, device)
-    if packing != "padded" and _supports_attention_interface(model):
+    takes_attention = any(getattr(model, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
+    if packing != "padded" and takes_attention:
         attention.install(model)
         for plan in _candidates(model, device, packed=True):
             if _agrees(model, plan, probe, device):
@@ -141,10 +142,6 @@ def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool) -
     kinds: list[AttentionKind] = ["padded"] if not packed else ["flash", "bucketed"] if has_flash else ["bucketed"]
     chunked = [ForwardPlan(attention=kind, head="chunked", softcap=softcap) for kind in kinds]
     return chunked + [ForwardPlan(attention=kind, head="model") for kind in kinds]
-
-
-def _supports_attention_interface(model: PreTrainedModel) -> bool:
-    return bool(getattr(model, "_supports_attention_backend", False) or getattr(model, "_supports_sdpa", False))
 
 
 @torch.no_grad()

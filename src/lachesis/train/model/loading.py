@@ -301,12 +301,9 @@ def lora_targets(model: PreTrainedModel, adapter: LoraAdapterConfig) -> dict[str
     chosen = _named_layers(model, adapter.layers, key="adapter.layers")
     targets = adapter.targets
     if targets == "all-linear":  # which peft does not take together with layers
-        targets = sorted({name.rpartition(".")[2] for layer in chosen for name, _ in _linear_modules(layer)})
+        modules = [named for layer in chosen for named in layer.named_modules()]
+        targets = sorted({n.rpartition(".")[2] for n, m in modules if isinstance(m, nn.Linear | Conv1D)})
     return {"target_modules": targets, "layers_to_transform": adapter.layers}
-
-
-def _linear_modules(layer: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear | Conv1D)]
 
 
 def _named_layers(model: PreTrainedModel, layers: Sequence[int], *, key: str) -> list[nn.Module]:

@@ -151,14 +151,12 @@ def build_sharded_optimizer(
     seed: int = 0,
 ) -> PolicyOptimizer:
     """As :func:`build_optimizer`, over the parts of parameters where ``strategy`` shards them."""
-    common = {"learning_rate": learning_rate, "total_steps": total_steps, "seed": seed}
+    build = partial(build_optimizer, config=config, learning_rate=learning_rate, total_steps=total_steps, seed=seed)
     if not strategy.sharded:
-        return build_optimizer(named_parameters, config, **common)  # type: ignore[arg-type]
+        return build(named_parameters)
     shards = Shards([(name, p) for name, p in named_parameters if p.requires_grad], strategy=strategy)
-    return build_optimizer(
+    return build(
         shards.parts,
-        config,
-        **common,  # type: ignore[arg-type]
         make_policy_optimizer=partial(ShardedOptimizer, shards=shards, seed=seed),
         sizes={name: parameter.numel() for name, parameter in shards.whole.items()},
     )
