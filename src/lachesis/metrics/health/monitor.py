@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lachesis.common.types import LEVELS, EvalResult, Finding, StepRecord
-from lachesis.metrics.health import learning, rollouts  # noqa: F401  (their rules enter RULES, in this order)
-from lachesis.metrics.health.types import RULES, Alarm, HealthLimits, Observation
+from lachesis.metrics.health.rules import RULES
+from lachesis.metrics.health.types import Alarm, HealthLimits, Observation
 
 WORSE = 1.5
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from lachesis.common.types import EvalResult, Group, Level
 
@@ -51,13 +50,3 @@ class Alarm:
     level: Level
     message: str
     severity: float = 1.0
-
-
-Rule: TypeAlias = Callable[[Observation], Alarm | None]
-RULES: dict[str, Rule] = {}
-
-
-def rule(function: Rule) -> Rule:
-    """Have the health monitor ask this rule, under the function's name."""
-    RULES[function.__name__] = function
-    return function
