@@ -38,8 +38,8 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.types import Prompt
 from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig
+from lachesis.metrics.hub import HubTelemetry
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.metrics.telemetry import HubTelemetry
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.directory import claim_run

@@ -28,9 +28,8 @@ from lachesis.config.load import LoadedConfig, dump_config
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps, with_steps
-from lachesis.metrics.hub import DISK_FULL, MetricsHub
+from lachesis.metrics.hub import DISK_FULL, HubTelemetry, MetricsHub
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.metrics.telemetry import HubTelemetry
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.atropos.source import EngineWatch
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file

@@ -11,7 +11,7 @@ from typing import Protocol
 from lachesis.bridges.base import Bridge
 from lachesis.common.errors import StopRequested
 from lachesis.common.types import EvalResult
-from lachesis.metrics.telemetry import HubTelemetry
+from lachesis.metrics.hub import HubTelemetry
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch

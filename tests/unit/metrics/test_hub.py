@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import errno
 import logging
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
-from lachesis.common.types import EvalResult, Finding, StepRecord
+from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, StepRecord, VersionSpan
 from lachesis.metrics.health.monitor import HealthMonitor
-from lachesis.metrics.hub import MetricsHub, Sink
+from lachesis.metrics.hub import HubTelemetry, MetricsHub, Sink, group_metrics, throughput
+from lachesis.metrics.values import Max, Mean, MetricValue, Sum, reduce_metrics
 
 
 class Recorder(Sink):
@@ -104,3 +108,173 @@ def test_broken_monitor_is_reported_once_and_dropped(caplog: pytest.LogCaptureFi
         hub.emit(StepRecord(step=step, values={}))
     assert len(caplog.messages) == 1 and "the health rules failed at step 1" in caplog.messages[0]
     assert len(sink.records) == 2
+
+
+@pytest.fixture
+def sink() -> Recorder:
+    return Recorder()
+
+
+def telemetry(sink: Sink, **options) -> HubTelemetry:
+    return HubTelemetry(hub=MetricsHub([sink]), reward_names=("right",), **options)
+
+
+def emit(
+    telemetry: HubTelemetry,
+    *,
+    metrics: dict[str, MetricValue] | None = None,
+    counters: dict[str, float] | None = None,
+    groups: tuple[Group, ...] = (),
+    evaluation: EvalResult | None = None,
+) -> None:
+    telemetry.emit(step=5, metrics=metrics or {}, counters=counters or {}, groups=groups, evaluation=evaluation)
+
+
+def test_a_record_has_what_policy_feed_and_groups_say(sink: Recorder, make_group: Callable[..., Group]):
+    group = make_group((0.0, 1.0))
+    emit(
+        telemetry(sink),
+        metrics={"loss": Sum(0.25), "grad_norm": Mean(2.0)},
+        counters={"dropped_groups": 3.0, "generation_time": 0.5},
+        groups=(group,),
+        evaluation=EVALUATION,
+    )
+    (record,) = sink.records
+    assert (record.step, record.groups, record.evaluation) == (5, (group,), EVALUATION)
+    expected = {"loss": 0.25, "grad_norm": 2.0, "dropped_groups": 3.0, "generation_time": 0.5, "reward": 0.5}
+    assert {name: record.values[name] for name in expected} == expected
+    assert record.values["rewards/right/mean"] == 0.5
+
+
+def test_staleness_is_seen_from_the_weights_that_were_trained(sink: Recorder, make_group: Callable[..., Group]):
+    emit(telemetry(sink), groups=(make_group((0.0, 1.0)),))  # sampled under version 3, trained on by version 4
+    assert sink.records[0].values["staleness"] == 1
+
+
+def test_everything_is_reduced_once_and_together(sink: Recorder):
+    emit(
+        telemetry(sink),
+        metrics={"train_time": Mean(4.0, 2.0), "tokens_forward": Sum(100.0)},
+        counters={"generation_time": 4.0, "tokens_generated": 300.0},
+    )
+    values = sink.records[0].values
+    assert (values["train_time"], values["generation_time"], values["tokens_generated"]) == (2.0, 4.0, 300.0)
+    assert values["generation_tokens_per_s"] == 75.0
+    assert values["train_tokens_per_s"] == 50.0
+
+
+def test_memory_is_in_gigabytes_where_there_is_a_gpu(sink: Recorder):
+    emit(telemetry(sink, device_memory=lambda: (2_500_000_000, 4_000_000_000)))
+    emit(telemetry(sink))
+    with_gpu, without = (record.values for record in sink.records)
+    assert (with_gpu["gpu_memory_gb"], with_gpu["gpu_memory_reserved_gb"]) == (2.5, 4.0)
+    assert "gpu_memory_gb" not in without
+
+
+def test_an_evaluation_before_the_first_step_is_passed_on_if_there_was_one(sink: Recorder):
+    telemetry(sink).evaluation(EVALUATION)
+    telemetry(sink).evaluation(None)
+    assert sink.evaluations == [EVALUATION]
+
+
+def test_one_name_from_two_sides_is_an_error_and_not_a_wrong_number(sink: Recorder):
+    with pytest.raises(TypeError, match="'dropped_groups'"):
+        emit(telemetry(sink), metrics={"dropped_groups": Mean(1.0)}, counters={"dropped_groups": 2.0})
+
+
+def test_speeds_need_both_tokens_and_seconds():
+    assert throughput({"tokens_generated": 10.0, "generation_time": 4.0}) == {"generation_tokens_per_s": 2.5}
+    assert throughput({"tokens_forward": 10.0}) == {}
+    assert throughput({"tokens_forward": 10.0, "train_time": 0.0}) == {}
+
+
+def measure(groups: list[Group], *, names: tuple[str, ...] = ("right",), version: int = 4) -> dict[str, float]:
+    return reduce_metrics(group_metrics(groups, reward_names=names, version=version))
+
+
+def test_rewards_and_their_deviation_within_groups(make_group: Callable[..., Group]):
+    values = measure([make_group((0.0, 1.0, 1.0)), make_group((2.0, 2.0, 2.0)), make_group((0.0, 4.0, 2.0))])
+    assert values["reward"] == pytest.approx(14 / 9)
+    assert values["reward_std"] == pytest.approx((statistics.stdev((0, 1, 1)) + 0 + 2.0) / 3)
+    assert values["zero_std_fraction"] == pytest.approx(1 / 3)
+    assert values["groups"] == 3
+
+
+def test_a_reward_that_is_not_known_counts_nowhere(make_group: Callable[..., Group]):
+    values = measure([make_group((None, 1.0, 3.0)), make_group((None, None, 5.0))])
+    assert values["reward"] == 3.0
+    assert values["reward_std"] == pytest.approx(statistics.stdev((1, 3))), "a group with one reward has no deviation"
+    assert values["zero_std_fraction"] == 0.0
+
+
+def test_without_any_reward_the_values_are_missing(make_group: Callable[..., Group]):
+    values = measure([make_group((None, None))])
+    assert not {"reward", "reward_std", "zero_std_fraction", "rewards/right/mean"} & values.keys()
+    assert values["groups"] == 1
+
+
+def test_equal_rewards_have_no_deviation_in_spite_of_rounding(make_group: Callable[..., Group]):
+    assert measure([make_group((0.1,) * 7)])["zero_std_fraction"] == 1.0
+
+
+def test_lengths_and_truncation(make_group: Callable[..., Group]):
+    short = make_group((0.0, 1.0), completions=[(1,), (1, 2, 3)])
+    long = make_group((0.0, 1.0), completions=[(1, 2, 3, 4), (1, 2, 3, 5)], finish_reason="length")
+    values = measure([short, long])
+    assert (values["completion_length/mean"], values["completion_length/max"]) == (3.0, 4)
+    assert values["truncated_fraction"] == 0.5
+
+
+def test_staleness_counts_from_the_first_token_of_the_oldest_sample(make_group: Callable[..., Group]):
+    group = make_group((0.0, 1.0))
+    old, new = group.samples
+    mixed = replace(group, samples=(replace(old, versions=VersionSpan(1, 4)), replace(new, versions=VersionSpan(4, 4))))
+    assert measure([mixed], version=4)["staleness"] == 3
+    assert measure([replace(group, samples=(replace(new, versions=VersionSpan(4, 4)),))], version=4)["staleness"] == 0
+
+
+def test_samples_of_an_unknown_version_are_neither_fresh_nor_stale(make_group: Callable[..., Group]):
+    group = make_group((0.0, 1.0))
+    unknown = tuple(replace(sample, versions=UNKNOWN_VERSIONS) for sample in group.samples)
+    assert "staleness" not in measure([replace(group, samples=unknown)], version=4)
+    mixed = replace(group, samples=(unknown[0], group.samples[1]))
+    assert measure([mixed], version=4)["staleness"] == 1
+
+
+def test_a_replayed_group_does_not_make_generation_look_late(make_group: Callable[..., Group]):
+    group = make_group((0.0, 1.0))
+    old = replace(group, samples=tuple(replace(sample, versions=VersionSpan(0, 0)) for sample in group.samples))
+    without_signal = make_group((0.0, 0.0))
+    assert measure([group, replace(old, replaces=without_signal)], version=4)["staleness"] == 1
+
+
+def test_a_replayed_group_does_not_make_the_policy_look_better(make_group: Callable[..., Group]):
+    """What is drawn for its rewards says nothing of the policy: all values are of what was generated."""
+    good, without_signal = make_group((0.0, 2.0)), make_group((0.0, 0.0))
+    generated = measure([good, without_signal])
+    assert generated["reward"] == 0.5 and generated["zero_std_fraction"] == 0.5
+    assert measure([good, replace(good, replaces=without_signal)]) == generated
+
+
+def test_every_reward_function_has_its_own_mean_and_deviation(make_group: Callable[..., Group]):
+    group = make_group((0.0, 1.0, 2.0))
+    rows = [(1.0, 10.0), (3.0, None), (None, None)]
+    samples = tuple(replace(s, rewards=row) for s, row in zip(group.samples, rows, strict=True))
+    values = measure([replace(group, samples=samples)], names=("right", "short"))
+    assert values["rewards/right/mean"] == 2.0
+    assert values["rewards/right/std"] == pytest.approx(statistics.stdev((1, 3)))
+    assert values["rewards/short/mean"] == 10.0
+    assert "rewards/short/std" not in values
+
+
+def test_no_groups_give_counts_and_no_means():
+    values = measure([])
+    assert values["groups"] == 0
+    assert "reward" not in values
+
+
+def test_values_can_be_merged_over_ranks(make_group: Callable[..., Group]):
+    metrics = group_metrics([make_group((0.0, 1.0))], reward_names=("right",), version=4)
+    assert metrics["reward"] == Mean(1.0, 2)
+    assert isinstance(metrics["staleness"], Max)
+    assert isinstance(metrics["completion_length/max"], Max)
