@@ -76,11 +76,11 @@ class MicroBatch:
         """The same on another device. To a GPU the tensors go without waiting; what comes from one is there."""
         ahead = device.type != "cpu"  # on the way to a CPU they would be read before they have arrived
         moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=ahead) if isinstance(value, Tensor) else value
+            field.name: value.to(device, non_blocking=ahead)
             for field in dataclasses.fields(self)
-            for value in (getattr(self, field.name),)
+            if isinstance(value := getattr(self, field.name), Tensor)
         }
-        return MicroBatch(**moved)
+        return dataclasses.replace(self, **moved)
 
 
 @dataclass(frozen=True, slots=True)

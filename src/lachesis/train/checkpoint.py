@@ -302,7 +302,11 @@ def _write(
     save_file({name: _own_storage(t) for name, t in unique.items()}, directory / _WEIGHTS)
     with (directory / _STATE).open("wb") as file:  # given a path, torch does not say why a write failed
         torch.save(dict(state), file)
-    _require_safe(directory / _STATE)
+    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(directory / _STATE):
+        raise CheckpointError(
+            f"the state to save holds objects that could not be loaded again: {', '.join(sorted(unsafe))}",
+            remedy="save numbers, strings, lists, dicts and tensors only",
+        )
     (directory / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
     files = {
         name: {"bytes": (directory / name).stat().st_size, "crc32": _crc32(directory / name)}
@@ -395,15 +399,6 @@ def _require_space(target: Path, *, needed: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < needed + _SLACK_BYTES:
         raise _disk_full(target, needed=needed, free=free)
-
-
-def _require_safe(path: Path) -> None:
-    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    if unsafe:
-        raise CheckpointError(
-            f"the state to save holds objects that could not be loaded again: {', '.join(sorted(unsafe))}",
-            remedy="save numbers, strings, lists, dicts and tensors only",
-        )
 
 
 @contextmanager
