@@ -241,12 +241,7 @@ def _chart(plan: ChartPlan, log: MetricsLog) -> dict[str, Any]:
         "unit": metric.unit,
         "explanation": metric.explanation,
         "healthy": None if metric.healthy is None else list(metric.healthy),
-        "wide": plan.wide,
-        "log": plan.log,
-        "exact": plan.exact,
-        "floor": plan.floor,
-        "ceiling": plan.ceiling,
-        "least": plan.least,
+        **{name: getattr(plan, name) for name in ("wide", "log", "exact", "floor", "ceiling", "least")},
         "series": [series for name in plan.names if (series := _series(name, plan.band, log)) is not None],
     }
 

@@ -104,21 +104,16 @@ def read_lines(path: Path, *, limit: int | None = None) -> Iterator[dict[str, An
     try:
         with Path(path).open(encoding="utf-8") as file:
             for number, text in enumerate(islice(file, limit), start=1):
-                yield _parse(path, number, text)
+                line = json.loads(text)
+                if not isinstance(line, dict) or not {"prompt", "samples"} <= line.keys():
+                    raise _malformed(path, number, "no prompt or no samples")
+                yield line
+    except json.JSONDecodeError as error:
+        raise _malformed(path, number, error) from error
     except FileNotFoundError as error:
         raise DataError(
             f"{path} does not exist", remedy="choose a step whose rollouts were written (logging.tape)"
         ) from error
-
-
-def _parse(path: Path, number: int, text: str) -> dict[str, Any]:
-    try:
-        line = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise _malformed(path, number, error) from error
-    if not isinstance(line, dict) or not {"prompt", "samples"} <= line.keys():
-        raise _malformed(path, number, "no prompt or no samples")
-    return line
 
 
 def _malformed(path: Path, number: int, reason: Exception | str) -> DataError:

@@ -8,7 +8,7 @@ backward. The policy reads the head's weight itself, so that the whole pass is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import MethodType
 
 import torch
@@ -23,7 +23,6 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from lachesis.config.schema import DistributedConfig
@@ -66,9 +65,6 @@ class Fsdp2(Ranks):
         setattr(model, FORWARD_METHOD, MethodType(_call, model))
         register_fsdp_forward_method(model, FORWARD_METHOD)
         setattr(model, FORWARD_METHOD, _Resharding(model, getattr(model, FORWARD_METHOD)))
-
-    def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        return None  # the backward pass has done it
 
     @torch.no_grad()
     def whole(self, tensor: Tensor) -> Tensor:

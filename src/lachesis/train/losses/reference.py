@@ -11,7 +11,6 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from peft import PeftModel
@@ -59,16 +58,12 @@ def build_reference(
     """
     if options.kl_reference == "sampler":
         return SamplerReference()
-    average = None
-    if options.kl_reference == "ema":
-        average = Average(alpha=options.ref_mixup_alpha, every=options.ref_sync_steps)
     if isinstance(loaded.model, PeftModel):
-        adapted = loaded.model
-        if average is None:
-            return AdapterOff(adapted, loaded=loaded, plan=plan)
-        return AveragedAdapter(adapted, loaded=loaded, plan=plan, average=average)
+        if options.kl_reference == "base":
+            return AdapterOff(loaded.model, loaded=loaded, plan=plan)
+        return AveragedAdapter(loaded.model, loaded=loaded, plan=plan, options=options)
     assert second is not None, "second_model() makes it where it is needed"
-    return Copy(loaded, second, plan=plan, average=average)
+    return Copy(loaded, second, plan=plan, options=options)
 
 
 @torch.no_grad()
@@ -96,19 +91,14 @@ def load_reference(
         tensor.copy_(spread(tensor, saved[name]))
 
 
-@dataclass(frozen=True, slots=True)
-class Average:
-    """ref ← alpha·policy + (1 - alpha)·ref, after every ``every``-th step."""
-
-    alpha: float
-    every: int
-
-    @torch.no_grad()
-    def follow(self, reference: Mapping[str, Tensor], policy: Mapping[str, Tensor], *, step: int) -> None:
-        """Move the tensors of ``reference`` in place if step ``step`` is one to follow at."""
-        if step % self.every == 0:
-            for name, tensor in reference.items():
-                tensor.lerp_(policy[name].detach().to(tensor.dtype), self.alpha)
+@torch.no_grad()
+def _follow(
+    reference: Mapping[str, Tensor], policy: Mapping[str, Tensor], *, step: int, options: AlgorithmConfig
+) -> None:
+    """ref ← alpha·policy + (1 - alpha)·ref in place, if ``step`` is a multiple of ``ref_sync_steps``."""
+    if step % options.ref_sync_steps == 0:
+        for name, tensor in reference.items():
+            tensor.lerp_(policy[name].detach().to(tensor.dtype), options.ref_mixup_alpha)
 
 
 class SamplerReference(Reference):
@@ -136,7 +126,7 @@ class Copy(Reference):
     """A second model: frozen for ``base``, following the policy for ``ema``."""
 
     def __init__(
-        self, loaded: LoadedModel, second: PreTrainedModel, *, plan: ForwardPlan, average: Average | None
+        self, loaded: LoadedModel, second: PreTrainedModel, *, plan: ForwardPlan, options: AlgorithmConfig
     ) -> None:
         self._policy = dict(loaded.transformer.named_parameters())
         self._transformer = second
@@ -145,19 +135,19 @@ class Copy(Reference):
         if chosen is not None:
             second.set_attn_implementation(chosen)  # pyright: ignore[reportUnknownMemberType]  # a bare dict in it
         self._plan = plan
-        self._average = average
+        self._options = options
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch) -> Tensor:
         return loss_token_logprobs(self._transformer, micro, plan=self._plan).logprobs
 
     def after_step(self, step: int) -> None:
-        if self._average is not None:
-            self._average.follow(dict(self._transformer.named_parameters()), self._policy, step=step)
+        _follow(self.state_dict(), self._policy, step=step, options=self._options)
 
     def state_dict(self) -> dict[str, Tensor]:
         # A frozen copy is the model that every start of the run loads.
-        return {} if self._average is None else {n: p.detach() for n, p in self._transformer.named_parameters()}
+        moves = self._options.kl_reference == "ema"
+        return {n: p.detach() for n, p in self._transformer.named_parameters()} if moves else {}
 
 
 class AveragedAdapter(Reference):
@@ -167,11 +157,11 @@ class AveragedAdapter(Reference):
     rank, and starts and ends in the same places.
     """
 
-    def __init__(self, adapted: PeftModel, *, loaded: LoadedModel, plan: ForwardPlan, average: Average) -> None:
+    def __init__(self, adapted: PeftModel, *, loaded: LoadedModel, plan: ForwardPlan, options: AlgorithmConfig) -> None:
         self._adapted = adapted
         self._transformer = loaded.transformer
         self._plan = plan
-        self._rule = average
+        self._options = options
         self._policy = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
         self._average = {name: p.detach().clone() for name, p in self._policy.items()}
 
@@ -205,7 +195,7 @@ class AveragedAdapter(Reference):
                 self._average[name], parameter.data = parameter.data, average
 
     def after_step(self, step: int) -> None:
-        self._rule.follow(self._average, self._policy, step=step)
+        _follow(self._average, self._policy, step=step, options=self._options)
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._average)
