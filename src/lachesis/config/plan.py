@@ -151,7 +151,6 @@ def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
             num_iterations=config.algorithm.num_iterations,
         )
     every, evaluate = getattr(config.bridge, "every_steps", 1), config.evaluation.every_steps
-    held_out = config.data.eval_path or config.data.eval_split or config.data.eval_size
     return Batches(
         prompts=config.batch.prompts_per_step,
         completions=completions,
@@ -160,7 +159,11 @@ def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
         steps=steps,
         problems=problems,
         transfers=None if steps is None else steps // every,
-        evaluations=None if steps is None else 2 + ((steps - 1) // evaluate if evaluate else 0) if held_out else 0,
+        evaluations=None
+        if steps is None
+        else 2 + ((steps - 1) // evaluate if evaluate else 0)
+        if config.data.evaluates
+        else 0,
     )
 
 

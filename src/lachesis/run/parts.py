@@ -15,7 +15,6 @@ from lachesis.common.threads import Watch
 from lachesis.common.types import Group, Prompt
 from lachesis.config import schema
 from lachesis.config.rules import learning_rate
-from lachesis.config.rules.rollout_api import evaluates
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps
 from lachesis.engines.base import Engine
@@ -53,7 +52,7 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
         DataError: as :func:`load_problems`, or nothing would remain to train on.
     """
     trains = config.source.kind == "local"  # environments have problems of their own
-    if not trains and not evaluates(config):
+    if not trains and not config.data.evaluates:
         return [], []
     room = context_length(config.model) - config.sampling.max_completion_length
     if room < 1:

@@ -1,34 +1,23 @@
 """Checks across sections, before anything is loaded. They never change a value.
 
-A rule yields findings: a ``problem`` is a combination that cannot work or does nothing that was asked for, a
-``warning`` one that works otherwise than most would expect, a ``note`` a fact worth knowing.
+A rule says what it finds, under its function's name: a ``problem`` is a combination that cannot work or does nothing
+that was asked for, a ``warning`` one that works otherwise than most would expect, a ``note`` a fact worth knowing.
 """
 
 from __future__ import annotations
 
 from lachesis.common.types import Finding
 from lachesis.config.problems import config_error
-from lachesis.config.rules.algorithm import ALGORITHM_RULES
 from lachesis.config.rules.base import Rule
 from lachesis.config.rules.inputs import INPUT_RULES
-from lachesis.config.rules.optimizer import OPTIMIZER_RULES, learning_rate
 from lachesis.config.rules.pipeline import PIPELINE_RULES
-from lachesis.config.rules.process import PROCESS_RULES
-from lachesis.config.rules.rollout_api import ROLLOUT_API_RULES
 from lachesis.config.rules.serving import SERVING_RULES
+from lachesis.config.rules.training import TRAINING_RULES, learning_rate
 from lachesis.config.schema import LachesisConfig
 
 __all__ = ["RULES", "check", "learning_rate"]
 
-RULES: tuple[Rule, ...] = (
-    *INPUT_RULES,
-    *OPTIMIZER_RULES,
-    *ALGORITHM_RULES,
-    *PIPELINE_RULES,
-    *ROLLOUT_API_RULES,
-    *SERVING_RULES,
-    *PROCESS_RULES,
-)
+RULES: tuple[Rule, ...] = (*INPUT_RULES, *TRAINING_RULES, *PIPELINE_RULES, *SERVING_RULES)
 
 
 def check(config: LachesisConfig) -> list[Finding]:
@@ -37,7 +26,11 @@ def check(config: LachesisConfig) -> list[Finding]:
     Raises:
         ConfigError: the configuration cannot work; the message lists every problem.
     """
-    findings = [finding for rule in RULES for finding in rule(config)]
+    findings = [
+        Finding(level=level, rule=rule.__name__.removeprefix("_"), message=message)
+        for rule in RULES
+        for level, message in rule(config)
+    ]
     problems = [finding.message for finding in findings if finding.level == "problem"]
     if problems:
         raise config_error("the configuration cannot work", problems)

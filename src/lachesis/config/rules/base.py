@@ -4,33 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from lachesis.common.types import Finding
+from lachesis.common.types import Level
 from lachesis.config.schema import LachesisConfig
 
-Rule = Callable[[LachesisConfig], Iterator[Finding]]
+Said = tuple[Level, str]
+"""How bad it is, and what it is."""
+
+Rule = Callable[[LachesisConfig], Iterator[Said]]
+"""A check; what it says goes by the name of its function."""
 
 
-def problem(rule: str, message: str) -> Finding:
+def problem(message: str) -> Said:
     """A combination that cannot work, or does nothing that was asked for."""
-    return Finding(level="problem", rule=rule, message=message)
+    return "problem", message
 
 
-def warning(rule: str, message: str) -> Finding:
+def warning(message: str) -> Said:
     """One that works otherwise than most would expect."""
-    return Finding(level="warning", rule=rule, message=message)
+    return "warning", message
 
 
-def note(rule: str, message: str) -> Finding:
+def note(message: str) -> Said:
     """A fact worth knowing."""
-    return Finding(level="note", rule=rule, message=message)
+    return "note", message
 
 
 def changed(config: LachesisConfig, section: str, *names: str) -> list[str]:
     """Those keys of a section that are not at their defaults, as dotted paths."""
     part = getattr(config, section)
-    fields = type(part).model_fields
-    return [
-        f"{section}.{name}"
-        for name in names
-        if getattr(part, name) != fields[name].get_default(call_default_factory=True)
-    ]
+    defaults = {name: field.get_default(call_default_factory=True) for name, field in type(part).model_fields.items()}
+    return [f"{section}.{name}" for name in names if getattr(part, name) != defaults[name]]

@@ -6,22 +6,21 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lachesis.common.types import Finding
 from lachesis.config.keys import find_section
 from lachesis.config.paths import is_model_spec
-from lachesis.config.rules.base import Rule, changed, note, problem, warning
+from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
 from lachesis.config.schema import LachesisConfig
 
 _FUNCTION_SPEC = re.compile(r"^(?:.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)$")
 
 
-def _run_name(config: LachesisConfig) -> Iterator[Finding]:
+def _run_name(config: LachesisConfig) -> Iterator[Said]:
     name = config.run.name
     if not name.strip() or name in (".", "..") or "/" in name or "\\" in name:
-        yield problem("run_name", f"run.name {name!r} must be a directory name without separators")
+        yield problem(f"run.name {name!r} must be a directory name without separators")
 
 
-def _function_specs(config: LachesisConfig) -> Iterator[Finding]:
+def _function_spec(config: LachesisConfig) -> Iterator[Said]:
     named = [("run.setup", config.run.setup), ("data.transform", config.data.transform)]
     named += [(f"data.more[{i}].transform", dataset.transform) for i, dataset in enumerate(config.data.more)]
     named += [("algorithm.loss", config.algorithm.loss)]
@@ -29,107 +28,94 @@ def _function_specs(config: LachesisConfig) -> Iterator[Finding]:
         named += [("source.rollout_func", config.source.rollout_func)]
     for key, spec in named:
         if spec is not None and not _FUNCTION_SPEC.match(spec):
-            yield problem(
-                "function_spec", f"{key}: {spec!r} is neither FILE.py:FUNCTION nor module.function; write one"
-            )
+            yield problem(f"{key}: {spec!r} is neither FILE.py:FUNCTION nor module.function; write one")
     for i, spec in enumerate(config.rewards.functions):
         if not _FUNCTION_SPEC.match(spec) and not is_model_spec(spec):
             yield problem(
-                "function_spec",
                 f"rewards.functions[{i}]: {spec!r} is neither FILE.py:FUNCTION nor module.function, and no model's "
-                "directory or hub id either; write one",
+                "directory or hub id either; write one"
             )
 
 
-def _layers(config: LachesisConfig) -> Iterator[Finding]:
+def _layers(config: LachesisConfig) -> Iterator[Said]:
     adapter = config.adapter
     if adapter.kind == "lora" and config.model.train_layers is not None:
         yield problem(
-            "layers",
             "model.train_layers is for full fine-tuning, and adapter.kind is lora, which trains the adapter alone; set "
-            "adapter.layers instead",
+            "adapter.layers instead"
         )
     if adapter.kind != "lora" or adapter.layers is None:
         return
     if isinstance(adapter.targets, str) and adapter.targets != "all-linear":
         yield problem(
-            "layers",
             f"adapter.layers goes with a list of modules, and adapter.targets is the expression {adapter.targets!r}; "
-            f"write [{adapter.targets}], or all-linear",
+            f"write [{adapter.targets}], or all-linear"
         )
 
 
-def _chat_template(config: LachesisConfig) -> Iterator[Finding]:
+def _chat_template(config: LachesisConfig) -> Iterator[Said]:
     template = config.model.chat_template
     if template is not None and "{" not in template and not Path(template).is_file():
-        yield problem(
-            "chat_template",
-            f"model.chat_template: {template!r} is no file, and without a {{ it is no Jinja template",
-        )
+        yield problem(f"model.chat_template: {template!r} is no file, and without a {{ it is no Jinja template")
 
 
-def _data(config: LachesisConfig) -> Iterator[Finding]:
+def _data(config: LachesisConfig) -> Iterator[Said]:
     data = config.data
     for key, part in (("data", data), *((f"data.more[{i}]", dataset) for i, dataset in enumerate(data.more))):
         if part.transform is not None and part.format != "auto":
-            yield warning("data", f"{key}.format {part.format} does nothing: {key}.transform makes the prompts")
+            yield warning(f"{key}.format {part.format} does nothing: {key}.transform makes the prompts")
     if data.prepared_path is None and data.processes is not None and data.processes > 1 and data.transform is None:
-        yield note("data", f"data.processes {data.processes}: without data.transform preparing is quick with one")
+        yield note(f"data.processes {data.processes}: without data.transform preparing is quick with one")
     if data.path is None and data.more:
-        yield problem("data", "data.more is further data besides data.path, which is missing; set it")
+        yield problem("data.more is further data besides data.path, which is missing; set it")
 
 
-def _reward_weights(config: LachesisConfig) -> Iterator[Finding]:
+def _reward_weights(config: LachesisConfig) -> Iterator[Said]:
     functions, weights = config.rewards.functions, config.rewards.weights
     if weights is None:
         return
     if len(weights) != len(functions):
         yield problem(
-            "reward_weights",
             f"rewards.weights has {len(weights)} values for {len(functions)} rewards.functions; "
-            "give one each, or leave weights out",
+            "give one each, or leave weights out"
         )
     elif not any(weights):
-        yield problem("reward_weights", "rewards.weights are all 0, so nothing would be learned")
+        yield problem("rewards.weights are all 0, so nothing would be learned")
 
 
-def _held_out(config: LachesisConfig) -> Iterator[Finding]:
+def _held_out(config: LachesisConfig) -> Iterator[Said]:
     data, evaluation = config.data, config.evaluation
     given = [f"data.{name}" for name in ("eval_path", "eval_split") if getattr(data, name) is not None]
     if given and data.eval_size > 0:
         yield problem(
-            "held_out",
-            f"{' and '.join([*given, 'data.eval_size'])} both say where held-out problems come from; keep one",
+            f"{' and '.join([*given, 'data.eval_size'])} both say where held-out problems come from; keep one"
         )
     if data.eval_path is not None and data.eval_path == data.path and data.eval_split in (None, data.split):
-        yield warning("held_out", "data.eval_path is data.path, so accuracy is measured on the training problems")
+        yield warning("data.eval_path is data.path, so accuracy is measured on the training problems")
     if data.eval_path is None and data.eval_split is not None and data.eval_split == data.split:
-        yield warning("held_out", "data.eval_split is data.split, so accuracy is measured on the training problems")
-    if evaluation.every_steps > 0 and not given and data.eval_size == 0:
+        yield warning("data.eval_split is data.split, so accuracy is measured on the training problems")
+    if evaluation.every_steps > 0 and not data.evaluates:
         yield problem(
-            "held_out",
             f"evaluation.every_steps is {evaluation.every_steps} and there are no held-out problems; "
-            "set data.eval_path, data.eval_split or data.eval_size",
+            "set data.eval_path, data.eval_split or data.eval_size"
         )
-    if not given and data.eval_size == 0:
+    if not data.evaluates:
         unused = changed(config, "evaluation", "max_problems", "samples_per_problem", "temperature", "success_reward")
         if unused:
-            yield note("held_out", f"{', '.join(unused)} do nothing without held-out problems; set data.eval_size")
+            yield note(f"{', '.join(unused)} do nothing without held-out problems; set data.eval_size")
     if config.run.steps is not None and evaluation.every_steps > config.run.steps:
         yield note(
-            "held_out",
             f"evaluation.every_steps {evaluation.every_steps} is more than run.steps {config.run.steps}: "
-            "there is an evaluation before and after the run only",
+            "there is an evaluation before and after the run only"
         )
     if evaluation.samples_per_problem > 1 and evaluation.temperature == 0:
         yield problem(
-            "held_out",
             f"evaluation.samples_per_problem is {evaluation.samples_per_problem} and evaluation.temperature 0, so all "
-            "samples of a problem would be the same; set a temperature",
+            "samples of a problem would be the same; set a temperature"
         )
 
 
-def _truncated_sampling(config: LachesisConfig) -> Iterator[Finding]:
+def _truncated_sampling(config: LachesisConfig) -> Iterator[Said]:
     sampling = config.sampling
     if config.source.kind == "atropos":  # training samples are the environments'
         return
@@ -148,49 +134,38 @@ def _truncated_sampling(config: LachesisConfig) -> Iterator[Finding]:
     cutting += changed(config, "sampling", "min_tokens", "guided_regex")
     if cutting:
         yield warning(
-            "truncated_sampling",
             f"{', '.join(cutting)}: the engine's logprobs are of the distribution that was sampled from, the "
             "trainer's of the full one, so ratios are biased from the start and the clip cuts tokens that "
-            "never moved; train with all of them off",
+            "never moved; train with all of them off"
         )
 
 
-def _engine_sampling(config: LachesisConfig) -> Iterator[Finding]:
+def _engine_sampling(config: LachesisConfig) -> Iterator[Said]:
     if config.engine.kind in ("embedded", "embedded_server"):
         for key in changed(config, "sampling", "generation_kwargs"):
-            yield problem("engine_sampling", f"{key} is vLLM's, and engine.kind is {config.engine.kind}; remove it")
+            yield problem(f"{key} is vLLM's, and engine.kind is {config.engine.kind}; remove it")
     section = find_section("sampling")
     own = {key.name for key in section.keys} if section else set()
     for name in sorted(own & set(config.sampling.generation_kwargs)):
-        yield problem("engine_sampling", f"sampling.generation_kwargs.{name} has a key of its own: sampling.{name}")
+        yield problem(f"sampling.generation_kwargs.{name} has a key of its own: sampling.{name}")
     for name in sorted({"max_tokens", "n", "logprobs", "seed"} & set(config.sampling.generation_kwargs)):
-        yield problem("engine_sampling", f"sampling.generation_kwargs.{name} is set by the run itself; remove it")
+        yield problem(f"sampling.generation_kwargs.{name} is set by the run itself; remove it")
     if config.sampling.min_tokens > config.sampling.max_completion_length:
         yield problem(
-            "engine_sampling",
             f"sampling.min_tokens {config.sampling.min_tokens} is more than max_completion_length "
-            f"{config.sampling.max_completion_length}",
+            f"{config.sampling.max_completion_length}"
         )
 
 
-def _group_size(config: LachesisConfig) -> Iterator[Finding]:
+def _group_size(config: LachesisConfig) -> Iterator[Said]:
     if config.sampling.num_generations == 2 and config.algorithm.scale_rewards == "group":
         yield note(
-            "group_size",
             "with sampling.num_generations 2 and algorithm.scale_rewards group every advantage is about "
-            "+0.71 or -0.71, however far the two rewards are apart (or 0 where they are equal)",
+            "+0.71 or -0.71, however far the two rewards are apart (or 0 where they are equal)"
         )
 
 
 INPUT_RULES: tuple[Rule, ...] = (
-    _run_name,
-    _function_specs,
-    _layers,
-    _chat_template,
-    _data,
-    _reward_weights,
-    _held_out,
-    _truncated_sampling,
-    _engine_sampling,
-    _group_size,
+    *(_run_name, _function_spec, _layers, _chat_template, _data, _reward_weights, _held_out),
+    *(_truncated_sampling, _engine_sampling, _group_size),
 )

@@ -4,46 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lachesis.common.types import Finding
-from lachesis.config.rules.base import Rule, note, problem, warning
+from lachesis.config.rules.base import Rule, Said, note, problem, warning
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 
 _STARTED_BY_THE_RUN = ("vllm", "embedded_server")
 _OTHER_BRIDGES = "shared_vllm, broadcast or none, or lora_only with LoRA"
 
 
-def _bridge(config: LachesisConfig) -> Iterator[Finding]:
+def _bridge(config: LachesisConfig) -> Iterator[Said]:
     """Whether the bridge fits the engine and what is trained, by what it declares."""
     kind, engine, capabilities = config.bridge.kind, config.engine.kind, config.bridge.capabilities
     if kind == "in_process" and engine != "embedded":
         yield problem(
-            "bridge",
             f"bridge.kind in_process reaches the trainer's own process only, and engine.kind is {engine}; "
-            f"set bridge.kind: {_OTHER_BRIDGES}",
+            f"set bridge.kind: {_OTHER_BRIDGES}"
         )
     if kind != "in_process" and engine == "embedded":
         yield problem(
-            "bridge",
             "engine.kind embedded has the trainer's own weights and no bridge but in_process, and bridge.kind is "
-            f"{kind}; remove bridge, or set engine.kind: vllm, embedded_server or http",
+            f"{kind}; remove bridge, or set engine.kind: vllm, embedded_server or http"
         )
     if capabilities.adapter_only and config.adapter.kind == "none":
         yield problem(
-            "bridge",
             f"bridge.kind {kind} transfers adapters only, and adapter.kind is none; "
-            "set adapter.kind: lora or choose another bridge",
+            "set adapter.kind: lora or choose another bridge"
         )
     if capabilities.owns_engine and engine not in (*_STARTED_BY_THE_RUN, "embedded"):
         yield problem(
-            "bridge",
             f"bridge.kind {kind} restarts the engine, and engine.kind {engine} is not the run's to restart; "
-            f"set engine.kind: {' or '.join(_STARTED_BY_THE_RUN)}",
+            f"set engine.kind: {' or '.join(_STARTED_BY_THE_RUN)}"
         )
     if not config.bridge.proof:
-        yield warning("bridge", "bridge.proof is false: an engine with stale weights would go unnoticed; turn it on")
+        yield warning("bridge.proof is false: an engine with stale weights would go unnoticed; turn it on")
 
 
-def _shared(config: LachesisConfig) -> Iterator[Finding]:
+def _shared(config: LachesisConfig) -> Iterator[Said]:
     """Single copy: the trainer's parameters and the engine's are the same tensors."""
     bridge, engine = config.bridge, config.engine
     shares_base = (bridge.kind == "lora_only" or bridge.kind == "lora_nccl") and bridge.share_base
@@ -52,70 +47,60 @@ def _shared(config: LachesisConfig) -> Iterator[Finding]:
     key = "bridge.share_base" if shares_base else "bridge.kind shared_vllm"
     if engine.kind == "vllm" and engine.tensor_parallel_size > 1:
         yield problem(
-            "shared",
             f"{key} gives the trainer the engine's own tensors, and with engine.tensor_parallel_size "
-            f"{engine.tensor_parallel_size} each GPU holds slices that no layer of the trainer's can use; set it to 1",
+            f"{engine.tensor_parallel_size} each GPU holds slices that no layer of the trainer's can use; set it to 1"
         )
     if engine.kind == "vllm" and engine.data_parallel_size > 1:
         yield problem(
-            "shared",
             f"{key} has one copy of the weights, and engine.data_parallel_size {engine.data_parallel_size} makes "
-            "several; set it to 1",
+            "several; set it to 1"
         )
     if engine.kind == "vllm" and engine.devices is not None:
         yield note(
-            "shared",
             f"{key} works on one GPU: engine.devices {engine.devices} has to name the trainer's, and "
-            "engine.gpu_memory_utilization to leave it room",
+            "engine.gpu_memory_utilization to leave it room"
         )
     if engine.kind == "vllm" and engine.enable_sleep_mode:
-        yield problem(
-            "shared", f"{key}: a sleeping engine gives up the tensors that are trained; remove enable_sleep_mode"
-        )
+        yield problem(f"{key}: a sleeping engine gives up the tensors that are trained; remove enable_sleep_mode")
     if bridge.kind == "shared_vllm" and config.adapter.kind != "none":
         yield problem(
-            "shared",
             "bridge.kind shared_vllm trains the engine's weights themselves, and adapter.kind is "
-            f"{config.adapter.kind}; for LoRA on the engine's weights use lora_only with share_base",
+            f"{config.adapter.kind}; for LoRA on the engine's weights use lora_only with share_base"
         )
     if config.model.quantization != "none":
         yield problem(
-            "shared",
             f"{key}: the engine's weights are not quantized, and model.quantization is {config.model.quantization}; "
-            "remove it",
+            "remove it"
         )
 
 
-def _merged(config: LachesisConfig) -> Iterator[Finding]:
+def _merged(config: LachesisConfig) -> Iterator[Said]:
     capabilities = config.bridge.capabilities
     sends_all = not capabilities.adapter_only and not capabilities.shares_storage
     if config.model.quantization != "none" and sends_all:
         yield problem(
-            "merged",
             f"bridge.kind {config.bridge.kind} sends all weights with the adapter merged into them, and with "
             f"model.quantization {config.model.quantization} the base's are not there; set bridge.kind: lora_only or "
-            "lora_nccl, which send the adapter itself",
+            "lora_nccl, which send the adapter itself"
         )
 
 
-def _engine(config: LachesisConfig) -> Iterator[Finding]:
+def _engine(config: LachesisConfig) -> Iterator[Said]:
     engine = config.engine
     if engine.kind == "vllm" and engine.enforce_eager:
-        yield note(
-            "engine", "engine.enforce_eager: generation is several times slower; CUDA graphs see new weights too"
-        )
+        yield note("engine.enforce_eager: generation is several times slower; CUDA graphs see new weights too")
     if engine.kind == "vllm" and engine.data_parallel_size > 1:
         yield from _copies(engine)
     every = getattr(config.bridge, "every_steps", 1)
     if config.run.steps is not None and every > config.run.steps:
         yield warning(
-            "engine",
             f"bridge.every_steps {every} is more than run.steps {config.run.steps}: the engine never gets new weights "
-            "during the run",
+            "during the run"
         )
+    yield from _context(config)
 
 
-def _copies(engine: VllmEngineConfig) -> Iterator[Finding]:
+def _copies(engine: VllmEngineConfig) -> Iterator[Said]:
     """Whether each copy of the model has GPUs of its own."""
     needed = engine.data_parallel_size * engine.tensor_parallel_size
     words = (
@@ -123,12 +108,12 @@ def _copies(engine: VllmEngineConfig) -> Iterator[Finding]:
         f"{engine.tensor_parallel_size} GPU(s) each"
     )
     if engine.devices is None:
-        yield warning("engine", f"{words}, all on the trainer's own: name {needed} in engine.devices")
+        yield warning(f"{words}, all on the trainer's own: name {needed} in engine.devices")
     elif len(engine.devices.split(",")) != needed:
-        yield problem("engine", f"{words}, and engine.devices {engine.devices} is not {needed}; name {needed} of them")
+        yield problem(f"{words}, and engine.devices {engine.devices} is not {needed}; name {needed} of them")
 
 
-def _context(config: LachesisConfig) -> Iterator[Finding]:
+def _context(config: LachesisConfig) -> Iterator[Said]:
     """Whether the engine takes sequences as long as they may become."""
     engine, source = config.engine, config.source
     if (engine.kind != "vllm" and engine.kind != "embedded_server") or engine.max_model_len is None:
@@ -136,19 +121,17 @@ def _context(config: LachesisConfig) -> Iterator[Finding]:
     if source.kind == "atropos":
         if engine.max_model_len < source.max_sequence_length:
             yield warning(
-                "engine",
                 f"engine.max_model_len {engine.max_model_len} is less than source.max_sequence_length "
                 f"{source.max_sequence_length}, which environments are told: it will refuse longer requests; set both "
-                "alike",
+                "alike"
             )
         return
     longest = (config.data.max_prompt_length or 1) + config.sampling.max_completion_length
     if engine.max_model_len < longest:
         yield problem(
-            "engine",
             f"engine.max_model_len {engine.max_model_len} is less than a longest prompt and completion ({longest} "
-            "tokens); raise it, or lower data.max_prompt_length or sampling.max_completion_length",
+            "tokens); raise it, or lower data.max_prompt_length or sampling.max_completion_length"
         )
 
 
-SERVING_RULES: tuple[Rule, ...] = (_shared, _merged, _engine, _context, _bridge)
+SERVING_RULES: tuple[Rule, ...] = (_shared, _merged, _engine, _bridge)

@@ -74,6 +74,11 @@ class DataConfig(Section):
         default_factory=dict, description="Extra variables for the chat template."
     )
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out problems."""
+        return self.eval_path is not None or self.eval_split is not None or self.eval_size > 0
+
 
 class LocalSourceConfig(Section):
     """Prompts from a dataset, completions from the engine, rewards from Python functions."""

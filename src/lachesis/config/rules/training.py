@@ -1,0 +1,295 @@
+"""Rules about training: optimizer, loss, reference, adapter, memory, deadlines and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
+from lachesis.config.schema import LachesisConfig
+
+DEFAULT_LEARNING_RATE = 1e-6
+DEFAULT_LORA_LEARNING_RATE = 1e-5
+
+# Above these, a policy without KL term has been seen to become unstable, small models included.
+_LARGE_LEARNING_RATE = {"none": 1e-4, "lora": 1e-3}
+_SIGNIFICAND_BITS = {"bfloat16": 8, "float16": 11}
+_ORDINARY_WEIGHT = 0.02  # the usual standard deviation of initialization, and near it after pretraining
+
+
+def learning_rate(config: LachesisConfig) -> float:
+    """The peak learning rate: the configured one, or 1e-6, or 1e-5 with LoRA."""
+    if config.optimizer.learning_rate is not None:
+        return config.optimizer.learning_rate
+    return DEFAULT_LORA_LEARNING_RATE if config.adapter.kind == "lora" else DEFAULT_LEARNING_RATE
+
+
+def _schedule(config: LachesisConfig) -> Iterator[Said]:
+    optimizer, steps = config.optimizer, config.run.steps
+    if steps is not None and optimizer.warmup_steps > steps:
+        yield problem(
+            f"optimizer.warmup_steps {optimizer.warmup_steps} is more than run.steps {steps}, so the "
+            "learning rate would never reach its peak; lower it"
+        )
+    if optimizer.warmup_steps and optimizer.warmup_ratio:
+        yield problem(
+            f"optimizer.warmup_steps {optimizer.warmup_steps} and warmup_ratio {optimizer.warmup_ratio:g} both say how "
+            "long to warm up; give one of them"
+        )
+    if optimizer.min_lr_ratio > 0 and optimizer.schedule == "constant":
+        yield warning(
+            f"optimizer.min_lr_ratio {optimizer.min_lr_ratio:g} does nothing with schedule constant; "
+            "use linear or cosine"
+        )
+
+
+def _optimizer(config: LachesisConfig) -> Iterator[Said]:
+    optimizer = config.optimizer
+    if optimizer.kind != "adafactor" and 1.0 in optimizer.betas:
+        yield problem("optimizer.betas must be below 1: a moment with decay 1 never moves")
+    if optimizer.kind == "adafactor":
+        if ignored := changed(config, "optimizer", "betas", "eps"):
+            yield warning(f"{' and '.join(ignored)} do nothing with optimizer.kind adafactor")
+    elif optimizer.scale_parameter:
+        yield warning(f"optimizer.scale_parameter does nothing with optimizer.kind {optimizer.kind}")
+    if optimizer.kind == "adamw_cpu" and config.model.device == "cpu":
+        yield note("optimizer.kind adamw_cpu is adamw where the model is on the CPU")
+
+
+def _learning_rate(config: LachesisConfig) -> Iterator[Said]:
+    rate, limit = learning_rate(config), _LARGE_LEARNING_RATE[config.adapter.kind]
+    if config.algorithm.beta == 0 and rate > limit:
+        yield warning(
+            f"optimizer.learning_rate {rate:g} is above {limit:g} and algorithm.beta is 0, so nothing holds "
+            "the policy near the base model; lower the rate or set beta (0.01 to 0.04 is common)"
+        )
+
+
+def _vanishing_updates(config: LachesisConfig) -> Iterator[Said]:
+    """An update is lost below half the spacing of a weight's neighbours.
+
+    With p significand bits the neighbours of w are between 2^-p·|w| and 2^(1-p)·|w| apart (IEEE 754), and
+    an AdamW step is about the learning rate. So every weight above ``learning_rate · 2^(p+1)`` stands still.
+    """
+    dtype, on_cpu = config.model.dtype, config.model.device == "cpu"
+    # peft keeps the adapters of 16-bit models in float32, so only full fine-tuning updates 16-bit weights.
+    if config.optimizer.weight_update != "plain" or config.adapter.kind != "none":
+        return
+    if dtype == "float32" or (dtype == "auto" and on_cpu):
+        return
+    assumed = "bfloat16" if dtype == "auto" else dtype
+    bits, rate = _SIGNIFICAND_BITS[assumed], learning_rate(config)
+    frozen_above = rate * 2 ** (bits + 1)
+    if frozen_above > _ORDINARY_WEIGHT:
+        return
+    condition = f"if the checkpoint is {assumed}, " if dtype == "auto" else ""
+    yield warning(
+        f"optimizer.weight_update is plain: {condition}a {assumed} weight w takes no step below about "
+        f"2^-{bits + 1}·|w|, so at learning rate {rate:g} every weight beyond {frozen_above:.1e} stands "
+        f"still (ordinary weights are near {_ORDINARY_WEIGHT:g}); use fp32_master or stochastic_rounding"
+    )
+
+
+def _weight_update(config: LachesisConfig) -> Iterator[Said]:
+    update, dtype = config.optimizer.weight_update, config.model.dtype
+    if config.adapter.kind == "none" and update == "stochastic_rounding" and dtype == "float16":
+        yield problem(
+            "optimizer.weight_update stochastic_rounding is for bfloat16 and model.dtype is float16; "
+            "use fp32_master, or bfloat16"
+        )
+    if update in ("stochastic_rounding", "fp32_master") and dtype == "float32":
+        yield note(f"optimizer.weight_update {update} does nothing: model.dtype is float32 already")
+
+
+def _algorithm(config: LachesisConfig) -> Iterator[Said]:
+    algorithm = config.algorithm
+    if algorithm.importance_sampling_level == "sequence" and algorithm.loss_type != "grpo":
+        yield warning(
+            f"algorithm.importance_sampling_level sequence with loss_type {algorithm.loss_type} weights "
+            "sequences by their length; GSPO is defined with loss_type grpo"
+        )
+    if algorithm.aggregation == "normalize_then_sum" and algorithm.scale_rewards != "group":
+        yield warning(
+            f"algorithm.scale_rewards {algorithm.scale_rewards} does nothing with aggregation "
+            "normalize_then_sum, which always divides by the group's and then the batch's deviation"
+        )
+    if algorithm.epsilon >= 1:
+        yield warning(f"algorithm.epsilon {algorithm.epsilon:g} never clips below: a ratio is never less than 0")
+    if algorithm.epsilon_high is not None and algorithm.epsilon_high < algorithm.epsilon:
+        yield note(
+            f"algorithm.epsilon_high {algorithm.epsilon_high:g} is below epsilon {algorithm.epsilon:g}; "
+            "clip-higher wants it above"
+        )
+
+
+# What a loss type that does not clip as PPO does has no use for.
+_WITHOUT_CLIP = {
+    "cispo": ("epsilon", "delta"),
+    "sapo": ("epsilon", "epsilon_high", "delta"),
+    "vespo": ("epsilon", "epsilon_high", "delta"),
+}
+
+
+def _loss(config: LachesisConfig) -> Iterator[Said]:
+    algorithm = config.algorithm
+    if algorithm.loss is not None and changed(config, "algorithm", "loss_type"):
+        yield warning(f"algorithm.loss_type {algorithm.loss_type} does nothing: algorithm.loss takes its place")
+    bound = algorithm.epsilon_high
+    if algorithm.loss_type == "cispo" and bound is not None and bound < 1:
+        yield warning(
+            f"algorithm.epsilon_high {bound:g}: with loss_type cispo it is the bound of the ratio itself, so every "
+            f"weight is at most {bound:g}; 5 is usual, and taken if it is unset"
+        )
+    for kind in ("sapo", "vespo"):
+        names = [name for name in type(algorithm).model_fields if name.startswith(f"{kind}_")]
+        if algorithm.loss_type != kind and (keys := changed(config, "algorithm", *names)):
+            yield note(f"{', '.join(keys)} do nothing with loss_type {algorithm.loss_type}")
+    unused = changed(config, "algorithm", *_WITHOUT_CLIP.get(algorithm.loss_type, ()))
+    if unused and algorithm.loss is None:
+        yield warning(
+            f"{', '.join(unused)} do{'es' if len(unused) == 1 else ''} nothing with loss_type {algorithm.loss_type}, "
+            "which does not clip the ratio so; remove it, or take another loss_type"
+        )
+    if algorithm.top_entropy_quantile == 0:
+        yield problem("algorithm.top_entropy_quantile 0 trains on no token; 1 is all")
+    if algorithm.delta is not None and algorithm.delta <= 1 + algorithm.epsilon:
+        yield warning(
+            f"algorithm.delta {algorithm.delta:g} is not above 1 + epsilon {1 + algorithm.epsilon:g}, so it cuts where "
+            "the clip would not have yet"
+        )
+
+
+def _reference(config: LachesisConfig) -> Iterator[Said]:
+    algorithm = config.algorithm
+    if algorithm.kl_reference == "ema" and algorithm.beta == 0:
+        yield problem("algorithm.kl_reference is ema and beta 0, so no reference is used; set beta")
+    if algorithm.kl_reference == "sampler" and algorithm.beta == 0:
+        yield warning("algorithm.kl_reference sampler does nothing while algorithm.beta is 0; set beta")
+    if algorithm.kl_reference != "ema":
+        for key in changed(config, "algorithm", "ref_mixup_alpha", "ref_sync_steps"):
+            yield note(f"{key} does nothing with kl_reference {algorithm.kl_reference}")
+
+
+def _sampler_correction(config: LachesisConfig) -> Iterator[Said]:
+    algorithm = config.algorithm
+    low, high = algorithm.sampler_correction_min, algorithm.sampler_correction_max
+    if algorithm.sampler_correction == "none":
+        for key in changed(config, "algorithm", "sampler_correction_min", "sampler_correction_max"):
+            yield note(f"{key} does nothing with sampler_correction none")
+        return
+    if algorithm.loss_type == "vespo" and algorithm.sampler_correction.startswith("sequence"):
+        per_token = algorithm.sampler_correction.replace("sequence", "token")
+        yield problem(
+            f"algorithm.loss_type vespo multiplies corrections of tokens, and sampler_correction "
+            f"{algorithm.sampler_correction} has one for the whole sequence; set it to {per_token}"
+        )
+    if low is None and high is None:
+        yield problem(
+            f"algorithm.sampler_correction {algorithm.sampler_correction} has no bound; set sampler_correction_max"
+        )
+    if low is not None and high is not None and low >= high:
+        yield problem(
+            f"algorithm.sampler_correction_min {low:g} is not below sampler_correction_max {high:g}; lower it"
+        )
+
+
+def _iterations(config: LachesisConfig) -> Iterator[Said]:
+    iterations, steps = config.algorithm.num_iterations, config.run.steps
+    if steps is not None and steps % iterations:
+        yield note(
+            f"run.steps {steps} is no multiple of algorithm.num_iterations {iterations}: the last batch is trained on "
+            f"{steps % iterations} times; {steps // iterations * iterations or iterations} or "
+            f"{-(-steps // iterations) * iterations} steps are"
+        )
+
+
+def _adapter(config: LachesisConfig) -> Iterator[Said]:
+    if config.adapter.kind == "lora" and config.adapter.dropout > 0:
+        yield warning(
+            f"adapter.dropout {config.adapter.dropout:g} is on while training and off while sampling, so "
+            "ratios are noisy before the policy has moved; 0 is usual with RL"
+        )
+
+
+def _model(config: LachesisConfig) -> Iterator[Said]:
+    model = config.model
+    if model.residual_dtype == "float32" and model.dtype == "float32":
+        yield note("model.residual_dtype float32 does nothing with model.dtype float32: it is float32 anyway")
+
+
+def _quantization(config: LachesisConfig) -> Iterator[Said]:
+    model = config.model
+    if model.quantization == "none":
+        return
+    if config.adapter.kind == "none":
+        yield problem(
+            f"model.quantization {model.quantization} holds weights that cannot be trained, and adapter.kind is none; "
+            "set adapter.kind: lora, or remove model.quantization"
+        )
+    if config.engine.kind != "embedded":
+        corrected = config.algorithm.sampler_correction != "none"
+        yield warning(
+            f"model.quantization {model.quantization}: engine.kind {config.engine.kind} holds the base weights as they "
+            "were, so samples come from a policy that is not quite the trained one, and the proof of sync allows its "
+            "canary a larger difference" + ("" if corrected else "; set algorithm.sampler_correction: token_truncate")
+        )
+
+
+def _float8(config: LachesisConfig) -> Iterator[Said]:
+    if config.model.matmul_dtype == "auto":
+        return
+    key = f"model.matmul_dtype {config.model.matmul_dtype}"
+    if config.model.quantization != "none":
+        yield problem(
+            f"{key}: with model.quantization {config.model.quantization} the linear layers have products of their own; "
+            "remove one of the two"
+        )
+    if config.model.device == "cpu":
+        yield warning(f"{key} is emulated with model.device cpu: it rounds as a GPU does, and is slower")
+    if config.model.compile == "off":
+        yield note(f"{key} gains little with model.compile off: roundings then take passes of their own")
+    if config.algorithm.sampler_correction == "none":
+        yield warning(
+            f"{key} is for training alone: the engine samples in model.dtype, so from a policy that is not quite the "
+            "trained one; set algorithm.sampler_correction: token_truncate"
+        )
+
+
+def _microbatch(config: LachesisConfig) -> Iterator[Said]:
+    budget = config.batch.max_tokens_per_microbatch
+    longest = (config.data.max_prompt_length or 0) + config.sampling.max_completion_length
+    if config.source.kind == "atropos":
+        longest = config.source.max_sequence_length
+    if budget < longest:
+        yield note(
+            f"batch.max_tokens_per_microbatch {budget} is less than one longest sequence ({longest} tokens): "
+            "such a sequence goes alone and sets the peak memory"
+        )
+
+
+def _deadlines(config: LachesisConfig) -> Iterator[Said]:
+    deadlines = config.deadlines
+    if deadlines.batch_s < deadlines.generation_s:
+        yield warning(
+            f"deadlines.batch_s {deadlines.batch_s:g} is less than generation_s {deadlines.generation_s:g}, "
+            "so the wait for a batch ends before generation may; raise it"
+        )
+
+
+def _checkpoint(config: LachesisConfig) -> Iterator[Said]:
+    checkpoint, steps = config.checkpoint, config.run.steps
+    if not checkpoint.save_final and checkpoint.every_steps == 0:
+        yield warning("checkpoint.save_final is false and every_steps 0: a run that ends leaves no trained weights")
+    if steps is not None and checkpoint.every_steps > steps:
+        yield note(
+            f"checkpoint.every_steps {checkpoint.every_steps} is more than run.steps {steps}: no checkpoint "
+            "is written unless the run is stopped"
+        )
+    if checkpoint.every_steps == 0 and changed(config, "checkpoint", "keep_last"):
+        yield note("checkpoint.keep_last does nothing while checkpoint.every_steps is 0")
+
+
+TRAINING_RULES: tuple[Rule, ...] = (
+    *(_schedule, _optimizer, _learning_rate, _vanishing_updates, _weight_update),
+    *(_algorithm, _loss, _reference, _sampler_correction, _iterations, _adapter, _model, _float8, _quantization),
+    *(_microbatch, _deadlines, _checkpoint),
+)
