@@ -4,6 +4,10 @@ Unknown keys are errors; a configuration never changes after it was read. Checks
 :mod:`lachesis.config.rules`.
 """
 
+# What is imported here is what the schema has to offer.
+# ruff: noqa: F401
+# pyright: reportUnusedImport=false
+
 from __future__ import annotations
 
 from pydantic import Field
@@ -27,13 +31,15 @@ from lachesis.config.schema.engines import (
     VllmEngineConfig,
 )
 from lachesis.config.schema.model import AdapterConfig, LoraAdapterConfig, ModelConfig, NoAdapterConfig, RunConfig
-from lachesis.config.schema.pipeline import PipelineConfig
 from lachesis.config.schema.process import (
+    ApiServiceConfig,
     CheckpointConfig,
     DeadlinesConfig,
     DistributedConfig,
+    EnvironmentServiceConfig,
     EvaluationConfig,
     LoggingConfig,
+    ServicesConfig,
     WandbConfig,
 )
 from lachesis.config.schema.rollouts import (
@@ -41,57 +47,12 @@ from lachesis.config.schema.rollouts import (
     DataConfig,
     DatasetConfig,
     LocalSourceConfig,
+    PipelineConfig,
     RewardsConfig,
     SamplingConfig,
     SourceConfig,
 )
-from lachesis.config.schema.services import ApiServiceConfig, EnvironmentServiceConfig, ServicesConfig
 from lachesis.config.schema.training import AlgorithmConfig, BatchConfig, OptimizerConfig
-
-__all__ = [
-    "AdapterConfig",
-    "AlgorithmConfig",
-    "ApiServiceConfig",
-    "AtroposSourceConfig",
-    "BatchConfig",
-    "BridgeCapabilities",
-    "BridgeConfig",
-    "BroadcastBridgeConfig",
-    "CheckpointConfig",
-    "DataConfig",
-    "DatasetConfig",
-    "DeadlinesConfig",
-    "DistributedConfig",
-    "EmbeddedEngineConfig",
-    "EmbeddedServerConfig",
-    "EngineConfig",
-    "EnvironmentServiceConfig",
-    "EvaluationConfig",
-    "HttpEngineConfig",
-    "InProcessBridgeConfig",
-    "LachesisConfig",
-    "LocalSourceConfig",
-    "LoggingConfig",
-    "LoraAdapterConfig",
-    "LoraBroadcastBridgeConfig",
-    "LoraRestartBridgeConfig",
-    "LoraSwapBridgeConfig",
-    "ModelConfig",
-    "NoAdapterConfig",
-    "OptimizerConfig",
-    "PipelineConfig",
-    "ReloadBridgeConfig",
-    "RestartBridgeConfig",
-    "RewardsConfig",
-    "RunConfig",
-    "SamplingConfig",
-    "Section",
-    "ServicesConfig",
-    "SharedBridgeConfig",
-    "SourceConfig",
-    "VllmEngineConfig",
-    "WandbConfig",
-]
 
 
 class LachesisConfig(Section):
