@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from lachesis.cli import app
 from lachesis.common.errors import ConfigError
+from lachesis.config.dialects.atropos import SERVER, SPELLINGS, TRAINER
 from lachesis.config.dialects.atropos_help import help_text
-from lachesis.config.dialects.atropos_names import SERVER, SPELLINGS, TRAINER
 from lachesis.config.dialects.environment import ENVIRONMENT
 from lachesis.config.explain import explain
 from lachesis.config.load import LoadedConfig, load_argv, load_config

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lachesis.common.errors import ConfigError, nearest
-from lachesis.config.dialects import DIALECTS, Dialect, Entry
-from lachesis.config.dialects.table import UNSET
-from lachesis.config.keys import Key, SectionInfo, all_keys, all_sections, value_in_words
-from lachesis.config.suggest import nearest_path
+from lachesis.config.dialects import DIALECTS
+from lachesis.config.dialects.table import UNSET, Dialect, Entry
+from lachesis.config.keys import Key, SectionInfo, all_keys, all_sections, nearest_path, value_in_words
 
 
 @dataclass(frozen=True, slots=True)

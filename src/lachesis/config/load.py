@@ -13,15 +13,10 @@ from pydantic import ValidationError
 
 from lachesis.common.types import Finding
 from lachesis.common.world import world_size
-from lachesis.config.dialects import (
-    DialectName,
-    ManagedEngine,
-    environment_findings,
-    recognize,
-    translate,
-    translate_argv,
-)
+from lachesis.config.dialects import DialectName, recognize, translate
+from lachesis.config.dialects.atropos import ManagedEngine, translate_argv
 from lachesis.config.dialects.axolotl_names import AXOLOTL
+from lachesis.config.dialects.environment import environment_findings
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document, apply_overrides, read_document, to_yaml
 from lachesis.config.keys import all_sections
@@ -82,7 +77,7 @@ def load_argv(
     """The Atropos trainer's flags as a configuration; paths in them are relative to the current directory.
 
     Args:
-        engine: what the run starts, as :func:`lachesis.config.dialects.translate_argv`.
+        engine: what the run starts, as :func:`lachesis.config.dialects.atropos.translate_argv`.
 
     Raises:
         ConfigError: a flag is unknown, or its value wrong; the message lists every problem.

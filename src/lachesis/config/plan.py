@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lachesis.config.dialects.batches import nearest_divisors, nearest_multiples
 from lachesis.config.memory import (
     Lengths,
     Part,
@@ -19,7 +18,7 @@ from lachesis.config.memory import (
 )
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.shape import ModelShape, read_shape
-from lachesis.config.steps import steps_of
+from lachesis.config.steps import nearest_divisors, nearest_multiples, steps_of
 
 _ASSUMED_PROMPT = 512
 

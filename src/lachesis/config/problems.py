@@ -10,9 +10,8 @@ from pydantic import BaseModel, ValidationError
 from lachesis.common.errors import ConfigError, nearest
 from lachesis.config.dialects import DIALECTS
 from lachesis.config.document import Document, Place, describe, dotted
-from lachesis.config.keys import Key, SectionInfo, all_keys, find_keys, find_section
+from lachesis.config.keys import Key, SectionInfo, all_keys, find_keys, find_section, paths_named, unknown_key_hint
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.suggest import paths_named, unknown_key_hint
 
 _YAML_1_1_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 

@@ -1,4 +1,4 @@
-"""Counting in steps: the length of a run, and how old samples become that are generated ahead of training."""
+"""Counting: the length of a run in steps, how old samples become that are generated ahead, and what divides."""
 
 from __future__ import annotations
 
@@ -53,3 +53,17 @@ def oldest_sample(*, every_steps: int, depth: int, iterations: int) -> int:
     and its own batch has ``iterations`` - 1 further uses.
     """
     return depth * iterations + every_steps - 1 + iterations - 1
+
+
+def nearest_multiples(value: int, *, of: int) -> tuple[int, ...]:
+    """The multiples of ``of``, at least one, next below and above ``value``; ``value`` itself if it is one."""
+    below, above = value // of * of, -(-value // of) * of
+    return tuple(dict.fromkeys(number for number in (below, above) if number >= of))
+
+
+def nearest_divisors(value: int, near: int) -> tuple[int, ...]:
+    """The divisors of ``value`` from 2 on that are next below and above ``near``."""
+    divisors = [number for number in range(2, value + 1) if value % number == 0]
+    below = [number for number in divisors if number <= near][-1:]
+    above = [number for number in divisors if number >= near][:1]
+    return tuple(dict.fromkeys(below + above))

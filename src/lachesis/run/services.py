@@ -25,7 +25,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError
 from lachesis.common.http import server_url
 from lachesis.common.process import ManagedProcess, check_port_free
-from lachesis.config.dialects import ManagedEngine
+from lachesis.config.dialects.atropos import ManagedEngine
 from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.schema import (
     ApiServiceConfig,

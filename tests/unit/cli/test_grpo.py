@@ -15,8 +15,8 @@ import typer
 from lachesis.cli import app
 from lachesis.cli.base import printed_log
 from lachesis.cli.grpo import DOCUMENTED, benchmark_lines, command_of
+from lachesis.config.dialects.atropos import TRAINER
 from lachesis.config.dialects.atropos_help import help_text
-from lachesis.config.dialects.atropos_names import TRAINER
 
 VALUES = {"step_time": 2.0, "sync_time": 0.5}
 

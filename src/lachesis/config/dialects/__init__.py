@@ -7,28 +7,14 @@ from typing import Any, Literal
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.dialects import axolotl, trl
-from lachesis.config.dialects.accelerate import ACCELERATE
-from lachesis.config.dialects.atropos import ManagedEngine, translate_argv
-from lachesis.config.dialects.atropos_names import SERVER, TRAINER
+from lachesis.config.dialects.atropos import SERVER, TRAINER
 from lachesis.config.dialects.axolotl_names import AXOLOTL
-from lachesis.config.dialects.environment import ENVIRONMENT, environment_findings
-from lachesis.config.dialects.table import Dialect, Entry, Translation
+from lachesis.config.dialects.distributed import ACCELERATE
+from lachesis.config.dialects.environment import ENVIRONMENT
+from lachesis.config.dialects.table import Dialect, Translation
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document
 from lachesis.config.schema import LachesisConfig
-
-__all__ = [
-    "DIALECTS",
-    "Dialect",
-    "DialectName",
-    "Entry",
-    "ManagedEngine",
-    "Translation",
-    "environment_findings",
-    "recognize",
-    "translate",
-    "translate_argv",
-]
 
 DialectName = Literal["canonical", "axolotl", "trl"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from lachesis.config.dialects.atropos_names import SPELLINGS, SWITCHES, TRAINER
+from lachesis.config.dialects.atropos import SPELLINGS, SWITCHES, TRAINER
 from lachesis.config.dialects.table import UNSET, Entry
 from lachesis.config.keys import find_keys, value_in_words
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.dialects.axolotl_names import AXOLOTL
-from lachesis.config.dialects.batches import check_generation_batch, put_batch
 from lachesis.config.dialects.convert import engine_address, one_of
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed
 from lachesis.config.dialects.grpo import (
+    check_generation_batch,
+    put_batch,
     put_betas,
     put_completions,
     put_every,
@@ -21,9 +22,9 @@ from lachesis.config.dialects.grpo import (
     put_quantization,
     put_reference,
     put_sampler_correction,
+    put_serving,
     put_steps,
 )
-from lachesis.config.dialects.serving import Serving, put_serving
 from lachesis.config.dialects.table import Translation
 from lachesis.config.document import Document, describe
 from lachesis.config.schema import PipelineConfig
@@ -97,8 +98,7 @@ def _put_model(translation: Translation) -> None:
             ("lora_target_modules", "adapter.targets"),
             ("peft_layers_to_transform", "adapter.layers"),
         ):
-            if translation.has(name):
-                translation.put(path, translation.value(name), name)
+            translation.copy(name, path)
         if translation.value("lora_target_linear"):
             translation.put("adapter.targets", "all-linear", "lora_target_linear")
     elif adapter is not None:
@@ -110,7 +110,7 @@ def _put_model(translation: Translation) -> None:
     _put_float8(translation)
     template = translation.value("chat_template")
     if template == "jinja" and translation.has("chat_template_jinja"):
-        translation.put("model.chat_template", translation.value("chat_template_jinja"), "chat_template_jinja")
+        translation.copy("chat_template_jinja", "model.chat_template")
     elif template is not None and not str(template).startswith("tokenizer_default"):
         translation.problem(
             "chat_template",
@@ -158,7 +158,7 @@ def _put_datasets(translation: Translation) -> None:
             if key in dataset:
                 translation.put(path, dataset[key], "test_datasets[0]")
     if translation.has("sequence_len"):
-        translation.put("data.max_prompt_length", translation.value("sequence_len"), "sequence_len")
+        translation.copy("sequence_len", "data.max_prompt_length")
         strategy = translation.value("excess_length_strategy", "drop")
         if strategy == "truncate":
             translation.problem("excess_length_strategy", "a prompt that is cut asks another question; write drop")
@@ -191,14 +191,13 @@ def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[s
 
 def _put_run(translation: Translation) -> None:
     put_steps(translation, max_steps="max_steps", epochs="num_epochs", default_epochs=1.0)
-    put_output_dir(translation)
+    put_output_dir(translation, "output_dir")
     put_betas(translation, "adam_beta1", "adam_beta2")
     for name, path in (("save_steps", "checkpoint.every_steps"), ("eval_steps", "evaluation.every_steps")):
         put_every(translation, name, path, max_steps="max_steps")
     if translation.has("wandb_project"):
         for name, key in (("wandb_project", "project"), ("wandb_name", "name"), ("wandb_mode", "mode")):
-            if translation.has(name):
-                translation.put(f"logging.wandb.{key}", translation.value(name), name)
+            translation.copy(name, f"logging.wandb.{key}")
 
 
 def _put_algorithm(translation: Translation) -> None:
@@ -212,7 +211,7 @@ def _put_algorithm(translation: Translation) -> None:
     put_completions(translation, "trl.")
     length = "max_completion_length"
     if translation.has(length) and not translation.has(f"trl.{length}"):
-        translation.put(f"sampling.{length}", translation.value(length), length)
+        translation.copy(length, f"sampling.{length}")
     elif translation.has(length):
         translation.warning(length, f"nothing to do: trl.{length} says it already")
 
@@ -237,24 +236,20 @@ def _put_engine(translation: Translation) -> None:
     own, asked = translation.value("vllm.port", 8000), translation.value("trl.vllm_server_port", 8000)
     if translation.has("vllm.port") and translation.has("trl.vllm_server_port") and own != asked:
         translation.warning("vllm.port", f"the server listens at {own}, and the trainer asks at {asked}")
-    if translation.value("trl.use_vllm") and translation.has("trl.vllm_server_timeout"):
-        timeout = "trl.vllm_server_timeout"
-        translation.put("deadlines.generation_s", translation.value(timeout), timeout)
+    if translation.value("trl.use_vllm"):
+        translation.copy("trl.vllm_server_timeout", "deadlines.generation_s")
     translation.value("vllm.host")  # the server's own address, which `lachesis vllm-serve` reads
-    if translation.value("trl.vllm_mode") == "colocate" and translation.has("vllm.port"):
-        translation.put("engine.port", translation.value("vllm.port"), "vllm.port")
+    if translation.value("trl.vllm_mode") == "colocate":
+        translation.copy("vllm.port", "engine.port")
     put_serving(
         translation,
-        Serving(
-            use_vllm="trl.use_vllm",
-            mode="trl.vllm_mode",
-            default_mode="server",
-            url=engine_address(translation.value(host, "0.0.0.0"), translation.value(port, 8000)),
-            url_name=port,
-            adapter_sync=bool(translation.value("trl.vllm_lora_sync")),
-            adapter_name="trl.vllm_lora_sync",
-            timeout="trl.vllm_server_timeout",
-            interval="trl.vllm_sync_interval",
-            managed=_MANAGED,
-        ),
+        use_vllm="trl.use_vllm",
+        mode="trl.vllm_mode",
+        default_mode="server",
+        url=engine_address(translation.value(host, "0.0.0.0"), translation.value(port, 8000)),
+        url_name=port,
+        timeout="trl.vllm_server_timeout",
+        managed=_MANAGED,
+        adapter_only="trl.vllm_lora_sync",
+        interval="trl.vllm_sync_interval",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import PurePath
 from typing import Any
 
 from lachesis.common.errors import ConfigError, nearest
@@ -123,15 +122,3 @@ def engine_address(host: Any, port: Any) -> str:
     """Where a client finds a server that binds ``host``: an address for all interfaces is this machine."""
     name = "127.0.0.1" if str(host) in _ANY_ADDRESS else str(host)
     return f"http://{name}:{port}"
-
-
-def run_directory(value: Any) -> tuple[str, str]:
-    """The directory of a run as ``run.dir`` and ``run.name``.
-
-    Raises:
-        ConfigError: it has no name of its own, as ``.`` has none.
-    """
-    path = PurePath(str(value))
-    if not isinstance(value, str) or path.name in ("", ".."):
-        raise ConfigError(f"expected a directory of the run's own, got {describe(value)}")
-    return str(path.parent), path.name

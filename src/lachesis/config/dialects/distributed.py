@@ -1,7 +1,8 @@
 """Sharding as other trainers name it: FSDP's options, DeepSpeed's file, the size of a group.
 
 They set ``distributed``, which takes effect where several processes train. DeepSpeed itself is not used: its ZeRO
-stages are ways of sharding that FSDP2 has too.
+stages are ways of sharding that FSDP2 has too. The file that `accelerate launch --config_file` takes is known, so that
+it can be explained and refused.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.world import HOW_TO_START
-from lachesis.config.dialects.table import Entry, Translation, nothing, together
+from lachesis.config.dialects.table import Dialect, Entry, Translation, cannot, nothing, together
 from lachesis.config.document import describe
 
-# FSDP's own options, with and without the prefix that they have in some files.
-_OPTIONS = ("reshard_after_forward", "sharding_strategy", "offload_params", "cpu_offload", "activation_checkpointing")
+# FSDP's own options, with and without the prefix that they have in some files, and the keys that they set.
+_OPTIONS: Mapping[str, str] = {
+    "reshard_after_forward": "distributed.reshard_after_forward",
+    "sharding_strategy": "distributed.strategy",
+    "offload_params": "distributed.cpu_offload",
+    "cpu_offload": "distributed.cpu_offload",
+    "activation_checkpointing": "model.gradient_checkpointing",
+}
 _DONE_ANYWAY = {
     "decoder layers are found, and sharded one by one": (
         *("transformer_layer_cls_to_wrap", "auto_wrap_policy", "min_num_params", "use_orig_params", "auto_wrap"),
@@ -49,8 +56,8 @@ _SAID_ELSEWHERE = {
 def fsdp_option_entries() -> Iterator[Entry]:
     """The options below ``fsdp_config:``, where they are names of their own."""
     for prefix in ("fsdp_config.", "fsdp_config.fsdp_"):
-        for option in _OPTIONS:
-            yield together(f"{prefix}{option}", _path(option))
+        for option, path in _OPTIONS.items():
+            yield together(f"{prefix}{option}", path)
         for note, names in _DONE_ANYWAY.items():
             yield from nothing(note, *(f"{prefix}{name}" for name in names))
 
@@ -94,13 +101,6 @@ def is_known_option(name: str) -> bool:
     return option_of(name) in _OPTIONS
 
 
-def _path(option: str) -> str:
-    paths = {"sharding_strategy": "distributed.strategy", "activation_checkpointing": "model.gradient_checkpointing"}
-    return paths.get(option) or (
-        "distributed.reshard_after_forward" if option == "reshard_after_forward" else "distributed.cpu_offload"
-    )
-
-
 def _put_words(translation: Translation, words: Any) -> None:
     """``fsdp``: a list or a line of words; true is the default, full sharding."""
     found = words.replace(",", " ").split() if isinstance(words, str) else [] if words is True else words
@@ -135,7 +135,7 @@ def _put_option(translation: Translation, option: str, name: str, value: Any) ->
     if not isinstance(value, bool):
         translation.problem(name, f"expected true or false, got {describe(value)}")
     elif option != "activation_checkpointing" or value:
-        translation.put(_path(option), value, name)
+        translation.put(_OPTIONS[option], value, name)
 
 
 def _put_deepspeed(translation: Translation, value: Any) -> None:
@@ -189,3 +189,20 @@ def _read(path: str) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"{path} holds {describe(content)}, not an object")
     return content
+
+
+ACCELERATE = Dialect(
+    "accelerate",
+    [
+        together("mixed_precision", "model.dtype", "bf16 weights have fp32 masters (optimizer.weight_update)"),
+        *nothing(
+            "start `torchrun --nproc-per-node N -m lachesis ...`, or `lachesis train` alone for one process",
+            *("distributed_type", "num_processes", "num_machines", "machine_rank", "rdzv_backend", "same_network"),
+            *("compute_environment", "main_training_function"),
+        ),
+        together("use_cpu", "model.device", "true is cpu"),
+        *nothing("the command line's --traceback shows where an error came from", "debug"),
+        *cannot("there are no TPUs here", "downcast_bf16"),
+        *cannot("leave it to taskset or numactl", "enable_cpu_affinity"),
+    ],
+)

@@ -1,57 +1,48 @@
-"""The names of TRL's GRPOConfig that Axolotl has too, there below ``trl:``, and what needs several of them."""
+"""What TRL's and Axolotl's files share: names of TRL's GRPOConfig, there below ``trl:``, and what several of them set.
+
+The batch arithmetic is here too, from their rows, accumulation and processes to prompts in an optimizer step, and
+which engine and bridge a file asks for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
-from lachesis.common.errors import ConfigError
-from lachesis.config.dialects.convert import listed, run_directory, scale_rewards, top_k
-from lachesis.config.dialects.table import UNSET, Convert, Entry, Translation, cannot, nothing, same, together
+from lachesis.config.dialects.convert import listed, scale_rewards, top_k
+from lachesis.config.dialects.table import UNSET, Entry, Translation, cannot, nothing, together
 from lachesis.config.document import describe
-from lachesis.config.keys import find_section
+from lachesis.config.schema import SamplingConfig
+from lachesis.config.steps import nearest_divisors, nearest_multiples
 
-LARGE_COMPLETIONS = 512
-
-# name there, path here, converter
-_NAMES: tuple[tuple[str, str, Convert], ...] = (
-    ("beta", "algorithm.beta", same),
-    ("num_iterations", "algorithm.num_iterations", same),
-    ("epsilon", "algorithm.epsilon", same),
-    ("epsilon_high", "algorithm.epsilon_high", same),
-    ("delta", "algorithm.delta", same),
-    ("scale_rewards", "algorithm.scale_rewards", scale_rewards),
-    ("mask_truncated_completions", "algorithm.mask_truncated", same),
-    ("importance_sampling_level", "algorithm.importance_sampling_level", same),
-    ("multi_objective_aggregation", "algorithm.aggregation", same),
-    ("off_policy_mask_threshold", "algorithm.off_policy_mask_threshold", same),
-    ("entropy_coef", "algorithm.entropy_coef", same),
-    ("top_entropy_quantile", "algorithm.top_entropy_quantile", same),
-    ("sapo_temperature_pos", "algorithm.sapo_temperature_pos", same),
-    ("sapo_temperature_neg", "algorithm.sapo_temperature_neg", same),
-    ("vespo_k_pos", "algorithm.vespo_k_pos", same),
-    ("vespo_lambda_pos", "algorithm.vespo_lambda_pos", same),
-    ("vespo_k_neg", "algorithm.vespo_k_neg", same),
-    ("vespo_lambda_neg", "algorithm.vespo_lambda_neg", same),
-    ("reward_funcs", "rewards.functions", listed),
-    ("reward_weights", "rewards.weights", same),
-    ("num_generations", "sampling.num_generations", same),
-    ("temperature", "sampling.temperature", same),
-    ("top_p", "sampling.top_p", same),
-    ("top_k", "sampling.top_k", top_k),
-    ("min_p", "sampling.min_p", same),
-    ("repetition_penalty", "sampling.repetition_penalty", same),
-    ("chat_template_kwargs", "data.chat_template_kwargs", same),
-)
+# Their names that are ours too, by the section here.
+_ALIKE: Mapping[str, Sequence[str]] = {
+    "algorithm": (
+        *("beta", "num_iterations", "epsilon", "epsilon_high", "delta", "importance_sampling_level"),
+        *("off_policy_mask_threshold", "entropy_coef", "top_entropy_quantile"),
+        *("sapo_temperature_pos", "sapo_temperature_neg"),
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    ),
+    "sampling": ("num_generations", "temperature", "top_p", "min_p", "repetition_penalty"),
+    "data": ("chat_template_kwargs",),
+}
 
 
 def grpo_entries(prefix: str, *, bias_correction: Any = UNSET) -> Iterator[Entry]:
     """The shared names below ``prefix``; ``bias_correction`` is the default of use_bias_correction_kl there."""
-    for name, path, convert in _NAMES:
-        yield Entry(f"{prefix}{name}", path, convert=convert)
+    for section, names in _ALIKE.items():
+        for name in names:
+            yield Entry(f"{prefix}{name}", f"{section}.{name}")
+    yield Entry(f"{prefix}scale_rewards", "algorithm.scale_rewards", convert=scale_rewards)
+    yield Entry(f"{prefix}mask_truncated_completions", "algorithm.mask_truncated")
+    yield Entry(f"{prefix}multi_objective_aggregation", "algorithm.aggregation")
+    yield Entry(f"{prefix}reward_funcs", "rewards.functions", convert=listed)
+    yield Entry(f"{prefix}reward_weights", "rewards.weights")
+    yield Entry(f"{prefix}top_k", "sampling.top_k", convert=top_k)
     yield Entry(f"{prefix}loss_type", "algorithm.loss_type", default="dapo", note="null is TRL's default, dapo")
     yield Entry(f"{prefix}use_bias_correction_kl", "algorithm.use_bias_correction_kl", default=bias_correction)
-    yield Entry(f"{prefix}max_completion_length", "sampling.max_completion_length", default=LARGE_COMPLETIONS)
+    yield Entry(f"{prefix}max_completion_length", "sampling.max_completion_length", default=512)
     yield together(f"{prefix}generation_kwargs", "sampling.generation_kwargs")
     yield together(f"{prefix}sync_ref_model", "algorithm.kl_reference", "true is the reference `ema`")
     yield together(f"{prefix}ref_model_mixup_alpha", "algorithm.ref_mixup_alpha")
@@ -94,8 +85,8 @@ def put_sampler_correction(translation: Translation, prefix: str, *, mode: str, 
         floor: whether truncation has the floor 1 / cap there. (There, masks get it too, which undoes them; here
             a mask masks.)
     """
-    names = {key: f"{prefix}vllm_importance_sampling_{key}" for key in ("correction", "mode", "cap")}
-    names |= {key: f"{prefix}vllm_importance_sampling_{key}" for key in ("clip_max", "clip_min")}
+    keys = ("correction", "mode", "cap", "clip_max", "clip_min")
+    names = {key: f"{prefix}vllm_importance_sampling_{key}" for key in keys}
     if not translation.value(f"{prefix}use_vllm"):
         return
     correction = translation.value(names["correction"], True)
@@ -110,7 +101,7 @@ def put_sampler_correction(translation: Translation, prefix: str, *, mode: str, 
     cap = translation.value(source, 3.0)
     translation.put("algorithm.sampler_correction_max", cap, source)
     if translation.has(names["clip_min"]):
-        translation.put("algorithm.sampler_correction_min", translation.value(names["clip_min"]), names["clip_min"])
+        translation.copy(names["clip_min"], "algorithm.sampler_correction_min")
     elif floor and str(chosen).endswith("truncate") and isinstance(cap, int | float) and cap > 0:
         translation.put("algorithm.sampler_correction_min", 1 / cap, source)
 
@@ -133,8 +124,7 @@ def put_generation_kwargs(translation: Translation, name: str) -> None:
     if not isinstance(fields, dict):
         translation.problem(name, f"expected a mapping, got {describe(fields)}")
         return
-    section = find_section("sampling")
-    known = {key.name: key.name for key in section.keys} if section else {}
+    known = {name: name for name in SamplingConfig.model_fields}
     known |= {"max_tokens": "max_completion_length", "n": "num_generations"}
     own = {field: value for field, value in fields.items() if field in known and field != "generation_kwargs"}
     for field, value in own.items():
@@ -155,17 +145,15 @@ def put_every(translation: Translation, name: str, path: str, *, max_steps: str)
     translation.put(path, int(value) if isinstance(value, float) and value.is_integer() else value, name)
 
 
-def put_output_dir(translation: Translation) -> None:
-    """Their run directory as the directory of runs and the name in it."""
-    if not translation.has("output_dir"):
-        return
-    try:
-        parent, name = run_directory(translation.value("output_dir"))
-    except ConfigError as error:
-        translation.problem("output_dir", error.message)
-    else:
-        translation.put("run.dir", parent, "output_dir")
-        translation.put("run.name", name, "output_dir")
+def put_output_dir(translation: Translation, name: str, default: str | None = None) -> None:
+    """Their run directory as the directory of runs and the name in it, which it needs: ``.`` has none."""
+    directory = translation.value(name, default)
+    path = PurePath(str(directory))
+    if directory is not None and (not isinstance(directory, str) or path.name in ("", "..")):
+        translation.problem(name, f"expected a directory of the run's own, got {describe(directory)}")
+    elif directory is not None:
+        translation.put("run.dir", str(path.parent), name)
+        translation.put("run.name", path.name, name)
 
 
 def put_quantization(translation: Translation) -> None:
@@ -189,3 +177,119 @@ def put_steps(translation: Translation, *, max_steps: str, epochs: str, default_
         translation.put("run.steps", steps, max_steps)
     else:
         translation.put("run.epochs", translation.value(epochs, default_epochs), epochs)
+
+
+def put_batch(
+    translation: Translation,
+    *,
+    rows: str,
+    accumulation: str,
+    generations: str,
+    default_rows: int,
+    processes: int,
+) -> None:
+    """Set ``batch.prompts_per_step`` and ``batch.micro_batch_size``.
+
+    One optimizer step there has rows x accumulation x processes completions (TRL's GRPOConfig), which must be
+    whole groups: prompts_per_step is that divided by the group size, exactly or not at all.
+    """
+    micro = translation.whole(rows, default_rows)
+    steps = translation.whole(accumulation, 1)
+    group = translation.whole(generations, 8)
+    if micro is None or steps is None or group is None:
+        return
+    completions = micro * steps * processes
+    translation.put("batch.micro_batch_size", micro, rows)
+    if completions % group == 0:
+        translation.put("batch.prompts_per_step", completions // group, accumulation)
+        return
+    unit = micro * processes
+    # A group is whole after so many accumulation steps, and after every multiple of them.
+    valid = [number for number in range(1, steps + group + 1) if unit * number % group == 0]
+    below, above = [n for n in valid if n < steps][-1:], [n for n in valid if n > steps][:1]
+    sizes = nearest_divisors(completions, group)
+    choices = [f"{accumulation} {' or '.join(map(str, below + above))}"]
+    choices += [f"{generations} {' or '.join(map(str, sizes))}"] if sizes else []
+    translation.problem(
+        accumulation,
+        f"{rows} {micro} x {accumulation} {steps} x {processes} process{'es' if processes > 1 else ''} = {completions} "
+        f"completions in a step, which is no multiple of {generations} {group}; the nearest that fit: "
+        f"{', or '.join(choices)}",
+    )
+
+
+def check_generation_batch(translation: Translation, name: str, *, prompts: int | None, meaning: str) -> None:
+    """Generating for several steps at once is not done here: say so where a file asks for it.
+
+    Args:
+        name: their key, which is set.
+        prompts: its value in prompts; None where it is invalid.
+        meaning: what their key counts.
+    """
+    step = translation.document.data.get("batch", {}).get("prompts_per_step")
+    if prompts is None or step is None or prompts == step:
+        return
+    if prompts % step:
+        fitting = " or ".join(map(str, nearest_multiples(prompts, of=step)))
+        translation.problem(
+            name,
+            f"{prompts} prompts ({meaning}) is no multiple of the {step} prompts of an optimizer step; the nearest "
+            f"that fit: {fitting} prompts",
+        )
+        return
+    translation.warning(
+        name,
+        f"{prompts} prompts ({meaning}) are {prompts // step} optimizer steps from one generation there; here each "
+        "step generates its own, on newer weights (pipeline.async_prefetch with prefetch_depth generates ahead)",
+    )
+
+
+def put_serving(
+    translation: Translation,
+    *,
+    use_vllm: str,
+    mode: str,
+    default_mode: str,
+    url: str,
+    url_name: str,
+    timeout: str,
+    managed: Mapping[str, str],
+    adapter_only: str | None = None,
+    interval: str | None = None,
+) -> None:
+    """Set ``engine`` and ``bridge``.
+
+    Without vLLM: the embedded engine. ``server``: the server at that address, to which the adapter is swapped or
+    all weights are sent. ``colocate``: a vLLM server of the run's own on the trainer's GPU, with the same bridges.
+
+    Args:
+        use_vllm, mode: their names of the switches.
+        url: the server's address, for mode server; ``url_name`` is where it is written.
+        timeout: their name of the wait for that server.
+        managed: options of a server that the run starts, their names to ours below ``engine.``.
+        adapter_only: their name of the switch that transfers the adapter alone, if they have one.
+        interval: their name of the number of steps between transfers, if they have one.
+    """
+    swapped_by = adapter_only if adapter_only is not None and translation.value(adapter_only) else None
+    if not translation.value(use_vllm):
+        if options := [name for name in (mode, interval, *managed) if name and translation.has(name)]:
+            text = f"nothing to do: {use_vllm} is off, so the trainer's own weights generate"
+            translation.note(", ".join(options), text)
+        return
+    chosen = translation.value(mode, default_mode)
+    if chosen == "server":
+        translation.put("engine.kind", "http", use_vllm)
+        translation.put("engine.urls", [url], url_name)
+        translation.copy(timeout, "engine.wait_s")
+        if options := [name for name in managed if translation.has(name) and name != url_name]:
+            translation.note(", ".join(options), "for the server (`lachesis vllm-serve`); the trainer needs none of it")
+    elif chosen == "colocate":
+        translation.put("engine.kind", "vllm", mode)
+        for name, option in managed.items():
+            translation.copy(name, f"engine.{option}")
+    else:
+        translation.problem(mode, f"expected server or colocate, got {chosen!r}")
+        return
+    translation.put("bridge.kind", "lora_only" if swapped_by else "broadcast", swapped_by or use_vllm)
+    if interval is not None:
+        translation.copy(interval, "bridge.every_steps")

@@ -185,6 +185,11 @@ class Translation:
         data[place[-1]] = value
         self.document.origins[place] = self.origin(name)
 
+    def copy(self, name: str, path: str) -> None:
+        """Set a canonical key to what their file says under ``name``, if it says anything."""
+        if self.has(name):
+            self.put(path, self.value(name), name)
+
     def put_entry(self, name: str, default: Any = UNSET) -> None:
         """Set the key of an entry that is translated together with others, as the entry converts it.
 

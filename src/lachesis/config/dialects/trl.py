@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.dialects.batches import check_generation_batch, put_batch
 from lachesis.config.dialects.convert import (
     DTYPES,
     OPTIMIZERS,
@@ -23,7 +22,9 @@ from lachesis.config.dialects.convert import (
 )
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed, scaling_entries
 from lachesis.config.dialects.grpo import (
+    check_generation_batch,
     grpo_entries,
+    put_batch,
     put_betas,
     put_completions,
     put_every,
@@ -32,9 +33,9 @@ from lachesis.config.dialects.grpo import (
     put_quantization,
     put_reference,
     put_sampler_correction,
+    put_serving,
     put_steps,
 )
-from lachesis.config.dialects.serving import Serving, put_serving
 from lachesis.config.dialects.table import Dialect, Entry, Translation, cannot, nothing, refused, together
 from lachesis.config.document import Document, describe
 
@@ -139,7 +140,7 @@ def _put_warmup(translation: Translation) -> None:
 
 def _put_run(translation: Translation) -> None:
     put_steps(translation, max_steps="max_steps", epochs="num_train_epochs", default_epochs=3.0)
-    put_output_dir(translation)
+    put_output_dir(translation, "output_dir")
     put_betas(translation, "adam_beta1", "adam_beta2")
     _put_warmup(translation)
     put_every(translation, "logging_steps", "logging.every_steps", max_steps="max_steps")
@@ -162,8 +163,7 @@ def _put_reports(translation: Translation) -> None:
             translation.put("logging.tensorboard", True, "report_to")
         elif report == "wandb":
             translation.put("logging.wandb.project", translation.value("project", "huggingface"), "project")
-            if translation.has("run_name"):
-                translation.put("logging.wandb.name", translation.value("run_name"), "run_name")
+            translation.copy("run_name", "logging.wandb.name")
         elif report != "none":
             translation.warning("report_to", f"Lachesis reports to tensorboard and wandb, not to {report}")
 
@@ -194,18 +194,13 @@ def _put_engine(translation: Translation) -> None:
         url = translation.value("vllm_server_base_url")
     put_serving(
         translation,
-        Serving(
-            use_vllm="use_vllm",
-            mode="vllm_mode",
-            default_mode="colocate",
-            url=url if isinstance(url, str) else engine_address(host, port),
-            url_name="vllm_server_base_url" if url is not None else "vllm_server_port",
-            adapter_sync=False,
-            adapter_name="use_peft",
-            timeout="vllm_server_timeout",
-            interval=None,
-            managed=_MANAGED,
-        ),
+        use_vllm="use_vllm",
+        mode="vllm_mode",
+        default_mode="colocate",
+        url=url if isinstance(url, str) else engine_address(host, port),
+        url_name="vllm_server_base_url" if url is not None else "vllm_server_port",
+        timeout="vllm_server_timeout",
+        managed=_MANAGED,
     )
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.dialects import Dialect, translate
-from lachesis.config.dialects.atropos import translate_argv
-from lachesis.config.dialects.atropos_names import TRAINER
+from lachesis.config.dialects import translate
+from lachesis.config.dialects.atropos import TRAINER, translate_argv
 from lachesis.config.dialects.axolotl_names import AXOLOTL
+from lachesis.config.dialects.table import Dialect
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document
 from lachesis.config.load import validate

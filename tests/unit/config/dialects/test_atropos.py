@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.dialects import translate_argv
+from lachesis.config.dialects.atropos import translate_argv
 from lachesis.config.load import load_argv
 from lachesis.config.rules import check
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from lachesis.config.dialects import DIALECTS
-from lachesis.config.dialects.accelerate import ACCELERATE
-from lachesis.config.dialects.atropos_names import SERVER, TRAINER
+from lachesis.config.dialects.atropos import SERVER, TRAINER
 from lachesis.config.dialects.axolotl_names import AXOLOTL
+from lachesis.config.dialects.distributed import ACCELERATE
 from lachesis.config.dialects.table import UNSET, Dialect
 from lachesis.config.explain import explain
 from lachesis.config.keys import all_keys
