@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from lachesis.common.errors import ConfigError, nearest
 from lachesis.config.dialects import DIALECTS
 from lachesis.config.dialects.table import UNSET, Dialect, Entry
-from lachesis.config.keys import Key, SectionInfo, all_keys, all_sections, nearest_path, value_in_words
+from lachesis.config.keys import (
+    Key,
+    SectionInfo,
+    all_keys,
+    all_sections,
+    find_keys,
+    find_section,
+    nearest_path,
+    value_in_words,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,21 +36,14 @@ class Alias:
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation:
-    """One key. ``default`` is None where it is required.
+class Explanation(Key):
+    """One key of ours, and its names elsewhere.
 
-    ``kinds`` names the variants of the section that have it (empty: all); ``dialect`` the table through which
-    it was found (empty: it is our own name); ``aliases`` its names in all tables. A name of theirs that sets
-    nothing here has the empty ``path``, and ``description`` says what Lachesis does instead.
+    ``dialect`` is the table through which it was found (empty: it is our own name); ``aliases`` its names in all
+    tables. A name of theirs that sets nothing here has the empty ``path``, and ``description`` says what Lachesis does
+    instead.
     """
 
-    key: str
-    path: str
-    type: str
-    default: str | None
-    description: str
-    section: str
-    kinds: tuple[str, ...] = ()
     dialect: str = ""
     aliases: tuple[Alias, ...] = ()
 
@@ -66,15 +68,14 @@ def explain(key: str, *, dialects: Sequence[Dialect] = DIALECTS) -> Answer:
         ConfigError: nothing has that name; the remedy is the nearest one.
     """
     name = _plain(key)
-    section = next((section for section in all_sections() if section.path == name and name), None)
-    if section is not None:
+    section = find_section(name)
+    if name and section is not None:
         return _section_answer(key, section, dialects)
-    exact = [_explanation(key, found, dialects) for found in all_keys() if found.path == name]
-    if exact:
-        return _answer(key, exact)
-    by_end = [_explanation(key, found, dialects) for found in all_keys() if found.path.endswith(f".{name}")]
+    if exact := find_keys(name):
+        return _answer(key, [_explanation(found, dialects) for found in exact])
+    by_end = [_explanation(found, dialects) for found in all_keys() if found.path.endswith(f".{name}")]
     paths = {found.path for found in by_end}
-    found = [*by_end, *(found for found in _in_dialects(key, dialects) if found.path not in paths)]
+    found = [*by_end, *(found for found in _in_dialects(name, dialects) if found.path not in paths)]
     if found:
         return _answer(key, found)
     sections = [section for section in all_sections() if section.path.endswith(f".{name}")]
@@ -87,18 +88,9 @@ def _plain(key: str) -> str:
     return key.strip().lstrip("-").replace("-", "_")
 
 
-def _explanation(query: str, key: Key, dialects: Sequence[Dialect], *, dialect: str = "") -> Explanation:
-    return Explanation(
-        key=query,
-        path=key.path,
-        type=key.type,
-        default=key.default,
-        description=key.description,
-        section=key.section,
-        kinds=key.kinds,
-        dialect=dialect,
-        aliases=tuple(_aliases(key.path, dialects)),
-    )
+def _explanation(key: Key, dialects: Sequence[Dialect], *, dialect: str = "") -> Explanation:
+    own = {field.name: getattr(key, field.name) for field in fields(Key)}
+    return Explanation(**own, dialect=dialect, aliases=tuple(_aliases(key.path, dialects)))
 
 
 def _aliases(path: str, dialects: Sequence[Dialect]) -> Iterator[Alias]:
@@ -116,16 +108,15 @@ def _answer(query: str, explanations: Sequence[Explanation]) -> Answer:
 def _section_answer(query: str, section: SectionInfo, dialects: Sequence[Dialect]) -> Answer:
     """The keys of a section and of the sections in it."""
     inside = [
-        _explanation(query, key, dialects)
+        _explanation(key, dialects)
         for key in all_keys()
         if key.section == section.path or key.section.startswith(f"{section.path}.")
     ]
     return Answer(query=query, meaning="section", explanations=tuple(inside), description=section.description)
 
 
-def _in_dialects(query: str, dialects: Sequence[Dialect]) -> list[Explanation]:
+def _in_dialects(name: str, dialects: Sequence[Dialect]) -> list[Explanation]:
     """What a name of theirs, whole or its last part, sets here; each key once."""
-    name = _plain(query)
     found: dict[str, Explanation] = {}
     for dialect in dialects:
         for theirs, entry in dialect.entries.items():
@@ -133,23 +124,25 @@ def _in_dialects(query: str, dialects: Sequence[Dialect]) -> list[Explanation]:
                 continue
             keys = [key for key in all_keys() if entry.path and key.path == entry.path]
             for key in keys:
-                found.setdefault(key.path, _explanation(query, key, dialects, dialect=dialect.name))
+                found.setdefault(key.path, _explanation(key, dialects, dialect=dialect.name))
             if not keys:
-                found.setdefault(f"{dialect.name} {theirs}", _without_key(query, dialect, entry))
+                found.setdefault(f"{dialect.name} {theirs}", _without_key(dialect, entry))
     return list(found.values())
 
 
-def _without_key(query: str, dialect: Dialect, entry: Entry) -> Explanation:
+def _without_key(dialect: Dialect, entry: Entry) -> Explanation:
     how = {"cannot": "not honoured: ", "refused": "refused: "}.get(entry.treatment, "")
+    alias = Alias(dialect.name, f"{dialect.prefix}{entry.name}")
+    text = f"{how}{entry.note}"
     return Explanation(
-        key=query,
         path="",
+        section="",
+        name=entry.name,
         type="",
         default="unset",
-        description=f"{how}{entry.note}",
-        section="",
+        description=text,
         dialect=dialect.name,
-        aliases=(Alias(dialect.name, f"{dialect.prefix}{entry.name}"),),
+        aliases=(alias,),
     )
 
 

@@ -9,7 +9,7 @@ import inspect
 import json
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -171,7 +171,7 @@ def _walk(*, path: str, models: Sequence[type[BaseModel]], field: FieldInfo | No
         name: (child_models, child)
         for model in models
         for name, child in model.model_fields.items()
-        if (child_models := list(_section_models(child.annotation)))
+        if (child_models := _section_models(child.annotation))
     }
     yield SectionInfo(
         path=path,
@@ -203,12 +203,12 @@ def _merge(
     found: dict[Key, list[str]] = {}
     for model in models:
         for name, child in model.model_fields.items():
-            if (name == "kind" and kinds) or any(_section_models(child.annotation)):
+            if (name == "kind" and kinds) or _section_models(child.annotation):
                 continue
             found.setdefault(_key(path, name, child), []).append(_kind_of(model) or "")
     for key, having in found.items():
         limited = tuple(having) if len(having) < len(models) else ()
-        yield Key(**{**{name: getattr(key, name) for name in Key.__slots__}, "kinds": limited})
+        yield replace(key, kinds=limited)
 
 
 def _key(path: str, name: str, field: FieldInfo) -> Key:
@@ -246,20 +246,21 @@ def _description(models: Sequence[type[BaseModel]]) -> str:
     return " ".join(f"`{_kind_of(model)}`: {text}" for model, text in zip(models, texts, strict=True))
 
 
-def _section_models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+def _section_models(annotation: Any) -> list[type[BaseModel]]:
+    return [part for part in _branches(annotation) if inspect.isclass(part) and issubclass(part, BaseModel)]
+
+
+def _choices(annotation: Any) -> list[Any]:
+    return [choice for part in _branches(annotation) if get_origin(part) is Literal for choice in get_args(part)]
+
+
+def _branches(annotation: Any) -> Iterator[Any]:
+    """The types that a union is of; a type that is none is its only one."""
+    if get_origin(annotation) in (Annotated, Union, types.UnionType):
+        for argument in get_args(annotation):
+            yield from _branches(argument)
+    else:
         yield annotation
-    elif get_origin(annotation) in (Annotated, Union, types.UnionType):
-        for argument in get_args(annotation):
-            yield from _section_models(argument)
-
-
-def _choices(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-    elif get_origin(annotation) in (Annotated, Union, types.UnionType):
-        for argument in get_args(annotation):
-            yield from _choices(argument)
 
 
 def _flat(metadata: Iterable[Any]) -> list[Any]:

@@ -19,13 +19,15 @@ or when the file is there:
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
-from pydantic import BaseModel
+from lachesis.config.schema import LachesisConfig, Section
 
-from lachesis.config.schema import DataConfig, LachesisConfig, ModelConfig
+S = TypeVar("S", bound=Section)
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
@@ -49,25 +51,35 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
         like_theirs: the file is another trainer's.
     """
     places = _Places(cwd, base_dir, both=True) if like_theirs else _Places(base_dir, cwd)
-    setup = config.run.setup and places.function(config.run.setup)
-    sections: dict[str, BaseModel] = {
-        "run": config.run.model_copy(update={"dir": str(resolve_path(cwd, config.run.dir)), "setup": setup}),
-        "model": _resolve_model_section(config.model, places=places, built_here=setup is not None),
-        "data": _resolve_data(config.data, places=places),
-        "rewards": config.rewards.model_copy(
-            update={"functions": [places.reward(spec) for spec in config.rewards.functions]}
+    model = partial(places.model, local=config.run.setup is not None)
+    sections = {
+        "run": _resolved(config.run, dir=lambda value: str(resolve_path(cwd, value)), setup=places.function),
+        "model": _resolved(config.model, path=model, tokenizer=places.model, chat_template=places.template),
+        "data": _resolved(
+            config.data,
+            path=places.data,
+            eval_path=places.data,
+            transform=places.function,
+            prepared_path=places.path,
+            more=lambda dataset: _resolved(dataset, path=places.data, transform=places.function),
         ),
-        "algorithm": config.algorithm.model_copy(
-            update={"loss": config.algorithm.loss and places.function(config.algorithm.loss)}
-        ),
+        "rewards": _resolved(config.rewards, functions=places.reward),
+        "algorithm": _resolved(config.algorithm, loss=places.function),
+        "source": _resolved(config.source, rollout_func=places.function),
+        "bridge": _resolved(config.bridge, config_path=places.path),
     }
-    if config.source.kind == "local" and config.source.rollout_func is not None:
-        function = places.function(config.source.rollout_func)
-        sections["source"] = config.source.model_copy(update={"rollout_func": function})
-    if config.bridge.kind == "shared_vllm" and config.bridge.config_path is not None:
-        path = str(places.path(config.bridge.config_path))
-        sections["bridge"] = config.bridge.model_copy(update={"config_path": path})
     return config.model_copy(update=sections)
+
+
+def _resolved(section: S, **resolvers: Callable[[Any], Any]) -> S:
+    """The section with these of its keys resolved: each item of a list; what is unset stays so."""
+    values = {name: getattr(section, name) for name in resolvers if name in type(section).model_fields}
+    changes = {
+        name: [resolvers[name](item) for item in value] if isinstance(value, list) else resolvers[name](value)
+        for name, value in values.items()
+        if value is not None
+    }
+    return section.model_copy(update=changes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +94,9 @@ class _Places:
     def _searched(self) -> Sequence[Path]:
         return (self.first, self.second)
 
-    def path(self, value: str) -> Path:
+    def path(self, value: str) -> str:
         paths = [resolve_path(directory, value) for directory in self._searched]
-        return paths[1] if self.both and not paths[0].exists() and paths[1].exists() else paths[0]
+        return str(paths[1] if self.both and not paths[0].exists() and paths[1].exists() else paths[0])
 
     def function(self, spec: str) -> str:
         file, colon, function = spec.rpartition(":")
@@ -101,49 +113,18 @@ class _Places:
 
     def model(self, value: str, *, local: bool = False) -> str:
         path = self.path(value)
-        return str(path) if local or _looks_like_path(value) or path.is_dir() else value
+        return path if local or _looks_like_path(value) or Path(path).is_dir() else value
 
     def reward(self, spec: str) -> str:
         return self.model(spec) if is_model_spec(spec) else self.function(spec)
 
     def data(self, value: str) -> str:
         path = self.path(value)
-        return str(path) if _looks_like_path(value) or value.endswith(DATA_SUFFIXES) or path.exists() else value
+        return path if _looks_like_path(value) or value.endswith(DATA_SUFFIXES) or Path(path).exists() else value
+
+    def template(self, value: str) -> str:
+        return value if "{" in value else self.path(value)
 
 
 def _looks_like_path(value: str) -> bool:
     return value.startswith((".", "/", "~"))
-
-
-def _resolve_data(data: DataConfig, *, places: _Places) -> DataConfig:
-    more = [
-        dataset.model_copy(
-            update={
-                "path": places.data(dataset.path),
-                "transform": dataset.transform and places.function(dataset.transform),
-            }
-        )
-        for dataset in data.more
-    ]
-    return data.model_copy(
-        update={
-            "path": data.path and places.data(data.path),
-            "eval_path": data.eval_path and places.data(data.eval_path),
-            "transform": data.transform and places.function(data.transform),
-            "prepared_path": data.prepared_path and str(places.path(data.prepared_path)),
-            "more": more,
-        }
-    )
-
-
-def _resolve_model_section(model: ModelConfig, *, places: _Places, built_here: bool) -> ModelConfig:
-    template = model.chat_template
-    if template is not None and "{" not in template:
-        template = str(places.path(template))
-    return model.model_copy(
-        update={
-            "path": places.model(model.path, local=built_here),
-            "tokenizer": model.tokenizer and places.model(model.tokenizer),
-            "chat_template": template,
-        }
-    )

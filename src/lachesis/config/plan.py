@@ -8,16 +8,17 @@ from pathlib import Path
 
 from lachesis.config.memory import (
     Lengths,
+    ModelShape,
     Part,
     checkpoint_bytes,
     export_bytes,
     memory_parts,
+    read_shape,
     shard_parts,
     trainable_parameters,
     weight_bytes,
 )
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.shape import ModelShape, read_shape
 from lachesis.config.steps import nearest_divisors, nearest_multiples, steps_of
 
 _ASSUMED_PROMPT = 512
@@ -239,8 +240,7 @@ def plan_lines(planned: Plan) -> list[str]:
     lines = [
         "batches",
         f"  step          {batches.prompts:,} {prompts}, {batches.completions:,} completions, at most "
-        f"{batches.tokens:,} "
-        f"tokens in {batches.micro_batches:,} micro-batches of up to {size.microbatch:,}"
+        f"{batches.tokens:,} tokens in {batches.micro_batches:,} micro-batches of up to {size.microbatch:,}"
         + (f", {-(-batches.micro_batches // planned.devices):,} passes of each device" * (planned.devices > 1)),
         f"  run           {steps}" + (f" over {batches.problems:,} problems" if batches.problems is not None else ""),
     ]

@@ -22,11 +22,7 @@ def test_a_full_path():
     answer = explain("sampling.temperature")
     assert answer.meaning == "key"
     (found,) = answer.explanations
-    assert (found.key, found.path, found.section) == (
-        "sampling.temperature",
-        "sampling.temperature",
-        "sampling",
-    )
+    assert (answer.query, found.path, found.section) == ("sampling.temperature", "sampling.temperature", "sampling")
     assert (found.type, found.default) == ("number > 0", "1.0")
     assert found.description == "Sampling temperature."
 

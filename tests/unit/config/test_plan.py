@@ -5,9 +5,8 @@ import json
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.memory import checkpoint_bytes, export_bytes, trainable_parameters, weight_bytes
+from lachesis.config.memory import checkpoint_bytes, export_bytes, read_shape, trainable_parameters, weight_bytes
 from lachesis.config.plan import plan, plan_lines
-from lachesis.config.shape import read_shape
 
 # Qwen2.5-1.5B: 1,543,714,304 parameters by its model card's count of tensors.
 QWEN = {

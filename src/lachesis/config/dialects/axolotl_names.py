@@ -8,20 +8,17 @@ from lachesis.config.dialects.convert import (
     OPTIMIZERS,
     SCHEDULES,
     checkpointing,
-    compile_mode,
     held_out,
-    nonzero,
     one_of,
 )
 from lachesis.config.dialects.distributed import fsdp_option_entries, scaling_entries
-from lachesis.config.dialects.grpo import grpo_entries
+from lachesis.config.dialects.grpo import grpo_entries, transformers_entries
 from lachesis.config.dialects.table import Dialect, Entry, cannot, nothing, refused, together
 
 
 def _model() -> Iterator[Entry]:
     yield Entry("base_model", "model.path")
     yield Entry("tokenizer_config", "model.tokenizer")
-    yield Entry("trust_remote_code", "model.trust_remote_code")
     yield together("rl", "", "must be grpo")
     yield together("chat_template", "model.chat_template", "tokenizer_default, or jinja with chat_template_jinja")
     yield together("chat_template_jinja", "model.chat_template")
@@ -45,13 +42,10 @@ def _model() -> Iterator[Entry]:
         *("lora_model_dir", "lora_modules_to_save", "lora_target_parameters", "peft_use_dora", "peft_use_rslora"),
         *("loftq_config", "unfrozen_parameters"),
     )
-    yield together("load_in_8bit", "model.quantization", "true is int8")
-    yield together("load_in_4bit", "model.quantization", "true is nf4")
     for name in ("bf16", "bfloat16", "fp16", "float16"):
         yield together(name, "model.dtype", "weights of that dtype, with fp32 masters (optimizer.weight_update)")
     yield from nothing("matrix products are as precise as torch's default", "tf32")
     yield from _float8()
-    yield Entry("torch_compile", "model.compile", convert=compile_mode)
     yield Entry("gradient_checkpointing", "model.gradient_checkpointing", convert=checkpointing)
     yield from nothing(
         "Lachesis chooses the variant that works with the backend",
@@ -112,6 +106,7 @@ def _data() -> Iterator[Entry]:
 
 
 def _process() -> Iterator[Entry]:
+    yield from transformers_entries()
     yield together("max_steps", "run.steps")
     yield together("num_epochs", "run.epochs", "without max_steps")
     yield together("micro_batch_size", "batch.micro_batch_size")
@@ -121,29 +116,17 @@ def _process() -> Iterator[Entry]:
         "prompts = micro_batch_size x gradient_accumulation_steps x processes / num_generations",
     )
     yield from nothing("evaluation decodes as many at once as the engine takes", "eval_batch_size")
-    yield Entry("seed", "run.seed", default=42)
     yield Entry("learning_rate", "optimizer.learning_rate", convert=_number)
     yield Entry("optimizer", "optimizer.kind", convert=one_of(OPTIMIZERS))
     yield Entry("lr_scheduler", "optimizer.schedule", convert=one_of(SCHEDULES), default="cosine")
     yield Entry("cosine_min_lr_ratio", "optimizer.min_lr_ratio")
     yield Entry("warmup_steps", "optimizer.warmup_steps")
-    yield Entry("warmup_ratio", "optimizer.warmup_ratio")
-    yield Entry("weight_decay", "optimizer.weight_decay")
-    yield Entry("adam_epsilon", "optimizer.eps")
-    yield together("adam_beta1", "optimizer.betas")
-    yield together("adam_beta2", "optimizer.betas")
-    yield Entry("max_grad_norm", "optimizer.max_grad_norm", convert=nonzero)
-    yield together("output_dir", "run.name", "the run directory: run.dir and run.name")
     yield Entry("logging_steps", "logging.every_steps")
-    yield together("save_steps", "checkpoint.every_steps")
-    yield together("eval_steps", "evaluation.every_steps")
-    yield Entry("save_total_limit", "checkpoint.keep_last")
     yield from cannot(
         "Lachesis counts in steps; write save_steps or eval_steps",
         *("saves_per_epoch", "evals_per_epoch", "save_strategy", "eval_strategy"),
     )
     yield from nothing("weights are always saved as safetensors", "save_safetensors")
-    yield from refused("resume with `lachesis train CONFIG --resume`", "resume_from_checkpoint")
     yield from nothing("resume with `lachesis train CONFIG --resume`", "auto_resume_from_checkpoints")
     yield Entry("use_tensorboard", "logging.tensorboard")
     for key in ("project", "name", "mode"):

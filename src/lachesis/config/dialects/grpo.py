@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from lachesis.config.dialects.convert import listed, scale_rewards, top_k
-from lachesis.config.dialects.table import UNSET, Entry, Translation, cannot, nothing, together
+from lachesis.config.dialects.convert import compile_mode, listed, nonzero, scale_rewards, top_k
+from lachesis.config.dialects.table import UNSET, Entry, Translation, cannot, nothing, refused, together
 from lachesis.config.document import describe
 from lachesis.config.schema import SamplingConfig
 from lachesis.config.steps import nearest_divisors, nearest_multiples
@@ -63,6 +63,26 @@ def grpo_entries(prefix: str, *, bias_correction: Any = UNSET) -> Iterator[Entry
         *(f"{prefix}{name}" for name in ("use_adaptive_entropy", "entropy_target", "entropy_coef_delta")),
         *(f"{prefix}{name}" for name in ("entropy_coef_min", "entropy_coef_max")),
     )
+
+
+def transformers_entries() -> Iterator[Entry]:
+    """Names of transformers' TrainingArguments that both files have at the top."""
+    yield Entry("trust_remote_code", "model.trust_remote_code")
+    yield together("load_in_8bit", "model.quantization", "true is int8")
+    yield together("load_in_4bit", "model.quantization", "true is nf4")
+    yield Entry("torch_compile", "model.compile", convert=compile_mode)
+    yield Entry("seed", "run.seed", default=42)
+    yield Entry("warmup_ratio", "optimizer.warmup_ratio")
+    yield Entry("weight_decay", "optimizer.weight_decay")
+    yield Entry("adam_epsilon", "optimizer.eps")
+    yield together("adam_beta1", "optimizer.betas")
+    yield together("adam_beta2", "optimizer.betas")
+    yield Entry("max_grad_norm", "optimizer.max_grad_norm", convert=nonzero)
+    yield together("output_dir", "run.name", "the run directory: run.dir and run.name")
+    yield together("save_steps", "checkpoint.every_steps")
+    yield together("eval_steps", "evaluation.every_steps")
+    yield Entry("save_total_limit", "checkpoint.keep_last")
+    yield from refused("resume with `lachesis train CONFIG --resume`", "resume_from_checkpoint")
 
 
 def put_reference(translation: Translation, prefix: str, *, alpha: float, steps: int) -> None:

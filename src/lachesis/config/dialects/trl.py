@@ -15,9 +15,7 @@ from lachesis.config.dialects.convert import (
     DTYPES,
     OPTIMIZERS,
     SCHEDULES,
-    compile_mode,
     engine_address,
-    nonzero,
     one_of,
 )
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed, scaling_entries
@@ -35,6 +33,7 @@ from lachesis.config.dialects.grpo import (
     put_sampler_correction,
     put_serving,
     put_steps,
+    transformers_entries,
 )
 from lachesis.config.dialects.table import Dialect, Entry, Translation, cannot, nothing, refused, together
 from lachesis.config.document import Document, describe
@@ -206,8 +205,8 @@ def _put_engine(translation: Translation) -> None:
 
 def _names() -> Iterator[Entry]:
     yield from grpo_entries("")
+    yield from transformers_entries()
     yield Entry("model_name_or_path", "model.path")
-    yield Entry("trust_remote_code", "model.trust_remote_code")
     for name in ("dtype", "torch_dtype", "bf16", "fp16", "model_init_kwargs"):
         yield together(name, "model.dtype")
     yield Entry("dataset_name", "data.path")
@@ -218,10 +217,7 @@ def _names() -> Iterator[Entry]:
     yield together("use_peft", "adapter.kind", "true is lora")
     for name, path in (("r", "r"), ("alpha", "alpha"), ("dropout", "dropout"), ("target_modules", "targets")):
         yield together(f"lora_{name}", f"adapter.{path}")
-    yield together("load_in_8bit", "model.quantization", "true is int8")
-    yield together("load_in_4bit", "model.quantization", "true is nf4")
     yield Entry("gradient_checkpointing", "model.gradient_checkpointing", default=True)
-    yield Entry("torch_compile", "model.compile", convert=compile_mode)
     yield together("max_steps", "run.steps", "-1 counts in epochs")
     yield together("num_train_epochs", "run.epochs", "without max_steps")
     yield together("per_device_train_batch_size", "batch.micro_batch_size")
@@ -232,23 +228,12 @@ def _names() -> Iterator[Entry]:
     )
     yield together("generation_batch_size", "batch.prompts_per_step", "completions; here every step makes its own")
     yield together("steps_per_generation", "batch.prompts_per_step", "micro-batches; here every step makes its own")
-    yield Entry("seed", "run.seed", default=42)
     yield Entry("learning_rate", "optimizer.learning_rate", default=1e-6)
     yield Entry("optim", "optimizer.kind", convert=one_of(OPTIMIZERS))
     yield Entry("lr_scheduler_type", "optimizer.schedule", convert=one_of(SCHEDULES), default="linear")
     yield together("warmup_steps", "optimizer.warmup_steps", "below 1 optimizer.warmup_ratio")
-    yield Entry("warmup_ratio", "optimizer.warmup_ratio")
-    yield Entry("weight_decay", "optimizer.weight_decay")
-    yield Entry("adam_epsilon", "optimizer.eps")
-    yield together("adam_beta1", "optimizer.betas")
-    yield together("adam_beta2", "optimizer.betas")
-    yield Entry("max_grad_norm", "optimizer.max_grad_norm", convert=nonzero)
-    yield together("output_dir", "run.name", "the run directory: run.dir and run.name")
     yield together("logging_steps", "logging.every_steps")
-    yield together("save_steps", "checkpoint.every_steps")
     yield together("save_strategy", "checkpoint.every_steps", "steps or no")
-    yield Entry("save_total_limit", "checkpoint.keep_last")
-    yield together("eval_steps", "evaluation.every_steps")
     yield together("eval_strategy", "evaluation.every_steps", "steps or no")
     yield Entry("num_generations_eval", "evaluation.samples_per_problem")
     yield together("report_to", "logging.wandb.project", "wandb, tensorboard or none")
@@ -291,7 +276,6 @@ def _without_counterpart() -> Iterator[Entry]:
     )
     yield from cannot("Lachesis keeps dropout as the model has it", "disable_dropout")
     yield from cannot("the router's loss is not added", "router_aux_loss_coef")
-    yield from refused("resume with `lachesis train CONFIG --resume`", "resume_from_checkpoint")
     yield from refused("name the model in reward_funcs", "reward_model_name_or_path")
     yield from refused(
         "Lachesis trains plain LoRA, from the start and on linear layers only; remove it",
