@@ -8,7 +8,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -205,9 +205,9 @@ def _end_process(error: LachesisError) -> None:
     os._exit(error.exit_code)
 
 
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
+def busy(doing: str) -> AbstractContextManager[object]:
+    """Within it a terminal shows what is being done."""
+    return console.status(doing) if console.is_terminal else nullcontext()
 
 
 def shown(path: Path) -> str:

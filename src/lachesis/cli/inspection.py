@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from lachesis import __version__
-from lachesis.cli.base import Overrides, app, console, hide_progress_bars, nothing, print_findings, shown
+from lachesis.cli.base import Overrides, app, busy, console, hide_progress_bars, print_findings, shown
 from lachesis.config.explain import Explanation, explain
 from lachesis.config.load import load_config
 
@@ -83,7 +83,7 @@ def doctor(
     if config is not None:
         findings += checks.inspect_config(config)
     if proof and not any(finding.failed for finding in findings):
-        with console.status("training a small model") if console.is_terminal else nothing():
+        with busy("training a small model"):
             findings.append(checks.prove_learning())
     for finding in findings:
         mark = ("fail", "red") if finding.failed else ("ok  ", "green")

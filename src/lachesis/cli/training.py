@@ -13,10 +13,10 @@ from lachesis.cli.base import (
     Overwrite,
     Resume,
     app,
+    busy,
     conclude,
     console,
     hide_progress_bars,
-    nothing,
     shown,
     stop_on_signals,
     world_of_leader,
@@ -37,7 +37,7 @@ def train(
     """Train as a configuration says."""
     world = world_of_leader()
     loaded = load_config(config, overrides=overrides or [])
-    with console.status("loading torch and the model") if console.is_terminal else nothing():
+    with busy("loading torch and the model"):
         from lachesis.run.train import train as run_training
 
         hide_progress_bars()

@@ -9,9 +9,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import psutil
+import pydantic
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.run_files import run_paths
@@ -20,14 +22,6 @@ from lachesis.metrics.names import format_number, format_seconds
 from lachesis.metrics.sinks.jsonl import StepLine, read_metrics
 
 RunState = Literal["loading", "running", "suspended", "finished", "stopped", "failed", "gone"]
-# What state.json calls it, and what it is as long as its process lives.
-_STATES: dict[str, RunState] = {
-    "starting": "loading",
-    "running": "running",
-    "finished": "finished",
-    "stopped": "stopped",
-    "failed": "failed",
-}
 _GOING_ON = ("loading", "running")
 
 MAIN_METRICS = ("reward", "loss", "grad_norm", "entropy", "mean_kl")
@@ -47,10 +41,11 @@ _RECENT_STEPS = 20
 # A process with the run's id that began later than the run is another one, if by more than clocks are put right.
 _CLOCK_SLACK_S = 60.0
 
-T = TypeVar("T")
+# A bool is no number here, and text none either.
+_STRICT = ConfigDict(strict=True)
 
 
-@dataclass(frozen=True, slots=True)
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, config=_STRICT)
 class NamedWait:
     """A wait: ``name`` says who waits for whom; times in seconds, ``since`` from 1970.
 
@@ -58,11 +53,39 @@ class NamedWait:
     tells waits of other threads than the training loop's.
     """
 
-    name: str
-    since: float
-    limit_s: float | None
-    setting: str
-    background: bool
+    name: str = ""
+    since: float = 0.0
+    limit_s: float | None = None
+    setting: str = ""
+    background: bool = False
+
+
+class _StateFile(BaseModel):
+    """What is read of state.json."""
+
+    model_config = _STRICT
+
+    status: Literal["starting", "running", "finished", "stopped", "failed"]
+    error: str | None = None
+    pid: int | None = None
+    host: str | None = None
+    began: float | None = None
+    updated: float | None = None
+    step: int | None = None
+    steps: int | None = None
+
+
+class _LiveFile(BaseModel):
+    """What is read of live.json."""
+
+    model_config = _STRICT
+
+    pid: int | None = None
+    time: float | None = None
+    waits: tuple[NamedWait, ...] = ()
+
+
+FileT = TypeVar("FileT", _StateFile, _LiveFile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,62 +136,63 @@ def read_status(run_dir: Path, *, now: float | None = None) -> RunStatus:
     """
     files = run_paths(run_dir)
     now = time.time() if now is None else now
-    facts = _Facts(files["state"], _read_state(run_dir, files["state"]))
-    live = _Facts(files["live"], _read_object(files["live"]) if files["live"].is_file() else {})
+    facts = _read_state(run_dir, files["state"])
+    live = _read(files["live"], _LiveFile)
     lines = read_metrics(files["metrics"]).steps if files["metrics"].is_file() else ()
-    pid, host = facts.get("pid", int), facts.get("host", str)
-    mine = live.get("pid", int) == pid  # or it was left by a process before
-    state, note = _state(facts, pid=pid, host=host)
+    if live is not None and live.pid != facts.pid:  # it was left by a process before
+        live = None
+    state, note = _state(facts)
     if state == "gone":  # unless it ended while this was read: by now its last word is there
-        facts = _Facts(files["state"], _read_state(run_dir, files["state"]))
-        state, note = _state(facts, pid=pid, host=host)
-    updated, began = facts.get("updated", float) or 0.0, facts.get("began", float)
-    heard = max(updated, (live.get("time", float) or 0.0) if mine else 0.0, lines[-1].time if lines else 0.0)
+        facts = _read_state(run_dir, files["state"])
+        state, note = _state(facts)
+    heard = max(facts.updated or 0.0, (live and live.time) or 0.0, lines[-1].time if lines else 0.0)
     end = now if state in (*_GOING_ON, "suspended") else heard
-    step = max(facts.get("step", int) or 0, lines[-1].step if lines else 0)
-    steps = facts.get("steps", int)
+    step = max(facts.step or 0, lines[-1].step if lines else 0)
     values = lines[-1].values if lines else {}
     version = values.get("weight_version")
     return RunStatus(
         run_dir=run_dir,
         state=state,
         note=note,
-        error=facts.get("error", str) or "",
-        pid=pid,
-        host=host,
+        error=facts.error or "",
+        pid=facts.pid,
+        host=facts.host,
         step=step,
-        steps=steps,
+        steps=facts.steps,
         weight_version=None if version is None or math.isnan(version) else int(version),
-        elapsed_s=None if began is None else max(0.0, end - began),
-        remaining_s=_remaining_s(lines, step=step, steps=steps) if state in _GOING_ON else None,
+        elapsed_s=None if facts.began is None else max(0.0, end - facts.began),
+        remaining_s=_remaining_s(lines, step=step, steps=facts.steps) if state in _GOING_ON else None,
         silent_s=max(0.0, now - heard),
         values=values,
         findings=lines[-1].findings if lines else (),
         checkpoint=_last_checkpoint(files["checkpoints"]),
-        waits=_waits(live) if mine and live.content else None,
+        waits=None if live is None else live.waits,
         logs=tuple(sorted(files["logs"].glob("*.log"))),
     )
 
 
-def _read_state(run_dir: Path, path: Path) -> dict[str, Any]:
-    if not path.is_file():
+def _read_state(run_dir: Path, path: Path) -> _StateFile:
+    facts = _read(path, _StateFile)
+    if facts is None:
         raise ConfigError(
             f"{run_dir} is no run directory: it has no state.json",
             remedy="give run.dir/run.name of a configuration; a new run that still loads its model has none yet",
         )
-    return _read_object(path)
+    return facts
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read(path: Path, kind: type[FileT]) -> FileT | None:
+    """A file whose values have to be of the kind that they should be; None where it is not there."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:  # the run has just ended and taken it away
-        return {}
-    except (OSError, ValueError) as error:
+        return kind.model_validate_json(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
         raise _damaged(path, str(error)) from error
-    if not isinstance(content, dict):
-        raise _damaged(path, "it holds no object")
-    return content
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        place = ".".join(map(str, wrong["loc"]))
+        raise _damaged(path, f"{place} is {wrong['input']!r}" if place else wrong["msg"]) from error
 
 
 def _damaged(path: Path, reason: str) -> ConfigError:
@@ -176,42 +200,17 @@ def _damaged(path: Path, reason: str) -> ConfigError:
     return ConfigError(f"how the run stands cannot be read from {path}: {reason}", remedy=remedy)
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """A file's content, whose values have the type that they should have."""
-
-    path: Path
-    content: Mapping[str, Any]
-
-    def get(self, name: str, kind: type[T]) -> T | None:
-        """``None`` where it is not there. Raises ConfigError where it is something else."""
-        value = self.content.get(name)
-        if kind is float and type(value) is int:
-            value = float(value)
-        if value is not None and type(value) is not kind:  # a bool is no number here
-            raise _damaged(self.path, f"{name} is {value!r}")
-        return value
-
-    def list(self, name: str) -> list[Any]:
-        value = self.content.get(name, [])
-        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-            raise _damaged(self.path, f"{name} is {value!r}")
-        return value
-
-
-def _state(facts: _Facts, *, pid: int | None, host: str | None) -> tuple[RunState, str]:
+def _state(facts: _StateFile) -> tuple[RunState, str]:
     """The state, and what else is to be said of it."""
-    name = facts.get("status", str)
-    if name not in _STATES:
-        raise _damaged(facts.path, f"status is {name!r}")
-    state = _STATES[name]
+    state: RunState = "loading" if facts.status == "starting" else facts.status
     if state not in _GOING_ON:
         return state, ""
+    pid, host = facts.pid, facts.host
     if pid is None or host is None:
         return state, "which process it is was not recorded, so whether it lives cannot be checked"
     if host != socket.gethostname():
         return state, f"whether its process lives cannot be checked from here: it runs on {host}"
-    condition = _condition(pid, began=facts.get("began", float))
+    condition = _condition(pid, began=facts.began)
     if condition == "gone":
         return "gone", f"the process (pid {pid}) has ended without saying why: see logs/trainer.log"
     if condition == "suspended":
@@ -246,20 +245,6 @@ def _last_checkpoint(directory: Path) -> Path | None:
     """Those that are there are whole: they are renamed into their place."""
     found = [path for path in directory.glob("step_*") if path.name.removeprefix("step_").isdigit()]
     return max(found, key=lambda path: int(path.name.removeprefix("step_")), default=None)
-
-
-def _waits(live: _Facts) -> tuple[NamedWait, ...]:
-    facts = [_Facts(live.path, item) for item in live.list("waits")]
-    return tuple(
-        NamedWait(
-            name=item.get("name", str) or "",
-            since=item.get("since", float) or 0.0,
-            limit_s=item.get("limit_s", float),
-            setting=item.get("setting", str) or "",
-            background=item.get("background", bool) is True,
-        )
-        for item in facts
-    )
 
 
 def status_json(status: RunStatus) -> str:
