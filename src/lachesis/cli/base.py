@@ -221,13 +221,6 @@ def shown(path: Path) -> str:
 _COLOURS = {"problem": "red", "warning": "yellow", "note": "dim"}
 
 
-def log_findings(findings: Sequence[Finding]) -> None:
-    """What a configuration made one say: notes to the log, warnings to the screen too."""
-    for finding in findings:
-        level = logging.INFO if finding.level == "note" else logging.WARNING
-        logging.getLogger("lachesis").log(level, "%s", finding.message)
-
-
 def print_findings(findings: Sequence[Finding]) -> None:
     """Each on a line; a problem makes the command fail."""
     for finding in findings:

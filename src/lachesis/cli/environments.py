@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from lachesis.environments.process import Processed
     from lachesis.environments.runner import Summary
 
-_COMMANDS = ("serve", "process", "evaluate")
-
 
 @app.command(context_settings=ALL_WORDS)
 def env(
@@ -46,16 +44,16 @@ def run_environment(name: str, command: str, words: Sequence[str]) -> int:
         print_help(name)
         return 0
     kind = environments.find(name)
-    if command not in _COMMANDS:
-        near = nearest(command, _COMMANDS)
-        remedy = f"did you mean {near}?" if near else f"known are {', '.join(_COMMANDS)}"
-        raise ConfigError(f"unknown command {command!r} of the environment {name}", remedy=remedy)
-    options = parse_options(words, env_class=kind.config_class)
     commands: dict[str, tuple[environments.Command[Any], Any]] = {
         "serve": (environments.serve, _served),
         "process": (environments.make_groups, _processed),
         "evaluate": (environments.evaluate, _evaluated),
     }
+    if command not in commands:
+        near = nearest(command, commands)
+        remedy = f"did you mean {near}?" if near else f"known are {', '.join(commands)}"
+        raise ConfigError(f"unknown command {command!r} of the environment {name}", remedy=remedy)
+    options = parse_options(words, env_class=kind.config_class)
     work, in_words = commands[command]
     with printed_log("lachesis.environments"):
         result, code = environments.run(kind, options, work)

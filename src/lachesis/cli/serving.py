@@ -12,7 +12,8 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lachesis.cli.base import PASS_ON, Overrides, app, console, log_findings
+from lachesis.cli.base import PASS_ON, Overrides, app, console
+from lachesis.config.load import log_findings
 from lachesis.engines.options import EngineName, ServeOptions, flag_of
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ from lachesis.config.dialects.environment import environment_findings
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document, apply_overrides, read_document, to_yaml
 from lachesis.config.keys import all_sections
-from lachesis.config.paths import resolve_all, resolve_path
+from lachesis.config.paths import resolve_all
 from lachesis.config.problems import config_error, missing_problems, schema_problems
 from lachesis.config.schema import LachesisConfig
 
-__all__ = ["LoadedConfig", "dump_config", "load_argv", "load_config", "resolve_path", "validate"]
+logger = logging.getLogger("lachesis")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,12 @@ def load_argv(
     return LoadedConfig(config, cwd, dialect="atropos", findings=findings)
 
 
+def log_findings(findings: Iterable[Finding]) -> None:
+    """What a configuration made one say: notes to the log, warnings to the screen too."""
+    for finding in findings:
+        logger.log(logging.INFO if finding.level == "note" else logging.WARNING, "%s", finding.message)
+
+
 def dump_config(config: LachesisConfig) -> str:
     """The whole tree, defaults included, as YAML that loads back equal."""
     return to_yaml(config.model_dump(mode="python"))
@@ -121,20 +128,9 @@ def _is_theirs(override: str, dialect: DialectName) -> bool:
 
 
 def _with_default_kinds(data: dict[str, Any]) -> dict[str, Any]:
-    """Tagged sections that do not say their kind get the default one, as any other key does."""
-    for section in all_sections():
-        if not section.discriminated or section.default_kind is None:
-            continue
-        *parents, name = section.path.split(".")
-        data = _updated(data, parents=parents, name=name, kind=section.default_kind)
-    return data
-
-
-def _updated(data: dict[str, Any], *, parents: Sequence[str], name: str, kind: str) -> dict[str, Any]:
-    if parents:
-        child = data.get(parents[0])
-        if not isinstance(child, dict):
-            return data
-        return {**data, parents[0]: _updated(child, parents=parents[1:], name=name, kind=kind)}
-    child = data.get(name)
-    return {**data, name: {"kind": kind, **child}} if isinstance(child, dict) else data
+    """Tagged sections, which are all at the top, get their default kind where they say none, as any other key does."""
+    kinds = {section.path: section.default_kind for section in all_sections() if section.discriminated}
+    return {
+        name: {"kind": kinds[name], **value} if kinds.get(name) is not None and isinstance(value, dict) else value
+        for name, value in data.items()
+    }

@@ -122,8 +122,9 @@ def _missing(key: Key, document: Document) -> tuple[str, str]:
 def _hint(place: Place, document: Document, root: type[BaseModel]) -> str:
     section = ".".join(map(str, place[:-1]))
     for dialect in DIALECTS if root is LachesisConfig and not paths_named(str(place[-1])) else ():
-        if path := dialect.paths.get(".".join(map(str, place))):
-            return f"it is {dialect.name}'s, and here {path}"
+        entry = dialect.entries.get(".".join(map(str, place)))
+        if entry is not None and entry.path:
+            return f"it is {dialect.name}'s, and here {entry.path}"
     kind = _kind(section, document, root)
     return unknown_key_hint(section=section, name=str(place[-1]), kind=kind, root=root)
 

@@ -38,10 +38,16 @@ from lachesis.train.batch import Batch, pack_for_ranks
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import RepeatedFeed
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
-from lachesis.train.losses.custom import CustomLoss, load_custom_loss
+from lachesis.train.losses.custom import load_custom_loss
 from lachesis.train.model.loading import WeightSource, context_length, eos_token_ids, load_model, load_tokenizer
 from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
+
+
+def set_up(config: LachesisConfig) -> None:
+    """Call ``run.setup``, which may make the model."""
+    if config.run.setup is not None:
+        load_function(config.run.setup)(config.model.path)
 
 
 def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
@@ -124,6 +130,7 @@ def build_policy(
         make: the policy's class.
     """
     strategy = strategy or SingleDevice()
+    length, loss = config.sampling.max_completion_length, config.algorithm.loss
     loaded = load_model(config.model, config.adapter, weights=weights, on_cpu=strategy.sharded)
     on_gpu = strategy.device(loaded.transformer).type == "cuda"
     return make(
@@ -137,16 +144,11 @@ def build_policy(
             total_steps=total_steps(config),
         ),
         options=config.algorithm,
-        max_completion_length=config.sampling.max_completion_length,
+        max_completion_length=length,
         packing=config.model.packing,
         compile_layers=config.model.compile == "on" or (config.model.compile == "auto" and on_gpu),
-        custom_loss=build_custom_loss(config),
+        custom_loss=load_custom_loss(loss, max_completion_length=length) if loss else None,
     )
-
-
-def build_custom_loss(config: LachesisConfig) -> CustomLoss | None:
-    spec = config.algorithm.loss
-    return load_custom_loss(spec, max_completion_length=config.sampling.max_completion_length) if spec else None
 
 
 def build_atropos_feed(

@@ -13,11 +13,10 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from lachesis.common.errors import LachesisError
-from lachesis.common.imports import load_function
 from lachesis.common.world import World
 from lachesis.config.rules.distributed import require_distributable
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.parts import build_policy
+from lachesis.run.parts import build_policy, set_up
 from lachesis.train.distributed.control import (
     ControlGroup,
     abort_collectives,
@@ -108,8 +107,7 @@ def _begun_key(run_dir: Path) -> str:
 def _build(world: World, store: Store, data: Mapping[str, Any]) -> tuple[Policy, int]:
     """The policy of a follower, and the run's seed."""
     config = LachesisConfig.model_validate(data)
-    if config.run.setup is not None:
-        load_function(config.run.setup)(config.model.path)
+    set_up(config)
     return _build_policy(config, world, store), config.run.seed
 
 

@@ -20,11 +20,10 @@ from rich.console import Console
 
 from lachesis.common.errors import CheckpointError, EngineError, LachesisError, StopRequested
 from lachesis.common.files import write_atomic
-from lachesis.common.imports import load_function
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import EvalResult
 from lachesis.common.world import World
-from lachesis.config.load import LoadedConfig, dump_config
+from lachesis.config.load import LoadedConfig, dump_config, log_findings
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps, with_steps
@@ -41,6 +40,7 @@ from lachesis.run.parts import (
     build_policy,
     build_rewarder,
     load_data,
+    set_up,
 )
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.sinks import build_sinks
@@ -105,19 +105,14 @@ def train(
     """
     config = loaded.config
     findings = [*loaded.findings, *check(config)]
-    for finding in findings:
-        logger.log(logging.INFO if finding.level == "note" else logging.WARNING, "%s", finding.message)
+    log_findings(findings)
     directory = Path(config.run.dir) / config.run.name
     if world is not None and began_before(world, directory):
-        manager = CheckpointManager(run_paths(directory)["checkpoints"], keep_last=config.checkpoint.keep_last)
-        resume = manager.latest() is not None
+        resume = _can_resume(directory, restarts=world.restarts)
         overwrite = not resume
-        where = "from its last checkpoint" if resume else "from the start, for it had no checkpoint yet"
-        logger.warning("torchrun has started all ranks again (restart %d): the run goes on %s", world.restarts, where)
     run = claim_run(directory, resume=resume, overwrite=overwrite)
     seed_everything(config.run.seed)
-    if config.run.setup is not None:
-        load_function(config.run.setup)(config.model.path)
+    set_up(config)
     with ExitStack() as closing:
         leadership = None if world is None else closing.enter_context(leading(world, config))
         # Everything that can be wrong with the input shows here, before the run directory is touched.
@@ -129,30 +124,29 @@ def train(
             companions=companions,
             leadership=leadership,
         )
-        with begin_run(run, config, resume=resume) as log:
+        with begin_run(run, resume=resume) as log:
             for finding in findings:
                 log.print(f"{finding.level}: {finding.message}", markup=False)
             if leadership is not None:
                 leadership.note_begun(run.path)
             run.update(owner=parts.place.owner)
             parts.side.keep_log(run.files["logs"] / "engine.log")
-            checkpoints = build_checkpoints(config, run=run, parts=parts)
-            start = checkpoints.restore() if resume else 0
-            write_atomic(run.files["config"], dump_config(config))
-            hub = build_sinks(
-                config,
-                run=run,
-                start=start,
-                consoles=[console, log],
-                tokenizer=parts.policy.loaded.tokenizer,
-                reward_names=parts.reward_names,
+            trainer, start, hub = build_trainer(
+                config, run=run, parts=parts, resume=resume, consoles=[console, log], stop_requested=stop_requested
             )
             closing.callback(hub.close)
-            trainer = build_trainer(parts, checkpoints=checkpoints, hub=hub, stop_requested=stop_requested)
             if companions is not None:
                 closing.callback(companions.stop)
                 companions.start(run.path)
             return run_to_end(run, config, trainer=trainer, start=start, hub=hub)
+
+
+def _can_resume(directory: Path, *, restarts: int) -> bool:
+    """Whether a run that torchrun has started again has a checkpoint to go on from."""
+    found = CheckpointManager(run_paths(directory)["checkpoints"], keep_last=1).latest() is not None
+    where = "from its last checkpoint" if found else "from the start, for it had no checkpoint yet"
+    logger.warning("torchrun has started all ranks again (restart %d): the run goes on %s", restarts, where)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,27 +161,39 @@ class Parts:
     reward_names: Sequence[str]
 
 
-def build_checkpoints(config: LachesisConfig, *, run: RunDirectory, parts: Parts) -> RunCheckpoints:
-    """What saves and restores the run."""
-    return RunCheckpoints(
+def build_trainer(
+    config: LachesisConfig,
+    *,
+    run: RunDirectory,
+    parts: Parts,
+    resume: bool,
+    consoles: Sequence[Console | None],
+    stop_requested: Callable[[], bool],
+) -> tuple[Trainer, int, MetricsHub]:
+    """The loop over the parts of a run, where it starts, and what is told of its steps."""
+    policy = parts.policy
+    checkpoints = RunCheckpoints(
         CheckpointManager(run.files["checkpoints"], keep_last=config.checkpoint.keep_last),
-        policy=parts.policy,
+        policy=policy,
         feed=parts.feed,
         every_steps=config.checkpoint.every_steps,
     )
-
-
-def build_trainer(
-    parts: Parts, *, checkpoints: RunCheckpoints, hub: MetricsHub, stop_requested: Callable[[], bool]
-) -> Trainer:
-    """The loop over the parts of a run."""
-    policy = parts.policy
+    start = checkpoints.restore() if resume else 0
+    write_atomic(run.files["config"], dump_config(config))
+    hub = build_sinks(
+        config,
+        run=run,
+        start=start,
+        consoles=consoles,
+        tokenizer=policy.loaded.tokenizer,
+        reward_names=parts.reward_names,
+    )
     telemetry = HubTelemetry(
         hub=hub,
         reward_names=parts.reward_names,
         device_memory=_device_memory if policy.device.type == "cuda" else None,
     )
-    return Trainer(
+    trainer = Trainer(
         policy=policy,
         feed=parts.feed,
         bridge=parts.side.bridge,
@@ -196,6 +202,7 @@ def build_trainer(
         telemetry=telemetry,
         stop_requested=stop_requested,
     )
+    return trainer, start, hub
 
 
 def build_parts(
@@ -300,7 +307,7 @@ def save_policy(policy: Policy, directory: Path) -> None:
 
 
 @contextmanager
-def begin_run(run: RunDirectory, config: LachesisConfig, *, resume: bool) -> Iterator[Console]:
+def begin_run(run: RunDirectory, *, resume: bool) -> Iterator[Console]:
     """Within it the run directory is this run's. What is logged (by libraries too) and an error go into its log.
 
     Yields a console that writes into that log.

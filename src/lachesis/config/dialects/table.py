@@ -98,11 +98,6 @@ class Dialect:
         } | self.open_sections
 
     @property
-    def paths(self) -> Mapping[str, str]:
-        """Their names with the canonical key of each; empty where there is none."""
-        return {name: entry.path for name, entry in self.entries.items()}
-
-    @property
     def top_level(self) -> frozenset[str]:
         """The names that a file of theirs can begin with."""
         return frozenset(name.partition(".")[0] for name in self.entries) | self.open_sections
