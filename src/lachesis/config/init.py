@@ -100,22 +100,17 @@ def prepare(model_path: str) -> None:
     fast.save_pretrained(model_path)
 '''
 
-_PROBLEMS = tuple(f'{{"prompt": "{digit}=", "answer": "{digit}"}}' for digit in range(10))
+# A digit that has to be written down, and which one.
+_PROBLEMS = "".join(f'{{"prompt": "{digit}=", "answer": "{digit}"}}\n' for digit in range(10))
 
 
-def problem_lines(count: int) -> str:
-    """``count`` problems as JSONL: a digit that has to be written down, and which one."""
-    return "".join(_PROBLEMS[index % len(_PROBLEMS)] + "\n" for index in range(count))
-
-
-def init(directory: str | Path, *, train: int = 90, held_out: int = 10) -> list[Path]:
+def init(directory: str | Path) -> list[Path]:
     """Write config.yaml, rewards.py, model.py and two small datasets, which run at once on a CPU.
 
     The model is made by model.py when the run begins: nothing is downloaded.
 
     Args:
         directory: made if it is not there.
-        train, held_out: problems to train on, and to measure with.
 
     Returns:
         The files, in the order to read them in.
@@ -128,8 +123,8 @@ def init(directory: str | Path, *, train: int = 90, held_out: int = 10) -> list[
         directory / "config.yaml": _CONFIG,
         directory / "rewards.py": _REWARDS,
         directory / "model.py": _MODEL,
-        directory / "train.jsonl": problem_lines(train),
-        directory / "eval.jsonl": problem_lines(held_out),
+        directory / "train.jsonl": _PROBLEMS * 9,
+        directory / "eval.jsonl": _PROBLEMS,
     }
     there = [path for path in files if path.exists()]
     if there:

@@ -30,7 +30,7 @@ def recognize(data: Mapping[str, Any]) -> DialectName:
         ConfigError: it is a file for accelerate, which describes processes and no training.
     """
     sections = LachesisConfig.model_fields
-    known = {
+    known: dict[DialectName, int] = {
         "canonical": sum(key in sections and not isinstance(value, str | bool | list) for key, value in data.items()),
         "axolotl": _known(data, AXOLOTL),
         "trl": _known(data, TRL),
@@ -40,9 +40,7 @@ def recognize(data: Mapping[str, Any]) -> DialectName:
             "this is a configuration of accelerate, which says how many processes run and not what they train",
             remedy="give the training's own configuration; for several processes start it with torchrun",
         )
-    best = max(known.values())
-    names: tuple[DialectName, ...] = ("canonical", "axolotl", "trl")
-    return next(name for name in names if known[name] == best)
+    return max(known, key=lambda name: known[name])
 
 
 def translate(document: Document, *, dialect: DialectName, processes: int = 1) -> Translation:

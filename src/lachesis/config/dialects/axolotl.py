@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lachesis.common.errors import ConfigError
 from lachesis.config.dialects.axolotl_names import AXOLOTL
 from lachesis.config.dialects.convert import engine_address, one_of
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed
@@ -129,12 +128,8 @@ def _put_float8(translation: Translation) -> None:
     if asked is not True:
         return
     name = "fp8_config.recipe_name" if translation.has("fp8_config.recipe_name") else "fp8"
-    try:
-        scaling = one_of(_FLOAT8_RECIPES)(translation.value("fp8_config.recipe_name", "tensorwise"))
-    except ConfigError as error:
-        translation.problem(name, error.message)
-    else:
-        translation.put("model.matmul_dtype", scaling, name)
+    recipe = translation.value("fp8_config.recipe_name", "tensorwise")
+    translation.put_converted("model.matmul_dtype", recipe, name, one_of(_FLOAT8_RECIPES))
 
 
 def _put_datasets(translation: Translation) -> None:

@@ -141,7 +141,7 @@ class Translation:
                 if entry.default is not UNSET and entry.path:
                     self.put(entry.path, entry.default, name)
             elif entry.treatment == "sets":
-                self._convert(entry, value)
+                self.put_converted(entry.path, value, name, entry.convert)
             elif value is not False:
                 self._say(entry)
 
@@ -180,6 +180,16 @@ class Translation:
         data[place[-1]] = value
         self.document.origins[place] = self.origin(name)
 
+    def put_converted(self, path: str, value: Any, name: str, convert: Convert) -> None:
+        """Set a canonical key to what a value of theirs, unless it is null, is here; or say that it is nothing here."""
+        try:
+            converted = UNSET if value is None else convert(value)
+        except ConfigError as error:
+            self.problem(name, str(error))
+            return
+        if converted is not UNSET:
+            self.put(path, converted, name)
+
     def copy(self, name: str, path: str) -> None:
         """Set a canonical key to what their file says under ``name``, if it says anything."""
         if self.has(name):
@@ -193,7 +203,7 @@ class Translation:
         """
         entry, value = self.dialect.entries[name], self.value(name)
         if value is not None:
-            self._convert(entry, value)
+            self.put_converted(entry.path, value, name, entry.convert)
         elif default is not UNSET:
             self.put(entry.path, default, name)
 
@@ -236,15 +246,6 @@ class Translation:
                 self.warning(entry.name, entry.note)
             case "refused":
                 self.problem(entry.name, entry.note)
-
-    def _convert(self, entry: Entry, value: Any) -> None:
-        try:
-            converted = entry.convert(value)
-        except ConfigError as error:
-            self.problem(entry.name, str(error))
-            return
-        if converted is not UNSET:
-            self.put(entry.path, converted, entry.name)
 
     def _flatten(self, data: Mapping[str, Any], *, place: Place) -> None:
         for key, value in data.items():

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from lachesis.common.errors import ConfigError
 from lachesis.config.dialects.convert import (
     DTYPES,
     OPTIMIZERS,
@@ -107,24 +106,16 @@ def _put_model(translation: Translation) -> None:
         translation.problem("model_init_kwargs", f"expected a mapping, got {describe(options)}")
         return
     names = ("dtype", "torch_dtype")
-    _put_dtype(translation, "model_init_kwargs", next((options[name] for name in names if name in options), None))
+    asked = next((options[name] for name in names if name in options), None)
+    translation.put_converted("model.dtype", asked, "model_init_kwargs", one_of(DTYPES))
     for key in options:
         if key not in (*names, "attn_implementation", "device_map", "use_cache"):
             translation.problem("model_init_kwargs", f"{key} has no counterpart")
     for name in ("fp16", "bf16"):
         if translation.value(name):
             translation.put("model.dtype", DTYPES[name], name)
-    for name in ("torch_dtype", "dtype"):
-        _put_dtype(translation, name, translation.value(name))
-
-
-def _put_dtype(translation: Translation, name: str, value: Any) -> None:
-    if value is None:
-        return
-    try:
-        translation.put("model.dtype", one_of(DTYPES)(value), name)
-    except ConfigError as error:
-        translation.problem(name, error.message)
+    for name in reversed(names):
+        translation.put_converted("model.dtype", translation.value(name), name, one_of(DTYPES))
 
 
 def _put_warmup(translation: Translation) -> None:

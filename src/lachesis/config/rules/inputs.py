@@ -119,18 +119,9 @@ def _truncated_sampling(config: LachesisConfig) -> Iterator[Said]:
     sampling = config.sampling
     if config.source.kind == "atropos":  # training samples are the environments'
         return
-    cutting = [
-        f"sampling.{name} {value:g}"
-        for name, value, off in (
-            ("top_p", sampling.top_p, 1.0),
-            ("top_k", sampling.top_k, 0),
-            ("min_p", sampling.min_p, 0.0),
-            ("repetition_penalty", sampling.repetition_penalty, 1.0),
-            ("presence_penalty", sampling.presence_penalty, 0.0),
-            ("frequency_penalty", sampling.frequency_penalty, 0.0),
-        )
-        if value != off
-    ]
+    numbers = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+    values = sampling.model_dump(include=set(numbers))
+    cutting = [f"{key} {values[key.removeprefix('sampling.')]:g}" for key in changed(config, "sampling", *numbers)]
     cutting += changed(config, "sampling", "min_tokens", "guided_regex")
     if cutting:
         yield warning(
