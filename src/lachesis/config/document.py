@@ -17,6 +17,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from lachesis.common.errors import ConfigError
+from lachesis.common.json_values import is_object
 
 Place = tuple[str | int, ...]
 
@@ -29,6 +30,7 @@ class _Loader(yaml.SafeLoader):
     """Composes nodes whose scalars are tagged by the core schema of YAML 1.2."""
 
 
+# What pyright is told to ignore here is what the stubs of PyYAML leave without types.
 _Loader.yaml_implicit_resolvers = {}
 for _name, _pattern, _first in (
     ("null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
@@ -37,7 +39,7 @@ for _name, _pattern, _first in (
     ("float", _FLOAT, list("-+.0123456789")),
     ("merge", re.compile(r"^<<$"), ["<"]),
 ):
-    _Loader.add_implicit_resolver(f"{_TAG}{_name}", _pattern, _first)
+    _Loader.add_implicit_resolver(f"{_TAG}{_name}", _pattern, _first)  # pyright: ignore[reportUnknownMemberType]
 
 
 class _Dumper(yaml.SafeDumper):
@@ -47,7 +49,9 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-_Dumper.add_implicit_resolver(f"{_TAG}float", _FLOAT, list("-+.0123456789"))
+_Dumper.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
+    f"{_TAG}float", _FLOAT, list("-+.0123456789")
+)
 
 
 @dataclass(slots=True)
@@ -59,8 +63,8 @@ class Document:
 
     name: str
     data: dict[str, Any]
-    origins: dict[Place, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
+    origins: dict[Place, str] = field(default_factory=dict[Place, str])
+    problems: list[str] = field(default_factory=list[str])
 
     def at(self, place: Place) -> str:
         """`` (line 7)`` for the value at ``place``, or for the nearest thing around it that was written."""
@@ -142,17 +146,18 @@ def to_yaml(data: Any) -> str:
 
 def describe(value: Any) -> str:
     """A value in an error message: text in quotes, collections by name, never longer than a line."""
+    text = _short(repr(value))
     match value:
         case None:
             return "nothing (null)"
         case bool():
             return "true" if value else "false"
         case str():
-            return f"the text {_short(repr(value))}"
+            return f"the text {text}"
         case dict():
-            return f"a mapping {_short(repr(value))}"
+            return f"a mapping {text}"
         case list():
-            return f"a list {_short(repr(value))}"
+            return f"a list {text}"
         case _:
             return f"the number {value!r}"
 
@@ -176,7 +181,7 @@ def _compose(text: str, *, name: str) -> Node | None:
         raise ConfigError(f"{name}: not valid YAML: {reason}", remedy="remove the character") from error
     finally:
         if loader is not None:
-            loader.dispose()
+            loader.dispose()  # pyright: ignore[reportUnknownMemberType]
 
 
 class _Reader:
@@ -230,7 +235,7 @@ class _Reader:
         return data
 
     def _sequence(self, node: SequenceNode, *, place: Place, inside: tuple[Node, ...]) -> list[Any]:
-        data = []
+        data: list[Any] = []
         for index, item in enumerate(node.value):
             self._note(item, (*place, index))
             data.append(self.build(item, place=(*place, index), inside=inside))
@@ -250,6 +255,8 @@ class _Reader:
                     return int(text)
                 case "float" if math.isfinite(number := float(text)):
                     return number
+                case _:
+                    pass
         except ValueError:
             pass
         return self._problem(node, place, f"cannot read {_short(repr(text))} as {tag}")
@@ -276,11 +283,12 @@ def _assign(document: Document, parts: tuple[str, ...], value: Any) -> None:
         if data.get(part) is None:
             data[part] = {}
             document.origins[parts[:depth]] = document.origins[parts]
-        data = data[part]
-        if not isinstance(data, dict):
+        section = data[part]
+        if not is_object(section):
             document.problems.append(
                 f"--set {'.'.join(parts)}: {'.'.join(parts[:depth])}{document.at(parts[:depth])} is "
-                f"{describe(data)} and has no keys"
+                f"{describe(section)} and has no keys"
             )
             return
+        data = section
     data[parts[-1]] = value

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lachesis.common.errors import ConfigError
+from lachesis.common.json_values import is_object
 from lachesis.config.schema import LachesisConfig
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -125,7 +126,7 @@ def read_shape(model: str) -> ModelShape | None:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}", remedy="give a model directory that is whole") from error
-    if not isinstance(data, dict):
+    if not is_object(data):
         raise ConfigError(f"{path} is no mapping", remedy="give a model directory that is whole")
     text = data.get("text_config", data)
     try:
@@ -234,7 +235,7 @@ def shard_parts(
     if distributed.strategy == "replicate":
         return parts
     ways = distributed.shard_size or devices
-    found = []
+    found: list[Part] = []
     for part in parts:
         if part.place != "trainer" or part.name not in _SHARDED:
             found.append(part)

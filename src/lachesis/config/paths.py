@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lachesis.common.json_values import is_list
 from lachesis.config.schema import LachesisConfig, Section
 
 S = TypeVar("S", bound=Section)
@@ -75,7 +76,7 @@ def _resolved(section: S, **resolvers: Callable[[Any], Any]) -> S:
     """The section with these of its keys resolved: each item of a list; what is unset stays so."""
     values = {name: getattr(section, name) for name in resolvers if name in type(section).model_fields}
     changes = {
-        name: [resolvers[name](item) for item in value] if isinstance(value, list) else resolvers[name](value)
+        name: [resolvers[name](item) for item in value] if is_list(value) else resolvers[name](value)
         for name, value in values.items()
         if value is not None
     }

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from lachesis.common.errors import ConfigError, nearest
+from lachesis.common.json_values import is_list, is_object
 from lachesis.config.dialects import DIALECTS
 from lachesis.config.document import Document, Place, describe, dotted
 from lachesis.config.keys import Key, SectionInfo, all_keys, find_keys, find_section, paths_named, unknown_key_hint
@@ -99,6 +100,8 @@ def _problems(
             return [_wrong(find_keys(f"{path}.kind", root)[0], place=(*place, "kind"), document=document)]
         case "value_error" | "assertion_error":
             return [(path or document.name, f"{document.at(place)}: {detail['msg']}")]
+        case _:
+            pass
     if keys:
         kind = _kind(keys[0].section, document, root)
         key = next((key for key in keys if not key.kinds or kind in key.kinds), keys[0])
@@ -140,7 +143,7 @@ def _wrong(key: Key, *, place: Place, document: Document, index: int | None = No
     """Expected and got, in plain words, with a likely correction."""
     value = _lookup(document.data, place)
     item, item_place = value, place
-    if index is not None and isinstance(value, list) and index < len(value):
+    if index is not None and is_list(value) and index < len(value):
         item, item_place = value[index], (*place, index)
     expected, correction = _with_article(key.type), _correction(key, item)
     text = f"{document.at(item_place)}: expected {expected}, got {describe(item)}{correction}"
@@ -168,7 +171,7 @@ def _with_article(words: str) -> str:
 
 def _lookup(data: Any, place: Place) -> Any:
     for part in place:
-        if not isinstance(data, dict):
+        if not is_object(data) or not isinstance(part, str):
             return None
         data = data.get(part)
     return data

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lachesis.common.json_values import is_list, is_object
 from lachesis.config.dialects.axolotl_names import AXOLOTL
 from lachesis.config.dialects.convert import engine_address, one_of
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed
@@ -133,14 +134,14 @@ def _put_float8(translation: Translation) -> None:
 
 
 def _put_datasets(translation: Translation) -> None:
-    rows = [row for row in translation.value("datasets", []) if isinstance(row, dict)]
+    rows = [row for row in translation.value("datasets", []) if is_object(row)]
     datasets = [_dataset(translation, f"datasets[{index}]", row) for index, row in enumerate(rows)]
     for index, dataset in enumerate(datasets[:1]):
         for key, value in dataset.items():
             translation.put(f"data.{key}", value, f"datasets[{index}]")
     if len(datasets) > 1:
         translation.put("data.more", datasets[1:], "datasets[1]")
-    held_out = [row for row in translation.value("test_datasets", []) if isinstance(row, dict)]
+    held_out = [row for row in translation.value("test_datasets", []) if is_object(row)]
     if len(held_out) > 1:
         translation.problem("test_datasets", "Lachesis holds out problems of one dataset; keep one")
     for row in held_out[:1]:
@@ -164,7 +165,7 @@ def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[s
     """One of ``datasets:`` as one of ours. ``path: json`` with ``data_files`` is that file."""
     dataset = {key: row[key] for key in _ROW_KEYS if row.get(key) is not None}
     files = row.get("data_files")
-    if isinstance(files, list) and len(files) == 1:
+    if is_list(files) and len(files) == 1:
         files = files[0]
     if isinstance(files, str):
         dataset["path"] = files

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lachesis.common.errors import ConfigError, nearest
+from lachesis.common.json_values import is_list
 from lachesis.config.document import describe
 
 OPTIMIZERS: Mapping[str, str] = {
@@ -101,7 +102,7 @@ def layer_numbers(value: Any) -> list[int]:
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return [value]
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else []
+    parts = value.split(",") if isinstance(value, str) else value if is_list(value) else []
     found: set[int] = set()
     for part in parts:
         match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", str(part))

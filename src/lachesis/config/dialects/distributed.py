@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import ConfigError
+from lachesis.common.json_values import is_list, is_object
 from lachesis.common.world import HOW_TO_START
 from lachesis.config.dialects.table import Dialect, Entry, Translation, cannot, nothing, together
 from lachesis.config.document import describe
@@ -103,8 +104,8 @@ def is_known_option(name: str) -> bool:
 
 def _put_words(translation: Translation, words: Any) -> None:
     """``fsdp``: a list or a line of words; true is the default, full sharding."""
-    found = words.replace(",", " ").split() if isinstance(words, str) else [] if words is True else words
-    if not isinstance(found, list):
+    found: object = words.replace(",", " ").split() if isinstance(words, str) else [] if words is True else words
+    if not is_list(found):
         translation.problem("fsdp", f"expected words such as full_shard auto_wrap, got {describe(words)}")
         return
     if "offload" in found:
@@ -140,13 +141,13 @@ def _put_option(translation: Translation, option: str, name: str, value: Any) ->
 
 def _put_deepspeed(translation: Translation, value: Any) -> None:
     try:
-        content = value if isinstance(value, Mapping) else _read(str(value))
+        content = value if is_object(value) else _read(str(value))
     except ConfigError as error:
         translation.problem("deepspeed", error.message)
         return
-    zero = content.get("zero_optimization") or {}
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
-    if stage not in (0, 1, 2, 3):
+    zero: object = content.get("zero_optimization") or {}
+    stage = zero.get("stage", 0) if is_object(zero) else None
+    if not is_object(zero) or stage not in (0, 1, 2, 3):
         translation.problem("deepspeed", f"zero_optimization.stage is {describe(stage)}; there are 0 to 3")
         return
     translation.put("distributed.strategy", "replicate" if stage == 0 else "shard", "deepspeed")
@@ -166,7 +167,7 @@ def _offload_device(zero: Mapping[str, Any], part: str) -> str:
     section = zero.get(part)
     if part == "offload_optimizer" and zero.get("cpu_offload") is True:  # as older files have it
         return "cpu"
-    return str(section.get("device", "none")) if isinstance(section, Mapping) else "none"
+    return str(section.get("device", "none")) if is_object(section) else "none"
 
 
 def _read(path: str) -> Mapping[str, Any]:
@@ -186,7 +187,7 @@ def _read(path: str) -> Mapping[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from error
-    if not isinstance(content, Mapping):
+    if not is_object(content):
         raise ConfigError(f"{path} holds {describe(content)}, not an object")
     return content
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from lachesis.common.json_values import is_object
 from lachesis.config.dialects.convert import compile_mode, listed, nonzero, scale_rewards, top_k
 from lachesis.config.dialects.table import UNSET, Entry, Translation, cannot, nothing, refused, together
 from lachesis.config.document import describe
@@ -141,7 +142,7 @@ def put_generation_kwargs(translation: Translation, name: str) -> None:
     fields = translation.value(name)
     if fields is None:
         return
-    if not isinstance(fields, dict):
+    if not is_object(fields):
         translation.problem(name, f"expected a mapping, got {describe(fields)}")
         return
     known = {name: name for name in SamplingConfig.model_fields}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lachesis.common.errors import ConfigError, nearest
+from lachesis.common.json_values import is_list, is_object
 from lachesis.common.types import Finding
 from lachesis.config.document import Document, Place, describe, dotted
 
@@ -239,13 +240,9 @@ class Translation:
         self.findings.append(Finding(level=level, rule="dialect", message=text))
 
     def _say(self, entry: Entry) -> None:
-        match entry.treatment:
-            case "nothing":
-                self.note(entry.name, entry.note)
-            case "cannot":
-                self.warning(entry.name, entry.note)
-            case "refused":
-                self.problem(entry.name, entry.note)
+        say = {"nothing": self.note, "cannot": self.warning, "refused": self.problem}.get(entry.treatment)
+        if say is not None:
+            say(entry.name, entry.note)
 
     def _flatten(self, data: Mapping[str, Any], *, place: Place) -> None:
         for key, value in data.items():
@@ -253,7 +250,7 @@ class Translation:
             name = dotted(here)
             if name in self.dialect.row_sections:
                 self._rows(name, value)
-            elif isinstance(value, dict) and self.dialect.is_section(name):
+            elif is_object(value) and self.dialect.is_section(name):
                 self._flatten(value, place=here)
             elif name in self.dialect.entries:
                 self._values[name] = value
@@ -265,13 +262,13 @@ class Translation:
 
     def _rows(self, name: str, rows: Any) -> None:
         """A list of mappings, whose keys are entries ``name.key``."""
-        if not isinstance(rows, list):
+        if not is_list(rows):
             if rows is not None:
                 self.problem(name, f"expected a list, got {describe(rows)}; write each item after a dash")
             return
         self._values[name] = rows
         for index, row in enumerate(rows):
-            if not isinstance(row, dict):
+            if not is_object(row):
                 self.problem(f"{name}[{index}]", f"expected keys, got {describe(row)}")
                 continue
             for key in row:

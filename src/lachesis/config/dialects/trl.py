@@ -6,10 +6,11 @@ Read from TRL 1.16.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lachesis.common.json_values import is_list, is_object
 from lachesis.config.dialects.convert import (
     DTYPES,
     OPTIMIZERS,
@@ -84,7 +85,7 @@ def _fsdp_options(translation: Translation) -> dict[str, tuple[str, Any]]:
         except (OSError, ValueError) as error:
             translation.problem("fsdp_config", f"{found} cannot be read: {error}")
             return {}
-    if not isinstance(found, Mapping):
+    if not is_object(found):
         translation.problem("fsdp_config", f"expected a mapping or a JSON file, got {describe(found)}")
         return {}
     return {option_of(key): ("fsdp_config", value) for key, value in found.items() if is_known_option(key)}
@@ -102,7 +103,7 @@ def _put_model(translation: Translation) -> None:
             translation.put(path, translation.value(name, default), name)
     put_quantization(translation)
     options = translation.value("model_init_kwargs", {})
-    if not isinstance(options, Mapping):
+    if not is_object(options):
         translation.problem("model_init_kwargs", f"expected a mapping, got {describe(options)}")
         return
     names = ("dtype", "torch_dtype")
@@ -148,7 +149,7 @@ def _put_run(translation: Translation) -> None:
 
 def _put_reports(translation: Translation) -> None:
     reports = translation.value("report_to", "none")
-    for report in reports if isinstance(reports, list) else [reports]:
+    for report in reports if is_list(reports) else [reports]:
         if report == "tensorboard":
             translation.put("logging.tensorboard", True, "report_to")
         elif report == "wandb":

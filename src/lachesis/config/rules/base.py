@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from lachesis.common.types import Level
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import LachesisConfig, Section
 
 Said = tuple[Level, str]
 """How bad it is, and what it is."""
@@ -31,6 +31,6 @@ def note(message: str) -> Said:
 
 def changed(config: LachesisConfig, section: str, *names: str) -> list[str]:
     """Those keys of a section that are not at their defaults, as dotted paths."""
-    part = getattr(config, section)
+    part: Section = getattr(config, section)
     defaults = {name: field.get_default(call_default_factory=True) for name, field in type(part).model_fields.items()}
     return [f"{section}.{name}" for name in names if getattr(part, name) != defaults[name]]

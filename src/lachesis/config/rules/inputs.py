@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from lachesis.config.keys import find_section
 from lachesis.config.paths import is_model_spec
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import LachesisConfig, SamplingConfig
 
 _FUNCTION_SPEC = re.compile(r"^(?:.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)$")
 
@@ -135,9 +134,7 @@ def _engine_sampling(config: LachesisConfig) -> Iterator[Said]:
     if config.engine.kind in ("embedded", "embedded_server"):
         for key in changed(config, "sampling", "generation_kwargs"):
             yield problem(f"{key} is vLLM's, and engine.kind is {config.engine.kind}; remove it")
-    section = find_section("sampling")
-    own = {key.name for key in section.keys} if section else set()
-    for name in sorted(own & set(config.sampling.generation_kwargs)):
+    for name in sorted(SamplingConfig.model_fields.keys() & config.sampling.generation_kwargs.keys()):
         yield problem(f"sampling.generation_kwargs.{name} has a key of its own: sampling.{name}")
     for name in sorted({"max_tokens", "n", "logprobs", "seed"} & set(config.sampling.generation_kwargs)):
         yield problem(f"sampling.generation_kwargs.{name} is set by the run itself; remove it")

@@ -48,7 +48,8 @@ class DataConfig(Section):
         default=None, description="System message put before every prompt that has none of its own."
     )
     more: list[DatasetConfig] = Field(
-        default_factory=list, description="Further datasets, whose problems are added to those of `path`."
+        default_factory=list[DatasetConfig],
+        description="Further datasets, whose problems are added to those of `path`.",
     )
     prepared_path: str | None = Field(
         default=None, description="Directory that keeps the prepared problems, so that the next run need not."
@@ -153,7 +154,7 @@ class SamplingConfig(Section):
     top_k: NonNegativeInt = Field(default=0, description="Sample among the k likeliest tokens; 0 cuts nothing.")
     min_p: Fraction = Field(default=0.0, description="Drop tokens below min_p times the likeliest; 0 cuts nothing.")
     repetition_penalty: PositiveFloat = Field(default=1.0, description="Penalty for tokens already seen; 1 is none.")
-    stop_token_ids: list[int] = Field(default_factory=list, description="Further tokens that end a completion.")
+    stop_token_ids: list[int] = Field(default_factory=list[int], description="Further tokens that end a completion.")
     stop: list[str] = Field(default_factory=list, description="Strings that end a completion.")
     min_tokens: NonNegativeInt = Field(default=0, description="No completion ends before so many tokens.")
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = Field(
