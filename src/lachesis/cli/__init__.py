@@ -9,21 +9,11 @@ import sys
 import typer
 
 from lachesis.cli import environments, grpo, inspection, serving, training
-from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, app, console, error_console, fail
+from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, app, fail
 from lachesis.common.errors import LachesisError, TrainingError
 
-__all__ = [
-    "app",
-    "console",
-    "environments",
-    "error_console",
-    "grpo",
-    "inspection",
-    "main",
-    "run_api_main",
-    "serving",
-    "training",
-]
+# Importing them makes their commands known.
+__all__ = ["app", "environments", "grpo", "inspection", "main", "run_api_main", "serving", "training"]
 
 
 def run_api_main() -> None:

@@ -200,8 +200,10 @@ def trainable_parameters(config: LachesisConfig, shape: ModelShape) -> int:
     return whole if config.adapter.layers is None else whole * len(set(config.adapter.layers)) // shape.layers
 
 
-def memory_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, device: str) -> list[Part]:
-    """What the trainer and the engine hold, and when. ``device`` is ``cuda`` or ``cpu``."""
+def memory_parts(
+    config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, device: str, devices: int = 1
+) -> list[Part]:
+    """What the trainer and the engine hold, and when, on one of ``devices``; ``device`` is ``cuda`` or ``cpu``."""
     width = weight_bytes(config, shape, device=device)
     trained = trainable_parameters(config, shape)
     parts = [
@@ -224,15 +226,14 @@ def memory_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths,
         parts.append(Part("optimizer states", "trainer", "always", states))
     if reference := _reference_bytes(config, shape, width=width):
         parts.append(Part("reference", "trainer", "always", reference))
-    return parts + _engine_parts(config, shape, lengths=lengths, width=width)
+    parts += _engine_parts(config, shape, lengths=lengths, width=width)
+    return _sharded(parts, config, shape, devices=devices, width=width)
 
 
-def shard_parts(
-    parts: list[Part], config: LachesisConfig, shape: ModelShape, *, devices: int, width: int
-) -> list[Part]:
+def _sharded(parts: list[Part], config: LachesisConfig, shape: ModelShape, *, devices: int, width: int) -> list[Part]:
     """What each of several devices holds of the trainer's parts, and the first of them of an engine in its process."""
     distributed = config.distributed
-    if distributed.strategy == "replicate":
+    if devices == 1 or distributed.strategy == "replicate":
         return parts
     ways = distributed.shard_size or devices
     found: list[Part] = []

@@ -14,9 +14,7 @@ from lachesis.config.memory import (
     export_bytes,
     memory_parts,
     read_shape,
-    shard_parts,
     trainable_parameters,
-    weight_bytes,
 )
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import nearest_divisors, nearest_multiples, steps_of
@@ -85,20 +83,17 @@ def plan(config: LachesisConfig, *, device: str | None = None, devices: int = 1)
     shape = read_shape(config.model.path)
     lengths = _lengths(config, shape)
     batches = _batches(config, lengths)
-    memory = [] if shape is None else memory_parts(config, shape, lengths=lengths, device=chosen)
-    if shape is not None and devices > 1:
-        width = weight_bytes(config, shape, device=chosen)
-        memory = shard_parts(memory, config, shape, devices=devices, width=width)
+    parts = [] if shape is None else memory_parts(config, shape, lengths=lengths, device=chosen, devices=devices)
     return Plan(
         batches=batches,
         lengths=lengths,
         device=chosen,
         shape=shape,
         trained=None if shape is None else trainable_parameters(config, shape),
-        memory=tuple(memory),
+        memory=tuple(parts),
         checkpoint=None if shape is None else checkpoint_bytes(config, shape, device=chosen),
         export=None if shape is None else export_bytes(config, shape, device=chosen),
-        exports_kept=_exports_kept(config),
+        exports_kept=getattr(config.bridge, "keep_last", -1) + 1,  # the one being written included
         checkpoints_kept=config.checkpoint.keep_last if config.checkpoint.every_steps else 1,
         notes=tuple(_notes(config, batches, lengths=lengths, shape=shape)),
         devices=devices,
@@ -178,11 +173,6 @@ def _count_problems(config: LachesisConfig) -> int | None:
         return lines
     held_out = data.eval_size if data.eval_size >= 1 else round(data.eval_size * lines)
     return max(0, lines - int(held_out))
-
-
-def _exports_kept(config: LachesisConfig) -> int:
-    """Exports of a bridge that goes over the disk, the one being written included."""
-    return getattr(config.bridge, "keep_last", -1) + 1
 
 
 def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, shape: ModelShape | None) -> Iterator[str]:

@@ -6,14 +6,15 @@ its code are there besides those of its documents.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.dialects.convert import DTYPES, OPTIMIZERS, devices, layer_numbers, module_names, one_of
 from lachesis.config.dialects.grpo import put_output_dir
 from lachesis.config.dialects.table import UNSET, Dialect, Entry, Translation, cannot, nothing, refused, together
 from lachesis.config.document import Document, parse_document
+from lachesis.config.schema.engines import BridgeConfig, BridgeSection, ChannelBridgeSection, InProcessBridgeConfig
 
 SPELLINGS = {
     "lr": "learning-rate",
@@ -163,10 +164,12 @@ SERVER = Dialect("the Atropos vLLM server", list(_server()), prefix="--")
 
 ManagedEngine = Literal["vllm", "embedded_server"]
 
-_MODES = ("none", "shared_vllm", "lora_only", "lora_restart", "lora_nccl", "broadcast", "reload")
-# Those that stop the server and start it again have to be the ones who started it.
-_RESTARTING = ("none", "lora_restart")
-_OVER_CHANNELS = ("lora_nccl", "broadcast")
+# Every bridge is a mode, but for that of an engine in the trainer's own process.
+_MODES: Mapping[str, type[BridgeSection]] = {
+    bridge.model_fields["kind"].default: bridge
+    for bridge in get_args(get_args(BridgeConfig)[0])
+    if bridge is not InProcessBridgeConfig
+}
 
 
 def translate_argv(argv: Sequence[str], *, engine: ManagedEngine | None = None) -> Translation:
@@ -187,9 +190,10 @@ def translate_argv(argv: Sequence[str], *, engine: ManagedEngine | None = None) 
     mode = _mode(translation)
     if mode is not None:
         translation.put("bridge.kind", mode, "weight-bridge-mode")
-        _put_engine(translation, engine or ("vllm" if mode in _RESTARTING else None))
+        # Who stops the server and starts it again has to be the one who started it.
+        _put_engine(translation, engine or ("vllm" if _MODES[mode].capabilities.owns_engine else None))
         _put_transfer(translation, mode)
-        if mode.startswith("lora_"):
+        if _MODES[mode].capabilities.adapter_only:
             translation.put("adapter.kind", "lora", "weight-bridge-mode")
             for name, default in ADAPTER_FLAGS.items():
                 translation.put_entry(name, default)
@@ -248,7 +252,7 @@ def _mode(translation: Translation) -> str | None:
         if mode not in ("none", "shared_vllm"):
             translation.problem("single-copy", f"single copy is shared_vllm, and --weight-bridge-mode is {mode}")
         mode = "shared_vllm"
-    if mode not in _MODES:
+    if not isinstance(mode, str) or mode not in _MODES:
         translation.problem("weight-bridge-mode", f"expected one of {', '.join(_MODES)}, got {mode!r}")
         return None
     return mode
@@ -286,7 +290,7 @@ def _put_transfer(translation: Translation, mode: str) -> None:
     each_step = translation.value("nccl-sync-every-step", True) and not translation.value("no-nccl-sync-every-step")
     if mode != "lora_nccl" or not each_step:
         translation.put("bridge.every_steps", translation.value(interval, 3), interval)
-    if mode in _OVER_CHANNELS:
+    if issubclass(_MODES[mode], ChannelBridgeSection):
         _put_rendezvous(translation)
 
 

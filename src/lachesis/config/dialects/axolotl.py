@@ -44,12 +44,7 @@ _MANAGED = {
 
 
 def translate(document: Document, *, processes: int = 1) -> Translation:
-    """Axolotl's document as a canonical one.
-
-    Args:
-        document: their YAML.
-        processes: trainer processes, which batch sizes there are multiplied by.
-    """
+    """Axolotl's document as a canonical one, as :func:`lachesis.config.dialects.translate`."""
     translation = Translation(document, AXOLOTL)
     translation.run()
     _put_model(translation)

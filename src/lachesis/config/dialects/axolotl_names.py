@@ -181,19 +181,16 @@ def _trl() -> Iterator[Entry]:
     yield Entry("trl.rollout_func", "source.rollout_func")
     yield Entry("trl.vllm_guided_decoding_regex", "sampling.guided_regex")
     yield from nothing("asynchronous features need no switch of their own here", "trl.use_data_producer")
-    yield Entry("trl.async_prefetch", "pipeline.async_prefetch")
-    yield Entry("trl.prefetch_depth", "pipeline.prefetch_depth")
+    alike = ("async_prefetch", "prefetch_depth", "streaming_min_groups", "replay_recompute_logps")
+    for name in (*alike, "reroll_start_fraction", "reroll_max_groups"):
+        yield Entry(f"trl.{name}", f"pipeline.{name}")
     yield together("trl.vllm_sync_interval", "bridge.every_steps")
     yield together("trl.vllm_lora_sync", "bridge.kind", "true is lora_only, false broadcast")
     yield Entry("trl.streaming_partial_batch", "pipeline.streaming")
-    yield Entry("trl.streaming_min_groups", "pipeline.streaming_min_groups")
     yield Entry("trl.skip_zero_advantage_batches", "algorithm.skip_zero_advantage")
     yield Entry("trl.reward_num_workers", "rewards.num_workers", convert=_workers, note="1 is none of its own: 0 here")
     yield together("trl.vllm_enable_sleep_mode", "engine.enable_sleep_mode")
     yield Entry("trl.replay_buffer_size", "pipeline.replay_size")
-    yield Entry("trl.replay_recompute_logps", "pipeline.replay_recompute_logps")
-    yield Entry("trl.reroll_start_fraction", "pipeline.reroll_start_fraction")
-    yield Entry("trl.reroll_max_groups", "pipeline.reroll_max_groups")
     yield from nothing("the loss never makes the logits here, with any loss_type", "trl.use_liger_loss")
 
 
