@@ -53,8 +53,9 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
     """
     places = _Places(cwd, base_dir, both=True) if like_theirs else _Places(base_dir, cwd)
     model = partial(places.model, local=config.run.setup is not None)
+    run = config.run.model_copy(update={"dir": str(resolve_path(cwd, config.run.dir))})
     sections = {
-        "run": _resolved(config.run, dir=lambda value: str(resolve_path(cwd, value)), setup=places.function),
+        "run": _resolved(run, setup=places.function),
         "model": _resolved(config.model, path=model, tokenizer=places.model, chat_template=places.template),
         "data": _resolved(
             config.data,
@@ -73,12 +74,12 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
 
 
 def _resolved(section: S, **resolvers: Callable[[Any], Any]) -> S:
-    """The section with these of its keys resolved: each item of a list; what is unset stays so."""
+    """The section with these of its keys resolved: each item of a list; what is unset or empty stays so."""
     values = {name: getattr(section, name) for name in resolvers if name in type(section).model_fields}
     changes = {
         name: [resolvers[name](item) for item in value] if is_list(value) else resolvers[name](value)
         for name, value in values.items()
-        if value is not None
+        if value
     }
     return section.model_copy(update=changes)
 

@@ -67,7 +67,7 @@ def grpo_entries(prefix: str, *, bias_correction: Any = UNSET) -> Iterator[Entry
 
 
 def transformers_entries() -> Iterator[Entry]:
-    """Names of transformers' TrainingArguments that both files have at the top."""
+    """Names of transformers' arguments, and of its trainers', that both files have at the top."""
     yield Entry("trust_remote_code", "model.trust_remote_code")
     yield together("load_in_8bit", "model.quantization", "true is int8")
     yield together("load_in_4bit", "model.quantization", "true is nf4")
