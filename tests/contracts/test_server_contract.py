@@ -25,7 +25,7 @@ from lachesis.engines.serving.generation import ARRAYS, read_arrays
 from lachesis.transport.bridge_file import read_bridge_file
 from lachesis.transport.channel import Channel
 from lachesis.transport.digest import digest, served_lora_b
-from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.layout import ReceivedTensor
 from lachesis.transport.rendezvous import listen
 from lachesis.transport.shared_tensors import Attachments
 from tests.contracts.servers import (

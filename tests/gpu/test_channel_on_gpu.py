@@ -19,7 +19,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.transport.channel import Channel
 from lachesis.transport.digest import digests
-from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.layout import ReceivedTensor
 from lachesis.transport.rendezvous import listen
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -35,7 +35,7 @@ from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
 from lachesis.transport.bridge_file import write_channel_file
 from lachesis.transport.channel import Channel
-from lachesis.transport.records import ChannelBackend, ReceivedTensor
+from lachesis.transport.layout import ChannelBackend, ReceivedTensor
 from lachesis.transport.rendezvous import Aborted, Rendezvous, listen
 
 logger = logging.getLogger(__name__)

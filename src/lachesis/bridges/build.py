@@ -38,7 +38,7 @@ from lachesis.config.schema import (
     VllmEngineConfig,
 )
 from lachesis.engines.http.client import HttpEngine
-from lachesis.transport.records import ChannelBackend
+from lachesis.transport.layout import ChannelBackend
 
 
 def build_bridge(

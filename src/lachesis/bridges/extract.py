@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lachesis.common.errors import ModelError
 from lachesis.engines.serving.served import LoraSpec
 from lachesis.transport.digest import digests, served_lora_b
-from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.layout import ReceivedTensor
 from lachesis.transport.shared_tensors import dtype_name
 
 _WRAPPER = "base_model.model."

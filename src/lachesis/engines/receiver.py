@@ -16,6 +16,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
 from lachesis.engines.serving.served import ReceiverSpec, ReceiverState, ReceiverStatus, Refused
 from lachesis.transport.channel import Channel
+from lachesis.transport.layout import num_bytes
 
 _JOIN_S = 600.0
 # The channel notices at once when the trainer has gone; this is for one that hangs.
@@ -221,7 +222,7 @@ class _Beside:
         if self.device.type != "cuda":
             return self.device
         if not self._has_room:
-            size = sum(_num_bytes(tensor.shape, tensor.dtype) for tensor in spec.tensors)
+            size = sum(map(num_bytes, spec.tensors))
             free, _ = torch.cuda.mem_get_info(self.device)
             # What the first update took stays with the stream for the next ones.
             self._has_room = size * 1.1 < free
@@ -231,10 +232,6 @@ class _Beside:
 def _owned(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy of a view into the receive buffer, which the next tensors overwrite."""
     return tensor.detach().clone() if tensor.device == device else tensor.detach().to(device)
-
-
-def _num_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    return torch.empty(shape, device="meta", dtype=getattr(torch, dtype)).nbytes
 
 
 def _ours(error: Exception, what: str) -> LachesisError:

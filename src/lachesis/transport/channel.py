@@ -23,12 +23,17 @@ from torch import Tensor
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
-from lachesis.transport.base import Transport
-from lachesis.transport.ipc import SharedBuffer
-from lachesis.transport.layout import BUCKET_BYTES, Bucket, difference, plan_buckets, to_wire
-from lachesis.transport.process_group import Collective, build_group
-from lachesis.transport.records import ChannelBackend, ReceivedTensor
+from lachesis.transport.layout import (
+    BUCKET_BYTES,
+    Bucket,
+    ChannelBackend,
+    ReceivedTensor,
+    difference,
+    plan_buckets,
+    to_wire,
+)
 from lachesis.transport.rendezvous import PROTOCOL, Links, Message, Rendezvous, listen
+from lachesis.transport.transports import Collective, SharedBuffer, Transport, build_group
 
 
 class Channel:

@@ -1,15 +1,16 @@
-"""How the tensors of an update lie in flat buffers: the same plan on both sides of a channel. No torch."""
+"""What both sides of a channel agree on before tensors travel: which, and how they lie in flat buffers. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from lachesis.common.errors import EngineError
 from lachesis.common.json_values import is_list
-from lachesis.transport.records import ReceivedTensor
+
+ChannelBackend = Literal["nccl", "gloo", "ipc"]
 
 BUCKET_BYTES = 256 * 2**20
 # Every tensor starts at a multiple of this, so that a buffer of bytes can be viewed as any dtype there.
@@ -20,6 +21,15 @@ _ITEM_BYTES = {
     **dict.fromkeys(("bfloat16", "float16", "int16"), 2),
     **dict.fromkeys(("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "bool"), 1),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ReceivedTensor:
+    """A tensor that comes over a channel; of its name in the trainer, peft's or Hugging Face's."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True, slots=True)

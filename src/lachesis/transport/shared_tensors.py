@@ -10,15 +10,20 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Mapping
+import fcntl
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from lachesis.common.errors import EngineError, first_line
-from lachesis.transport.shared_file import SharedFile, map_file
 
 # The eight items of a CUDA IPC export, in torch's order.
 CUDA_ITEMS = (
@@ -34,6 +39,9 @@ CUDA_ITEMS = (
 _PLACE = ("shape", "stride", "tensor_offset", "dtype")
 # First byte of torch's handle of memory in expandable segments.
 _EXPANDABLE_SEGMENT = ord("e")
+# Shared files are named so, and tensors in them start at multiples of this.
+_FILE_PREFIX = "lachesis-weights-"
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +69,9 @@ class FileStorage:
 
     path: str
     storage_size: int
+
+
+_CUDA, _FILE = TypeAdapter(CudaStorage), TypeAdapter(FileStorage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +102,11 @@ class SharedTensor:
                 storage=_parse_storage(name, entry),
                 shape=shape,
                 # The documented form has neither; a whole, contiguous storage needs none.
-                stride=tuple(int(n) for n in entry.get("stride", contiguous_stride(shape))),
+                stride=tuple(int(n) for n in entry["stride"]) if "stride" in entry else _contiguous(shape),
                 tensor_offset=int(entry.get("tensor_offset", 0)),
                 dtype=dtype_name(parse_dtype(str(entry["dtype"]))),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise EngineError(
                 f"the shared tensor {name!r} is described wrongly: {type(error).__name__}: {error}",
                 remedy="have the engine export its weights anew",
@@ -131,7 +142,7 @@ def export_cuda(tensor: Tensor) -> SharedTensor:
 
 
 def export_from_file(tensor: Tensor, file: SharedFile) -> SharedTensor:
-    """Describe a tensor that lies in ``file`` (see :func:`lachesis.transport.shared_file.share_tensors`)."""
+    """Describe a tensor that lies in ``file`` (see :func:`share_tensors`)."""
     storage = FileStorage(path=str(file.path), storage_size=file.nbytes)
     return _described(tensor.detach(), storage)
 
@@ -178,14 +189,9 @@ def parse_dtype(text: str) -> torch.dtype:
     return dtype
 
 
-def contiguous_stride(shape: Iterable[int]) -> tuple[int, ...]:
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The stride of a contiguous tensor."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(tuple(shape)):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return torch.empty(shape, device="meta").stride()
 
 
 def _described(tensor: Tensor, storage: CudaStorage | FileStorage) -> SharedTensor:
@@ -200,7 +206,7 @@ def _described(tensor: Tensor, storage: CudaStorage | FileStorage) -> SharedTens
 
 def _parse_storage(name: str, entry: Mapping[str, Any]) -> CudaStorage | FileStorage:
     if "path" in entry:
-        return FileStorage(path=str(entry["path"]), storage_size=int(entry["storage_size"]))
+        return _FILE.validate_python(entry)
     missing = [item for item in CUDA_ITEMS if item not in entry]
     if missing:
         raise EngineError(
@@ -208,15 +214,7 @@ def _parse_storage(name: str, entry: Mapping[str, Any]) -> CudaStorage | FileSto
             f"{len(CUDA_ITEMS) - len(missing)} found",
             remedy="have this version of the engine export its weights anew",
         )
-    return CudaStorage(
-        device_index=int(entry["device_index"]),
-        storage_size=int(entry["storage_size"]),
-        storage_offset=int(entry["storage_offset"]),
-        ref_counter_offset=int(entry["ref_counter_offset"]),
-        event_sync_required=bool(entry["event_sync_required"]),
-        device_uuid=str(entry.get("device_uuid", "")),
-        **{key: str(entry[key]) for key in CUDA_ITEMS if key.endswith("_b64")},
-    )
+    return _CUDA.validate_python(entry)
 
 
 def _check_fits(name: str, tensor: SharedTensor) -> None:
@@ -297,3 +295,142 @@ def _local_device(name: str, storage: CudaStorage) -> int:
         f"sees {count} GPU{'s' * (count != 1)}, that one not among them",
         remedy="put trainer and engine on the same GPU (CUDA_VISIBLE_DEVICES)",
     )
+
+
+class SharedFile:
+    """A file that is a storage, readable and writable by this user alone.
+
+    Its maker holds a lock on it as long as it lives, so that files of processes that were killed can be told
+    from those in use; :func:`create_file` removes them.
+    """
+
+    def __init__(self, path: Path, nbytes: int, descriptor: int) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.storage = _mapped(path, nbytes)
+        self._descriptor: int | None = descriptor
+
+    def close(self) -> None:
+        """Remove the file. Memory that is mapped stays until its last tensor is gone. Idempotent."""
+        if self._descriptor is None:
+            return
+        self.path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+def memory_directory() -> Path:
+    """/dev/shm, which is memory, or where there is none the directory of temporary files."""
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def create_file(nbytes: int, directory: Path | None = None) -> SharedFile:
+    """A new file of ``nbytes`` zeros.
+
+    Raises:
+        EngineError: there is no room for it, or the directory cannot be written.
+    """
+    directory = directory or memory_directory()
+    nbytes = max(nbytes, 1)
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _remove_orphans(directory)
+        descriptor, name = tempfile.mkstemp(prefix=_FILE_PREFIX, dir=directory)  # mode 0600
+    except OSError as error:
+        raise EngineError(
+            f"no shared memory can be made in {directory}: {error.strerror}",
+            remedy="name a directory that can be written",
+        ) from error
+    path = Path(name)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink == 0:  # taken for an orphan before it was locked
+            os.close(descriptor)
+            return create_file(nbytes, directory)
+        # Reserved now: memory that is not there kills a process that writes to it, without a message.
+        os.posix_fallocate(descriptor, 0, nbytes)
+        return SharedFile(path, nbytes, descriptor)
+    except (OSError, RuntimeError) as error:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+        raise EngineError(
+            f"{nbytes / 2**20:.1f} MiB of shared memory cannot be had in {directory}: {error}",
+            remedy="free or enlarge it (docker: --shm-size), or name a directory on a disk",
+        ) from error
+
+
+def map_file(name: str, path: str | Path, nbytes: int) -> torch.UntypedStorage:
+    """Map another process's file.
+
+    Raises:
+        EngineError: it is gone, of another size, or not this user's own.
+    """
+    remedy = "start the engine, or have it export its weights anew"
+    try:
+        status = os.stat(path, follow_symlinks=False)
+    except OSError as error:
+        raise EngineError(
+            f"the shared memory {path} of tensor {name!r} is gone: {error.strerror}", remedy=remedy
+        ) from error
+    ours = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
+    if not ours or not Path(path).name.startswith(_FILE_PREFIX):
+        raise EngineError(
+            f"the shared memory {path} of tensor {name!r} was not made by an engine of this user",
+            remedy="run trainer and engine under the same user",
+        )
+    if status.st_size != nbytes:
+        raise EngineError(
+            f"size mismatch: the shared memory {path} of tensor {name!r} has {status.st_size} bytes, {nbytes} expected",
+            remedy=remedy,
+        )
+    return _mapped(path, nbytes)
+
+
+@torch.no_grad()
+def share_tensors(tensors: Iterable[Tensor], directory: Path | None = None) -> SharedFile:
+    """Move tensors on the CPU into one shared file. They stay the same objects with the same values.
+
+    A tensor that is listed twice is moved once, so tied parameters stay tied. Tensors become contiguous.
+
+    Raises:
+        EngineError: as :func:`create_file`, or a tensor is not on the CPU.
+    """
+    unique = list({id(tensor): tensor for tensor in tensors}.values())
+    for tensor in unique:
+        if tensor.device.type != "cpu":
+            raise EngineError(f"a tensor on {tensor.device} cannot lie in a shared file", remedy="use CUDA IPC")
+    starts: list[int] = []
+    end = 0
+    for tensor in unique:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    file = create_file(end, directory)
+    for tensor, start in zip(unique, starts, strict=True):
+        shape, dtype = tensor.shape, tensor.dtype
+        stride = _contiguous(shape)
+        place = torch.empty(0, dtype=dtype).set_(file.storage, start // dtype.itemsize, shape, stride)
+        place.copy_(tensor)
+        tensor.data = place
+    return file
+
+
+def _mapped(path: str | Path, nbytes: int) -> torch.UntypedStorage:
+    storage: Any = torch.UntypedStorage.from_file(str(path), shared=True, nbytes=nbytes)  # pyright: ignore[reportUnknownMemberType]  # untyped in torch
+    return storage
+
+
+def _remove_orphans(directory: Path) -> None:
+    """Remove this user's files whose maker has died."""
+    for path in directory.glob(f"{_FILE_PREFIX}*"):
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # of another user, or just removed
+            continue
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(descriptor)

@@ -21,8 +21,7 @@ from lachesis.train.model.loading import add_lora, attached_transformer
 from lachesis.transport import bridge_file as bridge_file_module
 from lachesis.transport.bridge_file import BRIDGE_FILE, write_bridge_file
 from lachesis.transport.digest import digests
-from lachesis.transport.shared_file import SharedFile, share_module_parameters, share_tensors
-from lachesis.transport.shared_tensors import export_from_file
+from lachesis.transport.shared_tensors import SharedFile, export_from_file, share_tensors
 from tests.fakes import FakeEngine
 from tests.tiny import tiny_model
 from tests.unit.transport.sharing import SESSION, bridge_file, exporter
@@ -86,7 +85,7 @@ def engine_model() -> PreTrainedModel:
 
 @pytest.fixture
 def server(engine_model, tmp_path) -> Iterator[FakeServer]:
-    file = share_module_parameters(engine_model, tmp_path / "memory")
+    file = share_tensors(engine_model.parameters(), tmp_path / "memory")
     yield FakeServer(dict(engine_model.named_parameters()), file)
     file.close()
 
@@ -112,7 +111,7 @@ class TestAttaching:
     @torch.no_grad()
     def test_the_attached_model_computes_what_the_engines_does(self, architecture, tmp_path):
         theirs = tiny_model(architecture)
-        file = share_module_parameters(theirs, tmp_path)
+        file = share_tensors(theirs.parameters(), tmp_path)
         server = FakeServer(dict(theirs.named_parameters()), file)
         _, model = opened(server, theirs, tmp_path)
         model.set_attn_implementation(theirs.config._attn_implementation)  # config.json does not have it
@@ -154,7 +153,7 @@ class TestAttaching:
 
     def test_a_head_of_its_own_beside_tied_embeddings_is_refused(self, tmp_path):
         theirs = tiny_model("llama")
-        file = share_module_parameters(theirs, tmp_path)
+        file = share_tensors(theirs.parameters(), tmp_path)
         server = FakeServer(dict(theirs.named_parameters()), file, engine="vllm 0.32.0")
         ours = tiny_model("llama", tie_word_embeddings=True)
         with pytest.raises(ModelError, match=r"lm_head\.weight of its own"):

@@ -14,8 +14,7 @@ import torch
 
 from lachesis.transport.bridge_file import BridgeFile, write_bridge_file
 from lachesis.transport.digest import digests
-from lachesis.transport.shared_file import share_tensors
-from lachesis.transport.shared_tensors import export_cuda, export_from_file
+from lachesis.transport.shared_tensors import export_cuda, export_from_file, share_tensors
 from tests.forkserver import forkserver
 
 Shapes = Mapping[str, tuple[int, ...]]

@@ -21,7 +21,7 @@ from lachesis.transport.bridge_file import (
     write_bridge_file,
     write_channel_file,
 )
-from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.layout import ReceivedTensor
 from lachesis.transport.shared_tensors import FileStorage, SharedTensor
 from tests.unit.transport.sharing import SESSION, bridge_file
 from tests.unit.transport.test_shared_tensors import CUDA_ENTRY

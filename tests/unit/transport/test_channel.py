@@ -17,10 +17,9 @@ from torch import Tensor
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError
 from lachesis.transport.channel import Channel
-from lachesis.transport.layout import difference, plan_buckets, to_wire
-from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.layout import ReceivedTensor, difference, plan_buckets, to_wire
 from lachesis.transport.rendezvous import Rendezvous, listen, parse_init_method
-from lachesis.transport.shared_file import default_directory
+from lachesis.transport.shared_tensors import memory_directory
 from tests.forkserver import forkserver
 from tests.waiting import LONG_S
 
@@ -110,17 +109,17 @@ def test_tensors_arrive_as_they_were_sent_whatever_the_buckets(backend: str, buc
 
 
 def test_a_shared_buffer_grows_with_what_is_sent_and_goes_when_the_trainer_closes():
-    before = set(default_directory().iterdir())
+    before = set(memory_directory().iterdir())
     trainer, engine = pair(backend="ipc")
     for size in (10, 100_000, 1000, 300_000):
         tensors = {"t": torch.arange(size, dtype=torch.float32)}
         received = in_thread(take, engine, specs_of(tensors))
         trainer.send(tensors.items(), specs_of(tensors), deadline=within())
         assert_same(received.result(LONG_S), tensors)
-        assert len(set(default_directory().iterdir()) - before) <= 1
+        assert len(set(memory_directory().iterdir()) - before) <= 1
     trainer.close()
     engine.close()
-    assert not set(default_directory().iterdir()) - before
+    assert not set(memory_directory().iterdir()) - before
 
 
 def test_updates_follow_each_other_and_are_counted(channels: list[Channel]):

@@ -13,15 +13,15 @@ import torch
 from lachesis.common.errors import EngineError
 from lachesis.transport.bridge_file import read_bridge_file
 from lachesis.transport.digest import digests
-from lachesis.transport.shared_file import create_file, share_module_parameters, share_tensors
 from lachesis.transport.shared_tensors import (
     Attachments,
     CudaStorage,
     FileStorage,
     SharedTensor,
-    contiguous_stride,
+    create_file,
     export_cuda,
     export_from_file,
+    share_tensors,
 )
 from tests.unit.transport.sharing import Exporter, exporter
 
@@ -89,7 +89,7 @@ def test_a_modules_parameters_move_into_one_file_and_stay_what_they_are(tmp_path
     module[0].bias.requires_grad_(False)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     objects = dict(module.named_parameters())
-    file = share_module_parameters(module, tmp_path)
+    file = share_tensors(module.parameters(), tmp_path)
     after = dict(module.named_parameters())
     assert all(after[name] is objects[name] and torch.equal(after[name], before[name]) for name in before)
     assert module[1].weight is module[0].weight, "ties stay"
@@ -255,8 +255,3 @@ class TestJson:
     def test_what_describes_no_tensor_is_refused(self, change):
         with pytest.raises(EngineError, match="describe no tensor"):
             SharedTensor.from_json("w", CUDA_ENTRY | change)
-
-
-def test_contiguous_strides_are_torchs():
-    for shape in [(), (3,), (2, 3, 4), (2, 0, 3)]:
-        assert contiguous_stride(shape) == torch.empty(shape).stride()

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, AdapterFiles, adapted_module
 from lachesis.engines.serving.served import LoraSpec, Refused
 from lachesis.transport.digest import served_lora_b
-from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.layout import ReceivedTensor
 
 _SHOWN = 3
 

@@ -35,7 +35,7 @@ from lachesis.engines.serving.served import (
     TensorInfo,
     TransferKind,
 )
-from lachesis.transport.records import ChannelBackend
+from lachesis.transport.layout import ChannelBackend
 
 Q = TypeVar("Q", bound=Request)
 A = TypeVar("A", bound=BaseModel)

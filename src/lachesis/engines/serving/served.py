@@ -15,7 +15,7 @@ from lachesis.engines.base import PauseMode
 from lachesis.engines.serving.bodies import SINGLE, Count, Flag, Number, Request, Text, Whole, given, parse
 from lachesis.engines.serving.bodies import Refused as Refused
 from lachesis.engines.serving.generation import POLICY, GenerateBody, GenerateChunk, GenerateResult
-from lachesis.transport.records import ChannelBackend, ReceivedTensor
+from lachesis.transport.layout import ChannelBackend, ReceivedTensor
 
 ReceiverState = Literal["idle", "connecting", "connected", "error"]
 TransferKind = Literal["lora", "full"]

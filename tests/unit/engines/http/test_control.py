@@ -21,7 +21,7 @@ from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.bodies import parse
 from lachesis.engines.serving.served import DigestSlice, LoraSpec, ReceiverSpec, Refused
 from lachesis.engines.serving.session import TOKEN_VARIABLE, new_session, write_session
-from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.layout import ReceivedTensor
 from tests.unit.engines.fake_server import FakeServer, refusal
 from tests.waiting import LONG_S
 

@@ -10,7 +10,7 @@ from lachesis.engines.serving.bodies import Refused, parse
 from lachesis.engines.serving.operations import OPERATIONS, LoadAdapter
 from lachesis.engines.serving.served import DigestRequest, LoraSpec, ReceiverSpec, ServedEngine
 from lachesis.engines.serving.server import Server
-from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.layout import ReceivedTensor
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.path)

@@ -6,7 +6,7 @@ from pydantic_core import from_json, to_json
 from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
 from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
 from lachesis.engines.vllm.calls import answer, read_answer
-from lachesis.transport.records import ReceivedTensor
+from lachesis.transport.layout import ReceivedTensor
 
 
 def raising(error: Exception):

@@ -30,8 +30,7 @@ from lachesis.engines.serving.served import (
 from lachesis.engines.serving.session import Session
 from lachesis.transport.bridge_file import BridgeFile, write_bridge_file
 from lachesis.transport.digest import digests
-from lachesis.transport.shared_file import SharedFile, share_module_parameters
-from lachesis.transport.shared_tensors import dtype_name, export_cuda, export_from_file
+from lachesis.transport.shared_tensors import SharedFile, dtype_name, export_cuda, export_from_file, share_tensors
 
 _CONFIG = "config.json"
 
@@ -147,7 +146,7 @@ class EmbeddedWeights:
             if self._model.device.type == "cuda":
                 tensors = {name: export_cuda(parameter) for name, parameter in parameters.items()}
             else:
-                self._shared = self._shared or share_module_parameters(self._model)
+                self._shared = self._shared or share_tensors(self._model.parameters())
                 tensors = {name: export_from_file(parameter, self._shared) for name, parameter in parameters.items()}
         bridge = BridgeFile(
             model=self._path,

@@ -1,9 +1,10 @@
-"""Buckets of bytes broadcast by a collective: a gloo or NCCL process group beside torch's default one."""
+"""What moves a bucket of bytes from the trainer to the engine's workers: a collective, or memory that all map."""
 
 from __future__ import annotations
 
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -16,23 +17,72 @@ from torch import distributed as dist
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError, first_line
 from lachesis.common.threads import call_watched
-from lachesis.transport.base import POLL_S, Transport, finish_stream
 from lachesis.transport.rendezvous import Links, Message
+from lachesis.transport.shared_tensors import (
+    Attachments,
+    SharedFile,
+    SharedTensor,
+    create_file,
+    export_cuda,
+    export_from_file,
+)
 
+_POLL_S = 0.001
 # Of torch's own timers, which end operations in their own time and, with NCCL, in their own way; ours come first.
 _LONG = timedelta(days=30)
 # What torch.distributed takes from its C++ part has no types that are exported.
 _c10d: Any = dist
 
 
+class Transport(ABC):
+    """Moves one bucket at a time from rank 0 to all others. ``device`` is where its buffers are."""
+
+    def __init__(self, *, device: torch.device, links: Links) -> None:
+        self.device = device
+        self._links = links
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    @abstractmethod
+    def buffer(self, num_bytes: int) -> Tensor:
+        """Rank 0: bytes to pack the next bucket into; whatever they held has been taken by the others."""
+
+    def announcement(self) -> Message:
+        """Rank 0: what the others must know to receive the buffer that was handed out last."""
+        return {}
+
+    @abstractmethod
+    def send(self, buffer: Tensor, *, deadline: Deadline) -> None:
+        """Rank 0: returns when ``buffer`` has been sent. Raises EngineError or DeadlineExceeded."""
+
+    @abstractmethod
+    def receive(self, num_bytes: int, *, announcement: Message, deadline: Deadline) -> Tensor:
+        """Other ranks: the bytes of the bucket; valid until :meth:`finish_reading`."""
+
+    def finish_reading(self, *, deadline: Deadline) -> None:
+        """Return when all work on the current stream is done; peers are watched: a dead one's collective never ends."""
+        if self.device.type != "cuda":
+            return
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        while not event.query():
+            self._links.watch(_POLL_S)
+            deadline.check("the GPU is still busy with a bucket of weights")
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Give up what is under way, without waiting for anybody."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Idempotent."""
+
+
 class Collective(Transport):
     """Broadcasts over a gloo or NCCL process group of its own."""
 
     def __init__(self, group: Any, *, device: torch.device, links: Links) -> None:
-        self.device = device
+        super().__init__(device=device, links=links)
         self._group: Any = group
-        self._links = links
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     def buffer(self, num_bytes: int) -> Tensor:
         if self._buffer.numel() < num_bytes:
@@ -47,9 +97,6 @@ class Collective(Transport):
         buffer = self.buffer(num_bytes)
         self._broadcast(buffer, deadline=deadline)
         return buffer
-
-    def finish_reading(self, *, deadline: Deadline) -> None:
-        finish_stream(self.device, links=self._links, deadline=deadline)
 
     def abort(self) -> None:
         if self._group is not None and self.device.type == "cuda":
@@ -71,10 +118,10 @@ class Collective(Transport):
                 work = group.broadcast([buffer], _from_trainer(deadline))
                 if self.device.type == "cuda":
                     work.wait()  # on the stream, not on the host
-                    finish_stream(self.device, links=self._links, deadline=deadline)
+                    self.finish_reading(deadline=deadline)
                     return
                 while not work.is_completed():
-                    self._links.watch(POLL_S)
+                    self._links.watch(_POLL_S)
                     deadline.check("a broadcast of weights is under way")
                 work.wait()
         except RuntimeError as error:
@@ -82,6 +129,62 @@ class Collective(Transport):
             raise EngineError(
                 f"the broadcast of weights failed: {first_line(error)}", remedy="look at the log of the other side"
             ) from error
+
+
+class SharedBuffer(Transport):
+    """One allocation of the trainer's that the engine's workers on the same device read in place.
+
+    NCCL refuses two ranks on one device; this needs no copy beyond packing. On the CPU it is shared memory.
+    """
+
+    def __init__(self, *, device: torch.device, links: Links) -> None:
+        super().__init__(device=device, links=links)
+        self._unannounced: dict[str, Any] | None = None
+        self._file: SharedFile | None = None
+        self._attachments = Attachments()
+
+    def buffer(self, num_bytes: int) -> Tensor:
+        if self._buffer.numel() < num_bytes:
+            self._unannounced = self._allocate(num_bytes).to_json()
+        return self._buffer[:num_bytes]
+
+    def announcement(self) -> Message:
+        # The others may read as soon as they hear of it, so packing has to be done.
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        shared, self._unannounced = self._unannounced, None
+        return {} if shared is None else {"shared": shared}
+
+    def send(self, buffer: Tensor, *, deadline: Deadline) -> None:
+        """Nothing moves: the announcement was all."""
+
+    def receive(self, num_bytes: int, *, announcement: Message, deadline: Deadline) -> Tensor:
+        if "shared" in announcement:
+            shared = SharedTensor.from_json("the channel's buffer", announcement["shared"])
+            self._attachments.close()  # unmaps the buffer before, once its last view is gone
+            self._buffer = self._attachments.tensor("the channel's buffer", shared)
+        if self._buffer.numel() < num_bytes:
+            raise EngineError(f"the trainer shares {self._buffer.numel()} bytes, a bucket has {num_bytes}")
+        return self._buffer[:num_bytes]
+
+    def abort(self) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._attachments.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _allocate(self, num_bytes: int) -> SharedTensor:
+        if self.device.type == "cuda":
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            return export_cuda(self._buffer)
+        if self._file is not None:
+            self._file.close()
+        self._file = file = create_file(num_bytes)
+        self._buffer = torch.empty(0, dtype=torch.uint8).set_(file.storage, 0, (num_bytes,), (1,))
+        return export_from_file(self._buffer, file)
 
 
 def build_group(
