@@ -313,7 +313,7 @@ def make_adapter(arguments: argparse.Namespace) -> Path:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lachesis.bridges.adapters import adapter_config, save_adapter
+    from lachesis.bridges.saved import adapter_config, save_adapter
 
     path = arguments.model_dir.parent / "adapter"
     if path.exists():

@@ -195,7 +195,7 @@ class Live:
 
     def digests(self) -> tuple[dict[str, int], dict[str, int]] | None:
         """The trainer's and the engine's, of what travels."""
-        ours, theirs = digest_functions(
+        found = digest_functions(
             self.config,
             self.policy,
             self.remote,
@@ -203,7 +203,7 @@ class Live:
             whole=whole_of(self.policy),
             deadline=lambda: soon("digests"),
         )
-        return (dict(ours()), dict(theirs())) if ours is not None and theirs is not None else None
+        return None if found is None else (dict(found[0]()), dict(found[1]()))
 
 
 def build(case: Case, *, model: Path, directory: Path, servers: list[Server], tampering: Tampering) -> Live:

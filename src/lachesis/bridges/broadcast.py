@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lachesis.bridges.base import PolicyT
-from lachesis.bridges.external import ExternalBridge, ProofBuilder
+from lachesis.bridges.external import ExternalBridge, Servers
 from lachesis.bridges.extract import (
     Whole,
     as_it_is,
@@ -26,11 +26,9 @@ from lachesis.bridges.extract import (
     lora_tensors,
     tensor_list,
 )
-from lachesis.bridges.owned import OwnedEngine
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, StaleWeights
 from lachesis.config.schema import BridgeCapabilities, BroadcastBridgeConfig, LoraBroadcastBridgeConfig
-from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
 from lachesis.transport.bridge_file import write_channel_file
@@ -88,39 +86,24 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
     It is connected at the first transfer, and anew after one that failed.
 
     Args:
-        engine: the servers.
         source: what travels, :func:`lora_source` or :func:`full_source`.
         backend: ``nccl`` between GPUs, ``ipc`` on one GPU, ``gloo`` on the CPU.
         device: the trainer's.
         init_method: where the workers meet the trainer, "tcp://HOST:PORT"; a free local port by default.
         directory: where ``nccl_bridge_config.json`` goes, as the run's.
-        proof_builder, owned, trains_in_engine, sync_s, every_steps: as in :class:`ExternalBridge`.
     """
 
     def __init__(
         self,
+        servers: Servers[PolicyT],
         *,
-        engine: HttpEngine,
         source: TravellingWeights[PolicyT],
         backend: ChannelBackend,
         device: torch.device | str,
         directory: Path,
-        proof_builder: ProofBuilder[PolicyT] | None,
         init_method: str | None = None,
-        owned: OwnedEngine | None = None,
-        trains_in_engine: bool = False,
-        sync_s: float | None = None,
-        every_steps: int = 1,
     ) -> None:
-        super().__init__(
-            capabilities=source.capabilities,
-            engine=engine,
-            proof_builder=proof_builder,
-            owned=owned,
-            trains_in_engine=trains_in_engine,
-            sync_s=sync_s,
-            every_steps=every_steps,
-        )
+        super().__init__(servers, capabilities=source.capabilities)
         self._source = source
         self._backend: ChannelBackend = backend
         self._device = torch.device(device)
@@ -144,7 +127,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
     def _send(self, channel: Channel, version: int, *, deadline: Deadline) -> None:
         """The servers are told to receive while the trainer sends; an error of either side ends both."""
-        received = self._threads.submit(self._engine.on_all, lambda server: server.receive(version, deadline=deadline))
+        received = self._threads.submit(self.engine.on_all, lambda server: server.receive(version, deadline=deadline))
         received.add_done_callback(lambda future: _abort_on_error(channel, future))
         try:
             channel.send(self._source.tensors(self.policy), self._specs, deadline=deadline)
@@ -204,8 +187,8 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
     def _infos(self, deadline: Deadline) -> Sequence[ServerInfo]:
         """Who the servers are now. Raises StaleWeights where one was replaced since this run met it."""
-        infos = self._engine.on_all(lambda server: server.info(deadline=deadline))
-        for info, session in zip(infos, self._engine.session_ids, strict=True):
+        infos = self.engine.on_all(lambda server: server.info(deadline=deadline))
+        for info, session in zip(infos, self.engine.session_ids, strict=True):
             if info.session_id != session:
                 raise StaleWeights(
                     f"the server at {info.url} is of session {info.session_id}, this run works with {session}",
@@ -237,13 +220,13 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
                     f"Failed to start NCCL receiver on vLLM ({server.url}): {error.message}", remedy=error.remedy
                 ) from error
 
-        self._engine.on_all(start)
+        self.engine.on_all(start)
 
     def _join(self, connecting: Future[Channel], cancel: threading.Event, *, deadline: Deadline) -> Channel:
         """The channel, unless a server reports that its side failed: its worker will never come then."""
         try:
             while not wait([connecting], timeout=_POLL_S).done:
-                self._engine.on_all(lambda server: _check_receiver(server, deadline))
+                self.engine.on_all(lambda server: _check_receiver(server, deadline))
         except BaseException:
             cancel.set()
             # What was connected in the meantime must not stay open.
@@ -254,7 +237,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
     def _await_connected(self, deadline: Deadline) -> None:
         """The workers have joined; the servers learn of it a moment later, and refuse to receive before."""
         pause = threading.Event()
-        while not all(self._engine.on_all(lambda server: _check_receiver(server, deadline))):
+        while not all(self.engine.on_all(lambda server: _check_receiver(server, deadline))):
             deadline.check("a server's receiver is not connected")
             pause.wait(_POLL_S / 10)
 
@@ -265,14 +248,14 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             world_size=world_size,
             tensors=self._specs,
             backend=self._backend,
-            session_id=self._engine.session_id,
-            url=",".join(server.url for server in self._engine.controls),
+            session_id=self.engine.session_id,
+            url=",".join(server.url for server in self.engine.controls),
         )
 
     def _stop_receivers(self, deadline: Deadline) -> None:
         """Nothing is lost where it fails: a server that still has a receiver refuses the next one with a reason."""
         with suppress(LachesisError):
-            self._engine.on_all(lambda server: server.stop_receiver(deadline=deadline))
+            self.engine.on_all(lambda server: server.stop_receiver(deadline=deadline))
 
     def _disconnect(self) -> None:
         if self._channel is not None:

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import assert_never
+from typing import Generic
 
-from lachesis.bridges.adapters import adapter_config
+from torch import nn
+
 from lachesis.bridges.base import Bridge
-from lachesis.bridges.broadcast import BroadcastBridge, full_source, lora_source
-from lachesis.bridges.engine_weights import EngineWeights
+from lachesis.bridges.broadcast import BroadcastBridge, TravellingWeights, full_source, lora_source
+from lachesis.bridges.external import Command, OwnedEngine, Servers
 from lachesis.bridges.extract import Whole, full_weights, lora_tensors
-from lachesis.bridges.owned import Command, OwnedEngine
 from lachesis.bridges.proofs import ModelPolicyT, remote_proof
 from lachesis.bridges.saved import (
     AdapterFiles,
     CheckpointFiles,
+    Load,
     SavedBridge,
+    adapter_config,
     load_adapter,
     load_checkpoint,
     started_on_it,
 )
-from lachesis.bridges.shared import SharedBridge
+from lachesis.bridges.shared import EngineWeights, SharedBridge
 from lachesis.common.device import resolve_device
 from lachesis.config.schema import (
     BroadcastBridgeConfig,
+    ChannelBridgeSection,
     EmbeddedServerConfig,
     InProcessBridgeConfig,
     LachesisConfig,
@@ -34,27 +38,22 @@ from lachesis.config.schema import (
     LoraSwapBridgeConfig,
     ReloadBridgeConfig,
     RestartBridgeConfig,
+    SavedBridgeSection,
     SharedBridgeConfig,
     VllmEngineConfig,
 )
+from lachesis.engines.base import PauseMode
 from lachesis.engines.http.client import HttpEngine
 from lachesis.transport.layout import ChannelBackend
 
 
-def build_bridge(
-    config: LachesisConfig,
-    *,
-    engine: HttpEngine,
-    directory: Path,
-    weights: EngineWeights | None,
-    owned: OwnedEngine | None,
-    command: Command,
-    whole_of: Callable[[ModelPolicyT], Whole],
-    companions: Callable[[ModelPolicyT, Path], None],
-) -> Bridge[ModelPolicyT]:
-    """The bridge of ``bridge.kind`` over servers.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BridgeParts(Generic[ModelPolicyT]):
+    """What bridges over servers are made of.
 
     Args:
+        config: of the run.
+        engine: the client of the servers.
         directory: the run's.
         weights: the engine's tensors where the policy is built on them, as :func:`engine_weights`.
         owned: the servers' processes, where the run starts them.
@@ -62,66 +61,96 @@ def build_bridge(
         whole_of: makes a policy's parameters whole before they travel.
         companions: writes what a checkpoint of a policy has besides weights.
     """
-    kind = config.bridge
-    proof = partial(remote_proof, config, weights=weights, whole_of=whole_of) if kind.proof else None
-    sync_s = config.deadlines.sync_s + (config.deadlines.engine_start_s if kind.capabilities.owns_engine else 0.0)
-    match kind:
-        case SharedBridgeConfig():
-            assert weights is not None
-            return SharedBridge(
-                engine=engine, weights=weights, pause_mode=kind.pause, proof_builder=proof, owned=owned, sync_s=sync_s
-            )
-        case LoraBroadcastBridgeConfig() | BroadcastBridgeConfig():
-            source = lora_source if kind.capabilities.adapter_only else full_source
-            return BroadcastBridge(
-                engine=engine,
-                source=source(lambda policy: policy.model, whole_of),
-                backend=channel_backend(config),
-                device=resolve_device(config.model.device),
-                directory=directory,
-                init_method=kind.init_method,
-                proof_builder=proof,
-                owned=owned,
-                trains_in_engine=weights is not None,
-                sync_s=sync_s,
-                every_steps=kind.every_steps,
-            )
-        case LoraSwapBridgeConfig():
-            load, done = load_adapter, "[LORA] ✓ Hot-swapped adapter: version %d in %.3f s"
-        case LoraRestartBridgeConfig():
-            load, done = load_adapter, "[LORA] Engine restarted with version %d in %.1f s"
-        case RestartBridgeConfig():
-            load, done = started_on_it, "[CHECKPOINT] Engine serves version %d after %.1f s"
-        case ReloadBridgeConfig():
-            load, done = load_checkpoint, "[CHECKPOINT] Engine serves version %d after %.1f s"
+
+    config: LachesisConfig
+    engine: HttpEngine
+    directory: Path
+    weights: EngineWeights | None
+    owned: OwnedEngine | None
+    command: Command
+    whole_of: Callable[[ModelPolicyT], Whole]
+    companions: Callable[[ModelPolicyT, Path], None]
+
+
+def build_bridge(parts: BridgeParts[ModelPolicyT]) -> Bridge[ModelPolicyT]:
+    """The bridge of ``bridge.kind`` over servers."""
+    match parts.config.bridge:
+        case SharedBridgeConfig() as kind:
+            return _shared(parts, pause=kind.pause)
+        case BroadcastBridgeConfig() as kind:
+            return _broadcast(parts, kind, full_source)
+        case LoraBroadcastBridgeConfig() as kind:
+            return _broadcast(parts, kind, lora_source)
+        case LoraSwapBridgeConfig() as kind:
+            return _saved(parts, kind, load_adapter, "[LORA] ✓ Hot-swapped adapter: version %d in %.3f s")
+        case LoraRestartBridgeConfig() as kind:
+            return _saved(parts, kind, load_adapter, "[LORA] Engine restarted with version %d in %.1f s")
+        case RestartBridgeConfig() as kind:
+            return _saved(parts, kind, started_on_it, "[CHECKPOINT] Engine serves version %d after %.1f s")
+        case ReloadBridgeConfig() as kind:
+            return _saved(parts, kind, load_checkpoint, "[CHECKPOINT] Engine serves version %d after %.1f s")
         case InProcessBridgeConfig():
             raise AssertionError("an engine in this process has no server")
-        case _:
-            assert_never(kind)
-    save: AdapterFiles[ModelPolicyT] | CheckpointFiles[ModelPolicyT]
-    if kind.capabilities.adapter_only:
-        save = AdapterFiles(
-            tensors=lambda policy: lora_tensors(policy.model, whole=whole_of(policy)),
-            config=lambda policy: adapter_config(policy.model),
-        )
-    else:
-        save = CheckpointFiles(
-            weights=lambda policy: full_weights(policy.model, whole=whole_of(policy)), companions=companions
-        )
+
+
+def _servers(
+    parts: BridgeParts[ModelPolicyT], *, every_steps: int = 1, pause: PauseMode = "keep"
+) -> Servers[ModelPolicyT]:
+    config = parts.config
+    proof = partial(remote_proof, config, weights=parts.weights, whole_of=parts.whole_of)
+    start_s = config.deadlines.engine_start_s if config.bridge.capabilities.owns_engine else 0.0
+    return Servers(
+        engine=parts.engine,
+        proof_builder=proof if config.bridge.proof else None,
+        owned=parts.owned,
+        trains_in_engine=parts.weights is not None,
+        sync_s=config.deadlines.sync_s + start_s,
+        every_steps=every_steps,
+        pause_mode=pause,
+    )
+
+
+def _shared(parts: BridgeParts[ModelPolicyT], *, pause: PauseMode) -> Bridge[ModelPolicyT]:
+    assert parts.weights is not None
+    return SharedBridge(_servers(parts, pause=pause), weights=parts.weights)
+
+
+def _broadcast(
+    parts: BridgeParts[ModelPolicyT],
+    kind: ChannelBridgeSection,
+    source: Callable[
+        [Callable[[ModelPolicyT], nn.Module], Callable[[ModelPolicyT], Whole]], TravellingWeights[ModelPolicyT]
+    ],
+) -> Bridge[ModelPolicyT]:
+    return BroadcastBridge(
+        _servers(parts, every_steps=kind.every_steps),
+        source=source(lambda policy: policy.model, parts.whole_of),
+        backend=channel_backend(parts.config, kind),
+        device=resolve_device(parts.config.model.device),
+        directory=parts.directory,
+        init_method=kind.init_method,
+    )
+
+
+def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeSection, load: Load, done: str) -> Bridge[ModelPolicyT]:
+    whole_of = parts.whole_of
+    adapter: AdapterFiles[ModelPolicyT] = AdapterFiles(
+        tensors=lambda policy: lora_tensors(policy.model, whole=whole_of(policy)),
+        config=lambda policy: adapter_config(policy.model),
+    )
+    checkpoint: CheckpointFiles[ModelPolicyT] = CheckpointFiles(
+        weights=lambda policy: full_weights(policy.model, whole=whole_of(policy)), companions=parts.companions
+    )
+    adapter_only = kind.capabilities.adapter_only
     return SavedBridge(
+        _servers(parts, every_steps=kind.every_steps),
         capabilities=kind.capabilities,
-        engine=engine,
-        directory=directory / ("adapters" if kind.capabilities.adapter_only else "exports"),
+        directory=parts.directory / ("adapters" if adapter_only else "exports"),
         keep_last=kind.keep_last,
-        save=save,
+        save=adapter if adapter_only else checkpoint,
         load=load,
         done=done,
-        command=command if load is started_on_it else None,
-        proof_builder=proof,
-        owned=owned,
-        trains_in_engine=weights is not None,
-        sync_s=sync_s,
-        every_steps=kind.every_steps,
+        command=parts.command if load is started_on_it else None,
     )
 
 
@@ -147,13 +176,12 @@ def engine_weights(config: LachesisConfig, *, engine: HttpEngine, owner: str, di
     )
 
 
-def channel_backend(config: LachesisConfig) -> ChannelBackend:
+def channel_backend(config: LachesisConfig, bridge: ChannelBridgeSection) -> ChannelBackend:
     """How tensors travel: as configured, or by where trainer and engine are."""
-    bridge, engine = config.bridge, config.engine
-    assert isinstance(bridge, LoraBroadcastBridgeConfig | BroadcastBridgeConfig)
     if bridge.transport != "auto":
         return bridge.transport
     if resolve_device(config.model.device).type == "cpu":
         return "gloo"
+    engine = config.engine
     managed_here = isinstance(engine, VllmEngineConfig) and engine.devices is None
     return "ipc" if managed_here or isinstance(engine, EmbeddedServerConfig) else "nccl"

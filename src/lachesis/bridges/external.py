@@ -1,14 +1,20 @@
-"""What bridges to engines in other processes have in common."""
+"""Bridges to engines in other processes: the servers, the processes behind them, and what becomes of one that dies."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic
 
 from lachesis.bridges.base import Bridge, PolicyT
-from lachesis.bridges.owned import OwnedEngine
 from lachesis.bridges.proof import SyncProof
+from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
+from lachesis.common.process import ManagedProcess
 from lachesis.config.schema import BridgeCapabilities
 from lachesis.engines.base import PauseMode
 from lachesis.engines.http.client import HttpEngine
@@ -16,44 +22,145 @@ from lachesis.engines.http.client import HttpEngine
 logger = logging.getLogger("lachesis")
 
 ProofBuilder = Callable[[PolicyT, HttpEngine], SyncProof]
+# The command that serves the checkpoint in a directory, for the server of that number.
+Command = Callable[[int, Path], Sequence[str]]
+_LOOK_S = 0.05
 
 
-class ExternalBridge(Bridge[PolicyT]):
-    """A policy on one side, servers on the other; a subclass says how the weights get across.
+class OwnedEngine:
+    """Servers, the processes behind them in the same order, and the run they belong to.
 
     Args:
-        capabilities: as its section of the configuration declares them.
-        engine: the servers, claimed by this run.
+        engine: the client of the servers.
+        processes: one for each server, running or not.
+        owner: the run, in whose name each new session is claimed.
+        start_s: the longest that a start after a death may take, in seconds.
+    """
+
+    def __init__(
+        self, *, engine: HttpEngine, processes: Sequence[ManagedProcess], owner: str, start_s: float | None = None
+    ) -> None:
+        self.engine = engine
+        self._start_s = start_s
+        self._processes = tuple(processes)
+        self._owner = owner
+        self._fresh = True
+
+    def restart(self, *, deadline: Deadline, command: Command | None = None, checkpoint: Path | None = None) -> None:
+        """Start all servers anew, or for the first time, and claim them.
+
+        Args:
+            deadline: of their being able to serve.
+            command: makes the command that serves ``checkpoint``; without it each server keeps its own.
+
+        Raises:
+            EngineError: a server died or its port is taken; with the last lines of its log.
+            DeadlineExceeded: one was not able to serve in time.
+        """
+        # Those that have just been started for this run and never had weights of it need no restart.
+        if not (self._fresh and command is None and all(process.pid is not None for process in self._processes)):
+            self.stop()
+            if command is not None and checkpoint is not None:
+                for number, process in enumerate(self._processes):
+                    process.command = tuple(map(str, command(number, checkpoint)))
+            self._start(deadline)
+        self._fresh = False
+        self.engine.connect(deadline=deadline)
+        self.engine.claim(self._owner, deadline=deadline)
+
+    def start_again(self) -> None:
+        """:meth:`restart` within ``start_s``, of servers that died."""
+        deadline = Deadline("the engine's second start", self._start_s, "deadlines.engine_start_s")
+        with deadline.waiting():
+            self.restart(deadline=deadline)
+
+    def _start(self, deadline: Deadline) -> None:
+        """Launch all, then wait for all; none is left where one fails."""
+        try:
+            for process in self._processes:
+                process.launch()
+            for process in self._processes:
+                process.wait_ready(deadline=deadline)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop all servers. Idempotent."""
+        for process in self._processes:
+            process.stop()
+
+    def died(self, *, within_s: float = 5.0) -> bool:
+        """Whether a server has ended, or does so ``within_s``: its connections break a moment before."""
+        deadline = Deadline("the end of a server that does not answer", within_s)
+        pause = threading.Event()
+        while all(process.pid is not None for process in self._processes):
+            if deadline.remaining_s() == 0.0:
+                return False
+            pause.wait(_LOOK_S)
+        return True
+
+    def move_log(self, path: Path) -> None:
+        """Move the servers' log to ``path`` while they write it, on the same file system; one that is there stays.
+
+        Raises:
+            EngineError: it cannot be moved.
+        """
+        for number, process in enumerate(self._processes):
+            place = path if number == 0 else path.with_stem(f"{path.stem}-{number}")
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                if place.exists():
+                    os.replace(place, place.with_stem(f"{place.stem}-before"))
+                os.replace(process.log_path, place)
+            except OSError as error:
+                raise EngineError(
+                    f"the engine's log {process.log_path} cannot be moved to {place}: {error.strerror}",
+                    remedy="check the directory and its permissions",
+                ) from error
+            process.log_path = place
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Servers(Generic[PolicyT]):
+    """The servers that a policy's weights are brought to, as every bridge to them needs them.
+
+    Args:
+        engine: their client; they are claimed by this run.
         proof_builder: makes the proof of sync once both sides exist, or ``None`` for no proof.
-        owned: the processes of the servers, where the run starts them: one that dies is started again.
+        owned: their processes, where the run starts them: one that dies is started again.
         trains_in_engine: the policy is built on the engine's memory, and lost with it.
         sync_s, every_steps, pause_mode: as in :class:`Bridge`.
     """
 
-    def __init__(
-        self,
-        *,
-        capabilities: BridgeCapabilities,
-        engine: HttpEngine,
-        proof_builder: ProofBuilder[PolicyT] | None,
-        owned: OwnedEngine | None = None,
-        trains_in_engine: bool = False,
-        sync_s: float | None = None,
-        every_steps: int = 1,
-        pause_mode: PauseMode = "keep",
-    ) -> None:
-        super().__init__(proof=None, sync_s=sync_s, every_steps=every_steps, pause_mode=pause_mode)
+    engine: HttpEngine
+    proof_builder: ProofBuilder[PolicyT] | None
+    owned: OwnedEngine | None = None
+    trains_in_engine: bool = False
+    sync_s: float | None = None
+    every_steps: int = 1
+    pause_mode: PauseMode = "keep"
+
+
+class ExternalBridge(Bridge[PolicyT]):
+    """A policy on one side, ``servers`` on the other; a subclass says how the weights get across.
+
+    ``capabilities`` are as its section of the configuration declares them.
+    """
+
+    def __init__(self, servers: Servers[PolicyT], *, capabilities: BridgeCapabilities) -> None:
+        super().__init__(
+            proof=None, sync_s=servers.sync_s, every_steps=servers.every_steps, pause_mode=servers.pause_mode
+        )
         self.capabilities = capabilities
-        self._engine = engine
-        self._proof_builder = proof_builder
-        self._owned = owned
-        self._trains_in_engine = trains_in_engine
+        self._servers = servers
+        self._owned = servers.owned
         self._policy: PolicyT | None = None
         self._recovered: int | None = None
 
     @property
     def engine(self) -> HttpEngine:
-        return self._engine
+        return self._servers.engine
 
     @property
     def policy(self) -> PolicyT:
@@ -75,7 +182,7 @@ class ExternalBridge(Bridge[PolicyT]):
         """
         if self._owned is None or not self._owned.died():
             raise error
-        if self._trains_in_engine:
+        if self._servers.trains_in_engine:
             raise EngineError(
                 f"the engine died and the weights in its memory with it: {error.message}",
                 remedy="go on from the last checkpoint with --resume",
@@ -93,7 +200,7 @@ class ExternalBridge(Bridge[PolicyT]):
         self.sync(self.version)
 
     def close(self) -> None:
-        self._engine.close()
+        self.engine.close()
         if self._owned is not None:
             self._owned.stop()
 
@@ -104,5 +211,5 @@ class ExternalBridge(Bridge[PolicyT]):
 
     def _build_proof(self) -> None:
         """The proof is of one session of the engine: a restarted engine needs a new one."""
-        if self._proof_builder is not None:
-            self.proof = self._proof_builder(self.policy, self._engine)
+        if self._servers.proof_builder is not None:
+            self.proof = self._servers.proof_builder(self.policy, self.engine)

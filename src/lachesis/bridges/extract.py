@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lachesis.common.errors import ModelError
 from lachesis.engines.serving.served import LoraSpec
@@ -71,11 +72,11 @@ def full_weights(model: nn.Module, *, whole: Whole = as_it_is) -> Iterator[tuple
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of the model without its adapter, under Hugging Face's names, tied ones once."""
-    found: dict[str, nn.Parameter] = {}
-    for name, parameter in model.named_parameters():
-        if ".lora_" not in name:
-            found[name.removeprefix(_WRAPPER).replace(".base_layer.", ".")] = parameter
-    return found
+    return {
+        name.removeprefix(_WRAPPER).replace(".base_layer.", "."): parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_" not in name
+    }
 
 
 @torch.no_grad()
@@ -100,18 +101,20 @@ def lora_pairs(model: nn.Module) -> list[LoraPair]:
     """
     adapter = _active_adapter(model)
     pairs: list[LoraPair] = []
-    for name, module in model.named_modules():
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    for name, module in modules.items():
         if not isinstance(module, LoraLayer) or adapter not in {*module.lora_A, *module.lora_embedding_A}:
             continue
         where = name.removeprefix(_WRAPPER)
         _check_plain(module, adapter, where)
+        layer: Any = module  # peft's attributes have no types
         pairs.append(
             LoraPair(
                 module=where,
-                a=cast(nn.Parameter, module.lora_A[adapter].weight),
-                b=cast(nn.Parameter, module.lora_B[adapter].weight),
-                scaling=float(module.scaling[adapter]),
-                transposed=bool(getattr(module, "fan_in_fan_out", False)),
+                a=layer.lora_A[adapter].weight,
+                b=layer.lora_B[adapter].weight,
+                scaling=float(layer.scaling[adapter]),
+                transposed=bool(getattr(layer, "fan_in_fan_out", False)),
             )
         )
     return pairs
@@ -170,6 +173,12 @@ def full_digests(model: nn.Module, *, whole: Whole = as_it_is) -> dict[str, int]
     if whole is as_it_is and not is_adapted(model):
         return digests(dict(full_weights(model)))
     return {name: digests({name: tensor})[name] for name, tensor in full_weights(model, whole=whole)}
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The configuration of the language model in a model; its class is the architecture's."""
+    config: Any = model.config
+    return config.get_text_config()
 
 
 def is_adapted(model: nn.Module) -> bool:

@@ -18,11 +18,9 @@ from lachesis.engines.serving.served import DigestSlice
 Shape = tuple[int, ...]
 
 _FUSED = {
-    "q_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "k_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "v_proj": ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
-    "gate_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
-    "up_proj": ("gate_up_proj", ("gate_proj", "up_proj")),
+    member: (fused, members)
+    for fused, members in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj")))
+    for member in members
 }
 # Padded to a multiple of 64 rows; the rows of real tokens come first.
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")

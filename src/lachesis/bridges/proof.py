@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lachesis.common.errors import StaleWeights
 from lachesis.common.types import CanaryReading
+from lachesis.engines.base import largest_difference
 
 # Largest absolute difference of a canary logprob between two code paths over the same weights, by dtype.
 TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
@@ -31,7 +32,7 @@ class SyncProof:
         dtype: of the weights; sets the tolerance.
         quantization: of the trainer's base weights where the engine has them unquantized; widens the tolerance.
         trainer_digests: digest by name of each tensor that was to be transferred, as the engine should hold it.
-        engine_digests: the same of what the engine holds; both or neither.
+        engine_digests: the same of what the engine holds; both or neither are given.
         concurrent: read engine and trainer at the same time, for an engine with a model of its own.
     """
 
@@ -44,8 +45,8 @@ class SyncProof:
         session_id: str,
         dtype: str,
         quantization: str = "none",
-        trainer_digests: Digests | None = None,
-        engine_digests: Digests | None = None,
+        trainer_digests: Digests = dict,
+        engine_digests: Digests = dict,
         concurrent: bool = False,
     ) -> None:
         self._token_ids = tuple(token_ids)
@@ -85,19 +86,15 @@ class SyncProof:
     def _read(self) -> tuple[tuple[CanaryReading, Mapping[str, int]], tuple[Sequence[float], Mapping[str, int]]]:
         """What the engine says and what the trainer says: canary and digests of each."""
         if not self._concurrent:
-            return self._ask_engine(), self._ask_trainer()
+            return (self._engine(self._token_ids), self._engine_digests()), self._ask_trainer()
         # Most of either is waiting, for the wire or for the device.
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="proof") as pool:
-            reading = pool.submit(self._engine, self._token_ids)
-            digests = pool.submit(self._engine_digests) if self._engine_digests is not None else None
+            reading, digests = pool.submit(self._engine, self._token_ids), pool.submit(self._engine_digests)
             trainer = self._ask_trainer()
-            return (reading.result(), digests.result() if digests is not None else {}), trainer
-
-    def _ask_engine(self) -> tuple[CanaryReading, Mapping[str, int]]:
-        return self._engine(self._token_ids), self._engine_digests() if self._engine_digests is not None else {}
+            return (reading.result(), digests.result()), trainer
 
     def _ask_trainer(self) -> tuple[Sequence[float], Mapping[str, int]]:
-        return self._trainer(self._token_ids), self._trainer_digests() if self._trainer_digests is not None else {}
+        return self._trainer(self._token_ids), self._trainer_digests()
 
     def _check_identity(self, reading: CanaryReading, *, version: int) -> None:
         if reading.session_id != self._session_id:
@@ -138,14 +135,6 @@ def _check_digests(ours: Mapping[str, int], theirs: Mapping[str, int], *, versio
         f"after the transfer of version {version}, of {len(ours)} tensors in the engine {' and '.join(parts)}",
         remedy="the transfer arrived in part or went to other tensors; look at the engine's log",
     )
-
-
-def largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
-    """max |a - b|, NaN if any is NaN, infinite if the lengths differ."""
-    if len(a) != len(b):
-        return float("inf")
-    differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
-    return float("nan") if any(d != d for d in differences) else max(differences, default=0.0)
 
 
 def _brief(values: Sequence[float]) -> str:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lachesis.bridges.engine_weights import EngineWeights
-from lachesis.bridges.extract import Whole, adapter_digests, base_parameters, full_digests
+from lachesis.bridges.extract import Whole, adapter_digests, base_parameters, full_digests, text_config
 from lachesis.bridges.names import Slice, map_parameters
 from lachesis.bridges.proof import Digests, SyncProof
+from lachesis.bridges.shared import EngineWeights
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ModelError
 from lachesis.config.schema import LachesisConfig
@@ -64,7 +64,8 @@ def remote_proof(
     deadline = partial(Deadline, "the proof of sync", config.deadlines.sync_s, "deadlines.sync_s")
     info = engine.controls[0].info(deadline=deadline())
     ours = str(policy.transformer.dtype).removeprefix("torch.")
-    mine, theirs = digest_functions(config, policy, engine, weights=weights, whole=whole_of(policy), deadline=deadline)
+    digests = digest_functions(config, policy, engine, weights=weights, whole=whole_of(policy), deadline=deadline)
+    mine, theirs = digests or (dict, dict)
     return SyncProof(
         token_ids=_canary(min(_vocab_size(policy), info.model.vocab_size), info.model.max_model_len - 1),
         trainer=policy.canary,
@@ -87,14 +88,14 @@ def digest_functions(
     weights: EngineWeights | None,
     whole: Whole,
     deadline: Callable[[], Deadline],
-) -> tuple[Digests | None, Digests | None]:
+) -> tuple[Digests, Digests] | None:
     """Exact digests of what travels, on both sides; none where the engine keeps it in another form.
 
     That is so with weights split over GPUs, with kernels that repack them (as on the CPU), and in another dtype.
     """
     info = engine.controls[0].info(deadline=deadline())
     if info.model.tensor_parallel_size > 1:
-        return None, None
+        return None
     dtype: torch.dtype = getattr(torch, info.model.dtype)
     if config.bridge.capabilities.adapter_only:
         return (
@@ -102,10 +103,10 @@ def digest_functions(
             lambda: engine.digests({}, adapter=True, deadline=deadline()).digests,
         )
     if dtype != policy.transformer.dtype:
-        return None, None
+        return None
     slices = weights.slices if weights is not None else _parameter_slices(policy, engine, deadline=deadline())
     if slices is None:
-        return None, None
+        return None
     wanted = {name: entry.for_digest() for name, entry in slices.items()}
     return (
         lambda: full_digests(policy.model, whole=whole),
@@ -120,7 +121,7 @@ def _parameter_slices(policy: ModelPolicy, engine: HttpEngine, *, deadline: Dead
         return map_parameters(
             {name: tuple(p.shape) for name, p in base_parameters(policy.model).items()},
             there,
-            model_type=policy.transformer.config.get_text_config().model_type,
+            model_type=text_config(policy.transformer).model_type,
             engine_kind=info.engine,
         )
     except ModelError as error:
@@ -129,7 +130,7 @@ def _parameter_slices(policy: ModelPolicy, engine: HttpEngine, *, deadline: Dead
 
 
 def _vocab_size(policy: ModelPolicy) -> int:
-    return policy.transformer.config.get_text_config().vocab_size
+    return text_config(policy.transformer).vocab_size
 
 
 def _canary(vocab_size: int, longest: int) -> list[int]:

@@ -1,31 +1,47 @@
-"""Weights go through a directory: saved by the trainer, then loaded by the running engine or by one that is started."""
+"""Weights go through a directory: saved by the trainer, then loaded by the running engine or by one that is started.
+
+Directories are read once, minutes at most after they were written, by a process on this machine or on a file system
+shared with it. So they are not forced to disk: that would take longer than all else, and a run that a power cut
+ended resumes from its checkpoints, not from these.
+"""
 
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import logging
+import os
+import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Generic
+from typing import Any, Generic
 
-from torch import Tensor
+import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # a path of what?
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lachesis.bridges.adapters import VersionedDirectories, save_adapter, write_safetensors
 from lachesis.bridges.base import PolicyT
-from lachesis.bridges.external import ExternalBridge, ProofBuilder
-from lachesis.bridges.owned import Command, OwnedEngine
+from lachesis.bridges.external import Command, ExternalBridge, Servers
 from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError, ModelError
+from lachesis.common.files import atomic_directory, clean_leftovers
 from lachesis.config.schema import BridgeCapabilities
-from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
 
 logger = logging.getLogger(__name__)
 
 # Under which requests may ask for the policy's adapter.
 ADAPTER_NAME = "policy"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_PEFT_PREFIX = "base_model.model."
 # A file of a checkpoint holds about this much, which bounds what is in memory twice while it is written.
 SHARD_BYTES = 512 * 2**20
 
@@ -47,36 +63,21 @@ class SavedBridge(ExternalBridge[PolicyT]):
         load: how a server takes it, :func:`load_adapter`, :func:`load_checkpoint` or :func:`started_on_it`.
         done: logged after each transfer, of its version and its seconds.
         command: where servers are started on the directory, makes the command that does so.
-        capabilities, engine, proof_builder, owned, trains_in_engine, sync_s, every_steps: as in
-            :class:`ExternalBridge`.
     """
 
     def __init__(
         self,
+        servers: Servers[PolicyT],
         *,
         capabilities: BridgeCapabilities,
-        engine: HttpEngine,
         directory: Path,
         keep_last: int,
         save: Save[PolicyT],
         load: Load,
         done: str,
-        proof_builder: ProofBuilder[PolicyT] | None,
         command: Command | None = None,
-        owned: OwnedEngine | None = None,
-        trains_in_engine: bool = False,
-        sync_s: float | None = None,
-        every_steps: int = 1,
     ) -> None:
-        super().__init__(
-            capabilities=capabilities,
-            engine=engine,
-            proof_builder=proof_builder,
-            owned=owned,
-            trains_in_engine=trains_in_engine,
-            sync_s=sync_s,
-            every_steps=every_steps,
-        )
+        super().__init__(servers, capabilities=capabilities)
         self._saved = VersionedDirectories(directory, keep_last=keep_last)
         self._save = save
         self._load = load
@@ -92,11 +93,63 @@ class SavedBridge(ExternalBridge[PolicyT]):
         if self.capabilities.owns_engine:
             assert self._owned is not None, "config.rules checks it"
             self._owned.restart(deadline=deadline, command=self._command, checkpoint=path)
-        self._engine.on_all(lambda server: self._load(server, path, version, deadline))
+        self.engine.on_all(lambda server: self._load(server, path, version, deadline))
         if self.capabilities.owns_engine:
             self._build_proof()
         self._saved.prune(serving=path)
         logger.info(self._done, version, time.perf_counter() - started)
+
+
+class VersionedDirectories:
+    """``parent/v{version}`` for each version that was written, the latest few of which are kept.
+
+    Args:
+        parent: made at the first write; nothing else should live there.
+        keep_last: how many of the latest writes stay, at least 1.
+    """
+
+    def __init__(self, parent: Path, *, keep_last: int) -> None:
+        self.parent = Path(parent).absolute()
+        self.keep_last = keep_last
+
+    @contextmanager
+    def writing(self, version: int) -> Generator[Path]:
+        """Yield an empty directory that becomes that of ``version`` when the block ends without error.
+
+        A directory that this version had before is replaced. An error removes what was written.
+
+        Raises:
+            EngineError: the disk is full or cannot be written.
+        """
+        try:
+            self.parent.mkdir(parents=True, exist_ok=True)
+            clean_leftovers(self.parent)
+            with atomic_directory(self.path(version), durable=False) as temporary:
+                yield temporary
+        except OSError as error:
+            raise self._write_error(error, version=version) from error
+
+    def path(self, version: int) -> Path:
+        """The directory of a version."""
+        return self.parent / f"v{version}"
+
+    def prune(self, *, serving: Path) -> None:
+        """Delete all but the ``keep_last`` latest writes; never ``serving``, which the engine may read again."""
+        # By time, not by version: a run that went back to an earlier step writes lower versions anew.
+        written = sorted(self.parent.glob("v*"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        for path in written[self.keep_last :]:
+            if path != serving:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _write_error(self, error: OSError, *, version: int) -> EngineError:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "no space is left" if full else f"{error.strerror or error}"
+        return EngineError(
+            f"weight version {version} cannot be written to {self.path(version)}: {what}",
+            remedy="free space on that disk, lower bridge.keep_last, or move run.dir to a larger disk"
+            if full
+            else "check the directory and its permissions",
+        )
 
 
 class AdapterFiles(Generic[PolicyT]):
@@ -104,7 +157,7 @@ class AdapterFiles(Generic[PolicyT]):
 
     Args:
         tensors: the adapter's tensors by name, as :func:`lachesis.bridges.extract.lora_tensors`.
-        config: its ``adapter_config.json``, as :func:`lachesis.bridges.adapters.adapter_config`; asked once.
+        config: its ``adapter_config.json``, as :func:`lachesis.bridges.saved.adapter_config`; asked once.
     """
 
     def __init__(
@@ -189,10 +242,77 @@ def write_checkpoint(directory: Path, weights: Iterable[tuple[str, Tensor]], *, 
 
 def save_companions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write a checkpoint's files besides its weights: the configurations and the tokenizer."""
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
-    config.save_pretrained(directory)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    parts: list[Any] = [config, model.generation_config, tokenizer]
+    for part in parts:
+        if part is not None:
+            part.save_pretrained(directory)
+
+
+def save_adapter(directory: Path, *, tensors: Mapping[str, Tensor], config: bytes) -> None:
+    """Write an adapter as peft does, into an empty directory.
+
+    Args:
+        tensors: by name without peft's prefix, on any device.
+        config: the content of ``adapter_config.json``, see :func:`adapter_config`.
+
+    Raises:
+        OSError: as the file system says.
+    """
+    write_safetensors(
+        directory / ADAPTER_WEIGHTS, {f"{_PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()}
+    )
+    (directory / ADAPTER_CONFIG).write_bytes(config)
+
+
+def adapter_config(model: nn.Module) -> bytes:
+    """The ``adapter_config.json`` that peft saves with the model's adapter.
+
+    It is peft's own work, bytes and all, but takes longer than writing the tensors: it is made once, for it does
+    not change while an adapter is trained.
+
+    Raises:
+        ModelError: the model has no adapter.
+    """
+    if not isinstance(model, PeftModel):
+        raise ModelError(
+            f"PEFT library required: {type(model).__name__} has no adapter",
+            remedy="set adapter.kind to lora, or use a bridge that transfers full weights",
+        )
+    with tempfile.TemporaryDirectory() as directory:
+        # No tensors: the configuration is all that is wanted of peft here.
+        model.save_pretrained(directory, state_dict={}, save_embedding_layers=False)
+        return (Path(directory) / ADAPTER_CONFIG).read_bytes()
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write tensors, on any device and of any layout, in the safetensors format.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
+    try:
+        save_file(on_host(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        full = os.strerror(errno.ENOSPC) in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
+
+
+@torch.no_grad()
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, contiguous.
+
+    An adapter is hundreds of small tensors, and fetching each from a GPU waits for the GPU each time: those on one
+    are packed there and fetched at once.
+    """
+    found = {name: tensor.detach().contiguous() for name, tensor in tensors.items() if not tensor.is_cuda}
+    places = {(t.device, t.dtype) for t in tensors.values() if t.is_cuda}
+    for device, dtype in places:
+        group = {name: t for name, t in tensors.items() if t.device == device and t.dtype == dtype}
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in group.values()])
+        host = torch.empty(flat.shape, dtype=dtype, pin_memory=True).copy_(flat)
+        parts = host.split_with_sizes([tensor.numel() for tensor in group.values()])
+        found |= {name: part.view(t.shape) for (name, t), part in zip(group.items(), parts, strict=True)}
+    return {name: found[name] for name in tensors}

@@ -1,62 +1,229 @@
-"""Single copy: the trainer's parameters are the engine's tensors, so the optimizer step is the transfer."""
+"""Single copy: the engine's own tensors are the storage of the trainer's model: the optimizer step is the transfer."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lachesis.bridges.base import PolicyT
-from lachesis.bridges.engine_weights import EngineWeights
-from lachesis.bridges.external import ExternalBridge, ProofBuilder
-from lachesis.bridges.owned import OwnedEngine
+from lachesis.bridges.external import ExternalBridge, Servers
+from lachesis.bridges.extract import text_config
+from lachesis.bridges.names import Slice, map_parameters
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import ConfigError, EngineError, ModelError
 from lachesis.config.schema import SharedBridgeConfig
-from lachesis.engines.base import PauseMode
-from lachesis.engines.http.client import HttpEngine
+from lachesis.engines.http.control import ServerControl, ServerInfo
+from lachesis.transport.bridge_file import (
+    BRIDGE_FILE,
+    BridgeFile,
+    check_session,
+    find_bridge_file,
+    read_bridge_file,
+    search_places,
+)
+from lachesis.transport.shared_tensors import Attachments, dtype_name
 
 _log = logging.getLogger(__name__)
+
+
+class EngineWeights:
+    """The tensors of one engine, mapped into this process, and the models that are attached to them.
+
+    Args:
+        server: control of the engine's server.
+        owner: the name under which this run claims the engine.
+        export_directory: where the engine writes its bridge file if none is found; has to be one of the
+            directories that the server may use.
+        config_path: the bridge file, or its directory; ``None`` searches the documented places.
+        takeover: claim the engine even from another run.
+        limit_s: the longest that finding the engine and its export may take, in seconds.
+    """
+
+    def __init__(
+        self,
+        server: ServerControl,
+        *,
+        owner: str,
+        export_directory: Path,
+        config_path: str | Path | None = None,
+        takeover: bool = False,
+        limit_s: float | None = None,
+    ) -> None:
+        self._server = server
+        self._owner = owner
+        self._export_directory = export_directory
+        self._config_path = config_path
+        self._takeover = takeover
+        self._limit_s = limit_s
+        self._attachments = Attachments()
+        self._file: BridgeFile | None = None
+        self._tensors: dict[str, Tensor] = {}
+        self._attached: dict[str, tuple[nn.Parameter, int]] = {}
+        self.slices: Mapping[str, Slice] = {}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the engine's weights. Opens them, as the other members do."""
+        return self._first().dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the engine's weights are, as this process numbers its devices."""
+        return self._first().device
+
+    def open(self) -> BridgeFile:
+        """Claim the engine, find or ask for its bridge file, and map its tensors. Idempotent.
+
+        Raises:
+            ConfigError: the engine splits its weights over several GPUs.
+            EngineError: another run has the engine, it shares nothing, or the file is missing, stale or wrong.
+            DeadlineExceeded: the server did not answer in time.
+        """
+        if self._file is not None:
+            return self._file
+        deadline = Deadline("attaching to the engine's weights", self._limit_s, "deadlines.sync_s")
+        info = self._server.info(deadline=deadline)
+        _refuse_split(info.model.tensor_parallel_size, info.url)
+        self._server.claim(self._owner, takeover=self._takeover, deadline=deadline)
+        file = self._find(info, deadline=deadline)
+        _refuse_split(file.tp_degree * file.dp_shard_degree, info.url)
+        self._tensors = {name: self._attachments.tensor(name, shared) for name, shared in file.tensors.items()}
+        self._file = file
+        return file
+
+    @torch.no_grad()
+    def attach(self, model: PreTrainedModel) -> int:
+        """Make the engine's tensors the parameters of ``model``, which has them on the meta device; ties stay.
+
+        Fused matrices are attached by rows, so that ``data_ptr`` of q, k and v point into one. Buffers move to
+        the engine's device. Nothing of the model is on the meta device afterwards.
+
+        Returns:
+            The number of parameters that were attached.
+
+        Raises:
+            ModelError: the engine serves another model, in another dtype, or stores it in an unknown way.
+            ConfigError, EngineError, DeadlineExceeded: as :meth:`open`.
+        """
+        file = self.open()
+        parameters = dict(model.named_parameters())
+        slices = map_parameters(
+            {name: tuple(p.shape) for name, p in parameters.items()},
+            {name: tuple(t.shape) for name, t in self._tensors.items()},
+            model_type=text_config(model).model_type,
+            engine_kind=file.engine,
+        )
+        self._check_dtypes(parameters, slices)
+        self._check_head(slices)
+        views = {}
+        for name, entry in slices.items():
+            tensor = self._tensors[entry.name]
+            rows = tensor.narrow(0, entry.start, entry.rows) if tensor.ndim else tensor
+            views[id(parameters[name])] = nn.Parameter(rows, requires_grad=parameters[name].requires_grad)
+        for module in model.modules():
+            for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                setattr(module, leaf, views[id(parameter)])
+            for leaf, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+                setattr(module, leaf, _real(buffer, f"{type(module).__name__}.{leaf}").to(self.device))
+        self.slices = slices
+        self._attached = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
+        _log.info("Attached %d tensors", len(self._attached))
+        return len(self._attached)
+
+    def check_attached(self) -> None:
+        """See that nothing has moved the model's parameters since.
+
+        Raises:
+            ModelError: nothing was attached, or a parameter has got memory of its own.
+        """
+        moved = [name for name, (parameter, pointer) in self._attached.items() if parameter.data_ptr() != pointer]
+        others = f" (and {len(moved) - 1} more)" * (len(moved) > 1)
+        problem = f"{moved[0]} no longer lies in the engine's memory{others}" if moved else ""
+        if not self._attached:
+            problem = "the policy's model was never attached to the engine's memory"
+        if problem:
+            raise ModelError(
+                f"{problem}: the engine would not see updates",
+                remedy="build the policy on these weights, and do not move or cast the model afterwards",
+            )
+
+    def close(self) -> None:
+        """Let go of the engine's memory; models that are attached keep what they use. Idempotent."""
+        self._attachments.close()
+        self._tensors = {}
+        self._attached = {}
+        self._file = None
+
+    def _find(self, info: ServerInfo, *, deadline: Deadline) -> BridgeFile:
+        """A bridge file of this very session; one that is searched for and stale is made anew."""
+
+        def read(path: Path) -> BridgeFile:
+            file = read_bridge_file(path)
+            check_session(file, session_id=info.session_id)
+            return file
+
+        if self._config_path not in (None, "", "auto"):
+            return read(find_bridge_file(self._config_path))
+        for place in search_places():
+            if place.is_file():
+                try:
+                    return read(place)
+                except EngineError as error:
+                    _log.info("asking the engine to export its weights anew: %s", error.message)
+        path = self._export_directory.absolute() / BRIDGE_FILE
+        self._server.export_shared(path, deadline=deadline)
+        return read(path)
+
+    def _check_dtypes(self, parameters: Mapping[str, nn.Parameter], slices: Mapping[str, Slice]) -> None:
+        for name, entry in slices.items():
+            theirs, ours = self._tensors[entry.name].dtype, parameters[name].dtype
+            if theirs != ours:
+                raise ModelError(
+                    f"{name} is {dtype_name(ours)} in the trainer and {dtype_name(theirs)} in the engine",
+                    remedy=f"set model.dtype to {dtype_name(theirs)}, or start the engine with --dtype "
+                    f"{dtype_name(ours)}",
+                )
+
+    def _check_head(self, slices: Mapping[str, Slice]) -> None:
+        """With tied embeddings an engine may list the head as well; it has to be the same memory."""
+        used = {entry.name for entry in slices.values()}
+        heads = [name for name in self._tensors if name.endswith("lm_head.weight") and name not in used]
+        embeddings = {self._tensors[name].data_ptr() for name in used if "embed_tokens" in name or "wte" in name}
+        for name in heads:
+            if self._tensors[name].data_ptr() not in embeddings:
+                raise ModelError(
+                    f"the engine has a {name} of its own, the trainer's is tied to its embeddings",
+                    remedy="set tie_word_embeddings alike in both models' config.json",
+                )
+
+    def _first(self) -> Tensor:
+        self.open()
+        return next(iter(self._tensors.values()))
 
 
 class SharedBridge(ExternalBridge[PolicyT]):
     """Trainer and engine are two processes over one copy of the weights.
 
     Args:
-        engine: the engine, one server.
+        servers: one, which the policy trains in.
         weights: its tensors. The policy builder that :meth:`prepare` is given has to attach its model to them.
-        proof_builder: makes the proof of sync from policy and engine, or ``None`` for no proof.
-        owned, sync_s: as in :class:`ExternalBridge`.
-        pause_mode: what happens to requests in flight during a step.
 
     Raises:
         ConfigError: there are several servers.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: HttpEngine,
-        weights: EngineWeights,
-        proof_builder: ProofBuilder[PolicyT] | None,
-        owned: OwnedEngine | None = None,
-        sync_s: float | None = None,
-        pause_mode: PauseMode = "keep",
-    ) -> None:
-        super().__init__(
-            capabilities=SharedBridgeConfig.capabilities,
-            engine=engine,
-            proof_builder=proof_builder,
-            owned=owned,
-            trains_in_engine=True,
-            sync_s=sync_s,
-            pause_mode=pause_mode,
-        )
+    def __init__(self, servers: Servers[PolicyT], *, weights: EngineWeights) -> None:
+        super().__init__(servers, capabilities=SharedBridgeConfig.capabilities)
         self._weights = weights
-        if len(engine.controls) > 1:
+        if len(servers.engine.controls) > 1:
             raise ConfigError(
-                f"bridge.kind shared_vllm has one engine to share weights with, and {len(engine.controls)} are named",
+                f"bridge.kind shared_vllm has one engine to share weights with, and {len(servers.engine.controls)} are "
+                "named",
                 remedy="name one server, or use bridge.kind broadcast or lora_only",
             )
 
@@ -87,3 +254,21 @@ class SharedBridge(ExternalBridge[PolicyT]):
     def close(self) -> None:
         self._weights.close()
         super().close()
+
+
+def _refuse_split(parts: int, url: str) -> None:
+    if parts > 1:
+        raise ConfigError(
+            f"the engine at {url} splits its weights over {parts} GPUs: each matrix is in pieces in {parts} "
+            "processes, and a trainer's parameter is one tensor, so they cannot be one copy",
+            remedy="start the engine with --tensor-parallel-size 1, or use bridge.kind broadcast or lora_only",
+        )
+
+
+def _real(buffer: Tensor, name: str) -> Tensor:
+    if buffer.is_meta:
+        raise EngineError(
+            f"the buffer {name} is on the meta device and no engine shares it",
+            remedy="build the model with lachesis.train.model.loading.empty_transformer",
+        )
+    return buffer

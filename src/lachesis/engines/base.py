@@ -55,3 +55,11 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent; later calls of other methods raise EngineError."""
+
+
+def largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
+    """max |a - b|, NaN if any is NaN, infinite if the lengths differ."""
+    if len(a) != len(b):
+        return float("inf")
+    differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    return float("nan") if any(d != d for d in differences) else max(differences, default=0.0)

@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 
 from lachesis.bridges.base import Bridge
-from lachesis.bridges.build import build_bridge, engine_weights
-from lachesis.bridges.engine_weights import EngineWeights
+from lachesis.bridges.build import BridgeParts, build_bridge, engine_weights
+from lachesis.bridges.external import OwnedEngine
 from lachesis.bridges.extract import Whole, as_it_is
 from lachesis.bridges.in_process import InProcessBridge
 from lachesis.bridges.names import check_same_model
-from lachesis.bridges.owned import OwnedEngine
 from lachesis.bridges.proofs import local_proof
 from lachesis.bridges.saved import save_companions
+from lachesis.bridges.shared import EngineWeights
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
 from lachesis.config.schema import EmbeddedEngineConfig, HttpEngineConfig, LachesisConfig
@@ -137,23 +137,23 @@ def build_servers(config: LachesisConfig, *, place: RunPlace, watch: Callable[[]
         engine.claim(place.owner, takeover=takeover, deadline=deadline)
         if not processes:
             check_model(config, engine, deadline=deadline)
-        weights = engine_weights(config, engine=engine, owner=place.owner, directory=place.directory)
-        bridge: Bridge[Policy] = build_bridge(
-            config,
+        parts: BridgeParts[Policy] = BridgeParts(
+            config=config,
             engine=engine,
             directory=place.directory,
-            weights=weights,
+            weights=engine_weights(config, engine=engine, owner=place.owner, directory=place.directory),
             owned=owned,
             command=partial(server_command, config, directory=place.directory),
             whole_of=whole_of,
             companions=lambda policy, path: save_companions(policy.transformer, policy.loaded.tokenizer, path),
         )
+        bridge = build_bridge(parts)
     except BaseException:
         engine.close()
         if owned is not None:
             owned.stop()
         raise
-    return EngineSide(bridge=bridge, weights=weights, owned=owned)
+    return EngineSide(bridge=bridge, weights=parts.weights, owned=owned)
 
 
 def whole_of(policy: Policy) -> Whole:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lachesis.bridges.external import Servers
 from lachesis.bridges.extract import full_weights, lora_tensors
 from lachesis.bridges.proof import SyncProof
 from lachesis.common.deadline import Deadline
@@ -251,6 +253,12 @@ def build_proof(policy: FakePolicy, engine: HttpEngine) -> SyncProof:
         trainer_digests=lambda: digests(policy.travelling()),
         engine_digests=lambda: engine.digests(deadline=Deadline("digests", LONG_S)).digests,
     )
+
+
+def servers_of(engine: HttpEngine, options: dict[str, Any]) -> Servers[FakePolicy]:
+    """Of the engine, with a proof; takes what belongs to it out of a bridge's ``options``."""
+    own = {field.name: options.pop(field.name) for field in fields(Servers) if field.name in options}
+    return Servers(**{"engine": engine, "proof_builder": build_proof} | own)
 
 
 def drop_one(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -23,10 +23,10 @@ from tests.unit.bridges.fake_engine import (
     FakePolicy,
     FakeServer,
     MergedPolicy,
-    build_proof,
     drop_one,
     keep_old,
     read,
+    servers_of,
     swap_two,
 )
 from tests.waiting import LONG_S
@@ -38,11 +38,10 @@ class Built:
         make = lora_source if kind == "lora" else full_source
         options = {"source": make(lambda policy: policy.model), "sync_s": 20.0} | options
         self.bridge: BroadcastBridge[FakePolicy] = BroadcastBridge(
-            engine=FakeHttpEngine(*self.servers),
+            servers_of(FakeHttpEngine(*self.servers), options),
             backend="gloo",
             device="cpu",
             directory=tmp_path,
-            proof_builder=build_proof,
             **options,
         )
         policy = FakePolicy if kind == "lora" else MergedPolicy

@@ -19,8 +19,8 @@ from lachesis.bridges.extract import (
 from lachesis.common.errors import ModelError
 from lachesis.config.schema import LoraAdapterConfig
 from lachesis.train.model.loading import add_lora
-from lachesis.transport.digest import digest
 from tests.tiny import tiny_model
+from tests.unit.transport.sharing import digest
 
 Q = "model.layers.0.self_attn.q_proj"
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from lachesis.bridges.adapters import adapter_config
+from lachesis.bridges.external import OwnedEngine
 from lachesis.bridges.extract import lora_tensors
-from lachesis.bridges.owned import OwnedEngine
-from lachesis.bridges.saved import AdapterFiles, SavedBridge, load_adapter
+from lachesis.bridges.saved import AdapterFiles, SavedBridge, adapter_config, load_adapter
 from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.config.schema import LoraRestartBridgeConfig
 from lachesis.engines.serving.served import Refused
@@ -19,9 +18,9 @@ from tests.unit.bridges.fake_engine import (
     FakePolicy,
     FakeProcess,
     FakeServer,
-    build_proof,
     keep_old,
     read,
+    servers_of,
 )
 
 
@@ -35,12 +34,11 @@ class Built:
         self.servers = [FakeServer(number=i) for i in range(servers)]
         self.processes = [FakeProcess(server) for server in self.servers]
         engine = FakeHttpEngine(*self.servers)
-        owned = OwnedEngine(engine=engine, processes=self.processes, owner="run 7")  # type: ignore[arg-type]
+        options["owned"] = OwnedEngine(engine=engine, processes=self.processes, owner="run 7")  # type: ignore[arg-type]
         self.directory = tmp_path / "adapters"
         self.bridge: SavedBridge[FakePolicy] = SavedBridge(
+            servers_of(engine, options),
             capabilities=LoraRestartBridgeConfig.capabilities,
-            engine=engine,
-            owned=owned,
             directory=self.directory,
             keep_last=1,
             save=AdapterFiles(
@@ -48,7 +46,6 @@ class Built:
             ),
             load=load_adapter,
             done="[LORA] Engine restarted with version %d in %.1f s",
-            proof_builder=build_proof,
             **options,
         )
         self.policy = self.bridge.prepare(lambda: FakePolicy(lora=True))

@@ -17,9 +17,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lachesis.bridges.adapters import VersionedDirectories, adapter_config, save_adapter, write_safetensors
 from lachesis.bridges.extract import lora_tensors
-from lachesis.bridges.saved import AdapterFiles, SavedBridge, load_adapter
+from lachesis.bridges.saved import (
+    AdapterFiles,
+    SavedBridge,
+    VersionedDirectories,
+    adapter_config,
+    load_adapter,
+    save_adapter,
+    write_safetensors,
+)
 from lachesis.common.errors import EngineError, ModelError, StaleWeights
 from lachesis.config.schema import LoraSwapBridgeConfig
 from lachesis.engines.serving.adapter_files import read_adapter
@@ -29,19 +36,19 @@ from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,
     FakePolicy,
     FakeServer,
-    build_proof,
     drop_one,
     keep_old,
     read,
+    servers_of,
     swap_two,
 )
 
 
 def build(tmp_path: Path, *servers: FakeServer, **options: Any) -> tuple[SavedBridge[FakePolicy], FakePolicy]:
-    options = {"keep_last": 2, "proof_builder": build_proof} | options
+    options = {"keep_last": 2} | options
     bridge: SavedBridge[FakePolicy] = SavedBridge(
+        servers_of(FakeHttpEngine(*(servers or (FakeServer(),))), options),
         capabilities=LoraSwapBridgeConfig.capabilities,
-        engine=FakeHttpEngine(*(servers or (FakeServer(),))),
         directory=tmp_path / "adapters",
         save=AdapterFiles(
             tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from lachesis.bridges.external import OwnedEngine
 from lachesis.bridges.extract import full_weights
-from lachesis.bridges.owned import OwnedEngine
 from lachesis.bridges.saved import (
     CheckpointFiles,
     SavedBridge,
@@ -34,9 +34,9 @@ from tests.unit.bridges.fake_engine import (
     FakeProcess,
     FakeServer,
     MergedPolicy,
-    build_proof,
     drop_one,
     read,
+    servers_of,
     swap_two,
 )
 
@@ -69,12 +69,11 @@ class Built:
             else {"capabilities": ReloadBridgeConfig.capabilities, "load": load_checkpoint}
         )
         self.bridge: SavedBridge[FakePolicy] = SavedBridge(
-            engine=engine,
+            servers_of(engine, options),
             directory=self.directory,
             keep_last=1,
             save=CheckpointFiles(weights=weights or (lambda policy: full_weights(policy.model)), companions=companions),
             done="[CHECKPOINT] Engine serves version %d after %.1f s",
-            proof_builder=build_proof,
             **options,
         )
         self.policy: FakePolicy = self.bridge.prepare(lambda: MergedPolicy(lora=lora))

@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lachesis.bridges.engine_weights import EngineWeights
+from lachesis.bridges.external import Servers
 from lachesis.bridges.proof import SyncProof
-from lachesis.bridges.shared import SharedBridge
+from lachesis.bridges.shared import EngineWeights, SharedBridge
 from lachesis.common.errors import ConfigError, EngineError, ModelError, StaleWeights, TrainingError
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig
 from lachesis.engines.http.control import ServerInfo
@@ -255,10 +255,8 @@ class TestBridge:
 
         weights = weights_of(server, tmp_path)
         bridge: SharedBridge[PreTrainedModel] = SharedBridge(
-            engine=engine,  # type: ignore[arg-type]
+            Servers(engine=engine, proof_builder=proof, pause_mode="drain"),  # type: ignore[arg-type]
             weights=weights,
-            proof_builder=proof,
-            pause_mode="drain",
         )
         self.weights = weights
         return bridge
@@ -317,7 +315,7 @@ class TestBridge:
     def test_several_servers_are_refused(self, engine, server, tmp_path):
         engine.controls = ("one", "another")
         with pytest.raises(ConfigError, match="one engine to share weights with, and 2 are named"):
-            SharedBridge(engine=engine, weights=weights_of(server, tmp_path), proof_builder=None)
+            SharedBridge(Servers(engine=engine, proof_builder=None), weights=weights_of(server, tmp_path))
 
     def test_closing_may_be_repeated_and_leaves_the_policy_alone(self, bridge, engine_model, tmp_path):
         policy = self.prepare(bridge, engine_model, tmp_path)
@@ -382,7 +380,7 @@ def test_views_of_another_processs_fused_tensors(engine_model, tmp_path):
         other.fill("model.norm.weight", 3.0)
         assert (model.model.norm.weight == 3.0).all()
         engine: Any = CountingEngine(engine_model)
-        bridge: SharedBridge[Any] = SharedBridge(engine=engine, weights=weights, proof_builder=None)
+        bridge: SharedBridge[Any] = SharedBridge(Servers(engine=engine, proof_builder=None), weights=weights)
         with bridge.update_to(1), torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(0.25)

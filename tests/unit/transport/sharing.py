@@ -21,6 +21,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 SESSION = "the exporter's session"
 
 
+def digest(tensor: torch.Tensor) -> int:
+    """Of one tensor."""
+    return digests({"": tensor})[""]
+
+
 def export_forever(connection: Connection, path: Path, shapes: Shapes, device: str, dtype: torch.dtype) -> None:
     """Export random tensors to ``path``, then do what comes: ("fill", name, value), ("digests",) or ("stop",)."""
     torch.set_num_threads(1)

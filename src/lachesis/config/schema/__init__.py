@@ -17,6 +17,7 @@ from lachesis.config.schema.engines import (
     BridgeCapabilities,
     BridgeConfig,
     BroadcastBridgeConfig,
+    ChannelBridgeSection,
     EmbeddedEngineConfig,
     EmbeddedServerConfig,
     EngineConfig,
@@ -27,6 +28,7 @@ from lachesis.config.schema.engines import (
     LoraSwapBridgeConfig,
     ReloadBridgeConfig,
     RestartBridgeConfig,
+    SavedBridgeSection,
     SharedBridgeConfig,
     VllmEngineConfig,
 )

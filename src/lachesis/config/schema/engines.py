@@ -130,19 +130,25 @@ class SharedBridgeConfig(BridgeSection):
     )
 
 
-class LoraSwapBridgeConfig(BridgeSection):
+class SavedBridgeSection(BridgeSection):
+    """What bridges have that save weights for the engine to load."""
+
+    every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
+    keep_last: PositiveInt = Field(default=1, description="Exported checkpoints kept besides the one being served.")
+
+
+class LoraSwapBridgeConfig(SavedBridgeSection):
     """The adapter is saved and swapped into the running engine."""
 
     capabilities = BridgeCapabilities(adapter_only=True)
     kind: Literal["lora_only"] = "lora_only"
-    every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
     keep_last: PositiveInt = Field(default=2, description="Saved adapters kept; older ones are deleted.")
     share_base: bool = Field(
         default=False, description="Train on the engine's own base weights: the model is in memory once."
     )
 
 
-class LoraRestartBridgeConfig(BridgeSection):
+class LoraRestartBridgeConfig(SavedBridgeSection):
     """The engine is restarted with the new adapter; `lora_only` does the same without the restart."""
 
     capabilities = BridgeCapabilities(adapter_only=True, owns_engine=True)
@@ -180,21 +186,18 @@ class BroadcastBridgeConfig(ChannelBridgeSection):
     kind: Literal["broadcast"] = "broadcast"
 
 
-class RestartBridgeConfig(BridgeSection):
+class RestartBridgeConfig(SavedBridgeSection):
     """A checkpoint is written and the engine restarted on it."""
 
     capabilities = BridgeCapabilities(owns_engine=True)
     kind: Literal["none"] = "none"
     every_steps: PositiveInt = Field(default=3, description="Restart every N optimizer steps.")
-    keep_last: PositiveInt = Field(default=1, description="Exported checkpoints kept besides the one being served.")
 
 
-class ReloadBridgeConfig(BridgeSection):
+class ReloadBridgeConfig(SavedBridgeSection):
     """A checkpoint is written and loaded into the running engine."""
 
     kind: Literal["reload"] = "reload"
-    every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
-    keep_last: PositiveInt = Field(default=1, description="Exported checkpoints kept besides the one being served.")
 
 
 BridgeConfig = Annotated[

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, EngineError, EngineUnreachable, LachesisError, StaleWeights
 from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
-from lachesis.engines.base import Engine, Finished, PauseMode
+from lachesis.engines.base import Engine, Finished, PauseMode, largest_difference
 from lachesis.engines.http.control import DigestReading, ServerControl, ServerInfo
 from lachesis.engines.http.generation import GenerationCalls
 
@@ -166,7 +166,7 @@ class HttpEngine(Engine):
         limit = deadline or self._deadline("reading the canary")
         first, *others = self._readings(lambda server: server.canary(token_ids, deadline=limit))
         for control, reading in zip(self.controls[1:], others, strict=True):
-            worst = _largest_difference(first.logprobs, reading.logprobs)
+            worst = largest_difference(first.logprobs, reading.logprobs)
             if not worst <= self._tolerance:
                 raise StaleWeights(
                     f"at version {first.version} the canary logprobs of {control.url} and {self.controls[0].url} "
@@ -194,7 +194,6 @@ class HttpEngine(Engine):
         return replace(first, session_id=self.session_id)
 
     def set_version(self, version: int) -> None:
-        """See :meth:`Engine.set_version`."""
         deadline = self._deadline(f"announcing weight version {version}")
         self.on_all(lambda server: server.set_version(version, deadline=deadline))
 
@@ -232,7 +231,6 @@ class HttpEngine(Engine):
             raise
 
     def resume(self) -> None:
-        """See :meth:`Engine.resume`."""
         deadline = self._deadline("resuming the engine")
         self.on_all(lambda server: server.resume(deadline=deadline))
 
@@ -329,11 +327,3 @@ def _info_or_reason(server: ServerControl, deadline: Deadline) -> ServerInfo | s
 
 def _model_identity(info: ServerInfo) -> str:
     return f"{info.model.model} ({info.model.dtype}, {info.model.vocab_size} tokens)"
-
-
-def _largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
-    """max |a - b|, NaN if any is NaN, infinite if the lengths differ."""
-    if len(a) != len(b):
-        return float("inf")
-    differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
-    return float("nan") if any(d != d for d in differences) else max(differences, default=0.0)

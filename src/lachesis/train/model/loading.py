@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSource(Protocol):
-    """Tensors that a model can be attached to, such as :class:`lachesis.bridges.engine_weights.EngineWeights`."""
+    """Tensors that a model can be attached to, such as :class:`lachesis.bridges.shared.EngineWeights`."""
 
     @property
     def dtype(self) -> torch.dtype: ...

@@ -11,8 +11,8 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from lachesis.bridges.adapters import adapter_config
 from lachesis.bridges.extract import full_weights, lora_pairs
+from lachesis.bridges.saved import adapter_config
 from lachesis.common.errors import ModelError
 from lachesis.config.schema import LoraAdapterConfig, ModelConfig, NoAdapterConfig
 from lachesis.train.model.loading import (
