@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -15,14 +16,27 @@ from transformers import PreTrainedModel
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
-from lachesis.common.types import CanaryReading, Completion, EngineHealth, FinishReason, GenerationRequest
+from lachesis.common.types import (
+    CanaryReading,
+    Completion,
+    EngineHealth,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+)
 from lachesis.engines.base import Engine, Finished, PauseMode
-from lachesis.engines.embedded.checks import check_request, check_tokens
 from lachesis.engines.embedded.decoder import Decoder, ModelTraits, generation_mode
 from lachesis.engines.embedded.gate import TokenGate
-from lachesis.engines.embedded.guided import RegexGuide, token_pieces
 from lachesis.engines.embedded.rows import BatchRows, Share, branch, plan_batches
-from lachesis.engines.embedded.sampling import Histories, RowSampling, draw_uniforms, process_logits, sample
+from lachesis.engines.embedded.sampling import (
+    Histories,
+    RegexGuide,
+    RowSampling,
+    draw_uniforms,
+    process_logits,
+    sample,
+    token_pieces,
+)
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -96,7 +110,6 @@ class EmbeddedEngine(Engine):
         self._decode = decode
         self._special_token_ids = frozenset(special_token_ids)
         self._guides: dict[str, RegexGuide] = {}
-        self._texts: list[str] = []
         self._session_id = session_id or uuid.uuid4().hex
         self._version = 0
         self.gate = TokenGate()
@@ -140,14 +153,28 @@ class EmbeddedEngine(Engine):
             return results
 
     def check(self, request: GenerationRequest, *, where: str = "the request") -> None:
-        """Raise EngineError for a request that cannot be sampled."""
-        check_request(
-            where,
-            request,
-            vocab_size=self._traits.vocab_size,
-            max_context=self._max_context,
-            can_decode=self._decode is not None,
-        )
+        """Raise EngineError for a request that cannot be sampled; ``where`` names it, as in "request 3"."""
+        params = request.params
+        self._check_tokens(f"the prompt of {where}", request.prompt_ids)
+        length = len(request.prompt_ids)
+        if length + params.max_tokens > self._max_context:
+            raise EngineError(
+                f"{where} has a prompt of {length} tokens and asks for {params.max_tokens} more, but the "
+                f"context holds {self._max_context}",
+                remedy="shorten the prompt or lower sampling.max_completion_length",
+            )
+        if wrong := _wrong_parameter(request.n, params):
+            raise EngineError(f"{where} has {wrong}", remedy="correct the sampling parameters")
+        if self._decode is None and params.stop:
+            raise EngineError(
+                f"{where} has stop strings, but this engine has no tokenizer to find them with",
+                remedy="give the engine `decode`, or use stop_token_ids",
+            )
+        if self._decode is None and params.guided_regex is not None:
+            raise EngineError(
+                f"{where} has a regular expression, but this engine has no tokenizer to follow it with",
+                remedy="give the engine `decode`",
+            )
 
     def canary(self, token_ids: Sequence[int]) -> CanaryReading:
         """See :meth:`Engine.canary`. Half of the sequence is prefilled, the rest goes through the KV cache.
@@ -171,7 +198,7 @@ class EmbeddedEngine(Engine):
         Computed by the code that generates. ``what`` names the sequence in errors.
         """
         with self.exclusive() as model:
-            check_tokens(what, token_ids, vocab_size=self._traits.vocab_size, max_context=self._max_context)
+            self._check_tokens(what, token_ids)
             with generation_mode(model):
                 return self._score(model, list(token_ids))
 
@@ -182,12 +209,10 @@ class EmbeddedEngine(Engine):
             yield self._open_model()
 
     def set_version(self, version: int) -> None:
-        """See :meth:`Engine.set_version`."""
         self._open_model()
         self._version = version
 
     def health(self) -> EngineHealth:
-        """See :meth:`Engine.health`."""
         self._open_model()
         return EngineHealth(
             ready=not self.gate.paused,
@@ -208,7 +233,6 @@ class EmbeddedEngine(Engine):
         self.gate.wait_for_pause(mode)
 
     def resume(self) -> None:
-        """See :meth:`Engine.resume`."""
         self._open_model()
         self.gate.resume()
 
@@ -237,7 +261,7 @@ class EmbeddedEngine(Engine):
             logits=logits,
             end_token_ids=self._eos_token_ids,
             guide=self._guide,
-            pieces=self._pieces,
+            pieces=lambda: self._pieces,
         )
         for step in range(rows.max_tokens):
             banned = histories.banned(node, length=step)
@@ -277,17 +301,30 @@ class EmbeddedEngine(Engine):
             logits = decoder.step(fed)
         return rows
 
+    def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
+        """Raise EngineError for a sequence that is empty, too long, or has tokens that the model does not know."""
+        if not token_ids:
+            raise EngineError(f"{what} is empty", remedy="begin it with at least one token")
+        if min(token_ids) < 0 or max(token_ids) >= self._traits.vocab_size:
+            raise EngineError(
+                f"{what} has token ids outside of 0 to {self._traits.vocab_size - 1}",
+                remedy="use the tokenizer that belongs to the model",
+            )
+        if len(token_ids) > self._max_context:
+            raise EngineError(
+                f"{what} has {len(token_ids)} tokens, but the context holds {self._max_context}", remedy="shorten it"
+            )
+
+    @cached_property
     def _pieces(self) -> list[str]:
-        """The text of each token; found once."""
+        """The text of each token."""
         assert self._decode is not None  # check() sees to it
-        if not self._texts:
-            size = self._traits.vocab_size
-            self._texts = token_pieces(self._decode, vocab_size=size, special_token_ids=self._special_token_ids)
-        return self._texts
+        size = self._traits.vocab_size
+        return token_pieces(self._decode, vocab_size=size, special_token_ids=self._special_token_ids)
 
     def _guide(self, pattern: str) -> RegexGuide:
         if pattern not in self._guides:
-            guide = RegexGuide(pattern, pieces=self._pieces(), end_token_ids=self._eos_token_ids)
+            guide = RegexGuide(pattern, pieces=self._pieces, end_token_ids=self._eos_token_ids)
             self._guides = {pattern: guide}  # a run has one
         return self._guides[pattern]
 
@@ -383,3 +420,21 @@ def _sample_rows(
     drawn = None if sampling.all_greedy else torch.from_numpy(uniforms).to(device)
     tokens, chosen = sample(logprobs, drawn, greedy=greedy)
     return tokens.cpu().numpy(), chosen.cpu().numpy()
+
+
+def _wrong_parameter(n: int, params: SamplingParams) -> str:
+    """The first parameter that is out of range, in words; empty if all are right."""
+    checks = {
+        f"n = {n}, not at least 1": n >= 1,
+        f"max_tokens = {params.max_tokens}, not at least 1": params.max_tokens >= 1,
+        f"temperature = {params.temperature}, not finite and at least 0": 0 <= params.temperature < float("inf"),
+        f"top_p = {params.top_p}, not above 0 and at most 1": 0 < params.top_p <= 1,
+        f"top_k = {params.top_k}, not at least 0": params.top_k >= 0,
+        f"min_p = {params.min_p}, not from 0 to 1": 0 <= params.min_p <= 1,
+        f"repetition_penalty = {params.repetition_penalty}, not above 0": params.repetition_penalty > 0,
+        f"min_tokens = {params.min_tokens}, not from 0 to max_tokens": 0 <= params.min_tokens <= params.max_tokens,
+        f"presence_penalty = {params.presence_penalty}, not from -2 to 2": -2 <= params.presence_penalty <= 2,
+        f"frequency_penalty = {params.frequency_penalty}, not from -2 to 2": -2 <= params.frequency_penalty <= 2,
+        "an empty stop string": all(params.stop),
+    }
+    return next((wrong for wrong, right in checks.items() if not right), "")

@@ -7,18 +7,22 @@ All of it is float32, whatever the model computes in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 
 import numpy as np
+import regex
 import torch
 from torch import Tensor
 
+from lachesis.common.errors import EngineError
 from lachesis.common.types import SamplingParams
-from lachesis.engines.embedded.guided import RegexGuide
 from lachesis.engines.embedded.rows import Share
 
 _NO_TOP_P = 2.0  # above any sum of probabilities, rounding included
+_KEPT = 256  # texts whose next tokens a guide remembers
+_NO_CHARACTER = "\ufffd"  # what a tokenizer writes for part of a character's bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +71,9 @@ class RowSampling:
     def take(self, rows: Tensor) -> RowSampling:
         """The parameters of other rows: ``rows`` [M] are indices into these N."""
 
-        def pick(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values.index_select(0, rows)
-
-        return RowSampling(
-            greedy=pick(self.greedy),
-            all_greedy=self.all_greedy,
-            repetition_penalty=pick(self.repetition_penalty),
-            frequency_penalty=pick(self.frequency_penalty),
-            presence_penalty=pick(self.presence_penalty),
-            temperature=pick(self.temperature),
-            min_p=pick(self.min_p),
-            top_k=pick(self.top_k),
-            max_top_k=self.max_top_k,
-            top_p=pick(self.top_p),
-        )
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        picked = {name: values.index_select(0, rows) for name, values in columns.items() if torch.is_tensor(values)}
+        return replace(self, **picked)
 
 
 def process_logits(
@@ -190,6 +182,80 @@ def draw_uniforms(keys: Sequence[tuple[int, int]], steps: int) -> np.ndarray:
         philox.state = fresh
         generator.random(steps, dtype=np.float32, out=uniforms[row])
     return uniforms
+
+
+class RegexGuide:
+    """The tokens after which a text can still become a match of ``pattern``, in whole.
+
+    A token that is part of a character only is never allowed, nor is one without text. An end token is, once the
+    text is a match.
+
+    Args:
+        pattern: a regular expression, as the package ``regex`` reads it.
+        pieces: [V], the text of each token of the vocabulary; empty where it has none of its own.
+        end_token_ids: tokens that end a completion.
+
+    Raises:
+        EngineError: the pattern is none.
+
+    Attributes:
+        allowed: :meth:`_allowed`, which remembers the latest texts.
+    """
+
+    def __init__(self, pattern: str, *, pieces: Sequence[str], end_token_ids: Collection[int]) -> None:
+        try:
+            self._pattern = regex.compile(pattern)
+        except regex.error as error:
+            raise EngineError(
+                f"the regular expression {pattern!r} cannot be read: {error}", remedy="correct sampling.guided_regex"
+            ) from error
+        self._size = len(pieces)
+        self._ends = sorted(end_token_ids)
+        ends = frozenset(end_token_ids)
+        usable = {i: text for i, text in enumerate(pieces) if text and _NO_CHARACTER not in text and i not in ends}
+        # Most tokens are ruled out by their first character, tried once for all that share it.
+        self._by_first: dict[str, list[tuple[int, str]]] = {}
+        for i, text in usable.items():
+            self._by_first.setdefault(text[0], []).append((i, text))
+        # Rows that have not parted ask for the same; a bool for each token of the vocabulary is not kept for ever.
+        self.allowed = lru_cache(maxsize=_KEPT)(self._allowed)
+
+    def _allowed(self, text: str) -> np.ndarray:
+        """Which tokens may follow ``text``, bool [V].
+
+        Raises:
+            EngineError: none may, and ``text`` is no match: the vocabulary cannot spell what the pattern asks for.
+        """
+        allowed = np.zeros(self._size, dtype=bool)
+        for first, tokens in self._by_first.items():
+            if self._can_become(text + first):
+                allowed[[i for i, piece in tokens if len(piece) == 1 or self._can_become(text + piece)]] = True
+        if self._pattern.fullmatch(text):
+            allowed[self._ends] = True
+        if not allowed.any():
+            raise EngineError(
+                f"after {text!r} no token leads to a match of {self._pattern.pattern!r}",
+                remedy="allow in sampling.guided_regex what the tokenizer can write",
+            )
+        return allowed
+
+    def _can_become(self, text: str) -> bool:
+        return self._pattern.fullmatch(text, partial=True) is not None
+
+
+def token_pieces(
+    decode: Callable[[Sequence[int]], str], *, vocab_size: int, special_token_ids: Collection[int] = ()
+) -> list[str]:
+    """The text that each token adds to what stands before it, [V]; empty for special ones.
+
+    A token alone may lose the space that it begins with, so each is decoded behind another one.
+    """
+    special = frozenset(special_token_ids)
+    ordinary = [i for i in range(vocab_size) if i not in special]
+    anchor = next((i for i in ordinary if (text := decode([i])) and text.isascii() and text.isalnum()), None)
+    before = [] if anchor is None else [anchor]
+    known = decode(before) if before else ""
+    return [decode([*before, i]).removeprefix(known) if i not in special else "" for i in range(vocab_size)]
 
 
 class Histories:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
 
 from lachesis.common.json_values import is_object
 from lachesis.engines.serving.served import Refused
@@ -18,11 +19,11 @@ CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 _MATRIX = re.compile(r"(base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])(\.default)?\.weight")
 _DTYPES = {"F64", "F32", "F16", "BF16"}
-_MAX_HEADER = 100 << 20
 # What changes more than products of two small matrices: the engines do not compute it, so it must not be dropped.
 _NOT_SERVED = (
     "use_dora", "modules_to_save", "lora_bias", "trainable_token_indices", "alora_invocation_tokens",
 )  # fmt: skip
+_open: Any = safe_open  # without types
 _PER_MODULE = ("rank_pattern", "alpha_pattern")
 
 
@@ -71,7 +72,7 @@ def read_adapter(path: Path, *, max_rank: int) -> AdapterFiles:
         alpha=float(alpha),
         scaling=alpha / (math.sqrt(r) if config.get("use_rslora") else r),
         base_model=str(config.get("base_model_name_or_path") or ""),
-        modules=_modules(_read_header(path / WEIGHTS_NAME), r=r, path=path),
+        modules=adapted_modules(_read_shapes(path / WEIGHTS_NAME), r=r),
     )
 
 
@@ -89,28 +90,27 @@ def adapted_module(name: str) -> tuple[str, Literal["A", "B"]]:
     return match["module"], "A" if match["part"] == "A" else "B"
 
 
-def _modules(header: Mapping[str, Any], *, r: int, path: Path) -> dict[str, tuple[int, int]]:
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
+def adapted_modules(shapes: Mapping[str, tuple[int, ...]], *, r: int) -> dict[str, tuple[int, int]]:
+    """The modules of an adapter with their (in, out) features, from the shapes of its tensors by peft's names.
+
+    Raises:
+        Refused: (422) they are not pairs of matrices A [r, in] and B [out, r], or there are none.
+    """
+    pairs: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
         module, part = adapted_module(name)
-        if entry["dtype"] not in _DTYPES:
-            raise Refused(
-                f"the adapter's tensor {name!r} is of dtype {entry['dtype']}", status=422, remedy="save it as a float"
-            )
-        shapes.setdefault(module, {})[part] = tuple(entry["shape"])
-    if not shapes:
-        raise Refused(f"the adapter in {path} has no tensors", status=422, remedy="save it again")
+        pairs.setdefault(module, {})[part] = tuple(shape)
+    if not pairs:
+        raise Refused("the adapter has no tensors", status=422, remedy="save it again")
     modules: dict[str, tuple[int, int]] = {}
-    for module, pair in shapes.items():
+    for module, pair in pairs.items():
         a, b = (pair.get(part, ()) for part in "AB")
         if len(a) != 2 or len(b) != 2 or a[0] != r or b[1] != r:
             raise Refused(
                 f"the adapter's tensors of {module!r} have shapes {list(a) or 'none'} and {list(b) or 'none'}, "
                 f"not [{r}, in] and [out, {r}]",
                 status=422,
-                remedy="save the whole adapter, of the rank in its configuration",
+                remedy="give A and B of every module, of the rank that is announced",
             )
         modules[module] = (a[1], b[0])
     return modules
@@ -128,25 +128,19 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file: 8 bytes of its length, little-endian, then JSON; offsets must fit the file."""
-    damaged = Refused(f"{path} is no whole safetensors file", remedy="save the adapter again (pickle is never read)")
+def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Of the tensors in a safetensors file, whose header is read and nothing else; they have to be floats."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(struct.calcsize("<Q")), "little")
-            if not 2 <= length <= _MAX_HEADER:
-                raise damaged
-            raw = file.read(length)
-            size = file.seek(0, 2) - length - 8
-        header = json.loads(raw)
-        entries = [entry for name, entry in header.items() if name != "__metadata__"]
-        ends = [entry["data_offsets"][1] for entry in entries]
-        if any(type(n) is not int for entry in entries for n in entry["shape"]) or max(ends, default=0) != size:
-            raise damaged
-        if any(not isinstance(entry["dtype"], str) for entry in entries):
-            raise damaged
+        with _open(path, framework="np") as file:
+            found: dict[str, Any] = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            shapes: dict[str, tuple[int, ...]] = {name: tuple(part.get_shape()) for name, part in found.items()}
+            dtypes: dict[str, str] = {name: part.get_dtype() for name, part in found.items()}
     except OSError as error:
-        raise Refused(f"{path} cannot be read: {error.strerror}", remedy="only safetensors are read") from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise damaged from error
-    return header
+        raise Refused(f"{path} cannot be read: {error}", remedy="only safetensors are read") from error
+    except SafetensorError as error:
+        remedy = "save the adapter again (pickle is never read)"
+        raise Refused(f"{path} is no whole safetensors file: {error}", remedy=remedy) from error
+    for name, dtype in dtypes.items():
+        if dtype not in _DTYPES:
+            raise Refused(f"the adapter's tensor {name!r} is of dtype {dtype}", status=422, remedy="save it as a float")
+    return shapes

@@ -6,7 +6,7 @@ import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -16,6 +16,9 @@ from lachesis.engines.serving.bodies import SINGLE, Count, Flag, Number, Request
 from lachesis.engines.serving.bodies import Refused as Refused
 from lachesis.engines.serving.generation import POLICY, GenerateBody, GenerateChunk, GenerateResult
 from lachesis.transport.layout import ChannelBackend, ReceivedTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ReceiverState = Literal["idle", "connecting", "connected", "error"]
 TransferKind = Literal["lora", "full"]
@@ -56,6 +59,24 @@ class DigestSlice:
     name: Text
     start: Count = 0
     rows: Count | None = None
+
+    def of(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """These rows of one of an engine's tensors by name; a number has no rows and is taken whole.
+
+        Raises:
+            Refused: (404) there is no tensor of this name; (422) it has no such rows.
+        """
+        remedy = "look at /bridge/state_dict_info"
+        if self.name not in tensors:
+            raise Refused(f"the engine has no parameter {self.name!r}", status=404, remedy=remedy)
+        tensor = tensors[self.name]
+        if tensor.ndim == 0:
+            return tensor
+        end = tensor.shape[0] if self.rows is None else self.start + self.rows
+        if not self.start <= end <= tensor.shape[0]:
+            what = f"rows {self.start} to {end} of {self.name!r} were asked for, it has {tensor.shape[0]}"
+            raise Refused(what, status=422, remedy=remedy)
+        return tensor[self.start : end]
 
 
 class DigestRequest(Request):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lachesis.common.errors import EngineError
+from lachesis.engines.serving.adapter_files import adapted_module, adapted_modules
 from lachesis.engines.serving.served import LoraSpec, Refused
 
 # vLLM counts its own adapters up from 1.
@@ -33,12 +34,17 @@ class ModuleSlots:
     b: tuple[Tensor, ...]
     shards: int
 
-    def fits(self, a: tuple[int, ...], b: tuple[int, ...]) -> bool:
-        """Whether tensors A and B of these whole shapes belong here."""
-        in_features, out_features = self.a[0].shape[-1], sum(part.shape[-2] for part in self.b)
+    @property
+    def features(self) -> tuple[int, int]:
+        """In and out, of this worker's part."""
+        return self.a[0].shape[-1], sum(part.shape[-2] for part in self.b)
+
+    def fits(self, whole_in: int, whole_out: int) -> bool:
+        """Whether the adapter of a layer of that many features, in and out, belongs here."""
+        own_in, own_out = self.features
         if self.shards == 1:
-            return a[1] == in_features and b[0] == out_features
-        return a[1] in (in_features, in_features * self.shards) and b[0] % self.shards == 0 and b[0] >= out_features
+            return (whole_in, whole_out) == (own_in, own_out)
+        return whole_in in (own_in, own_in * self.shards) and whole_out % self.shards == 0 and whole_out >= own_out
 
     def read(self, index: int, *, rank: int) -> tuple[Tensor, Tensor]:
         """A [rank, in] and B [out, rank] of the adapter in place ``index``."""
@@ -98,22 +104,8 @@ class LoraSlots:
 
         ``shapes`` maps peft's names, as in "model.layers.0.mlp.up_proj.lora_A.weight", to shapes.
         """
-        maximum = self._config.max_lora_rank
-        if spec.r > maximum:
-            raise Refused(
-                f"the adapter has rank {spec.r}, the server holds up to {maximum}",
-                status=422,
-                remedy=f"start the server with --max-lora-rank {spec.r}",
-            )
         slots = dict(self._slots())
-        for module, (a, b) in _pairs(shapes).items():
-            if len(a) != 2 or len(b) != 2 or a[0] != spec.r or b[1] != spec.r:
-                raise Refused(
-                    f"the adapter's tensors of {module!r} have shapes {list(a)} and {list(b)}, not [{spec.r}, in] and "
-                    f"[out, {spec.r}]",
-                    status=422,
-                    remedy="send A and B of every module, of one rank",
-                )
+        for module, (whole_in, whole_out) in adapted_modules(shapes, r=spec.r).items():
             slot = slots.get(self._engine_name(module))
             if slot is None:
                 raise Refused(
@@ -121,10 +113,10 @@ class LoraSlots:
                     status=422,
                     remedy="train the adapter on the model that is served, on linear layers but the output head",
                 )
-            if not slot.fits(a, b):
+            if not slot.fits(whole_in, whole_out):
                 raise Refused(
-                    f"the adapter's tensors of {module!r} have shapes {list(a)} and {list(b)}, but the served layer is "
-                    f"of {slot.a[0].shape[-1]} to {sum(part.shape[-2] for part in slot.b)} features",
+                    f"the adapter's tensors of {module!r} have shapes {[spec.r, whole_in]} and {[whole_out, spec.r]}, "
+                    f"but the served layer is of {slot.features[0]} to {slot.features[1]} features",
                     status=422,
                     remedy="train the adapter on the model that is served",
                 )
@@ -136,7 +128,7 @@ class LoraSlots:
             Refused: (422) they are no adapter of this model.
             EngineError: vLLM failed; the adapter from before is in force again.
         """
-        tensors = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
+        tensors = {"{}.lora_{}.weight".format(*adapted_module(name)): tensor for name, tensor in tensors.items()}
         self.check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, spec)
         helper = self._peft_helper.from_dict(
             {
@@ -182,7 +174,7 @@ class LoraSlots:
         index = self._manager.lora_index_to_id.index(ADAPTER_ID)
         slots = dict(self._slots())
         held: dict[str, Tensor] = {}
-        for module in _pairs(dict.fromkeys(self._names, ())):
+        for module in dict.fromkeys(adapted_module(name)[0] for name in self._names):
             a, b = slots[self._engine_name(module)].read(index, rank=self._spec.r)
             held[module + _A], held[module + _B] = a, b
         return held
@@ -243,15 +235,3 @@ def release_output_heads(model: Any) -> list[Any]:
 def _stacked(module: Any, attribute: str) -> tuple[Tensor, ...]:
     slots = getattr(module, attribute, ())
     return (slots,) if isinstance(slots, Tensor) else tuple(slots)
-
-
-def _pairs(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Shapes of A and B by module, in the order of A; missing ones are empty. Refused (422) for other tensors."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for name, shape in shapes.items():
-        plain = name.removeprefix(PREFIX)
-        part = next((part for part in (_A, _B) if plain.endswith(part)), None)
-        if part is None:
-            raise Refused(f"the adapter has a tensor {name!r}", status=422, remedy="send LoRA A and B only")
-        found.setdefault(plain.removesuffix(part), {})[part] = tuple(shape)
-    return {module: (pair.get(_A, ()), pair.get(_B, ())) for module, pair in found.items()}

@@ -18,7 +18,7 @@ from lachesis.common.errors import EngineError
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.base import PauseMode
 from lachesis.engines.embedded.engine import EmbeddedEngine
-from lachesis.engines.embedded.server.batches import BatchRunner, Growing, GrowingText, Job, cut_at_stop
+from lachesis.engines.embedded.server.batches import BatchRunner, Growing, GrowingText, Job
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
 from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
@@ -277,23 +277,18 @@ class ServedEmbedded(ServedEngine):
             raise Refused(error.message, remedy=error.remedy) from error
         return wanted
 
-    def _decode(self, request: GenerateBody) -> Callable[[Sequence[int]], str]:
-        skip = request.sampling.get("skip_special_tokens", True)
-        return lambda ids: str(self._tokenizer.decode(list(ids), skip_special_tokens=skip))
-
     def _text(self, request: GenerateBody) -> GrowingText:
         sampling = request.sampling
+        skip = sampling.get("skip_special_tokens", True)
         return GrowingText(
-            self._decode(request),
+            lambda ids: str(self._tokenizer.decode(list(ids), skip_special_tokens=skip)),
             stop=sampling.get("stop", ()),
             include_stop=sampling.get("include_stop_str_in_output", False),
         )
 
     def _completion(self, sequence: Growing, *, job: Job, request: GenerateBody) -> ServedCompletion:
-        sampling = request.sampling
-        text = self._decode(request)(sequence.token_ids) if request.text else ""
         return ServedCompletion(
-            text=cut_at_stop(text, sampling.get("stop", ()), include=sampling.get("include_stop_str_in_output", False)),
+            text=self._text(request).more(sequence.token_ids, finished=True) if request.text else "",
             token_ids=tuple(sequence.token_ids),
             finish_reason=sequence.reason or "abort",
             logprobs=tuple(sequence.logprobs),

@@ -6,33 +6,126 @@ generated; whatever can fail is done before it, so that a change is whole or has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lachesis.common.errors import ModelError
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.embedded.loading import load_causal_lm
-from lachesis.engines.embedded.lora import LoraSlot, LoraWeights, read_weights, received_modules
-from lachesis.engines.serving.adapter_files import read_adapter
+from lachesis.engines.serving.adapter_files import (
+    WEIGHTS_NAME,
+    AdapterFiles,
+    adapted_module,
+    adapted_modules,
+    read_adapter,
+)
 from lachesis.engines.serving.served import (
     AdapterStatus,
     DigestRequest,
-    DigestSlice,
     ReceiverSpec,
     Refused,
     TensorInfo,
 )
 from lachesis.engines.serving.session import Session
 from lachesis.transport.bridge_file import BridgeFile, write_bridge_file
-from lachesis.transport.digest import digests
+from lachesis.transport.digest import digests, served_lora_b
 from lachesis.transport.shared_tensors import SharedFile, dtype_name, export_cuda, export_from_file, share_tensors
 
 _CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraWeights:
+    """A [rank, in] and B [out, rank] of each module in the model's dtype; ``scaling`` is folded into B, as in vLLM."""
+
+    pairs: Mapping[str, tuple[Tensor, Tensor]]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors under peft's names without their prefix."""
+        return {
+            f"{module}.lora_{part}.weight": tensor
+            for module, pair in self.pairs.items()
+            for part, tensor in zip("AB", pair, strict=True)
+        }
+
+
+class LoraSlot:
+    """Room for one adapter in a model. What is set is used from the next forward pass on, wholly.
+
+    Args:
+        model: any model of linear layers; hooks are added to them once, and cost nothing without an adapter.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
+        self.weights: LoraWeights | None = None
+        for name, layer in self._layers.items():
+            layer.register_forward_hook(self._hook(name))
+
+    def check(self, modules: Mapping[str, tuple[int, int]], *, made_for: str = "") -> None:
+        """Raise Refused (422) unless each of ``modules`` is a linear layer here with these (in, out) features."""
+        hint = f"it was trained on {made_for!r}" if made_for else "it was trained on another model"
+        if unknown := [name for name in modules if name not in self._layers]:
+            raise Refused(
+                f"the adapter changes {_list(unknown)}, which this model does not have as linear layers",
+                status=422,
+                remedy=hint,
+            )
+        for name, features in modules.items():
+            own = _features(self._layers[name])
+            if features != own:
+                raise Refused(
+                    f"the adapter takes {name} to have {features[0]} inputs and {features[1]} outputs, here it has "
+                    f"{own[0]} and {own[1]}",
+                    status=422,
+                    remedy=hint,
+                )
+
+    def prepare(self, raw: Mapping[str, Tensor], *, scaling: float) -> LoraWeights:
+        """Weights as they are served, from tensors under peft's names that :meth:`check` has seen."""
+        by_name = {adapted_module(name): tensor for name, tensor in raw.items()}
+        pairs = {}
+        for module in sorted({module for module, _ in by_name}):
+            weight = self._layers[module].weight
+            a = by_name[module, "A"].detach().to(device=weight.device, dtype=weight.dtype, copy=True)
+            b = served_lora_b(by_name[module, "B"].to(weight.device), scaling=scaling, dtype=weight.dtype)
+            pairs[module] = (a, b)
+        return LoraWeights(pairs)
+
+    def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor | None]:
+        def add(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+            pair = None if self.weights is None else self.weights.pairs.get(name)
+            if pair is None:
+                return None
+            return output + nn.functional.linear(nn.functional.linear(inputs[0], pair[0]), pair[1])
+
+        return add
+
+
+def read_weights(files: AdapterFiles, slot: LoraSlot) -> LoraWeights:
+    """The adapter's tensors, as the slot takes them.
+
+    Raises:
+        Refused: (422) it does not fit the model; (400) its file is damaged.
+    """
+    slot.check(files.modules, made_for=files.base_model)
+    try:
+        raw = load_file(files.path / WEIGHTS_NAME)
+    except (OSError, SafetensorError) as error:
+        raise Refused(
+            f"{files.path / WEIGHTS_NAME} cannot be read: {error}", remedy="save the adapter again"
+        ) from error
+    return slot.prepare(raw, scaling=files.scaling)
 
 
 class EmbeddedWeights:
@@ -85,24 +178,19 @@ class EmbeddedWeights:
 
     def check_receivable(self, spec: ReceiverSpec) -> None:
         """Raise Refused (422) unless an update of these tensors can be loaded."""
+        shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
         if spec.lora is not None:
-            self._lora_slot().check(received_modules(spec.tensors, spec.lora))
-            return
-        own = self._parameters()
-        named = {tensor.name: tensor for tensor in spec.tensors}
-        _check_names(named, own, tied=self._named())
-        for name, tensor in named.items():
-            _check_shape(name, tensor.shape, tuple(self._named()[name].shape))
+            self._lora_slot().check(adapted_modules(shapes, r=spec.lora.r))
+        else:
+            self._check_whole(shapes)
 
     def apply(self, tensors: Mapping[str, Tensor], spec: ReceiverSpec) -> None:
         """Make a received update the engine's weights; its spec was found receivable."""
         if spec.lora is not None:
-            slot, lora = self._lora_slot(), spec.lora
-            weights = slot.prepare(tensors, scaling=lora.scaling)
-            self._set_adapter(weights, AdapterStatus(lora.name, lora.r, lora.alpha))
-            return
-        own = self._named()
-        self._copy({name: (own[name], tensor) for name, tensor in tensors.items()})
+            weights = self._lora_slot().prepare(tensors, scaling=spec.lora.scaling)
+            self._set_adapter(weights, AdapterStatus(spec.lora.name, spec.lora.r, spec.lora.alpha))
+        else:
+            self._copy(tensors)
 
     def reload(self, path: Path) -> None:
         """Load a checkpoint of the same architecture. Raises Refused (400, 422) where it is none."""
@@ -110,14 +198,11 @@ class EmbeddedWeights:
             raise Refused(f"{path} has no {_CONFIG}", remedy="name a checkpoint directory")
         try:
             # On the CPU and whole, so that nothing of the engine has changed where it cannot be read.
-            fresh = load_causal_lm(path, dtype=self.dtype, device="cpu")
+            fresh = dict(load_causal_lm(path, dtype=self.dtype, device="cpu").named_parameters())
         except ModelError as error:
             raise Refused(error.message, remedy=error.remedy) from error
-        own, new = self._parameters(), dict(fresh.named_parameters())
-        _check_names(new, own, tied=own)
-        for name, tensor in new.items():
-            _check_shape(name, tuple(tensor.shape), tuple(own[name].shape))
-        self._copy({name: (own[name], tensor) for name, tensor in new.items()})
+        self._check_whole({name: tuple(tensor.shape) for name, tensor in fresh.items()})
+        self._copy(fresh)
 
     def state_dict_info(self) -> dict[str, TensorInfo]:
         """Every parameter, tied ones once."""
@@ -133,7 +218,7 @@ class EmbeddedWeights:
             if request.slices is None:
                 found: dict[str, Tensor] = dict(self._parameters())
             else:
-                found = {key: _rows(named, part) for key, part in request.slices.items()}
+                found = {key: part.of(named) for key, part in request.slices.items()}
             if request.adapter and self._slot is not None and self._slot.weights is not None:
                 found |= self._slot.weights.tensors()
             return digests(found)
@@ -179,14 +264,36 @@ class EmbeddedWeights:
             self.adapter = status
 
     @torch.no_grad()
-    def _copy(self, pairs: Mapping[str, tuple[nn.Parameter, Tensor]]) -> None:
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         """New base weights; an adapter that was trained on the old ones goes."""
+        own = self._named()
         with self._changing():
-            for own, new in pairs.values():
-                own.copy_(new)
+            for name, tensor in tensors.items():
+                own[name].copy_(tensor)
             if self._slot is not None:
                 self._slot.weights = None
             self.adapter = None
+
+    def _check_whole(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise Refused (422) unless tensors of these names and shapes are all of the model's."""
+        named = self._named()
+        unknown = sorted(shapes.keys() - named.keys())
+        known = {id(named[name]) for name in shapes if name in named}
+        missing = sorted(name for name, parameter in self._parameters().items() if id(parameter) not in known)
+        for names, what in ((unknown, "which this model does not have"), (missing, "which has to be there too")):
+            if names:
+                raise Refused(
+                    f"these are not the weights of this model: {_list(names)}, {what}",
+                    status=422,
+                    remedy="send every parameter under transformers' names",
+                )
+        for name, shape in shapes.items():
+            if shape != tuple(named[name].shape):
+                raise Refused(
+                    f"{name} has shape {list(shape)}, in this model it is {list(named[name].shape)}",
+                    status=422,
+                    remedy="use weights of the same architecture",
+                )
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -208,40 +315,10 @@ class EmbeddedWeights:
         return dict(self._model.named_parameters(remove_duplicate=False))
 
 
-def _check_names(new: Mapping[str, object], own: Mapping[str, object], *, tied: Mapping[str, object]) -> None:
-    unknown = sorted(name for name in new if name not in tied)
-    known = {id(tied[name]) for name in new if name in tied}
-    missing = sorted(name for name, parameter in own.items() if id(parameter) not in known)
-    for names, what in ((unknown, "which this model does not have"), (missing, "which has to be there too")):
-        if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            raise Refused(
-                f"these are not the weights of this model: {shown}, {what}",
-                status=422,
-                remedy="send every parameter under transformers' names",
-            )
+def _features(layer: nn.Linear | Conv1D) -> tuple[int, int]:
+    rows, columns = layer.weight.shape
+    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
 
-def _check_shape(name: str, new: tuple[int, ...], own: tuple[int, ...]) -> None:
-    if new != own:
-        raise Refused(
-            f"{name} has shape {list(new)}, in this model it is {list(own)}",
-            status=422,
-            remedy="use weights of the same architecture",
-        )
-
-
-def _rows(named: Mapping[str, Tensor], part: DigestSlice) -> Tensor:
-    if part.name not in named:
-        raise Refused(f"no parameter {part.name!r} is here", status=404, remedy="see /bridge/state_dict_info")
-    tensor = named[part.name]
-    if tensor.ndim == 0:
-        return tensor
-    rows = tensor.shape[0] - part.start if part.rows is None else part.rows
-    if part.start + rows > tensor.shape[0] or rows < 0:
-        raise Refused(
-            f"rows {part.start} to {part.start + rows - 1} are not in {part.name}, which has {tensor.shape[0]}",
-            status=422,
-            remedy="see /bridge/state_dict_info",
-        )
-    return tensor[part.start : part.start + rows]
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

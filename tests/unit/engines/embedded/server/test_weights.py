@@ -17,9 +17,10 @@ from lachesis.engines.embedded.server.app import serve_embedded
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
 from lachesis.engines.options import ServeOptions
 from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
-from lachesis.transport.digest import digest, served_lora_b
+from lachesis.transport.digest import served_lora_b
 from lachesis.transport.layout import ReceivedTensor
 from tests.tiny import EOS_ID, PAD_ID, tiny_model
+from tests.unit.transport.sharing import digest
 
 CANARY = [5, 17, 60, 33, 8, 41]
 
