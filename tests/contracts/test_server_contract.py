@@ -24,7 +24,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
 from lachesis.transport.bridge_file import read_bridge_file
 from lachesis.transport.channel import Channel
-from lachesis.transport.digest import digest, served_lora_b
+from lachesis.transport.digest import served_lora_b
 from lachesis.transport.layout import ReceivedTensor
 from lachesis.transport.rendezvous import listen
 from lachesis.transport.shared_tensors import Attachments
@@ -39,6 +39,7 @@ from tests.contracts.servers import (
     running,
 )
 from tests.contracts.vllm_server import VLLM_SERVER, needs_vllm
+from tests.unit.transport.sharing import digest
 
 SERVERS = [EMBEDDED_SERVER, pytest.param(VLLM_SERVER, marks=needs_vllm)]
 CANARY = [15, 16, 17, 18, 40, 41, 9, 70, 33, 21]

@@ -18,9 +18,8 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.common.http import server_url
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams
-from lachesis.engines.http.control import tls
+from lachesis.engines.http.control import malformed, tls
 from lachesis.engines.http.generation import request_body
-from lachesis.engines.http.replies import malformed
 from lachesis.environments.replies import read_completions, read_generate
 from lachesis.environments.settings import ServerConfig, SlurmConfig
 

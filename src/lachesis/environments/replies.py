@@ -8,7 +8,7 @@ from typing import Any
 
 from lachesis.common.errors import EngineError
 from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, VersionSpan
-from lachesis.engines.http.replies import malformed
+from lachesis.engines.http.control import malformed
 
 # A rounding error of a log-softmax; anything above is no logprob.
 _ROUNDING = 1e-4

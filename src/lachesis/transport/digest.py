@@ -21,11 +21,6 @@ _CHUNK_WORDS = 1 << 22
 _BATCH_BYTES = 1 << 25
 
 
-def digest(tensor: Tensor) -> int:
-    """The digest of one tensor, as :func:`digests`."""
-    return digests({"": tensor})[""]
-
-
 @torch.no_grad()
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Digests of several tensors, with one transfer to the host for each device.

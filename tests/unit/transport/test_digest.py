@@ -5,7 +5,8 @@ import torch
 
 from lachesis.common.errors import EngineError
 from lachesis.transport import digest as module
-from lachesis.transport.digest import digest, digests, served_lora_b
+from lachesis.transport.digest import digests, served_lora_b
+from tests.unit.transport.sharing import digest
 
 MODULUS = 1 << 64
 

@@ -14,8 +14,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.common.types import Completion, GenerationRequest, VersionSpan
 from lachesis.engines.base import Finished
-from lachesis.engines.http.control import CONNECT_RETRIES, KEEP_ALIVE_S, ServerControl, tls
-from lachesis.engines.http.replies import malformed, read_reply
+from lachesis.engines.http.control import CONNECT_RETRIES, KEEP_ALIVE_S, ServerControl, malformed, read_reply, tls
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
 
 ROUTE = "/generate"

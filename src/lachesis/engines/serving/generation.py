@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import time
 import uuid
+from bisect import bisect_right
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import chain
@@ -32,7 +34,6 @@ from lachesis.engines.serving.bodies import (
     given,
     parse,
 )
-from lachesis.engines.serving.versions import VersionClock
 
 POLICY = "policy"
 ARRAYS = "application/x-safetensors"
@@ -169,6 +170,32 @@ class GenerateChunk:
     finish_reason: FinishReason | None = None
     prompt_token_ids: tuple[int, ...] | None = None
     time: float
+
+
+class VersionClock:
+    """The weight version over time. Starts at version 0, the weights that the server was started with."""
+
+    def __init__(self) -> None:
+        self._times: list[float] = []
+        self._versions = [0]
+
+    @property
+    def current(self) -> int:
+        """The version in force now."""
+        return self._versions[-1]
+
+    def record(self, version: int) -> None:
+        """From now on the weights are those of ``version``."""
+        self._times.append(time.monotonic())
+        self._versions.append(version)
+
+    def at(self, moment: float) -> int:
+        """The version in force at ``moment``, a reading of ``time.monotonic()``."""
+        return self._versions[bisect_right(self._times, moment)]
+
+    def span(self, first: float, last: float) -> VersionSpan:
+        """The versions in force at two moments."""
+        return VersionSpan(self.at(first), self.at(last))
 
 
 def parse_sampled(kind: type[B], document: Mapping[str, Any], *, sampling_fields: Collection[str]) -> B:

@@ -14,10 +14,9 @@ from lachesis.common.errors import EngineError
 from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.adapter_files import read_adapter
 from lachesis.engines.serving.bodies import Refused, parse
-from lachesis.engines.serving.generation import POLICY, GenerateBody, finite
+from lachesis.engines.serving.generation import POLICY, GenerateBody, VersionClock, finite
 from lachesis.engines.serving.served import AdapterStatus, DigestRequest, ModelInfo, ReceiverSpec, ServedEngine
 from lachesis.engines.serving.session import TOKEN_VARIABLE, Session, session_path
-from lachesis.engines.serving.versions import VersionClock
 
 Found = Mapping[str, Any] | None
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from starlette.requests import ClientDisconnect, Request
+
 from lachesis.common.errors import LachesisError
 from lachesis.engines.serving.generation import POLICY
 from lachesis.engines.serving.routes import error_response
@@ -46,13 +48,13 @@ class ModelAliases:
         if served is None:
             await self._app(scope, receive, send)
             return
-        body = await _read(receive)
-        if body is None:
-            return  # the client has gone
         try:
+            body = await Request(scope, receive).body()
             await served.wait_until_running()
             if scope["path"] not in _SALTED:
                 await served.empty_stale_cache()
+        except ClientDisconnect:
+            return
         except LachesisError as error:
             await error_response(error)(scope, receive, send)  # type: ignore[arg-type]
             return
@@ -83,17 +85,6 @@ def _is_alias(name: Any, served: ServedVllm) -> bool:
     info, adapter = served.model_info(), served.adapter()
     names: Sequence[str | None] = (None, "", POLICY, info.model, *info.served_names, adapter.name if adapter else None)
     return name in names
-
-
-async def _read(receive: Receive) -> bytes | None:
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            return bytes(body)
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

@@ -6,6 +6,7 @@ checkpoints may be loaded, from the current directory if none is named.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import re
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
+from typing import Any
 
 from lachesis.common.errors import ConfigError, DependencyError, LachesisError
 from lachesis.engines.vllm.plugin import ROOTS_VARIABLE
@@ -24,10 +26,19 @@ _PLUGIN_GROUP = "vllm.endpoint_plugins"
 _GROUPS_ON_BY_DEFAULT = (
     "vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins",
 )  # fmt: skip
-_DEFAULTS = {"--host": "127.0.0.1", "--port": "9001", "--logprobs-mode": "processed_logprobs"}
+_DEFAULTS = {
+    "--host": "127.0.0.1", "--port": "9001", "--logprobs-mode": "processed_logprobs", "--api-server-count": "1",
+}  # fmt: skip
+# Flags that are taken out, and those of vLLM's that are looked at, as argparse reads them.
+_OURS: Mapping[str, Mapping[str, Any]] = {"--adapter-root": {"action": "append", "default": []}, "--model": {}}
+_READ: Mapping[str, Mapping[str, Any]] = {
+    **{flag: {} for flag in (*_DEFAULTS, "--worker-extension-cls", "--max-loras")},
+    **{flag: {"action": "store_true"} for flag in ("--enable-lora", "--headless", "--grpc")},
+    "--lora-modules": {"action": "extend", "nargs": "*", "default": []},
+}
 _WORKER_EXTENSION = "lachesis.engines.vllm.worker.WorkerExtension"
 _MIDDLEWARE = "lachesis.engines.vllm.aliases.ModelAliases"
-_SYNONYMS = {"--data-parallel-size": ("-dp",), "--api-server-count": ("-asc",)}
+_SYNONYMS = {"--api-server-count": ("-asc",)}
 _OBSOLETE = {
     "VLLM_USE_V1": "vLLM has its V1 engine only",
     "VLLM_SKIP_WEIGHT_DAEMON": "there is no weight daemon to skip: weights come over routes of the server",
@@ -61,23 +72,19 @@ def plan_launch(arguments: Sequence[str], *, environment: Mapping[str, str], plu
     Raises:
         ConfigError: two flags that do not go together with ours.
     """
-    roots, rest = _take(list(arguments), "--adapter-root")
-    models, rest = _take(rest, "--model")
-    if models:
-        rest = [models[-1], *rest]
-    given = _Flags(rest)
+    ours, rest = _parse(arguments, _OURS)
+    rest = [*([] if ours.model is None else [ours.model]), *rest]
+    given, _ = _parse(rest, _READ)
     _refuse(given)
-    added: list[str] = []
+    added = ["--worker-extension-cls", _WORKER_EXTENSION, "--middleware", _MIDDLEWARE]
     for flag, value in _DEFAULTS.items():
-        if not given.has(flag):
+        if vars(given)[flag[2:].replace("-", "_")] is None:
             added += [flag, value]
-    added += ["--worker-extension-cls", _WORKER_EXTENSION, "--middleware", _MIDDLEWARE]
-    if not given.has("--api-server-count"):
-        added += ["--api-server-count", "1"]
-    if given.has("--enable-lora"):
-        added += _lora_defaults(given)
-    child, warnings = _environment(environment, roots=roots, plugins=plugins)
-    return LaunchPlan(tuple(rest + added), child, tuple(warnings))
+    if given.enable_lora and given.max_loras is None:
+        # Room for the one adapter of the policy beside those that the user loads himself.
+        added += ["--max-loras", str(len(given.lora_modules) + 1)]
+    child, warnings = _environment(environment, roots=ours.adapter_root, plugins=plugins)
+    return LaunchPlan((*rest, *added), child, tuple(warnings))
 
 
 def check_installed() -> None:
@@ -139,81 +146,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
     serve(plan.arguments)
 
 
-class _Flags:
-    """The flags of a command line: ``--some-flag``, ``--some_flag``, ``--some-flag=value`` are one."""
+def _parse(words: Sequence[str], flags: Mapping[str, Mapping[str, Any]]) -> tuple[argparse.Namespace, list[str]]:
+    """The values of these flags, which may be spelled with underscores, and the other words as they are.
 
-    def __init__(self, arguments: Sequence[str]) -> None:
-        self._arguments = arguments
-        self._names = [_flag_name(argument) for argument in arguments]
-
-    def has(self, flag: str) -> bool:
-        return any(name in (flag, *_SYNONYMS.get(flag, ())) for name in self._names)
-
-    def value(self, flag: str) -> str | None:
-        """The last value of a flag that takes one."""
-        values = [
-            self._arguments[i].partition("=")[2] if "=" in self._arguments[i] else self._next(i)
-            for i, name in enumerate(self._names)
-            if name in (flag, *_SYNONYMS.get(flag, ()))
-        ]
-        return values[-1] if values else None
-
-    def count(self, flag: str) -> int:
-        """How many values follow a flag that takes several."""
-        found = 0
-        for i, name in enumerate(self._names):
-            if name == flag:
-                following = self._arguments[i + 1 :]
-                end = next((j for j, word in enumerate(following) if word.startswith("-")), len(following))
-                found += end if "=" not in self._arguments[i] else 1
-        return found
-
-    def _next(self, index: int) -> str:
-        return self._arguments[index + 1] if index + 1 < len(self._arguments) else ""
+    Raises:
+        ConfigError: a flag lacks its value, or has one too many.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag, how in flags.items():
+        spellings = dict.fromkeys((flag, f"--{flag[2:].replace('-', '_')}", *_SYNONYMS.get(flag, ())))
+        parser.add_argument(*spellings, **how)
+    try:
+        return parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error.argument_name}: {error.message}", remedy="correct the flag") from error
 
 
-def _flag_name(argument: str) -> str:
-    return argument.partition("=")[0].replace("_", "-") if argument.startswith("-") else ""
-
-
-def _take(arguments: list[str], flag: str) -> tuple[list[str], list[str]]:
-    """All values of ``flag``, and the arguments without it."""
-    values, rest = [], []
-    words = iter(arguments)
-    for word in words:
-        if _flag_name(word) != flag:
-            rest.append(word)
-        elif "=" in word:
-            values.append(word.partition("=")[2])
-        else:
-            value = next(words, None)
-            if value is None:
-                raise ConfigError(f"{flag} has no value", remedy=f"write {flag} VALUE")
-            values.append(value)
-    return values, rest
-
-
-def _refuse(given: _Flags) -> None:
-    if given.has("--worker-extension-cls"):
+def _refuse(given: argparse.Namespace) -> None:
+    if given.worker_extension_cls is not None:
         raise ConfigError(
             "--worker-extension-cls is taken: this server loads its own worker extension",
             remedy="leave it out, or start vLLM by itself",
         )
-    if given.has("--api-server-count") and given.value("--api-server-count") != "1":
+    if given.api_server_count not in (None, "1"):
         raise ConfigError(
             "--api-server-count has to be 1: the session and the weight version live in one process",
             remedy="start several servers and name all of them to the trainer",
         )
-    if given.has("--headless") or given.has("--grpc"):
+    if given.headless or given.grpc:
         raise ConfigError("--headless and --grpc serve no HTTP", remedy="leave them out")
-
-
-def _lora_defaults(given: _Flags) -> list[str]:
-    """Room for the one adapter of the policy beside those that the user loads himself."""
-    if given.has("--max-loras"):
-        return []
-    count = given.count("--lora-modules") + 1
-    return ["--max-loras", str(count)]
 
 
 def _environment(

@@ -14,21 +14,25 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lachesis.common.errors import StaleWeights
 from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
-from lachesis.engines.serving.served import DigestRequest, LoraSpec, ReceiverSpec, ReceiverStatus, Refused
-from lachesis.engines.vllm import parameters
+from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, ReceiverStatus, Refused
 from lachesis.engines.vllm.calls import answer
 from lachesis.engines.vllm.checkpoint import check_architecture, check_fits, read_shapes, read_tensors, served_shapes
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
 from lachesis.transport.digest import digests
+from lachesis.transport.shared_tensors import dtype_name, export_cuda
 
 # Models that tie it to the embedding have no parameter of that name, and their checkpoints may.
 OUTPUT_HEAD = "lm_head.weight"
+_REPACKED = (
+    "vLLM on the CPU repacks the weights of linear layers and leaves the parameters empty, so that {}",
+    "use the embedded engine's server on the CPU",
+)
 
 
 class WorkerExtension:
@@ -124,20 +128,18 @@ class WorkerWeights:
                     status=409,
                     remedy="prove the transfer by the canary",
                 )
-            found |= parameters.digest_slices(self._runner.get_model(), asked.slices)
+            found |= digest_slices(self._runner.get_model(), asked.slices)
         if asked.adapter:
             found |= digests(self._need_slots().tensors())
         return found
 
     def state_dict_info(self) -> dict[str, Any]:
         """Shape, dtype and device of every parameter."""
-        return parameters.describe(self._runner.get_model())
+        return describe(self._runner.get_model())
 
     def export(self) -> dict[str, Any]:
         """How another process maps every parameter."""
-        return parameters.export(
-            self._runner.get_model(), device=self._device, tensor_parallel_size=self._tensor_parallel_size
-        )
+        return export(self._runner.get_model(), device=self._device, tensor_parallel_size=self._tensor_parallel_size)
 
     def start_receiver(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Check an announcement against the model, and join the channel in the background."""
@@ -207,7 +209,7 @@ class WorkerWeights:
             )
         wanted = served_shapes(str(self._config.model_config.model))
         if wanted is not None:
-            held = parameters.named_parameters(self._runner.get_model())
+            held = named_parameters(self._runner.get_model())
             check_fits(offered, wanted, tied={OUTPUT_HEAD} - held.keys(), what=what)
 
     def _load_base(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -215,7 +217,7 @@ class WorkerWeights:
         try:
             self._worker.reload_weights(weights_iterator=tensors)
             if self._device.type == "cpu":
-                parameters.repack_tied(self._runner.get_model())
+                repack_tied(self._runner.get_model())
         except Exception as error:
             raise StaleWeights(
                 f"vLLM failed while it loaded weights, which are incomplete now: {type(error).__name__}: {error}",
@@ -234,3 +236,67 @@ class WorkerWeights:
         if self._slots is None:
             raise Refused("this server was started without LoRA", status=409, remedy="start it with --enable-lora")
         return self._slots
+
+
+def named_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter under the name it has without LoRA, tied ones once."""
+    return {name.replace(".base_layer.", "."): parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Shape, dtype and device of every parameter."""
+    return {
+        name: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "device": str(tensor.device)}
+        for name, tensor in named_parameters(model).items()
+    }
+
+
+def digest_slices(model: nn.Module, slices: Mapping[str, DigestSlice] | None) -> dict[str, int]:
+    """Digests of rows of parameters; of every parameter that has bytes without ``slices``.
+
+    Raises:
+        Refused: (404, 422) as :meth:`DigestSlice.of`; (409) the parameter was emptied by vLLM.
+    """
+    parameters = named_parameters(model)
+    if slices is None:
+        return digests({name: tensor for name, tensor in parameters.items() if tensor.numel()})
+    for part in slices.values():
+        if part.name in parameters and not parameters[part.name].numel():
+            text, remedy = _REPACKED
+            raise Refused(text.format(f"{part.name!r} cannot be read"), status=409, remedy=remedy)
+    return digests({name: part.of(parameters) for name, part in slices.items()})
+
+
+def export(model: nn.Module, *, device: torch.device, tensor_parallel_size: int) -> dict[str, dict[str, Any]]:
+    """CUDA IPC handles of every parameter, as :class:`~lachesis.transport.shared_tensors.SharedTensor` JSON.
+
+    Raises:
+        Refused: (409) the parameters of this engine cannot be shared.
+        EngineError: their memory cannot be.
+    """
+    if tensor_parallel_size > 1:
+        raise Refused(
+            f"the weights are cut over {tensor_parallel_size} GPUs, and a trainer on one of them could write only the "
+            "part that is there: sharing needs --tensor-parallel-size 1",
+            status=409,
+            remedy="use tensor_parallel_size 1, or broadcast the weights",
+        )
+    if device.type != "cuda":
+        text, remedy = _REPACKED
+        raise Refused(text.format("they cannot be shared"), status=409, remedy=remedy)
+    return {name: export_cuda(parameter).to_json() for name, parameter in named_parameters(model).items()}
+
+
+def repack_tied(model: nn.Module) -> None:
+    """Have modules that share another's parameter process it again, after it was loaded.
+
+    On the CPU an output head computes with a packed copy of its weights. Loading makes a new one for the module
+    that the checkpoint names, the embedding, and forgets the head that is tied to it.
+    """
+    owners: set[int] = set()
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or id(weight) not in owners:
+            owners.add(id(weight))
+        elif (method := getattr(module, "quant_method", None)) is not None:
+            method.process_weights_after_loading(module)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lachesis.engines.serving.bodies import Refused
-from lachesis.engines.serving.generation import GenerateBody, parse_sampled
-from lachesis.engines.serving.versions import VersionClock
+from lachesis.engines.serving.generation import GenerateBody, VersionClock, parse_sampled
 from tests.unit.engines.serving.fakes import FIELDS
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from lachesis.engines.serving.served import DigestSlice, Refused
-from lachesis.engines.vllm.parameters import describe, digest_slices, export, named_parameters, repack_tied
-from lachesis.transport.digest import digest
+from lachesis.engines.vllm.worker import describe, digest_slices, export, named_parameters, repack_tied
+from tests.unit.transport.sharing import digest
 
 
 class Model(nn.Module):
@@ -42,8 +42,8 @@ def test_all_digests_leave_out_what_vllm_emptied():
     ("part", "status"),
     [
         (DigestSlice("nothing"), 404),
-        (DigestSlice("norm", 4, 2), 400),
-        (DigestSlice("norm", 6), 400),
+        (DigestSlice("norm", 4, 2), 422),
+        (DigestSlice("norm", 6), 422),
         (DigestSlice("repacked"), 409),
     ],
 )
