@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from lachesis.bridges.proofs import digest_functions
+from lachesis.bridges.proof import digest_functions
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
@@ -195,11 +195,12 @@ class Live:
 
     def digests(self) -> tuple[dict[str, int], dict[str, int]] | None:
         """The trainer's and the engine's, of what travels."""
+        weights = self.side.weights
         found = digest_functions(
             self.config,
             self.policy,
             self.remote,
-            weights=self.side.weights,
+            slices_of=None if weights is None else lambda: weights.slices,
             whole=whole_of(self.policy),
             deadline=lambda: soon("digests"),
         )

@@ -41,7 +41,6 @@ class Bridge(ABC, Generic[PolicyT]):
     def __init__(
         self,
         *,
-        proof: SyncProof | None,
         sync_s: float | None = None,
         every_steps: int = 1,
         pause_mode: PauseMode = "keep",
@@ -49,12 +48,11 @@ class Bridge(ABC, Generic[PolicyT]):
         """Set what all bridges have.
 
         Args:
-            proof: the proof of sync, ``None`` for none; most bridges can only make it in :meth:`prepare`.
             sync_s: the longest a transfer with its proof may take, in seconds.
             every_steps: transfer every N versions.
             pause_mode: what happens to requests in flight where engine and trainer share storage.
         """
-        self.proof = proof
+        self.proof: SyncProof | None = None  # made in :meth:`prepare`, where one is wanted
         self._sync_s = sync_s
         self._every_steps = every_steps
         self._pause_mode: PauseMode = pause_mode

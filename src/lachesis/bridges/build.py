@@ -14,7 +14,7 @@ from lachesis.bridges.base import Bridge
 from lachesis.bridges.broadcast import BroadcastBridge, TravellingWeights, full_source, lora_source
 from lachesis.bridges.external import Command, OwnedEngine, Servers
 from lachesis.bridges.extract import Whole, full_weights, lora_tensors
-from lachesis.bridges.proofs import ModelPolicyT, remote_proof
+from lachesis.bridges.proof import ModelPolicyT, remote_proof
 from lachesis.bridges.saved import (
     AdapterFiles,
     CheckpointFiles,
@@ -96,14 +96,15 @@ def build_bridge(parts: BridgeParts[ModelPolicyT]) -> Bridge[ModelPolicyT]:
 def _servers(
     parts: BridgeParts[ModelPolicyT], *, every_steps: int = 1, pause: PauseMode = "keep"
 ) -> Servers[ModelPolicyT]:
-    config = parts.config
-    proof = partial(remote_proof, config, weights=parts.weights, whole_of=parts.whole_of)
+    config, weights = parts.config, parts.weights
+    slices_of = None if weights is None else lambda: weights.slices
+    proof = partial(remote_proof, config, slices_of=slices_of, whole_of=parts.whole_of)
     start_s = config.deadlines.engine_start_s if config.bridge.capabilities.owns_engine else 0.0
     return Servers(
         engine=parts.engine,
         proof_builder=proof if config.bridge.proof else None,
         owned=parts.owned,
-        trains_in_engine=parts.weights is not None,
+        trains_in_engine=weights is not None,
         sync_s=config.deadlines.sync_s + start_s,
         every_steps=every_steps,
         pause_mode=pause,

@@ -63,7 +63,14 @@ class OwnedEngine:
             if command is not None and checkpoint is not None:
                 for number, process in enumerate(self._processes):
                     process.command = tuple(map(str, command(number, checkpoint)))
-            self._start(deadline)
+            try:
+                for process in self._processes:
+                    process.launch()
+                for process in self._processes:
+                    process.wait_ready(deadline=deadline)
+            except BaseException:  # none is left where one fails
+                self.stop()
+                raise
         self._fresh = False
         self.engine.connect(deadline=deadline)
         self.engine.claim(self._owner, deadline=deadline)
@@ -73,17 +80,6 @@ class OwnedEngine:
         deadline = Deadline("the engine's second start", self._start_s, "deadlines.engine_start_s")
         with deadline.waiting():
             self.restart(deadline=deadline)
-
-    def _start(self, deadline: Deadline) -> None:
-        """Launch all, then wait for all; none is left where one fails."""
-        try:
-            for process in self._processes:
-                process.launch()
-            for process in self._processes:
-                process.wait_ready(deadline=deadline)
-        except BaseException:
-            self.stop()
-            raise
 
     def stop(self) -> None:
         """Stop all servers. Idempotent."""
@@ -149,9 +145,7 @@ class ExternalBridge(Bridge[PolicyT]):
     """
 
     def __init__(self, servers: Servers[PolicyT], *, capabilities: BridgeCapabilities) -> None:
-        super().__init__(
-            proof=None, sync_s=servers.sync_s, every_steps=servers.every_steps, pause_mode=servers.pause_mode
-        )
+        super().__init__(sync_s=servers.sync_s, every_steps=servers.every_steps, pause_mode=servers.pause_mode)
         self.capabilities = capabilities
         self._servers = servers
         self._owned = servers.owned

@@ -30,7 +30,7 @@ class InProcessBridge(Bridge[PolicyT]):
         sync_s: float | None = None,
         bring: Callable[[PolicyT], None] | None = None,
     ) -> None:
-        super().__init__(proof=None, sync_s=sync_s)
+        super().__init__(sync_s=sync_s)
         self._bring = bring
         self._policy: PolicyT | None = None
         self._engine_builder = engine_builder

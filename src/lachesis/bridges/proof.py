@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
 
-from lachesis.common.errors import StaleWeights
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from lachesis.bridges.extract import Whole, adapter_digests, base_parameters, full_digests, text_config
+from lachesis.bridges.names import Slice, map_parameters
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ModelError, StaleWeights
 from lachesis.common.types import CanaryReading
-from lachesis.engines.base import largest_difference
+from lachesis.config.schema import LachesisConfig
+from lachesis.engines.base import Engine, largest_difference
+from lachesis.engines.http.client import HttpEngine
+
+logger = logging.getLogger("lachesis")
 
 # Largest absolute difference of a canary logprob between two code paths over the same weights, by dtype.
 TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
@@ -15,9 +30,14 @@ TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.25
 # weights' deviation, NF4 by 9%. The transfer itself is then proved by the adapter's digests.
 QUANTIZED_TOLERANCE = {"none": 0.0, "int8": 0.5, "nf4": 4.0}
 
+_CANARY_TOKENS = 16
+
 Digests = Callable[[], Mapping[str, int]]
+# Where a policy is built on the engine's tensors: which rows of which of them its parameters are.
+Slices = Callable[[], Mapping[str, Slice]]
 
 
+@dataclass(slots=True, kw_only=True)
 class SyncProof:
     """Compares trainer and engine after each transfer.
 
@@ -36,28 +56,21 @@ class SyncProof:
         concurrent: read engine and trainer at the same time, for an engine with a model of its own.
     """
 
-    def __init__(
-        self,
-        *,
-        token_ids: Sequence[int],
-        trainer: Callable[[Sequence[int]], Sequence[float]],
-        engine: Callable[[Sequence[int]], CanaryReading],
-        session_id: str,
-        dtype: str,
-        quantization: str = "none",
-        trainer_digests: Digests = dict,
-        engine_digests: Digests = dict,
-        concurrent: bool = False,
-    ) -> None:
-        self._token_ids = tuple(token_ids)
-        self._trainer = trainer
-        self._engine = engine
-        self._session_id = session_id
-        self._tolerance = max(TOLERANCE[dtype], QUANTIZED_TOLERANCE[quantization])
-        self._trainer_digests = trainer_digests
-        self._engine_digests = engine_digests
-        self._concurrent = concurrent
-        self._last: tuple[Sequence[float], Sequence[float]] | None = None
+    token_ids: Sequence[int]
+    trainer: Callable[[Sequence[int]], Sequence[float]]
+    engine: Callable[[Sequence[int]], CanaryReading]
+    session_id: str
+    dtype: str
+    quantization: str = "none"
+    trainer_digests: Digests = dict
+    engine_digests: Digests = dict
+    concurrent: bool = False
+    _last: tuple[Sequence[float], Sequence[float]] | None = field(default=None, init=False)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference of a canary logprob that is agreement, in nats."""
+        return max(TOLERANCE[self.dtype], QUANTIZED_TOLERANCE[self.quantization])
 
     def confirm(self, *, version: int) -> float:
         """The largest difference of a canary logprob, in nats.
@@ -71,10 +84,10 @@ class SyncProof:
         _check_digests(ours, theirs, version=version)
         error = largest_difference(expected, reading.logprobs)
         # A NaN is no agreement: the comparison is written so that it fails.
-        if not error <= self._tolerance:
+        if not error <= self.tolerance:
             raise StaleWeights(
                 f"after the transfer of version {version} the engine's canary logprobs differ from the "
-                f"trainer's by up to {error:.4g} (allowed {self._tolerance:g}): "
+                f"trainer's by up to {error:.4g} (allowed {self.tolerance:g}): "
                 f"engine {_brief(reading.logprobs)}, trainer {_brief(expected)}",
                 remedy="part of the weights did not arrive, or the weights diverge so far that two correct "
                 "forward passes disagree; look at the engine's log and at grad_norm",
@@ -85,21 +98,21 @@ class SyncProof:
 
     def _read(self) -> tuple[tuple[CanaryReading, Mapping[str, int]], tuple[Sequence[float], Mapping[str, int]]]:
         """What the engine says and what the trainer says: canary and digests of each."""
-        if not self._concurrent:
-            return (self._engine(self._token_ids), self._engine_digests()), self._ask_trainer()
+        if not self.concurrent:
+            return (self.engine(self.token_ids), self.engine_digests()), self._ask_trainer()
         # Most of either is waiting, for the wire or for the device.
         with ThreadPoolExecutor(max_workers=2, thread_name_prefix="proof") as pool:
-            reading, digests = pool.submit(self._engine, self._token_ids), pool.submit(self._engine_digests)
+            reading, digests = pool.submit(self.engine, self.token_ids), pool.submit(self.engine_digests)
             trainer = self._ask_trainer()
             return (reading.result(), digests.result()), trainer
 
     def _ask_trainer(self) -> tuple[Sequence[float], Mapping[str, int]]:
-        return self._trainer(self._token_ids), self._trainer_digests()
+        return self.trainer(self.token_ids), self.trainer_digests()
 
     def _check_identity(self, reading: CanaryReading, *, version: int) -> None:
-        if reading.session_id != self._session_id:
+        if reading.session_id != self.session_id:
             raise StaleWeights(
-                f"the engine is of session {reading.session_id}, this run works with {self._session_id}",
+                f"the engine is of session {reading.session_id}, this run works with {self.session_id}",
                 remedy="stop the engine that another run left over, or point the run at its own",
             )
         if reading.version != version:
@@ -112,7 +125,7 @@ class SyncProof:
         if self._last is None:
             return
         moved = largest_difference(trainer, self._last[0])
-        if moved > self._tolerance and tuple(engine) == tuple(self._last[1]):
+        if moved > self.tolerance and tuple(engine) == tuple(self._last[1]):
             raise StaleWeights(
                 f"with version {version} the trainer's canary logprobs moved by {moved:.4g} and the engine's "
                 "not at all",
@@ -140,3 +153,115 @@ def _check_digests(ours: Mapping[str, int], theirs: Mapping[str, int], *, versio
 def _brief(values: Sequence[float]) -> str:
     shown = ", ".join(f"{value:.4f}" for value in values[:4])
     return f"[{shown}{', ...' if len(values) > 4 else ''}]"
+
+
+class ModelPolicy(Protocol):
+    """What is proved of a policy: its model, with the adapter if it has one, and that model's transformer."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def transformer(self) -> PreTrainedModel: ...
+
+    def canary(self, token_ids: Sequence[int]) -> Sequence[float]: ...
+
+
+ModelPolicyT = TypeVar("ModelPolicyT", bound=ModelPolicy)
+
+
+def local_proof(policy: ModelPolicy, engine: Engine, *, context: int) -> SyncProof:
+    """Proof of sync with an engine in this process, by a canary; ``context`` is the longest that it may be."""
+    return SyncProof(
+        token_ids=_canary(_vocab_size(policy), context),
+        trainer=policy.canary,
+        engine=engine.canary,
+        session_id=engine.health().session_id,
+        dtype=str(policy.transformer.dtype).removeprefix("torch."),
+    )
+
+
+def remote_proof(
+    config: LachesisConfig,
+    policy: ModelPolicyT,
+    engine: HttpEngine,
+    *,
+    slices_of: Slices | None,
+    whole_of: Callable[[ModelPolicyT], Whole],
+) -> SyncProof:
+    """Proof of sync with a server: a canary of ordinary tokens, and digests where both sides hold equal tensors."""
+    deadline = partial(Deadline, "the proof of sync", config.deadlines.sync_s, "deadlines.sync_s")
+    info = engine.controls[0].info(deadline=deadline())
+    ours = str(policy.transformer.dtype).removeprefix("torch.")
+    digests = digest_functions(config, policy, engine, slices_of=slices_of, whole=whole_of(policy), deadline=deadline)
+    mine, theirs = digests or (dict, dict)
+    return SyncProof(
+        token_ids=_canary(min(_vocab_size(policy), info.model.vocab_size), info.model.max_model_len - 1),
+        trainer=policy.canary,
+        engine=engine.canary,
+        session_id=engine.session_id,
+        # The coarser of the two sets what can be expected of them.
+        dtype=max((ours, info.model.dtype), key=("float64", "float32", "float16", "bfloat16").index),
+        quantization=config.model.quantization,
+        trainer_digests=mine,
+        engine_digests=theirs,
+        concurrent=True,
+    )
+
+
+def digest_functions(
+    config: LachesisConfig,
+    policy: ModelPolicy,
+    engine: HttpEngine,
+    *,
+    slices_of: Slices | None,
+    whole: Whole,
+    deadline: Callable[[], Deadline],
+) -> tuple[Digests, Digests] | None:
+    """Exact digests of what travels, on both sides; none where the engine keeps it in another form.
+
+    That is so with weights split over GPUs, with kernels that repack them (as on the CPU), and in another dtype.
+    """
+    info = engine.controls[0].info(deadline=deadline())
+    if info.model.tensor_parallel_size > 1:
+        return None
+    dtype: torch.dtype = getattr(torch, info.model.dtype)
+    if config.bridge.capabilities.adapter_only:
+        return (
+            lambda: adapter_digests(policy.model, dtype=dtype, whole=whole),
+            lambda: engine.digests({}, adapter=True, deadline=deadline()).digests,
+        )
+    if dtype != policy.transformer.dtype:
+        return None
+    slices = slices_of() if slices_of is not None else _parameter_slices(policy, engine, deadline=deadline())
+    if slices is None:
+        return None
+    wanted = {name: entry.for_digest() for name, entry in slices.items()}
+    return (
+        lambda: full_digests(policy.model, whole=whole),
+        lambda: engine.digests(wanted, deadline=deadline()).digests,
+    )
+
+
+def _parameter_slices(policy: ModelPolicy, engine: HttpEngine, *, deadline: Deadline) -> Mapping[str, Slice] | None:
+    info = engine.controls[0].info(deadline=deadline)
+    there = {name: tensor.shape for name, tensor in engine.controls[0].state_dict_info(deadline=deadline).items()}
+    try:
+        return map_parameters(
+            {name: tuple(p.shape) for name, p in base_parameters(policy.model).items()},
+            there,
+            model_type=text_config(policy.transformer).model_type,
+            engine_kind=info.engine,
+        )
+    except ModelError as error:
+        logger.info("weights are proved by the canary alone: %s", error.message)
+        return None
+
+
+def _vocab_size(policy: ModelPolicy) -> int:
+    return text_config(policy.transformer).vocab_size
+
+
+def _canary(vocab_size: int, longest: int) -> list[int]:
+    """A fixed prompt of ordinary tokens."""
+    return [(7 * i + 5) % vocab_size for i in range(min(_CANARY_TOKENS, longest))]

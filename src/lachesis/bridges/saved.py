@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic
 
@@ -152,6 +153,7 @@ class VersionedDirectories:
         )
 
 
+@dataclass(slots=True, kw_only=True)
 class AdapterFiles(Generic[PolicyT]):
     """Saves a policy's adapter as peft does.
 
@@ -160,19 +162,17 @@ class AdapterFiles(Generic[PolicyT]):
         config: its ``adapter_config.json``, as :func:`lachesis.bridges.saved.adapter_config`; asked once.
     """
 
-    def __init__(
-        self, *, tensors: Callable[[PolicyT], Mapping[str, Tensor]], config: Callable[[PolicyT], bytes]
-    ) -> None:
-        self._tensors = tensors
-        self._config = config
-        self._config_bytes: bytes | None = None
+    tensors: Callable[[PolicyT], Mapping[str, Tensor]]
+    config: Callable[[PolicyT], bytes]
+    _config_bytes: bytes | None = field(default=None, init=False)
 
     def __call__(self, policy: PolicyT, directory: Path) -> None:
         if self._config_bytes is None:
-            self._config_bytes = self._config(policy)
-        save_adapter(directory, tensors=self._tensors(policy), config=self._config_bytes)
+            self._config_bytes = self.config(policy)
+        save_adapter(directory, tensors=self.tensors(policy), config=self._config_bytes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFiles(Generic[PolicyT]):
     """Saves all weights of a policy, an adapter merged into them, with what else a checkpoint has.
 
@@ -181,18 +181,12 @@ class CheckpointFiles(Generic[PolicyT]):
         companions: writes the other files, as :func:`save_companions`.
     """
 
-    def __init__(
-        self,
-        *,
-        weights: Callable[[PolicyT], Iterable[tuple[str, Tensor]]],
-        companions: Callable[[PolicyT, Path], None],
-    ) -> None:
-        self._weights = weights
-        self._companions = companions
+    weights: Callable[[PolicyT], Iterable[tuple[str, Tensor]]]
+    companions: Callable[[PolicyT, Path], None]
 
     def __call__(self, policy: PolicyT, directory: Path) -> None:
-        write_checkpoint(directory, self._weights(policy))
-        self._companions(policy, directory)
+        write_checkpoint(directory, self.weights(policy))
+        self.companions(policy, directory)
 
 
 def load_adapter(server: ServerControl, path: Path, version: int, deadline: Deadline) -> None:

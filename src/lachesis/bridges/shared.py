@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ from lachesis.transport.shared_tensors import Attachments, dtype_name
 _log = logging.getLogger(__name__)
 
 
+@dataclass(slots=True)
 class EngineWeights:
     """The tensors of one engine, mapped into this process, and the models that are attached to them.
 
@@ -44,27 +46,20 @@ class EngineWeights:
         limit_s: the longest that finding the engine and its export may take, in seconds.
     """
 
-    def __init__(
-        self,
-        server: ServerControl,
-        *,
-        owner: str,
-        export_directory: Path,
-        config_path: str | Path | None = None,
-        takeover: bool = False,
-        limit_s: float | None = None,
-    ) -> None:
-        self._server = server
-        self._owner = owner
-        self._export_directory = export_directory
-        self._config_path = config_path
-        self._takeover = takeover
-        self._limit_s = limit_s
-        self._attachments = Attachments()
-        self._file: BridgeFile | None = None
-        self._tensors: dict[str, Tensor] = {}
-        self._attached: dict[str, tuple[nn.Parameter, int]] = {}
-        self.slices: Mapping[str, Slice] = {}
+    server: ServerControl
+    _: KW_ONLY
+    owner: str
+    export_directory: Path
+    config_path: str | Path | None = None
+    takeover: bool = False
+    limit_s: float | None = None
+    slices: Mapping[str, Slice] = field(default_factory=dict[str, Slice], init=False)
+    _attachments: Attachments = field(default_factory=Attachments, init=False)
+    _file: BridgeFile | None = field(default=None, init=False)
+    _tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor], init=False)
+    _attached: dict[str, tuple[nn.Parameter, int]] = field(
+        default_factory=dict[str, tuple[nn.Parameter, int]], init=False
+    )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -86,10 +81,10 @@ class EngineWeights:
         """
         if self._file is not None:
             return self._file
-        deadline = Deadline("attaching to the engine's weights", self._limit_s, "deadlines.sync_s")
-        info = self._server.info(deadline=deadline)
+        deadline = Deadline("attaching to the engine's weights", self.limit_s, "deadlines.sync_s")
+        info = self.server.info(deadline=deadline)
         _refuse_split(info.model.tensor_parallel_size, info.url)
-        self._server.claim(self._owner, takeover=self._takeover, deadline=deadline)
+        self.server.claim(self.owner, takeover=self.takeover, deadline=deadline)
         file = self._find(info, deadline=deadline)
         _refuse_split(file.tp_degree * file.dp_shard_degree, info.url)
         self._tensors = {name: self._attachments.tensor(name, shared) for name, shared in file.tensors.items()}
@@ -167,16 +162,16 @@ class EngineWeights:
             check_session(file, session_id=info.session_id)
             return file
 
-        if self._config_path not in (None, "", "auto"):
-            return read(find_bridge_file(self._config_path))
+        if self.config_path not in (None, "", "auto"):
+            return read(find_bridge_file(self.config_path))
         for place in search_places():
             if place.is_file():
                 try:
                     return read(place)
                 except EngineError as error:
                     _log.info("asking the engine to export its weights anew: %s", error.message)
-        path = self._export_directory.absolute() / BRIDGE_FILE
-        self._server.export_shared(path, deadline=deadline)
+        path = self.export_directory.absolute() / BRIDGE_FILE
+        self.server.export_shared(path, deadline=deadline)
         return read(path)
 
     def _check_dtypes(self, parameters: Mapping[str, nn.Parameter], slices: Mapping[str, Slice]) -> None:

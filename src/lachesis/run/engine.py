@@ -18,7 +18,7 @@ from lachesis.bridges.external import OwnedEngine
 from lachesis.bridges.extract import Whole, as_it_is
 from lachesis.bridges.in_process import InProcessBridge
 from lachesis.bridges.names import check_same_model
-from lachesis.bridges.proofs import local_proof
+from lachesis.bridges.proof import local_proof
 from lachesis.bridges.saved import save_companions
 from lachesis.bridges.shared import EngineWeights
 from lachesis.common.deadline import Deadline

@@ -29,10 +29,6 @@ from lachesis.transport.shared_tensors import dtype_name, export_cuda
 
 # Models that tie it to the embedding have no parameter of that name, and their checkpoints may.
 OUTPUT_HEAD = "lm_head.weight"
-_REPACKED = (
-    "vLLM on the CPU repacks the weights of linear layers and leaves the parameters empty, so that {}",
-    "use the embedded engine's server on the CPU",
-)
 
 
 class WorkerExtension:
@@ -118,9 +114,13 @@ class WorkerWeights:
             self._slots.refresh()
 
     def digests(self, request: Mapping[str, Any]) -> dict[str, int]:
-        """Digests of parameters and of the adapter."""
+        """Digests of rows of parameters, of all parameters that have bytes without ``slices``, and of the adapter.
+
+        Raises:
+            Refused: (404, 422) as :meth:`DigestSlice.of`; (409) this worker does not hold the parameter's bytes.
+        """
         asked = DigestRequest.model_validate(request)
-        found: dict[str, int] = {}
+        found: dict[str, Tensor] = {}
         if asked.slices is None or asked.slices:
             if self._tensor_parallel_size > 1:
                 raise Refused(
@@ -128,18 +128,42 @@ class WorkerWeights:
                     status=409,
                     remedy="prove the transfer by the canary",
                 )
-            found |= digest_slices(self._runner.get_model(), asked.slices)
+            held = named_parameters(self._runner.get_model())
+            emptied = {name for name, tensor in held.items() if not tensor.numel()}
+            slices = asked.slices or {name: DigestSlice(name) for name in held.keys() - emptied}
+            for part in slices.values():
+                if part.name in emptied:
+                    raise _repacked(f"{part.name!r} cannot be read")
+            found |= {name: part.of(held) for name, part in slices.items()}
         if asked.adapter:
-            found |= digests(self._need_slots().tensors())
-        return found
+            found |= self._need_slots().tensors()
+        return digests(found)
 
     def state_dict_info(self) -> dict[str, Any]:
         """Shape, dtype and device of every parameter."""
-        return describe(self._runner.get_model())
+        return {
+            name: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "device": str(tensor.device)}
+            for name, tensor in named_parameters(self._runner.get_model()).items()
+        }
 
     def export(self) -> dict[str, Any]:
-        """How another process maps every parameter."""
-        return export(self._runner.get_model(), device=self._device, tensor_parallel_size=self._tensor_parallel_size)
+        """How another process maps every parameter: :class:`~lachesis.transport.shared_tensors.SharedTensor` as JSON.
+
+        Raises:
+            Refused: (409) the parameters of this engine cannot be shared.
+            EngineError: their memory cannot be.
+        """
+        if self._tensor_parallel_size > 1:
+            raise Refused(
+                f"the weights are cut over {self._tensor_parallel_size} GPUs, and a trainer on one of them could write "
+                "only the part that is there: sharing needs --tensor-parallel-size 1",
+                status=409,
+                remedy="use tensor_parallel_size 1, or broadcast the weights",
+            )
+        if self._device.type != "cuda":
+            raise _repacked("they cannot be shared")
+        held = named_parameters(self._runner.get_model())
+        return {name: export_cuda(parameter).to_json() for name, parameter in held.items()}
 
     def start_receiver(self, spec: Mapping[str, Any]) -> dict[str, Any]:
         """Check an announcement against the model, and join the channel in the background."""
@@ -243,48 +267,12 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name.replace(".base_layer.", "."): parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Shape, dtype and device of every parameter."""
-    return {
-        name: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "device": str(tensor.device)}
-        for name, tensor in named_parameters(model).items()
-    }
-
-
-def digest_slices(model: nn.Module, slices: Mapping[str, DigestSlice] | None) -> dict[str, int]:
-    """Digests of rows of parameters; of every parameter that has bytes without ``slices``.
-
-    Raises:
-        Refused: (404, 422) as :meth:`DigestSlice.of`; (409) the parameter was emptied by vLLM.
-    """
-    parameters = named_parameters(model)
-    if slices is None:
-        return digests({name: tensor for name, tensor in parameters.items() if tensor.numel()})
-    for part in slices.values():
-        if part.name in parameters and not parameters[part.name].numel():
-            text, remedy = _REPACKED
-            raise Refused(text.format(f"{part.name!r} cannot be read"), status=409, remedy=remedy)
-    return digests({name: part.of(parameters) for name, part in slices.items()})
-
-
-def export(model: nn.Module, *, device: torch.device, tensor_parallel_size: int) -> dict[str, dict[str, Any]]:
-    """CUDA IPC handles of every parameter, as :class:`~lachesis.transport.shared_tensors.SharedTensor` JSON.
-
-    Raises:
-        Refused: (409) the parameters of this engine cannot be shared.
-        EngineError: their memory cannot be.
-    """
-    if tensor_parallel_size > 1:
-        raise Refused(
-            f"the weights are cut over {tensor_parallel_size} GPUs, and a trainer on one of them could write only the "
-            "part that is there: sharing needs --tensor-parallel-size 1",
-            status=409,
-            remedy="use tensor_parallel_size 1, or broadcast the weights",
-        )
-    if device.type != "cuda":
-        text, remedy = _REPACKED
-        raise Refused(text.format("they cannot be shared"), status=409, remedy=remedy)
-    return {name: export_cuda(parameter).to_json() for name, parameter in named_parameters(model).items()}
+def _repacked(what: str) -> Refused:
+    return Refused(
+        f"vLLM on the CPU repacks the weights of linear layers and leaves the parameters empty, so that {what}",
+        status=409,
+        remedy="use the embedded engine's server on the CPU",
+    )
 
 
 def repack_tied(model: nn.Module) -> None:
