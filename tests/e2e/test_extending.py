@@ -48,6 +48,7 @@ def test_each_section_of_the_page_is_tested():
         "A loss option",
         "An operation of the server",
         "A bridge",
+        "An engine",
         "A flag of the server",
         "An environment",
     }
@@ -93,6 +94,17 @@ def test_a_bridge_trains(extended: Extended, tmp_path: Path):
     run_dir = tmp_path / "run/runs/proof"
     assert state(run_dir)["status"] == "finished"
     assert [path.name for path in (run_dir / "exports").iterdir()] == ["v2"]
+
+
+@pytest.mark.parametrize("extended", ["An engine"], indirect=True)
+def test_an_engine_generates_what_a_run_learns_from(extended: Extended, tmp_path: Path):
+    config = write_run(tmp_path / "run", run={"steps": 4}, engine={"kind": "plain"}, evaluation={"every_steps": 0})
+    extended(COMMAND, "train", config)
+    run_dir = tmp_path / "run/runs/proof"
+    assert state(run_dir)["status"] == "finished"
+    steps = [entry.values for entry in metrics(run_dir).steps]
+    assert steps[-1]["reward"] > steps[0]["reward"] + 0.05
+    assert all(values["canary_error"] < 1e-3 for values in steps), "each update is proved"
 
 
 @pytest.mark.parametrize("extended", ["A flag of the server"], indirect=True)

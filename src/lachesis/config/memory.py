@@ -246,7 +246,7 @@ def _sharded(parts: list[Part], config: LachesisConfig, shape: ModelShape, *, de
     outside = shape.parameters - shape.layers * shape.layer_parameters
     gathered = outside + 2 * shape.layer_parameters if distributed.reshard_after_forward else shape.parameters
     found.append(Part("gathered weights", "trainer", "training", gathered * width))
-    if config.engine.kind == "embedded":
+    if config.engine.place == "trainer":
         found.append(Part("weights", "engine", "always", shape.parameters * width))
     return found
 
@@ -337,7 +337,7 @@ def _activations(config: LachesisConfig, shape: ModelShape, *, tokens: int, widt
 def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int) -> list[Part]:
     """The engine's own weights, unless they are the trainer's, and its cache for a whole batch."""
     cache = Part("KV cache", "engine", "generating", shape.kv_elements_per_token * width * lengths.in_flight)
-    if config.engine.kind == "embedded" or config.bridge.kind == "shared_vllm":
+    if config.engine.place == "trainer" or config.bridge.kind == "shared_vllm":
         return [cache]
     if (config.bridge.kind == "lora_only" or config.bridge.kind == "lora_nccl") and config.bridge.share_base:
         return [cache]

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PauseMode = Literal["keep", "drain", "abort"]
 
@@ -55,6 +59,19 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent; later calls of other methods raise EngineError."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """What an engine in the trainer's process is built around.
+
+    ``eos_token_ids`` end every completion, ``max_context`` tokens are the most of prompt and completion together.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: Sequence[int]
+    max_context: int
 
 
 def largest_difference(a: Sequence[float], b: Sequence[float]) -> float:

@@ -1,11 +1,11 @@
-"""Which engines there are: the servers of ``engine.kind``, where they listen and what they are started with."""
+"""Which engines there are: one in this process, or the servers of ``engine.kind`` and what they are started with."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,13 @@ from lachesis.common.world import VARIABLES
 from lachesis.config.schema import (
     EmbeddedEngineConfig,
     EmbeddedServerConfig,
+    EngineSection,
     HttpEngineConfig,
     LachesisConfig,
     LoraAdapterConfig,
     VllmEngineConfig,
 )
+from lachesis.engines.base import Engine, TrainedModel
 from lachesis.engines.embedded.loading import load_errors
 from lachesis.engines.options import ServeOptions, command_line
 
@@ -31,12 +33,34 @@ logger = logging.getLogger("lachesis")
 SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
 
 
+def embedded_engine(engine: EmbeddedEngineConfig, trained: TrainedModel) -> Engine:
+    """The embedded engine around the model that is trained."""
+    from lachesis.engines.embedded.engine import EmbeddedEngine  # heavy, and not for those that want addresses
+
+    tokenizer, pad = trained.tokenizer, trained.tokenizer.pad_token_id
+    return EmbeddedEngine(
+        trained.model,
+        eos_token_ids=trained.eos_token_ids,
+        pad_token_id=pad if isinstance(pad, int) else 0,
+        max_batch_size=engine.max_batch_size,
+        max_context=trained.max_context,
+        decode=lambda ids: str(tokenizer.decode(list(ids))),
+        special_token_ids=tokenizer.all_special_ids,
+    )
+
+
+# The engines in the trainer's process, by their sections of the configuration.
+IN_PROCESS: Mapping[type[EngineSection], Callable[[Any, TrainedModel], Engine]] = {
+    EmbeddedEngineConfig: embedded_engine,
+}
+
+
 def server_urls(config: LachesisConfig) -> list[str]:
     """The addresses of the engine's servers; those of further copies of the model follow on the first one's port."""
     engine = config.engine
     if isinstance(engine, HttpEngineConfig):
         return list(engine.urls)
-    assert not isinstance(engine, EmbeddedEngineConfig)
+    assert isinstance(engine, VllmEngineConfig | EmbeddedServerConfig)
     copies = engine.data_parallel_size if isinstance(engine, VllmEngineConfig) else 1
     return [f"http://{engine.host}:{engine.port + number}" for number in range(copies)]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -23,10 +22,9 @@ from lachesis.bridges.saved import save_companions
 from lachesis.bridges.shared import EngineWeights
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
-from lachesis.config.schema import EmbeddedEngineConfig, HttpEngineConfig, LachesisConfig
-from lachesis.engines.base import Engine
-from lachesis.engines.build import server_command, server_processes, server_urls
-from lachesis.engines.embedded.engine import EmbeddedEngine
+from lachesis.config.schema import HttpEngineConfig, LachesisConfig
+from lachesis.engines.base import Engine, TrainedModel
+from lachesis.engines.build import IN_PROCESS, server_command, server_processes, server_urls
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
 from lachesis.train.model.loading import LoadedModel, context_length, empty_transformer, eos_token_ids, load_model
@@ -80,7 +78,7 @@ def build_engine_side(
     Raises:
         EngineError, DeadlineExceeded: as :func:`build_servers`.
     """
-    if config.engine.kind != "embedded":
+    if config.engine.place != "trainer":
         return build_servers(config, place=place, watch=watch)
     second = load_model(config.model, config.adapter) if sharded else None
     bridge: Bridge[Policy] = InProcessBridge(
@@ -93,20 +91,14 @@ def build_engine_side(
 
 
 def build_engine(config: LachesisConfig, loaded: LoadedModel) -> Engine:
-    """The embedded engine around the policy's model, or a whole one beside a policy whose model is sharded."""
-    assert isinstance(config.engine, EmbeddedEngineConfig)
-    tokenizer = loaded.tokenizer
-    pad = tokenizer.pad_token_id
-    return EmbeddedEngine(
-        loaded.transformer,
+    """The engine in this process, around the policy's model or a whole one beside a policy whose model is sharded."""
+    trained = TrainedModel(
+        model=loaded.transformer,
+        tokenizer=loaded.tokenizer,
         eos_token_ids=eos_token_ids(loaded),
-        pad_token_id=pad if isinstance(pad, int) else 0,
-        max_batch_size=config.engine.max_batch_size,
         max_context=context_length(config.model),
-        decode=lambda ids: str(tokenizer.decode(list(ids))),
-        special_token_ids=tokenizer.all_special_ids,
-        session_id=secrets.token_hex(8),
     )
+    return IN_PROCESS[type(config.engine)](config.engine, trained)
 
 
 def build_servers(config: LachesisConfig, *, place: RunPlace, watch: Callable[[], None] | None = None) -> EngineSide:

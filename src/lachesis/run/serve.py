@@ -77,9 +77,9 @@ def config_options(
     loaded = load_config(path, overrides=overrides)
     config, engine = loaded.config, loaded.config.engine
     more: dict[str, Any] = {}
-    if isinstance(engine, schema.EmbeddedEngineConfig):
+    if not isinstance(engine, schema.EmbeddedServerConfig | schema.VllmEngineConfig | schema.HttpEngineConfig):
         raise ConfigError(
-            f"{path}: engine.kind is embedded, so the trainer generates itself and there is no server to start",
+            f"{path}: engine.kind is {engine.kind}, so the trainer generates itself and there is no server to start",
             remedy="set engine.kind to http, vllm or embedded_server",
         )
     if isinstance(engine, schema.HttpEngineConfig):

@@ -30,7 +30,6 @@ from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.schema import (
     ApiServiceConfig,
     AtroposSourceConfig,
-    EmbeddedEngineConfig,
     EnvironmentServiceConfig,
     HttpEngineConfig,
     LachesisConfig,
@@ -240,9 +239,9 @@ def check_services(config: LachesisConfig) -> None:
             f"`lachesis run` is for environments, and source.kind is {config.source.kind}",
             remedy="use `lachesis train`, or set source.kind: atropos",
         )
-    if isinstance(config.engine, EmbeddedEngineConfig):
+    if config.engine.place == "trainer":
         raise ConfigError(
-            "environments generate through a server, and engine.kind embedded has none",
+            f"environments generate through a server, and engine.kind {config.engine.kind} has none",
             remedy="set engine.kind: vllm or embedded_server, with a bridge such as shared_vllm",
         )
     services = config.services

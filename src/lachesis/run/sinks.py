@@ -94,7 +94,7 @@ def health_limits(config: LachesisConfig) -> HealthLimits:
     limits = HealthLimits(staleness=max(wanted, pipeline.max_staleness or 0) if pipeline.async_prefetch else wanted)
     if config.model.matmul_dtype != "auto":
         return replace(limits, logprob_diff=ROUNDED_LOGPROB_DIFF)
-    if kind == "none" or config.engine.kind == "embedded":
+    if kind == "none" or config.engine.place == "trainer":
         return limits
     wider = replace(limits, canary_error=QUANTIZED_TOLERANCE[kind] / 2)
     return wider if kind == "int8" else replace(wider, logprob_diff=ROUNDED_LOGPROB_DIFF)

@@ -23,10 +23,10 @@ def _prefetch(config: LachesisConfig) -> Iterator[Said]:
         return  # _rollout_api says that it does nothing
     if pipeline.max_staleness is not None:
         yield from _staleness(config, limit=pipeline.max_staleness)
-    if config.engine.kind == "embedded":
+    if config.engine.place == "trainer":
         yield warning(
-            "pipeline.async_prefetch with engine.kind embedded: generation and training share one process and its "
-            "weights, so little overlaps; use embedded_server or vllm"
+            f"pipeline.async_prefetch with engine.kind {config.engine.kind}: generation and training share one process "
+            "and its weights, so little overlaps; use embedded_server or vllm"
         )
     if config.algorithm.sampler_correction == "none":
         yield warning(
@@ -145,11 +145,11 @@ def _rollout_api(config: LachesisConfig) -> Iterator[Said]:
     source, pipeline, data = config.source, config.pipeline, config.data
     if source.kind != "atropos":
         return
-    if config.engine.kind == "embedded":
+    if config.engine.place == "trainer":
         yield problem(
-            "source.kind is atropos, whose environments generate over HTTP, and engine.kind embedded lives in the "
-            "trainer's process and has no address; set engine.kind: embedded_server or vllm, which the run starts, or "
-            "http for a server that runs already, each with a bridge such as bridge.kind: shared_vllm"
+            f"source.kind is atropos, whose environments generate over HTTP, and engine.kind {config.engine.kind} "
+            "lives in the trainer's process and has no address; set engine.kind: embedded_server or vllm, which the "
+            "run starts, or http for a server that runs already, each with a bridge such as bridge.kind: shared_vllm"
         )
     if pipeline.async_prefetch:
         yield note(

@@ -7,21 +7,21 @@ from collections.abc import Iterator
 from lachesis.config.rules.base import Rule, Said, note, problem, warning
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 
-_STARTED_BY_THE_RUN = ("vllm", "embedded_server")
 _OTHER_BRIDGES = "shared_vllm, broadcast or none, or lora_only with LoRA"
 
 
 def _bridge(config: LachesisConfig) -> Iterator[Said]:
     """Whether the bridge fits the engine and what is trained, by what it declares."""
-    kind, engine, capabilities = config.bridge.kind, config.engine.kind, config.bridge.capabilities
-    if kind == "in_process" and engine != "embedded":
+    kind, capabilities = config.bridge.kind, config.bridge.capabilities
+    engine, place = config.engine.kind, config.engine.place
+    if kind == "in_process" and place != "trainer":
         yield problem(
             f"bridge.kind in_process reaches the trainer's own process only, and engine.kind is {engine}; "
             f"set bridge.kind: {_OTHER_BRIDGES}"
         )
-    if kind != "in_process" and engine == "embedded":
+    if kind != "in_process" and place == "trainer":
         yield problem(
-            "engine.kind embedded has the trainer's own weights and no bridge but in_process, and bridge.kind is "
+            f"engine.kind {engine} has the trainer's own weights and no bridge but in_process, and bridge.kind is "
             f"{kind}; remove bridge, or set engine.kind: vllm, embedded_server or http"
         )
     if capabilities.adapter_only and config.adapter.kind == "none":
@@ -29,10 +29,10 @@ def _bridge(config: LachesisConfig) -> Iterator[Said]:
             f"bridge.kind {kind} transfers adapters only, and adapter.kind is none; "
             "set adapter.kind: lora or choose another bridge"
         )
-    if capabilities.owns_engine and engine not in (*_STARTED_BY_THE_RUN, "embedded"):
+    if capabilities.owns_engine and place == "elsewhere":
         yield problem(
             f"bridge.kind {kind} restarts the engine, and engine.kind {engine} is not the run's to restart; "
-            f"set engine.kind: {' or '.join(_STARTED_BY_THE_RUN)}"
+            "set engine.kind: vllm or embedded_server"
         )
     if not config.bridge.proof:
         yield warning("bridge.proof is false: an engine with stale weights would go unnoticed; turn it on")

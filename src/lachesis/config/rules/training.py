@@ -225,7 +225,7 @@ def _quantization(config: LachesisConfig) -> Iterator[Said]:
             f"model.quantization {model.quantization} holds weights that cannot be trained, and adapter.kind is none; "
             "set adapter.kind: lora, or remove model.quantization"
         )
-    if config.engine.kind != "embedded":
+    if config.engine.place != "trainer":
         corrected = config.algorithm.sampler_correction != "none"
         yield warning(
             f"model.quantization {model.quantization}: engine.kind {config.engine.kind} holds the base weights as they "

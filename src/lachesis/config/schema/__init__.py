@@ -21,6 +21,7 @@ from lachesis.config.schema.engines import (
     EmbeddedEngineConfig,
     EmbeddedServerConfig,
     EngineConfig,
+    EngineSection,
     HttpEngineConfig,
     InProcessBridgeConfig,
     LoraBroadcastBridgeConfig,

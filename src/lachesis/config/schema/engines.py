@@ -12,16 +12,28 @@ from lachesis.config.schema.base import NonNegativeFloat, PositiveInt, Section
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
-class EmbeddedEngineConfig(Section):
+class EngineSection(Section):
+    """What all engines have.
+
+    ``place`` says where it runs: in the ``trainer``'s process, on servers that the ``run`` starts and stops, or on
+    servers that run ``elsewhere``.
+    """
+
+    place: ClassVar[Literal["trainer", "run", "elsewhere"]]
+
+
+class EmbeddedEngineConfig(EngineSection):
     """Generation in the trainer's process with transformers, on the trainer's own weights."""
 
+    place = "trainer"
     kind: Literal["embedded"] = "embedded"
     max_batch_size: PositiveInt = Field(default=512, description="Most sequences decoded at the same time.")
 
 
-class EmbeddedServerConfig(Section):
+class EmbeddedServerConfig(EngineSection):
     """The embedded engine in a server process that the run starts and stops."""
 
+    place = "run"
     kind: Literal["embedded_server"] = "embedded_server"
     host: str = Field(default="127.0.0.1", description="Address that the server binds.")
     port: Port = Field(default=9001, description="Port that the server listens on.")
@@ -31,9 +43,10 @@ class EmbeddedServerConfig(Section):
     )
 
 
-class VllmEngineConfig(Section):
+class VllmEngineConfig(EngineSection):
     """A vLLM server that the run starts and stops."""
 
+    place = "run"
     kind: Literal["vllm"] = "vllm"
     host: str = Field(default="127.0.0.1", description="Address that the server binds.")
     port: Port = Field(default=9001, description="Port that the server listens on.")
@@ -63,9 +76,10 @@ class VllmEngineConfig(Section):
     extra_args: list[str] = Field(default_factory=list, description="Further arguments for `vllm serve`, as they are.")
 
 
-class HttpEngineConfig(Section):
+class HttpEngineConfig(EngineSection):
     """Servers that run already: `lachesis serve`, here or on other machines."""
 
+    place = "elsewhere"
     kind: Literal["http"] = "http"
     urls: list[str] = Field(
         default=["http://127.0.0.1:9001"],
