@@ -27,7 +27,7 @@ from lachesis.bridges.extract import (
     tensor_list,
 )
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, StaleWeights
+from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
 from lachesis.config.schema import BridgeCapabilities, BroadcastBridgeConfig, LoraBroadcastBridgeConfig
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
@@ -188,12 +188,8 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
     def _infos(self, deadline: Deadline) -> Sequence[ServerInfo]:
         """Who the servers are now. Raises StaleWeights where one was replaced since this run met it."""
         infos = self.engine.on_all(lambda server: server.info(deadline=deadline))
-        for info, session in zip(infos, self.engine.session_ids, strict=True):
-            if info.session_id != session:
-                raise StaleWeights(
-                    f"the server at {info.url} is of session {info.session_id}, this run works with {session}",
-                    remedy="it was started again or replaced: stop what took its port, and resume the run",
-                )
+        for server, info in zip(self.engine.controls, infos, strict=True):
+            self.engine.check_session(server, info.session_id)
         return infos
 
     def _start_receivers(

@@ -128,7 +128,14 @@ class VersionedDirectories:
             with atomic_directory(self.path(version), durable=False) as temporary:
                 yield temporary
         except OSError as error:
-            raise self._write_error(error, version=version) from error
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            what = "no space is left" if full else f"{error.strerror or error}"
+            raise EngineError(
+                f"weight version {version} cannot be written to {self.path(version)}: {what}",
+                remedy="free space on that disk, lower bridge.keep_last, or move run.dir to a larger disk"
+                if full
+                else "check the directory and its permissions",
+            ) from error
 
     def path(self, version: int) -> Path:
         """The directory of a version."""
@@ -141,16 +148,6 @@ class VersionedDirectories:
         for path in written[self.keep_last :]:
             if path != serving:
                 shutil.rmtree(path, ignore_errors=True)
-
-    def _write_error(self, error: OSError, *, version: int) -> EngineError:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "no space is left" if full else f"{error.strerror or error}"
-        return EngineError(
-            f"weight version {version} cannot be written to {self.path(version)}: {what}",
-            remedy="free space on that disk, lower bridge.keep_last, or move run.dir to a larger disk"
-            if full
-            else "check the directory and its permissions",
-        )
 
 
 @dataclass(slots=True, kw_only=True)

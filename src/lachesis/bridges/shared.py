@@ -230,11 +230,13 @@ class SharedBridge(ExternalBridge[PolicyT]):
                 or the policy has its weights elsewhere.
         """
         self._weights.open()
-        return super().prepare(lambda: self._checked(policy_builder()))
 
-    def _checked(self, policy: PolicyT) -> PolicyT:
-        self._weights.check_attached()
-        return policy
+        def build() -> PolicyT:
+            policy = policy_builder()
+            self._weights.check_attached()
+            return policy
+
+        return super().prepare(build)
 
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
         self._weights.check_attached()

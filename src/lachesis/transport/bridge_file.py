@@ -62,7 +62,7 @@ class BridgeFile:
             "single_copy_enabled": bool(self.tensors),
             "num_params": len(self.tensors),
             "param_mappings": {
-                name: {"vllm_name": name, "shape": list(t.shape), "dtype": t.dtype, "device": _device(t)}
+                name: {"vllm_name": name, "shape": list(t.shape), "dtype": t.dtype, "device": t.device}
                 for name, t in self.tensors.items()
             },
             "ipc_handles": on_gpu,
@@ -196,10 +196,6 @@ def write_channel_file(
     }
     _write_private(path, document)
     return path
-
-
-def _device(tensor: SharedTensor) -> str:
-    return f"cuda:{tensor.storage.device_index}" if isinstance(tensor.storage, CudaStorage) else "cpu"
 
 
 def _section(path: Path, document: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -84,6 +84,11 @@ class SharedTensor:
     tensor_offset: int
     dtype: str
 
+    @property
+    def device(self) -> str:
+        """Where it is, as its exporter numbers devices."""
+        return f"cuda:{self.storage.device_index}" if isinstance(self.storage, CudaStorage) else "cpu"
+
     def to_json(self) -> dict[str, Any]:
         """One flat object of numbers, strings and lists."""
         place = {key: getattr(self, key) for key in _PLACE}
@@ -165,8 +170,10 @@ class Attachments:
         """
         key = _storage_key(shared.storage)
         if key not in self._storages:
-            opener = _open_cuda if isinstance(shared.storage, CudaStorage) else _open_file
-            self._storages[key] = opener(name, shared.storage)  # type: ignore[arg-type]
+            if isinstance(shared.storage, CudaStorage):
+                self._storages[key] = _open_cuda(name, shared.storage)
+            else:
+                self._storages[key] = map_file(name, shared.storage.path, shared.storage.storage_size)
         storage = self._storages[key]
         empty = torch.empty(0, dtype=parse_dtype(shared.dtype), device=storage.device)
         return empty.set_(storage, shared.tensor_offset, shared.shape, shared.stride)
@@ -241,10 +248,6 @@ def _storage_key(storage: CudaStorage | FileStorage) -> CudaStorage | FileStorag
     return replace(
         storage, ref_counter_handle_b64="", ref_counter_offset=0, event_handle_b64="", event_sync_required=False
     )
-
-
-def _open_file(name: str, storage: FileStorage) -> torch.UntypedStorage:
-    return map_file(name, storage.path, storage.storage_size)
 
 
 def _open_cuda(name: str, storage: CudaStorage) -> torch.UntypedStorage:

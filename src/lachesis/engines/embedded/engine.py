@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -250,7 +250,8 @@ class EmbeddedEngine(Engine):
             return rows
         prompts = [share.request.prompt_ids for share in shares]
         params = [share.request.params for share in shares]
-        uniforms = _draw(shares, rows.max_tokens)
+        keys = [(share.request.seed, j) for share in shares for j in range(share.first, share.first + share.count)]
+        uniforms = draw_uniforms(keys, rows.max_tokens)
         live, node = rows.all, rows.share
         decoder = Decoder(model, traits=self._traits, prompts=prompts, pad_token_id=self._pad_token_id)
         logits = decoder.prefill()
@@ -329,10 +330,7 @@ class EmbeddedEngine(Engine):
         return self._guides[pattern]
 
     def _give_way(self, call: _Call) -> None:
-        def enter() -> AbstractContextManager[None]:
-            return generation_mode(call.model)
-
-        self.gate.between_tokens(call.deadline, mode=call.mode, enter=enter)
+        self.gate.between_tokens(call.deadline, mode=call.mode, enter=lambda: generation_mode(call.model))
 
     def _score(self, model: PreTrainedModel | PeftModel, token_ids: list[int]) -> Tensor:
         split = max(1, len(token_ids) // 2)
@@ -397,12 +395,6 @@ class _Call:
             )
         )
         return ~np.isin(rows.request[live], list(dropped))
-
-
-def _draw(shares: Sequence[Share], steps: int) -> np.ndarray:
-    """Uniforms [rows, steps] of all completions of the shares; see :func:`draw_uniforms`."""
-    keys = [(share.request.seed, j) for share in shares for j in range(share.first, share.first + share.count)]
-    return draw_uniforms(keys, steps)
 
 
 def _sample_rows(

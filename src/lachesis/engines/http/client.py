@@ -65,7 +65,7 @@ class HttpEngine(Engine):
         self._setting = setting
         self._tolerance = canary_tolerance
         self._sessions: tuple[str, ...] = ()
-        self._calls = GenerationCalls(self.controls, max_in_flight=max_in_flight, check_session=self._check_session)
+        self._calls = GenerationCalls(self.controls, max_in_flight=max_in_flight, check_session=self.check_session)
         self._loop = _LoopThread("lachesis-engine-client")
         self._threads = ThreadPoolExecutor(len(self.controls), thread_name_prefix="lachesis-engine-control")
         self._closed = False
@@ -252,8 +252,9 @@ class HttpEngine(Engine):
         if self._closed:
             raise EngineError("the engine client is closed", remedy="make a new one")
 
-    def _check_session(self, control: ServerControl, session_id: str) -> None:
-        expected = self._sessions[self.controls.index(control)]
+    def check_session(self, control: ServerControl, session_id: str) -> None:
+        """Raise StaleWeights unless an answer of this session is of the server that was met first."""
+        expected = self.session_ids[self.controls.index(control)]
         if session_id != expected:
             raise StaleWeights(
                 f"the server at {control.url} is of session {session_id}, this run works with {expected}",
@@ -265,7 +266,7 @@ class HttpEngine(Engine):
         _ = self.session_ids  # of the first contact, which comes before
         readings = self.on_all(call)
         for control, reading in zip(self.controls, readings, strict=True):
-            self._check_session(control, reading.session_id)
+            self.check_session(control, reading.session_id)
         if len({reading.version for reading in readings}) > 1:
             shown = ", ".join(f"{c.url}: {r.version}" for c, r in zip(self.controls, readings, strict=True))
             raise StaleWeights(

@@ -71,7 +71,7 @@ def tls(url: str) -> ssl.SSLContext | bool:
 
 
 class ServerControl:
-    """Talks to one server. Thread-safe.
+    """Talks to one server. Thread-safe. Methods are named as those of ``ServedEngine``, which says what they do.
 
     Each method raises :class:`EngineError` with the server's own message and remedy
     (:class:`~lachesis.engines.serving.served.Refused`, which knows the HTTP status, where the server calls it
@@ -143,7 +143,6 @@ class ServerControl:
         return DigestReading(found.digests, version=found.weight_version, session_id=found.session_id)
 
     def load_adapter(self, path: Path, *, name: str, version: int, deadline: Deadline) -> None:
-        """Put the adapter in ``path`` in force as ``version``; the server must see the path too."""
         wanted = ops.LoadAdapter(adapter_path=path, adapter_name=name, weight_version=version)
         self.call(ops.LOAD_ADAPTER, wanted, deadline=deadline)
 
@@ -161,27 +160,21 @@ class ServerControl:
         self.call(ops.RECEIVE, ops.NewVersion(weight_version=version), deadline=deadline)
 
     def stop_receiver(self, *, deadline: Deadline) -> None:
-        """Have the engine leave the channel. Idempotent."""
         self.call(ops.STOP_RECEIVER, ops.Nothing(), deadline=deadline)
 
     def export_shared(self, path: Path, *, deadline: Deadline) -> None:
-        """Have the engine write the bridge file by which this process attaches to its tensors."""
         self.call(ops.EXPORT, ops.ExportShared(path=path), deadline=deadline)
 
     def state_dict_info(self, *, deadline: Deadline) -> dict[str, TensorInfo]:
-        """Shape, dtype and device of the engine's parameters, under its own names."""
         return self.call(ops.STATE_DICT, ops.Nothing(), deadline=deadline).param_mappings
 
     def pause(self, *, mode: PauseMode = "keep", deadline: Deadline) -> None:
-        """Stop generating. Idempotent."""
         self.call(ops.PAUSE, ops.Pause(mode=mode), deadline=deadline)
 
     def resume(self, *, deadline: Deadline) -> None:
-        """Generate again. Idempotent."""
         self.call(ops.RESUME, ops.Nothing(), deadline=deadline)
 
     def reload(self, path: Path, *, version: int, deadline: Deadline) -> None:
-        """Load a checkpoint directory into the running engine as ``version``; the server must see it too."""
         self.call(ops.RELOAD, ops.Reload(path=path, weight_version=version), deadline=deadline)
 
     def set_version(self, version: int, *, deadline: Deadline) -> None:

@@ -66,7 +66,9 @@ class GenerationCalls:
             if failed:
                 failed[0].result()
             if pending:
-                raise self._routes[0].server.expired(deadline, self._progress(done, tasks))
+                raise self._routes[0].server.expired(
+                    deadline, f"{ROUTE}: {len(done)} of {len(tasks)} requests finished"
+                )
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
@@ -102,9 +104,6 @@ class GenerationCalls:
         if finished is not None:
             finished(index, completions)
         return completions
-
-    def _progress(self, done: set[asyncio.Task[Any]], tasks: Sequence[asyncio.Task[Any]]) -> str:
-        return f"{ROUTE}: {len(done)} of {len(tasks)} requests finished"
 
 
 class _Route:

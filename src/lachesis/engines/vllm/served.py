@@ -26,11 +26,11 @@ from lachesis.engines.serving.served import (
 )
 from lachesis.engines.serving.session import Session
 from lachesis.engines.vllm import compat
-from lachesis.engines.vllm.calls import read_answer
 from lachesis.engines.vllm.gate import Gate
 from lachesis.engines.vllm.generation import Generator
 from lachesis.engines.vllm.logprobs import FetchedLogprobs
 from lachesis.engines.vllm.lora_slots import ADAPTER_ID
+from lachesis.engines.vllm.worker import read_answer
 from lachesis.transport.bridge_file import BRIDGE_FILE, BridgeFile, write_bridge_file
 from lachesis.transport.shared_tensors import SharedTensor
 
@@ -53,7 +53,10 @@ class ServedVllm:
         self._session = session
         self._model = model
         self._lora_config = config.lora_config
-        self.lora_request = self._make_lora_request() if self._lora_config is not None else None
+        self.lora_request: Any = None
+        if self._lora_config is not None:
+            # The path is never read: the number is registered as long as the engine lives.
+            self.lora_request = compat.LoRARequest(lora_name=POLICY, lora_int_id=ADAPTER_ID, lora_path="in-memory")
         self._generator = Generator(
             engine, lora_request=self.lora_request, max_model_len=config.model_config.max_model_len
         )
@@ -259,10 +262,6 @@ class ServedVllm:
             raise EngineError(f"vLLM's engine is dead: {self._engine.dead_error}", remedy="restart the server")
         self._check_usable()
         await self._engine.check_health()
-
-    def _make_lora_request(self) -> Any:
-        # The path is never read: the number is registered as long as the engine lives.
-        return compat.LoRARequest(lora_name=POLICY, lora_int_id=ADAPTER_ID, lora_path="in-memory")
 
     def _check_usable(self) -> None:
         if self._unusable:

@@ -7,21 +7,22 @@ steps of the engine, so that no step sees half of a change.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lachesis.common.errors import StaleWeights
+import lachesis.common.errors
+from lachesis.common.errors import EngineError, LachesisError, StaleWeights
 from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
+from lachesis.engines.serving.bodies import error_document
 from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, ReceiverStatus, Refused
-from lachesis.engines.vllm.calls import answer
-from lachesis.engines.vllm.checkpoint import check_architecture, check_fits, read_shapes, read_tensors, served_shapes
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
 from lachesis.transport.digest import digests
@@ -29,6 +30,8 @@ from lachesis.transport.shared_tensors import dtype_name, export_cuda
 
 # Models that tie it to the embedding have no parameter of that name, and their checkpoints may.
 OUTPUT_HEAD = "lm_head.weight"
+_INDEX = "model.safetensors.index.json"
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 class WorkerExtension:
@@ -43,6 +46,33 @@ class WorkerExtension:
         if weights is None:
             weights = self.__dict__["_lachesis_weights"] = WorkerWeights(self)
         return answer(lambda: getattr(weights, method)(**json.loads(document)))
+
+
+def answer(call: Callable[[], Any]) -> str:
+    """The result of a call as JSON, or the error it raised."""
+    try:
+        return json.dumps({"result": call()})
+    except LachesisError as error:
+        return json.dumps(error_document(error) | {"status": getattr(error, "status", None)})
+    except Exception as error:
+        wrapped = EngineError(f"{type(error).__name__}: {error}", remedy="look at the server's log")
+        return json.dumps(error_document(wrapped))
+
+
+def read_answer(text: str) -> Any:
+    """The result in an answer.
+
+    Raises:
+        LachesisError: what the call raised, of its own class.
+    """
+    document = json.loads(text)
+    error = document.get("error")
+    if error is None:
+        return document["result"]
+    if document.get("status") is not None:
+        raise Refused(error["message"], status=document["status"], remedy=error["remedy"])
+    kind = getattr(lachesis.common.errors, error["type"], EngineError)
+    raise kind(error["message"], remedy=error["remedy"])
 
 
 class WorkerWeights:
@@ -288,3 +318,104 @@ def repack_tied(model: nn.Module) -> None:
             owners.add(id(weight))
         elif (method := getattr(module, "quant_method", None)) is not None:
             method.process_weights_after_loading(module)
+
+
+def check_architecture(directory: Path, served: Sequence[str]) -> None:
+    """Raise Refused unless the checkpoint's ``config.json`` names the ``served`` architectures.
+
+    Status 400: it is missing or damaged; 422: it is of another model.
+    """
+    file = directory / "config.json"
+    try:
+        found = json.loads(file.read_bytes()).get("architectures") or []
+    except (OSError, ValueError, AttributeError) as error:
+        raise Refused(f"{file} cannot be read: {error}", remedy="name a checkpoint directory") from error
+    if list(found) != list(served):
+        raise Refused(
+            f"the checkpoint in {directory} is of {', '.join(map(str, found)) or 'no architecture'}, the server runs "
+            f"{', '.join(served)}",
+            status=422,
+            remedy="use a checkpoint of the model that is served",
+        )
+
+
+def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors of the safetensors files in a checkpoint directory.
+
+    Raises:
+        Refused: (400) there are none, or one is damaged or missing.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    try:
+        for file in _files(directory):
+            with safe_open(file, framework="pt") as tensors:
+                shapes.update({name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()})  # noqa: SIM118
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise Refused(
+            f"the checkpoint in {directory} is damaged: {type(error).__name__}: {error}", remedy="save it again"
+        ) from error
+    if not shapes:
+        raise Refused(f"{directory} has no safetensors files", remedy="name a checkpoint directory")
+    return shapes
+
+
+def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """Name and tensor, on the CPU, of everything that :func:`read_shapes` found, one by one."""
+    for file in _files(directory):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                yield name, tensors.get_tensor(name)
+
+
+def served_shapes(model: str) -> dict[str, tuple[int, ...]] | None:
+    """As :func:`read_shapes`, of the checkpoint that the engine was started from; ``None`` where it is not on disk.
+
+    Args:
+        model: a directory, or a name on the hub, whose files are looked for in the local cache.
+    """
+    directory = Path(model)
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+        try:
+            directory = Path(snapshot_download(model, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError, OSError):
+            return None
+    try:
+        return read_shapes(directory)
+    except Refused:
+        return None  # weights in another format, or none at all ("dummy")
+
+
+def check_fits(offered: Shapes, wanted: Shapes, *, tied: Collection[str], what: str) -> None:
+    """Raise Refused (422) unless ``offered`` holds the tensors ``wanted``, each of its shape.
+
+    ``tied`` are names of tensors that the model shares with others: a checkpoint may have them or not.
+    """
+    if missing := [name for name in wanted if name not in offered and name not in tied]:
+        raise Refused(
+            f"{what} lacks {len(missing)} of the model's {len(wanted)} tensors, {missing[0]!r} among them",
+            status=422,
+            remedy="give all of the model's tensors under their names in its checkpoint",
+        )
+    if extra := [name for name in offered if name not in wanted and name not in tied]:
+        raise Refused(
+            f"{what} has {len(extra)} tensors that the model has not, {extra[0]!r} among them",
+            status=422,
+            remedy="use a checkpoint of the model that is served",
+        )
+    for name, shape in offered.items():
+        if name in wanted and tuple(shape) != tuple(wanted[name]):
+            raise Refused(
+                f"{what} has {name!r} of shape {list(shape)}, the model's is {list(wanted[name])}",
+                status=422,
+                remedy="use weights of the model that is served",
+            )
+
+
+def _files(directory: Path) -> list[Path]:
+    index = directory / _INDEX
+    if index.is_file():
+        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return sorted(directory.glob("*.safetensors"))

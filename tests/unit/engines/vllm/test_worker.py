@@ -1,13 +1,29 @@
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic_core import from_json, to_json
+from safetensors.torch import save_file
 from torch import nn
 
-from lachesis.engines.serving.served import DigestSlice, Refused
-from lachesis.engines.vllm.worker import WorkerWeights, named_parameters, repack_tied
+from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
+from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, Refused
+from lachesis.engines.vllm.worker import (
+    WorkerWeights,
+    answer,
+    check_architecture,
+    check_fits,
+    named_parameters,
+    read_answer,
+    read_shapes,
+    read_tensors,
+    repack_tied,
+    served_shapes,
+)
+from lachesis.transport.layout import ReceivedTensor
 from tests.unit.transport.sharing import digest
 
 
@@ -92,3 +108,137 @@ def test_only_what_shares_anothers_weight_is_packed_again():
         module.quant_method = packer
     repack_tied(model)
     assert packer.packed == [model.head]
+
+
+def raising(error: Exception):
+    def call():
+        raise error
+
+    return call
+
+
+def test_a_result_comes_back():
+    assert read_answer(answer(lambda: {"a": [1, 2.5, None]})) == {"a": [1, 2.5, None]}
+
+
+@pytest.mark.parametrize(
+    "error", [StaleWeights("half", remedy="restart"), DeadlineExceeded("late"), EngineError("dead", remedy="look")]
+)
+def test_an_error_comes_back_as_what_it_was(error):
+    with pytest.raises(type(error)) as caught:
+        read_answer(answer(raising(error)))
+    assert (caught.value.message, caught.value.remedy) == (error.message, error.remedy)
+    assert type(caught.value) is type(error)
+
+
+def test_a_refusal_keeps_its_status():
+    with pytest.raises(Refused, match="no") as caught:
+        read_answer(answer(raising(Refused("no", status=422, remedy="do"))))
+    assert (caught.value.status, caught.value.remedy) == (422, "do")
+
+
+def test_any_other_error_is_ours_and_named():
+    with pytest.raises(EngineError, match="KeyError"):
+        read_answer(answer(raising(KeyError("x"))))
+
+
+@pytest.mark.parametrize("lora", [None, LoraSpec(r=2, alpha=4.0, target_modules=("q", "v"), rslora=True, name="n")])
+def test_a_spec_survives_json(lora):
+    spec = ReceiverSpec(
+        init_method="tcp://h:1",
+        world_size=3,
+        backend="gloo",
+        kind="full" if lora is None else "lora",
+        tensors=(ReceivedTensor("a", (2, 3), "float32"), ReceivedTensor("b", (), "bfloat16")),
+        lora=lora,
+        param_mappings={"a": "b"},
+    )
+    assert ReceiverSpec.model_validate(from_json(to_json(spec))) == spec
+
+
+@pytest.mark.parametrize("slices", [None, {}, {"x": DigestSlice("y", 2, 3), "z": DigestSlice("z")}])
+def test_slices_survive_json(slices):
+    request = DigestRequest(slices=slices)
+    assert DigestRequest.model_validate(from_json(to_json(request))) == request
+
+
+WANTED = {"a": (2, 3), "b": (4,), "lm_head.weight": (5, 3)}
+
+
+def save(directory, **tensors):
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_shapes_and_tensors_of_one_file(tmp_path):
+    a, b = torch.arange(6.0).reshape(2, 3), torch.ones(4)
+    directory = save(tmp_path, a=a, b=b)
+    assert read_shapes(directory) == {"a": (2, 3), "b": (4,)} == served_shapes(str(directory))
+    found = dict(read_tensors(directory))
+    assert found["a"].equal(a) and found["b"].equal(b)
+
+
+def test_an_index_names_the_files(tmp_path):
+    for name in ("x", "y"):
+        save_file({name: torch.zeros(2)}, tmp_path / f"{name}.safetensors")
+    save_file({"old": torch.zeros(2)}, tmp_path / "left-over.safetensors")
+    index = {"weight_map": {"x": "x.safetensors", "y": "y.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(read_shapes(tmp_path)) == {"x", "y"} == {name for name, _ in read_tensors(tmp_path)}
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "index", "index of nothing"])
+def test_a_damaged_checkpoint_is_refused(tmp_path, damage):
+    if damage != "empty":
+        save(tmp_path, a=torch.zeros(100))
+    if damage == "cut":
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-9])
+    elif damage == "index":
+        (tmp_path / "model.safetensors.index.json").write_text("[]")
+    elif damage == "index of nothing":
+        (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    with pytest.raises(Refused) as caught:
+        read_shapes(tmp_path)
+    assert caught.value.status == 400 and caught.value.remedy
+
+
+def test_a_served_model_without_safetensors_has_no_shapes(tmp_path):
+    assert served_shapes(str(tmp_path)) is None
+
+
+@pytest.mark.parametrize(
+    ("offered", "tied", "problem"),
+    [
+        (WANTED, (), ""),
+        ({"a": (2, 3), "b": (4,)}, ("lm_head.weight",), ""),
+        ({"a": (2, 3), "b": (4,)}, (), "lacks 1"),
+        ({"a": (2, 3), "lm_head.weight": (5, 3)}, (), "lacks 1 of the model's 3 tensors, 'b'"),
+        ({**WANTED, "c": (1,)}, (), "'c'"),
+        ({**WANTED, "b": (5,)}, (), r"'b' of shape \[5\], the model's is \[4\]"),
+    ],
+)
+def test_what_fits(offered, tied, problem):
+    if not problem:
+        check_fits(offered, WANTED, tied=tied, what="it")
+        return
+    with pytest.raises(Refused, match=problem) as caught:
+        check_fits(offered, WANTED, tied=tied, what="it")
+    assert caught.value.status == 422
+
+
+@pytest.mark.parametrize(
+    ("text", "status"), [(None, 400), ("{", 400), ("[]", 400), ("{}", 422), ('{"architectures": ["Other"]}', 422)]
+)
+def test_another_architecture_is_refused(tmp_path, text, status):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(Refused) as caught:
+        check_architecture(tmp_path, ["Mine"])
+    assert caught.value.status == status
+
+
+def test_the_same_architecture_is_not(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["Mine"]}')
+    check_architecture(tmp_path, ("Mine",))
