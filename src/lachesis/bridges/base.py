@@ -56,12 +56,19 @@ class Bridge(ABC, Generic[PolicyT]):
         self._sync_s = sync_s
         self._every_steps = every_steps
         self._pause_mode: PauseMode = pause_mode
+        self._policy: PolicyT | None = None
         self.last_report: SyncReport | None = None
         self.version = 0  # of the trainer's weights; the engine's lags behind it between transfers
 
     @abstractmethod
     def prepare(self, policy_builder: Callable[[], PolicyT]) -> PolicyT:
         """Build the policy, on storage of the bridge's choosing where it shares weights with the engine."""
+
+    @property
+    def policy(self) -> PolicyT:
+        """The policy whose weights travel; set once :meth:`prepare` has run."""
+        assert self._policy is not None, "prepare() builds the policy"
+        return self._policy
 
     @property
     @abstractmethod

@@ -28,6 +28,7 @@ from lachesis.bridges.extract import (
 )
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
+from lachesis.common.threads import call_watched
 from lachesis.config.schema import BridgeCapabilities, BroadcastBridgeConfig, LoraBroadcastBridgeConfig
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
@@ -111,7 +112,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._init_method = init_method or ANY_LOCAL_PORT
         self._specs: tuple[ReceivedTensor, ...] = ()
         self._channel: Channel | None = None
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="lachesis-broadcast")
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="lachesis-broadcast")
 
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
         started = time.perf_counter()
@@ -163,11 +164,10 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         ranks, world_size = _ranks(self._infos(deadline))
         self._stop_receivers(deadline)
         rendezvous = listen(self._init_method)
-        cancel = threading.Event()
-        try:
-            self._start_receivers(rendezvous, ranks=ranks, world_size=world_size, deadline=deadline)
-            connecting = self._threads.submit(
-                Channel.connect,
+        cancel, made = threading.Event(), list[Channel]()
+
+        def connect() -> Channel:
+            channel = Channel.connect(
                 init_method=rendezvous.init_method,
                 world_size=world_size,
                 rank=0,
@@ -177,10 +177,25 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
                 rendezvous=rendezvous,
                 cancel=cancel,
             )
-            self._channel = self._join(connecting, cancel, deadline=deadline)
-            self._await_connected(deadline)
+            made.append(channel)
+            if cancel.is_set():
+                channel.close()
+            return channel
+
+        try:
+            self._start_receivers(rendezvous, ranks=ranks, world_size=world_size, deadline=deadline)
+            # Where a server reports that its side failed, its worker will never come.
+            self._channel = call_watched(connect, watch=lambda: self._connected(deadline), every_s=_POLL_S)
+            pause = threading.Event()
+            # The workers have joined; the servers learn of it a moment later, and refuse to receive before.
+            while not self._connected(deadline):
+                deadline.check("a server's receiver is not connected")
+                pause.wait(_POLL_S / 10)
             self._write_file(rendezvous, world_size)
         except BaseException:
+            cancel.set()
+            for channel in made:
+                channel.close()
             rendezvous.listener.close()
             self._disconnect()
             raise
@@ -218,24 +233,9 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
         self.engine.on_all(start)
 
-    def _join(self, connecting: Future[Channel], cancel: threading.Event, *, deadline: Deadline) -> Channel:
-        """The channel, unless a server reports that its side failed: its worker will never come then."""
-        try:
-            while not wait([connecting], timeout=_POLL_S).done:
-                self.engine.on_all(lambda server: _check_receiver(server, deadline))
-        except BaseException:
-            cancel.set()
-            # What was connected in the meantime must not stay open.
-            connecting.add_done_callback(_close_result)
-            raise
-        return connecting.result()
-
-    def _await_connected(self, deadline: Deadline) -> None:
-        """The workers have joined; the servers learn of it a moment later, and refuse to receive before."""
-        pause = threading.Event()
-        while not all(self.engine.on_all(lambda server: _check_receiver(server, deadline))):
-            deadline.check("a server's receiver is not connected")
-            pause.wait(_POLL_S / 10)
+    def _connected(self, deadline: Deadline) -> bool:
+        """Whether the receivers of all servers are. Raises EngineError where one has failed."""
+        return all(self.engine.on_all(lambda server: _check_receiver(server, deadline)))
 
     def _write_file(self, rendezvous: Rendezvous, world_size: int) -> None:
         write_channel_file(
@@ -298,8 +298,3 @@ def _with_servers_reason(error: EngineError, received: Future[list[None]], *, ve
     return EngineError(
         f"weight version {version} was not sent: {error.message}{said}", remedy=error.remedy or "read the engine's log"
     )
-
-
-def _close_result(connecting: Future[Channel]) -> None:
-    if not connecting.cancelled() and connecting.exception() is None:
-        connecting.result().close()

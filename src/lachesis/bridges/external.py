@@ -149,18 +149,11 @@ class ExternalBridge(Bridge[PolicyT]):
         self.capabilities = capabilities
         self._servers = servers
         self._owned = servers.owned
-        self._policy: PolicyT | None = None
         self._recovered: int | None = None
 
     @property
     def engine(self) -> HttpEngine:
         return self._servers.engine
-
-    @property
-    def policy(self) -> PolicyT:
-        """The policy whose weights travel; set once :meth:`prepare` has run."""
-        assert self._policy is not None, "prepare() builds the policy"
-        return self._policy
 
     def prepare(self, policy_builder: Callable[[], PolicyT]) -> PolicyT:
         self._policy = policy_builder()

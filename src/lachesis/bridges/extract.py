@@ -1,7 +1,8 @@
 """Which tensors a policy sends to an engine, under which names. No transport.
 
 Names are those of a checkpoint: Hugging Face's for full weights, peft's without ``base_model.model.`` and
-``.default`` for an adapter (``model.layers.0.self_attn.q_proj.lora_A.weight``).
+``.default`` for an adapter (``model.layers.0.self_attn.q_proj.lora_A.weight``). Whatever reads an adapter raises
+ModelError where the model has none, or one of a kind that engines cannot take.
 """
 
 from __future__ import annotations
@@ -58,11 +59,7 @@ def full_weights(model: nn.Module, *, whole: Whole = as_it_is) -> Iterator[tuple
     """All weights under Hugging Face's names, tied ones once; an adapter is merged in float32 and rounded once.
 
     Unchanged weights are the live parameters, merged and gathered ones are new: at most one of those exists at a
-    time if the caller keeps none.
-
-    Raises:
-        ModelError: the adapter is of a kind that is not merged here.
-    """
+    time if the caller keeps none."""
     merged = {f"{pair.module}.weight": pair for pair in lora_pairs(model)} if is_adapted(model) else {}
     for name, parameter in base_parameters(model).items():
         pair = merged.get(name)
@@ -81,11 +78,7 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 @torch.no_grad()
 def lora_tensors(model: nn.Module, *, whole: Whole = as_it_is) -> dict[str, Tensor]:
-    """The adapter's tensors A and B by name, live and unscaled, sorted by name.
-
-    Raises:
-        ModelError: there is no adapter, or it is of a kind that engines cannot take.
-    """
+    """The adapter's tensors A and B by name, live and unscaled, sorted by name."""
     tensors: dict[str, Tensor] = {}
     for pair in lora_pairs(model):
         tensors[f"{pair.module}.lora_A.weight"] = whole(pair.a)
@@ -94,11 +87,7 @@ def lora_tensors(model: nn.Module, *, whole: Whole = as_it_is) -> dict[str, Tens
 
 
 def lora_pairs(model: nn.Module) -> list[LoraPair]:
-    """The adapter, a pair for each adapted layer.
-
-    Raises:
-        ModelError: there is no adapter, or it is of a kind that engines cannot take.
-    """
+    """The adapter, a pair for each adapted layer."""
     adapter = _active_adapter(model)
     pairs: list[LoraPair] = []
     modules: dict[str, nn.Module] = dict(model.named_modules())
@@ -124,7 +113,7 @@ def lora_spec(model: nn.Module, *, name: str = "policy") -> LoraSpec:
     """Rank, alpha and targets, for the engine that is to apply the adapter.
 
     Raises:
-        ModelError: as :func:`lora_pairs`, or layers have ranks or scalings of their own.
+        ModelError: layers have ranks or scalings of their own.
     """
     pairs = lora_pairs(model)
     assert isinstance(model, PeftModel)
@@ -152,11 +141,7 @@ def tensor_list(tensors: Mapping[str, Tensor]) -> tuple[ReceivedTensor, ...]:
 
 
 def adapter_digests(model: nn.Module, *, dtype: torch.dtype, whole: Whole = as_it_is) -> dict[str, int]:
-    """Digests of the adapter as an engine of that dtype holds it: A rounded, B rounded and then scaled.
-
-    Raises:
-        ModelError: as :func:`lora_pairs`.
-    """
+    """Digests of the adapter as an engine of that dtype holds it: A rounded, B rounded and then scaled."""
     held: dict[str, Tensor] = {}
     for pair in lora_pairs(model):
         held[f"{pair.module}.lora_A.weight"] = whole(pair.a).to(dtype)
@@ -165,11 +150,7 @@ def adapter_digests(model: nn.Module, *, dtype: torch.dtype, whole: Whole = as_i
 
 
 def full_digests(model: nn.Module, *, whole: Whole = as_it_is) -> dict[str, int]:
-    """Digests of :func:`full_weights` under the same names. Merged and gathered ones are made and dropped one by one.
-
-    Raises:
-        ModelError: as :func:`full_weights`.
-    """
+    """Digests of :func:`full_weights` by the same names. Merged and gathered ones are made and dropped one by one."""
     if whole is as_it_is and not is_adapted(model):
         return digests(dict(full_weights(model)))
     return {name: digests({name: tensor})[name] for name, tensor in full_weights(model, whole=whole)}

@@ -32,7 +32,6 @@ class InProcessBridge(Bridge[PolicyT]):
     ) -> None:
         super().__init__(sync_s=sync_s)
         self._bring = bring
-        self._policy: PolicyT | None = None
         self._engine_builder = engine_builder
         self._proof_builder = proof_builder
         self._engine: Engine | None = None
@@ -51,8 +50,7 @@ class InProcessBridge(Bridge[PolicyT]):
 
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
         if self._bring is not None:
-            assert self._policy is not None, "prepare() builds it"
-            self._bring(self._policy)
+            self._bring(self.policy)
         self.engine.set_version(version)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from lachesis.common.errors import ModelError
@@ -32,23 +32,9 @@ VLLM_ARCHITECTURES = frozenset(
 _SHOWN = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Rows ``start`` to ``start + rows - 1`` of the engine's tensor ``name``; ``shape`` is that of the slice."""
-
-    name: str
-    start: int
-    rows: int
-    shape: Shape
-
-    def for_digest(self) -> DigestSlice:
-        """The slice as the engine is asked for its digest."""
-        return DigestSlice(self.name, self.start, self.rows)
-
-
 def map_parameters(
     parameters: Mapping[str, Shape], engine: Mapping[str, Shape], *, model_type: str, engine_kind: str
-) -> dict[str, Slice]:
+) -> dict[str, DigestSlice]:
     """Find every parameter in the engine's tensors.
 
     Args:
@@ -81,7 +67,7 @@ def map_parameters(
             f"(size mismatch or missing: {shown})",
             remedy="serve the model that is trained: model.path of the trainer and --model of the engine",
         )
-    slices = {name: entry for name, entry in found.items() if isinstance(entry, Slice)}
+    slices = {name: entry for name, entry in found.items() if isinstance(entry, DigestSlice)}
     _check_cover(slices, shapes)
     return {name: replace(entry, name=own_names[entry.name]) for name, entry in slices.items()}
 
@@ -119,16 +105,16 @@ def describe(shapes: Mapping[str, Shape]) -> str:
     return ", ".join(words)
 
 
-def _find_identical(name: str, parameters: Mapping[str, Shape], engine: Mapping[str, Shape]) -> Slice | str:
+def _find_identical(name: str, parameters: Mapping[str, Shape], engine: Mapping[str, Shape]) -> DigestSlice | str:
     shape = parameters[name]
     if name not in engine:
         return f"the engine has no {name}"
     if engine[name] != shape:
         return f"{list(shape)} here, {list(engine[name])} there"
-    return Slice(name, 0, shape[0] if shape else 1, shape)
+    return DigestSlice(name, 0, shape[0] if shape else 1)
 
 
-def _find(name: str, parameters: Mapping[str, Shape], engine: Mapping[str, Shape]) -> Slice | str:
+def _find(name: str, parameters: Mapping[str, Shape], engine: Mapping[str, Shape]) -> DigestSlice | str:
     prefix, leaf, kind = _split(name)
     if name not in engine and leaf in _FUSED:
         _, members = _FUSED[leaf]
@@ -138,7 +124,7 @@ def _find(name: str, parameters: Mapping[str, Shape], engine: Mapping[str, Shape
         shape, padded = parameters[name], engine[name]
         if padded[1:] != shape[1:] or padded[0] < shape[0]:
             return f"{list(shape)} here, {list(padded)} there"
-        return Slice(name, 0, shape[0], shape)
+        return DigestSlice(name, 0, shape[0])
     return _find_identical(name, parameters, engine)
 
 
@@ -156,7 +142,7 @@ def _fused_name(name: str) -> str:
 
 def _find_rows(
     fused: str, names: Sequence[str], index: int, parameters: Mapping[str, Shape], engine: Mapping[str, Shape]
-) -> Slice | str:
+) -> DigestSlice | str:
     if fused not in engine:
         return f"the engine has no {fused}"
     shapes = [parameters.get(name) for name in names]
@@ -166,10 +152,10 @@ def _find_rows(
     shape = parameters[names[index]]
     if (sum(rows), *shape[1:]) != engine[fused]:
         return f"{' + '.join(map(str, rows))} rows of {list(shape[1:])} here, {fused} {list(engine[fused])} there"
-    return Slice(fused, sum(rows[:index]), rows[index], shape)
+    return DigestSlice(fused, sum(rows[:index]), rows[index])
 
 
-def _check_cover(slices: Mapping[str, Slice], engine: Mapping[str, Shape]) -> None:
+def _check_cover(slices: Mapping[str, DigestSlice], engine: Mapping[str, Shape]) -> None:
     """Every tensor of the engine has to be found: the trainer's model may lack what the engine computes with."""
     used = {entry.name for entry in slices.values()}
     # Where embeddings are tied an engine may list the head too; it is the same tensor.

@@ -14,13 +14,14 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lachesis.bridges.extract import Whole, adapter_digests, base_parameters, full_digests, text_config
-from lachesis.bridges.names import Slice, map_parameters
+from lachesis.bridges.names import map_parameters
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ModelError, StaleWeights
 from lachesis.common.types import CanaryReading
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine, largest_difference
 from lachesis.engines.http.client import HttpEngine
+from lachesis.engines.serving.served import DigestSlice
 
 logger = logging.getLogger("lachesis")
 
@@ -34,7 +35,7 @@ _CANARY_TOKENS = 16
 
 Digests = Callable[[], Mapping[str, int]]
 # Where a policy is built on the engine's tensors: which rows of which of them its parameters are.
-Slices = Callable[[], Mapping[str, Slice]]
+Slices = Callable[[], Mapping[str, DigestSlice]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -233,17 +234,21 @@ def digest_functions(
         )
     if dtype != policy.transformer.dtype:
         return None
-    slices = slices_of() if slices_of is not None else _parameter_slices(policy, engine, deadline=deadline())
+    if slices_of is not None:
+        slices = slices_of()
+    else:
+        slices = _parameter_slices(policy, engine.controls[0], info, deadline=deadline())
     if slices is None:
         return None
-    wanted = {name: entry.for_digest() for name, entry in slices.items()}
     return (
         lambda: full_digests(policy.model, whole=whole),
-        lambda: engine.digests(wanted, deadline=deadline()).digests,
+        lambda: engine.digests(slices, deadline=deadline()).digests,
     )
 
 
-def _parameter_slices(policy: ModelPolicy, engine: HttpEngine, *, deadline: Deadline) -> Mapping[str, Slice] | None:
+def _parameter_slices(
+    policy: ModelPolicy, engine: HttpEngine, *, deadline: Deadline
+) -> Mapping[str, DigestSlice] | None:
     info = engine.controls[0].info(deadline=deadline)
     there = {name: tensor.shape for name, tensor in engine.controls[0].state_dict_info(deadline=deadline).items()}
     try:

@@ -152,12 +152,7 @@ class VersionedDirectories:
 
 @dataclass(slots=True, kw_only=True)
 class AdapterFiles(Generic[PolicyT]):
-    """Saves a policy's adapter as peft does.
-
-    Args:
-        tensors: the adapter's tensors by name, as :func:`lachesis.bridges.extract.lora_tensors`.
-        config: its ``adapter_config.json``, as :func:`lachesis.bridges.saved.adapter_config`; asked once.
-    """
+    """Saves a policy's adapter as peft does: its ``tensors`` by name, and its ``config`` file, asked for once."""
 
     tensors: Callable[[PolicyT], Mapping[str, Tensor]]
     config: Callable[[PolicyT], bytes]
@@ -171,12 +166,7 @@ class AdapterFiles(Generic[PolicyT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFiles(Generic[PolicyT]):
-    """Saves all weights of a policy, an adapter merged into them, with what else a checkpoint has.
-
-    Args:
-        weights: all weights by Hugging Face's names, one by one, as :func:`lachesis.bridges.extract.full_weights`.
-        companions: writes the other files, as :func:`save_companions`.
-    """
+    """Saves all ``weights`` of a policy by Hugging Face's names, and its ``companions``, the other files."""
 
     weights: Callable[[PolicyT], Iterable[tuple[str, Tensor]]]
     companions: Callable[[PolicyT, Path], None]
@@ -205,9 +195,6 @@ def write_checkpoint(directory: Path, weights: Iterable[tuple[str, Tensor]], *, 
     """Write weights as safetensors files with an index, as transformers and vLLM read them.
 
     They are taken one by one, and at most one file's worth is held.
-
-    Raises:
-        OSError: as the file system says.
     """
     places: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
@@ -248,9 +235,6 @@ def save_adapter(directory: Path, *, tensors: Mapping[str, Tensor], config: byte
     Args:
         tensors: by name without peft's prefix, on any device.
         config: the content of ``adapter_config.json``, see :func:`adapter_config`.
-
-    Raises:
-        OSError: as the file system says.
     """
     write_safetensors(
         directory / ADAPTER_WEIGHTS, {f"{_PEFT_PREFIX}{name}": tensor for name, tensor in tensors.items()}

@@ -14,11 +14,12 @@ from transformers import PreTrainedModel
 from lachesis.bridges.base import PolicyT
 from lachesis.bridges.external import ExternalBridge, Servers
 from lachesis.bridges.extract import text_config
-from lachesis.bridges.names import Slice, map_parameters
+from lachesis.bridges.names import map_parameters
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, EngineError, ModelError
 from lachesis.config.schema import SharedBridgeConfig
 from lachesis.engines.http.control import ServerControl, ServerInfo
+from lachesis.engines.serving.served import DigestSlice
 from lachesis.transport.bridge_file import (
     BRIDGE_FILE,
     BridgeFile,
@@ -53,7 +54,7 @@ class EngineWeights:
     config_path: str | Path | None = None
     takeover: bool = False
     limit_s: float | None = None
-    slices: Mapping[str, Slice] = field(default_factory=dict[str, Slice], init=False)
+    slices: Mapping[str, DigestSlice] = field(default_factory=dict[str, DigestSlice], init=False)
     _attachments: Attachments = field(default_factory=Attachments, init=False)
     _file: BridgeFile | None = field(default=None, init=False)
     _tensors: dict[str, Tensor] = field(default_factory=dict[str, Tensor], init=False)
@@ -117,8 +118,7 @@ class EngineWeights:
         self._check_head(slices)
         views = {}
         for name, entry in slices.items():
-            tensor = self._tensors[entry.name]
-            rows = tensor.narrow(0, entry.start, entry.rows) if tensor.ndim else tensor
+            rows = entry.of(self._tensors)
             views[id(parameters[name])] = nn.Parameter(rows, requires_grad=parameters[name].requires_grad)
         for module in model.modules():
             for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -174,7 +174,7 @@ class EngineWeights:
         self.server.export_shared(path, deadline=deadline)
         return read(path)
 
-    def _check_dtypes(self, parameters: Mapping[str, nn.Parameter], slices: Mapping[str, Slice]) -> None:
+    def _check_dtypes(self, parameters: Mapping[str, nn.Parameter], slices: Mapping[str, DigestSlice]) -> None:
         for name, entry in slices.items():
             theirs, ours = self._tensors[entry.name].dtype, parameters[name].dtype
             if theirs != ours:
@@ -184,7 +184,7 @@ class EngineWeights:
                     f"{dtype_name(ours)}",
                 )
 
-    def _check_head(self, slices: Mapping[str, Slice]) -> None:
+    def _check_head(self, slices: Mapping[str, DigestSlice]) -> None:
         """With tied embeddings an engine may list the head as well; it has to be the same memory."""
         used = {entry.name for entry in slices.values()}
         heads = [name for name in self._tensors if name.endswith("lm_head.weight") and name not in used]

@@ -87,7 +87,7 @@ class Links:
         self._peers: dict[int, Connection] = {}
         self._unread: dict[int, deque[Message]] = defaultdict(deque)
         self._woken, self._wake = Pipe(duplex=False)
-        self._host = ""
+        self.host = ""  # by which the peers reach this side
         self._aborted: str | None = None
         self._closing = threading.Lock()
 
@@ -95,10 +95,6 @@ class Links:
     def ranks(self) -> tuple[int, ...]:
         """The ranks at the other ends."""
         return tuple(sorted(self._peers))
-
-    def local_host(self) -> str:
-        """The address by which the peers reach this side."""
-        return self._host
 
     def accept(
         self, rendezvous: Rendezvous, *, hello: Message, cancel: threading.Event | None, deadline: Deadline
@@ -220,7 +216,7 @@ class Links:
             )
 
     def _add(self, rank: int, connection: socket.socket) -> None:
-        self._host = self._host or connection.getsockname()[0]
+        self.host = self.host or connection.getsockname()[0]
         self._peers[rank] = _linked(connection)
 
     def _read(self, rank: int) -> None:

@@ -201,7 +201,7 @@ def build_group(
             "vLLM NCCL setup failed: this side has no NCCL or no GPU", remedy="use the gloo transport without GPUs"
         )
     if rank == 0:
-        listener = socket.create_server((links.local_host(), 0))
+        listener = socket.create_server((links.host, 0))
         host, port = listener.getsockname()[:2]
         links.send({"store": [host, port]})
         descriptor = listener.detach()
@@ -220,7 +220,7 @@ def build_group(
         )
         make = _gloo_group if backend == "gloo" else _nccl_group
         with _current(device):
-            group = make(_c10d.PrefixStore("weights", store), rank, world_size, links.local_host(), deadline)
+            group = make(_c10d.PrefixStore("weights", store), rank, world_size, links.host, deadline)
             probe = torch.zeros(1, dtype=torch.uint8, device=device if backend == "nccl" else "cpu")
             group.broadcast([probe], _from_trainer(deadline)).wait()
             if probe.is_cuda:

@@ -24,7 +24,8 @@ from lachesis.common.errors import EngineError, LachesisError
 from lachesis.common.types import CanaryReading
 from lachesis.config.schema import LoraAdapterConfig
 from lachesis.engines.http.client import HttpEngine
-from lachesis.engines.http.control import DigestReading, ServerControl, ServerInfo
+from lachesis.engines.http.control import ServerControl, ServerInfo
+from lachesis.engines.serving.operations import Digests
 from lachesis.engines.serving.served import ModelInfo, ReceiverSpec, ReceiverStatus, Refused
 from lachesis.train.model.loading import add_lora
 from lachesis.transport.channel import Channel
@@ -115,8 +116,8 @@ class FakeServer(ServerControl):
         self._begin("canary")
         return CanaryReading(read(self.tensors), version=self.version, session_id=self.session_id)
 
-    def digests(self, *arguments: Any, deadline: Deadline, **options: Any) -> DigestReading:
-        return DigestReading(digests(self.tensors), version=self.version, session_id=self.session_id)
+    def digests(self, *arguments: Any, deadline: Deadline, **options: Any) -> Digests:
+        return Digests(digests=digests(self.tensors), weight_version=self.version, session_id=self.session_id)
 
     def load_adapter(self, path: Path, *, name: str, version: int, deadline: Deadline) -> None:
         self._begin("load_adapter")

@@ -97,7 +97,7 @@ def test_the_saved_adapter_is_what_peft_saves(tmp_path):
     for config in configs:
         config["target_modules"].sort()
     assert configs[0] == configs[1]
-    assert read_adapter(tmp_path / "ours", max_rank=4).r == 4
+    assert read_adapter(tmp_path / "ours", max_rank=4).spec.r == 4
 
 
 def test_tensors_of_several_dtypes_shapes_and_layouts_are_written(tmp_path):

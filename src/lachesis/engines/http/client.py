@@ -16,11 +16,12 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, EngineError, EngineUnreachable, LachesisError, StaleWeights
 from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
 from lachesis.engines.base import Engine, Finished, PauseMode, largest_difference
-from lachesis.engines.http.control import DigestReading, ServerControl, ServerInfo
+from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.http.generation import GenerationCalls
+from lachesis.engines.serving.operations import Digests
 
 T = TypeVar("T")
-R = TypeVar("R", CanaryReading, DigestReading)
+R = TypeVar("R", CanaryReading, Digests)
 logger = logging.getLogger("lachesis")
 _AGAIN_S = 1.0
 
@@ -175,7 +176,7 @@ class HttpEngine(Engine):
                 )
         return replace(first, session_id=self.session_id)
 
-    def digests(self, *arguments: Any, deadline: Deadline, **options: Any) -> DigestReading:
+    def digests(self, *arguments: Any, deadline: Deadline, **options: Any) -> Digests:
         """As :meth:`ServerControl.digests`, of all servers, which have to agree on every one.
 
         Raises:
@@ -191,7 +192,7 @@ class HttpEngine(Engine):
                     f"those of {self.controls[0].url}: {', '.join(other[:3])}{', ...' if len(other) > 3 else ''}",
                     remedy="one of the servers did not get the weights; look at their logs",
                 )
-        return replace(first, session_id=self.session_id)
+        return first.model_copy(update={"session_id": self.session_id})
 
     def set_version(self, version: int) -> None:
         deadline = self._deadline(f"announcing weight version {version}")

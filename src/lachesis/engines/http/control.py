@@ -6,7 +6,6 @@ import json
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -54,15 +53,6 @@ _NO_ROUTE = (404, 405, 501)
 Q = TypeVar("Q", bound=Request)
 A = TypeVar("A", bound=BaseModel)
 Send = Callable[..., httpx.Response]
-
-
-@dataclass(frozen=True, slots=True)
-class DigestReading:
-    """Exact digests of a server's tensors by name, and the weights that they are of."""
-
-    digests: Mapping[str, int]
-    version: int
-    session_id: str
 
 
 def tls(url: str) -> ssl.SSLContext | bool:
@@ -136,11 +126,10 @@ class ServerControl:
 
     def digests(
         self, slices: Mapping[str, DigestSlice] | None = None, *, adapter: bool = False, deadline: Deadline
-    ) -> DigestReading:
+    ) -> ops.Digests:
         """Digests of slices of the engine's tensors (all tensors without ``slices``), and of its adapter's."""
         wanted = DigestRequest(slices=None if slices is None else dict(slices), adapter=adapter)
-        found = self.call(ops.DIGESTS, wanted, deadline=deadline)
-        return DigestReading(found.digests, version=found.weight_version, session_id=found.session_id)
+        return self.call(ops.DIGESTS, wanted, deadline=deadline)
 
     def load_adapter(self, path: Path, *, name: str, version: int, deadline: Deadline) -> None:
         wanted = ops.LoadAdapter(adapter_path=path, adapter_name=name, weight_version=version)

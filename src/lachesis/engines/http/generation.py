@@ -6,13 +6,14 @@ import asyncio
 import math
 import ssl
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import httpx
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
-from lachesis.common.types import Completion, GenerationRequest, VersionSpan
+from lachesis.common.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from lachesis.engines.base import Finished
 from lachesis.engines.http.control import CONNECT_RETRIES, KEEP_ALIVE_S, ServerControl, malformed, read_reply, tls
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
@@ -147,28 +148,18 @@ def _client(verify: ssl.SSLContext | bool) -> httpx.AsyncClient:
 def request_body(request: GenerationRequest) -> dict[str, Any]:
     """The body of ``/generate`` for a request. What changes nothing is left out, so that every server takes it."""
     params = request.params
-    body: dict[str, Any] = {
-        "prompt_token_ids": list(request.prompt_ids),
+    neutral = SamplingParams(max_tokens=0)
+    changed = {name: value for name, value in asdict(params).items() if value != getattr(neutral, name)}
+    regex, extra = changed.pop("guided_regex", None), changed.pop("extra", {})
+    body = {
+        "prompt_token_ids": request.prompt_ids,
         "n": request.n,
         "seed": request.seed,
-        "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "skip_special_tokens": False,
         "text": False,
     }
-    optional = {
-        "top_p": (params.top_p, 1.0),
-        "top_k": (params.top_k, 0),
-        "min_p": (params.min_p, 0.0),
-        "repetition_penalty": (params.repetition_penalty, 1.0),
-        "stop_token_ids": (list(params.stop_token_ids), []),
-        "stop": (list(params.stop), []),
-        "min_tokens": (params.min_tokens, 0),
-        "presence_penalty": (params.presence_penalty, 0.0),
-        "frequency_penalty": (params.frequency_penalty, 0.0),
-        "structured_outputs": ({"regex": params.guided_regex}, {"regex": None}),
-    }
-    return body | {name: value for name, (value, neutral) in optional.items() if value != neutral} | dict(params.extra)
+    return body | changed | ({} if regex is None else {"structured_outputs": {"regex": regex}}) | extra
 
 
 def read_completions(reply: dict[str, Any], *, n: int) -> list[Completion]:

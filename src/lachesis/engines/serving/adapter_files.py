@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from lachesis.common.json_values import is_object
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.served import LoraSpec, Refused
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -29,16 +28,10 @@ _PER_MODULE = ("rank_pattern", "alpha_pattern")
 
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
-    """A LoRA adapter on disk.
-
-    ``modules`` maps the dotted name of each adapted module in the base model to its (in, out) features;
-    ``scaling`` is what B A is multiplied by.
-    """
+    """A LoRA adapter on disk. ``modules`` maps the dotted name of each adapted module to its (in, out) features."""
 
     path: Path
-    r: int
-    alpha: float
-    scaling: float
+    spec: LoraSpec
     base_model: str
     modules: Mapping[str, tuple[int, int]]
 
@@ -66,13 +59,13 @@ def read_adapter(path: Path, *, max_rank: int) -> AdapterFiles:
             status=422,
             remedy=f"start the server with --max-lora-rank {r}",
         )
+    modules = adapted_modules(_read_shapes(path / WEIGHTS_NAME), r=r)
+    targets = tuple(sorted({module.rpartition(".")[2] for module in modules}))
     return AdapterFiles(
         path=path,
-        r=r,
-        alpha=float(alpha),
-        scaling=alpha / (math.sqrt(r) if config.get("use_rslora") else r),
+        spec=LoraSpec(r, float(alpha), target_modules=targets, rslora=bool(config.get("use_rslora"))),
         base_model=str(config.get("base_model_name_or_path") or ""),
-        modules=adapted_modules(_read_shapes(path / WEIGHTS_NAME), r=r),
+        modules=modules,
     )
 
 

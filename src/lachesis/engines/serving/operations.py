@@ -242,6 +242,11 @@ class Canary(Stamped):
 class Digests(Stamped):
     digests: dict[str, Hex]
 
+    @property
+    def version(self) -> int:
+        """Of the weights that they are of."""
+        return self.weight_version
+
 
 @dataclass(frozen=True, slots=True)
 class Operation(Generic[Q, A]):

@@ -14,10 +14,8 @@ from lachesis.engines.serving.served import Refused
 class Gate:
     """Requests of all routes wait here while the engine is paused or asleep.
 
-    Therefore it can be let run for a moment to read a canary: only what was in flight before goes on in it.
-
-    Args:
-        engine: vLLM's ``EngineClient``.
+    Therefore ``engine``, vLLM's ``EngineClient``, can be let run for a moment to read a canary: only what was in flight
+    before goes on in it.
     """
 
     def __init__(self, engine: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lachesis.common.errors import EngineError, LachesisError, StaleWeights
 from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
 from lachesis.engines.serving.bodies import error_document
-from lachesis.engines.serving.served import DigestRequest, DigestSlice, LoraSpec, ReceiverSpec, ReceiverStatus, Refused
+from lachesis.engines.serving.served import DigestRequest, DigestSlice, ReceiverSpec, ReceiverStatus, Refused
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
 from lachesis.transport.digest import digests
@@ -76,11 +76,7 @@ def read_answer(text: str) -> Any:
 
 
 class WorkerWeights:
-    """The weights of one worker. Every public method is a remote call; arguments and results are JSON.
-
-    Args:
-        worker: vLLM's, of any platform.
-    """
+    """The weights of one of vLLM's workers. Every public method is a remote call; arguments and results are JSON."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker
@@ -124,13 +120,7 @@ class WorkerWeights:
         """Put the adapter in a directory in force. Only safetensors are read."""
         slots = self._need_slots()
         files = read_adapter(Path(path), max_rank=self._config.lora_config.max_lora_rank)
-        spec = LoraSpec(
-            r=files.r,
-            alpha=files.alpha,
-            target_modules=tuple(sorted({module.rpartition(".")[2] for module in files.modules})),
-            rslora=files.scaling != files.alpha / files.r,
-            name=name,
-        )
+        spec = replace(files.spec, name=name)
         slots.load(load_file(files.path / WEIGHTS_NAME, device=str(self._device)), spec)
         return asdict(spec)
 

@@ -27,9 +27,9 @@ def write(path: Path, tensors: dict[str, torch.Tensor] | None = None, **config: 
 
 def test_a_plain_adapter_is_described(tmp_path):
     files = read_adapter(write(tmp_path), max_rank=4)
-    assert (files.r, files.alpha, files.scaling, files.base_model) == (4, 8.0, 2.0, "base")
+    assert (files.spec.r, files.spec.alpha, files.spec.scaling, files.base_model) == (4, 8.0, 2.0, "base")
     assert files.modules == {MODULE: (6, 5)}
-    assert read_adapter(write(tmp_path, use_rslora=True), max_rank=4).scaling == 4.0
+    assert read_adapter(write(tmp_path, use_rslora=True), max_rank=4).spec.scaling == 4.0
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from lachesis.engines.embedded.server.openai import OpenAIRoutes
 from lachesis.engines.embedded.server.served import ServedEmbedded
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
 from lachesis.engines.options import ServeOptions
-from lachesis.engines.serving.routes import engine_routes
 from lachesis.engines.serving.served import ModelInfo
+from lachesis.engines.serving.server import engine_routes
 from lachesis.engines.serving.session import Session, new_session, remove_session, write_session
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
@@ -34,6 +34,7 @@ class Growing:
     reason: FinishReason | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Job:
     """One request on its way: filled by the engine's thread, read by its client.
 
@@ -43,14 +44,17 @@ class Job:
         notify: called from the engine's thread when there is something new.
     """
 
-    def __init__(self, request: GenerationRequest, *, top_logprobs: int, notify: Callable[[], None]) -> None:
-        self.request = request
-        self.top_logprobs = top_logprobs
-        self.sequences = [Growing() for _ in range(request.n)]
-        self.submitted = time.monotonic()
-        self.error: LachesisError | None = None
-        self.cancelled = False
-        self._notify = notify
+    request: GenerationRequest
+    _: KW_ONLY
+    top_logprobs: int
+    notify: Callable[[], None]
+    sequences: list[Growing] = field(init=False)
+    submitted: float = field(default_factory=time.monotonic, init=False)
+    error: LachesisError | None = field(default=None, init=False)
+    cancelled: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.sequences = [Growing() for _ in range(self.request.n)]
 
     @property
     def done(self) -> bool:
@@ -60,7 +64,7 @@ class Job:
     def tell(self) -> None:
         """Wake the client, unless it has gone."""
         if not self.cancelled:
-            self._notify()
+            self.notify()
 
     def end(self, error: LachesisError | None = None) -> None:
         """End what has not ended: with ``error``, or with the finish reason ``abort``."""
@@ -225,6 +229,7 @@ def cut_at_stop(text: str, stop: Sequence[str], *, include: bool) -> str:
     return text[: place + len(string) * include]
 
 
+@dataclass(slots=True)
 class GrowingText:
     """The text of one completion, in pieces that are never taken back.
 
@@ -234,15 +239,15 @@ class GrowingText:
         include_stop: whether the stop string is part of the text.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], *, stop: Sequence[str], include_stop: bool) -> None:
-        self._decode = decode
-        self._stop = stop
-        self._include_stop = include_stop
-        self._handed_out = 0
+    decode: Callable[[Sequence[int]], str]
+    _: KW_ONLY
+    stop: Sequence[str]
+    include_stop: bool
+    _handed_out: int = field(default=0, init=False)
 
     def more(self, token_ids: Sequence[int], *, finished: bool) -> str:
         """What may be handed out now that the completion is ``token_ids``."""
-        text = cut_at_stop(self._decode(token_ids), self._stop, include=self._include_stop)
+        text = cut_at_stop(self.decode(token_ids), self.stop, include=self.include_stop)
         end = len(text)
         if not finished:
             end = len(text.rstrip(_INCOMPLETE)) - self._held_back(text)
@@ -252,6 +257,6 @@ class GrowingText:
 
     def _held_back(self, text: str) -> int:
         """Length of the longest end of ``text`` that may be the beginning of a stop string."""
-        longest = max((len(string) for string in self._stop), default=0)
+        longest = max((len(string) for string in self.stop), default=0)
         ends = range(min(longest, len(text)), 0, -1)
-        return next((n for n in ends if any(string.startswith(text[-n:]) for string in self._stop)), 0)
+        return next((n for n in ends if any(string.startswith(text[-n:]) for string in self.stop)), 0)

@@ -29,8 +29,14 @@ from lachesis.engines.serving.generation import (
     parse_sampled,
     top_logprobs,
 )
-from lachesis.engines.serving.routes import event_stream, guarded, read_body, while_connected
-from lachesis.engines.serving.server import check_model, check_token_ids
+from lachesis.engines.serving.server import (
+    check_model,
+    check_token_ids,
+    event_stream,
+    guarded,
+    read_body,
+    while_connected,
+)
 
 _Top = Annotated[Count, Field(le=20)]
 
@@ -86,11 +92,7 @@ class _Asked:
 
 
 class OpenAIRoutes:
-    """``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``.
-
-    Args:
-        backend: the engine, with its tokenizer.
-    """
+    """``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions`` over an engine and its tokenizer."""
 
     def __init__(self, backend: ServedEmbedded) -> None:
         self._backend = backend

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,31 +43,19 @@ from lachesis.transport.shared_tensors import SharedFile, dtype_name, export_cud
 _CONFIG = "config.json"
 
 
-@dataclass(frozen=True, slots=True)
-class LoraWeights:
-    """A [rank, in] and B [out, rank] of each module in the model's dtype; ``scaling`` is folded into B, as in vLLM."""
-
-    pairs: Mapping[str, tuple[Tensor, Tensor]]
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors under peft's names without their prefix."""
-        return {
-            f"{module}.lora_{part}.weight": tensor
-            for module, pair in self.pairs.items()
-            for part, tensor in zip("AB", pair, strict=True)
-        }
+# A [rank, in] and B [out, rank] of each module in the model's dtype; the scaling is folded into B, as in vLLM.
+LoraPairs = Mapping[str, tuple[Tensor, Tensor]]
 
 
 class LoraSlot:
-    """Room for one adapter in a model. What is set is used from the next forward pass on, wholly.
+    """Room for one adapter in a model of linear layers. What is set is used from the next forward pass on, wholly.
 
-    Args:
-        model: any model of linear layers; hooks are added to them once, and cost nothing without an adapter.
+    Hooks are added to the layers once, and cost nothing without an adapter.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)}
-        self.weights: LoraWeights | None = None
+        self.weights: LoraPairs | None = None
         for name, layer in self._layers.items():
             layer.register_forward_hook(self._hook(name))
 
@@ -91,7 +78,7 @@ class LoraSlot:
                     remedy=hint,
                 )
 
-    def prepare(self, raw: Mapping[str, Tensor], *, scaling: float) -> LoraWeights:
+    def prepare(self, raw: Mapping[str, Tensor], *, scaling: float) -> LoraPairs:
         """Weights as they are served, from tensors under peft's names that :meth:`check` has seen."""
         by_name = {adapted_module(name): tensor for name, tensor in raw.items()}
         pairs = {}
@@ -100,11 +87,11 @@ class LoraSlot:
             a = by_name[module, "A"].detach().to(device=weight.device, dtype=weight.dtype, copy=True)
             b = served_lora_b(by_name[module, "B"].to(weight.device), scaling=scaling, dtype=weight.dtype)
             pairs[module] = (a, b)
-        return LoraWeights(pairs)
+        return pairs
 
     def _hook(self, name: str) -> Callable[[nn.Module, tuple[Any, ...], Tensor], Tensor | None]:
         def add(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
-            pair = None if self.weights is None else self.weights.pairs.get(name)
+            pair = None if self.weights is None else self.weights.get(name)
             if pair is None:
                 return None
             return output + nn.functional.linear(nn.functional.linear(inputs[0], pair[0]), pair[1])
@@ -112,7 +99,7 @@ class LoraSlot:
         return add
 
 
-def read_weights(files: AdapterFiles, slot: LoraSlot) -> LoraWeights:
+def read_weights(files: AdapterFiles, slot: LoraSlot) -> LoraPairs:
     """The adapter's tensors, as the slot takes them.
 
     Raises:
@@ -125,7 +112,7 @@ def read_weights(files: AdapterFiles, slot: LoraSlot) -> LoraWeights:
         raise Refused(
             f"{files.path / WEIGHTS_NAME} cannot be read: {error}", remedy="save the adapter again"
         ) from error
-    return slot.prepare(raw, scaling=files.scaling)
+    return slot.prepare(raw, scaling=files.spec.scaling)
 
 
 class EmbeddedWeights:
@@ -167,7 +154,7 @@ class EmbeddedWeights:
         """Put the adapter in ``path`` in force. Raises Refused where it is no adapter of this model."""
         slot = self._lora_slot()
         files = read_adapter(path, max_rank=self._max_lora_rank)
-        self._set_adapter(read_weights(files, slot), AdapterStatus(name, files.r, files.alpha, path))
+        self._set_adapter(read_weights(files, slot), AdapterStatus(name, files.spec.r, files.spec.alpha, path))
 
     def unload_adapter(self, *, name: str) -> None:
         """Serve the base weights. Raises Refused (404) where ``name`` is not the adapter in force."""
@@ -220,7 +207,10 @@ class EmbeddedWeights:
             else:
                 found = {key: part.of(named) for key, part in request.slices.items()}
             if request.adapter and self._slot is not None and self._slot.weights is not None:
-                found |= self._slot.weights.tensors()
+                pairs = self._slot.weights.items()
+                found |= {
+                    f"{name}.lora_{part}.weight": t for name, pair in pairs for part, t in zip("AB", pair, strict=True)
+                }
             return digests(found)
 
     def export_shared(self, path: Path, *, session: Session, engine: str) -> None:
@@ -250,15 +240,15 @@ class EmbeddedWeights:
                 raise Refused("the weights are shared with another process", status=409, remedy="close that bridge")
             self._model.to(device)  # type: ignore[arg-type]
             if self._slot is not None and self._slot.weights is not None:
-                pairs = {name: (a.to(device), b.to(device)) for name, (a, b) in self._slot.weights.pairs.items()}
-                self._slot.weights = LoraWeights(pairs)
+                pairs = self._slot.weights.items()
+                self._slot.weights = {name: (a.to(device), b.to(device)) for name, (a, b) in pairs}
 
     def close(self) -> None:
         """Remove the shared memory; what others have mapped stays. Idempotent."""
         if self._shared is not None:
             self._shared.close()
 
-    def _set_adapter(self, weights: LoraWeights | None, status: AdapterStatus | None) -> None:
+    def _set_adapter(self, weights: LoraPairs | None, status: AdapterStatus | None) -> None:
         with self._changing():
             self._lora_slot().weights = weights
             self.adapter = status
