@@ -73,7 +73,7 @@ def test_an_operation_is_a_route_and_a_call(extended: Extended):
     code = """
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
-from lachesis.engines.serving.routes import engine_routes
+from lachesis.engines.serving.server import engine_routes
 from tests.unit.engines.serving.fakes import SESSION, FakeServed
 app = Starlette(routes=engine_routes(FakeServed(), session=SESSION, adapter_roots=()))
 print(TestClient(app).get("/bridge/vocabulary").json())

@@ -37,7 +37,7 @@ _READ: Mapping[str, Mapping[str, Any]] = {
     "--lora-modules": {"action": "extend", "nargs": "*", "default": []},
 }
 _WORKER_EXTENSION = "lachesis.engines.vllm.worker.WorkerExtension"
-_MIDDLEWARE = "lachesis.engines.vllm.aliases.ModelAliases"
+_MIDDLEWARE = "lachesis.engines.vllm.plugin.ModelAliases"
 _SYNONYMS = {"--api-server-count": ("-asc",)}
 _OBSOLETE = {
     "VLLM_USE_V1": "vLLM has its V1 engine only",

@@ -27,7 +27,7 @@ class TestArguments:
         assert value(arguments, "--host") == "127.0.0.1" and value(arguments, "--port") == "9001"
         assert value(arguments, "--logprobs-mode") == "processed_logprobs"
         assert value(arguments, "--worker-extension-cls").endswith("worker.WorkerExtension")
-        assert value(arguments, "--middleware").endswith("aliases.ModelAliases")
+        assert value(arguments, "--middleware").endswith("plugin.ModelAliases")
         assert value(arguments, "--api-server-count") == "1"
 
     @pytest.mark.parametrize("given", [("--port", "7"), ("--port=7",)])

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from lachesis.common.errors import EngineError
 from lachesis.engines.serving.served import AdapterStatus, ModelInfo
-from lachesis.engines.vllm.aliases import ModelAliases, rewritten
+from lachesis.engines.vllm.plugin import ModelAliases, rewritten
 
 INFO = ModelInfo(
     model="/models/base", served_names=("base", "other"), dtype="float32", vocab_size=9, max_model_len=8,
