@@ -182,10 +182,13 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
                 channel.close()
             return channel
 
+        def watch() -> None:
+            # Where a server reports that its side failed, its worker will never come.
+            self._connected(deadline)
+
         try:
             self._start_receivers(rendezvous, ranks=ranks, world_size=world_size, deadline=deadline)
-            # Where a server reports that its side failed, its worker will never come.
-            self._channel = call_watched(connect, watch=lambda: self._connected(deadline), every_s=_POLL_S)
+            self._channel = call_watched(connect, watch=watch, every_s=_POLL_S)
             pause = threading.Event()
             # The workers have joined; the servers learn of it a moment later, and refuse to receive before.
             while not self._connected(deadline):

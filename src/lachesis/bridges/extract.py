@@ -7,7 +7,7 @@ ModelError where the model has none, or one of a kind that engines cannot take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +90,8 @@ def lora_pairs(model: nn.Module) -> list[LoraPair]:
     """The adapter, a pair for each adapted layer."""
     adapter = _active_adapter(model)
     pairs: list[LoraPair] = []
-    modules: dict[str, nn.Module] = dict(model.named_modules())
-    for name, module in modules.items():
+    modules: Iterable[tuple[str, nn.Module]] = model.named_modules()
+    for name, module in modules:
         if not isinstance(module, LoraLayer) or adapter not in {*module.lora_A, *module.lora_embedding_A}:
             continue
         where = name.removeprefix(_WRAPPER)

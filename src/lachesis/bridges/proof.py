@@ -21,6 +21,7 @@ from lachesis.common.types import CanaryReading
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine, largest_difference
 from lachesis.engines.http.client import HttpEngine
+from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.served import DigestSlice
 
 logger = logging.getLogger("lachesis")
@@ -247,10 +248,9 @@ def digest_functions(
 
 
 def _parameter_slices(
-    policy: ModelPolicy, engine: HttpEngine, *, deadline: Deadline
+    policy: ModelPolicy, control: ServerControl, info: ServerInfo, *, deadline: Deadline
 ) -> Mapping[str, DigestSlice] | None:
-    info = engine.controls[0].info(deadline=deadline)
-    there = {name: tensor.shape for name, tensor in engine.controls[0].state_dict_info(deadline=deadline).items()}
+    there = {name: tensor.shape for name, tensor in control.state_dict_info(deadline=deadline).items()}
     try:
         return map_parameters(
             {name: tuple(p.shape) for name, p in base_parameters(policy.model).items()},

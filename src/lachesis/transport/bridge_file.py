@@ -134,9 +134,17 @@ def read_bridge_file(path: Path) -> BridgeFile:
     tensors = {name: SharedTensor.from_json(name, entry) for name, entry in entries.items()}
     _check_count(path, document, tensors)
     try:
-        texts = {key: str(document[key]) for key in ("model", "session_id", "url", "engine")}
-        numbers = {key: int(document[key]) for key in ("pid", "tp_degree", "dp_shard_degree")}
-        return BridgeFile(**texts, **numbers, tensors=tensors, path=path)
+        return BridgeFile(
+            model=str(document["model"]),
+            session_id=str(document["session_id"]),
+            url=str(document["url"]),
+            pid=int(document["pid"]),
+            engine=str(document["engine"]),
+            tp_degree=int(document["tp_degree"]),
+            dp_shard_degree=int(document["dp_shard_degree"]),
+            tensors=tensors,
+            path=path,
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, error) from error
 
