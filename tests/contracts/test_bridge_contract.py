@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +20,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lachesis.bridges.external import ExternalBridge
 from lachesis.bridges.in_process import InProcessBridge
 from lachesis.bridges.proof import SyncProof
 from lachesis.common.errors import EngineError, ModelError, StaleWeights, TrainingError
@@ -163,6 +165,19 @@ def test_a_step_that_fails_transfers_nothing_and_generation_goes_on(live: Live):
     assert live.bridge.last_report == report
     if not live.case.restarts:
         live.update()
+        check_engine(live)
+
+
+def test_an_engine_that_sleeps_while_the_trainer_computes_serves_its_update(live: Live, monkeypatch):
+    if not isinstance(live.bridge, ExternalBridge) or live.bridge.capabilities.shares_storage or live.case.restarts:
+        pytest.skip("it is never put to sleep")
+    live.catch_up()
+    monkeypatch.setattr(live.bridge, "_servers", replace(live.bridge._servers, sleeps=True))
+    for _ in range(2):
+        live.bridge.rest()
+        assert "asleep" in live.engine.health().detail
+        live.update()
+        assert live.engine.health().ready
         check_engine(live)
 
 

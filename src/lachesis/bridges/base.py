@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -24,13 +24,16 @@ class SyncReport:
     """What the last transfer cost and showed.
 
     ``seconds`` are from the end of the optimizer step until the engine serves ``version``, ``proof_seconds``
-    what the proof took after that; ``canary_error`` is in nats, ``None`` without proof.
+    what the proof took after that; ``canary_error`` is in nats, ``None`` without proof. An engine that sleeps while
+    the trainer computes took ``sleep_seconds`` to fall asleep and, as part of ``seconds``, ``wake_seconds`` to wake up.
     """
 
     version: int
     seconds: float
     proof_seconds: float
     canary_error: float | None
+    sleep_seconds: float | None = None
+    wake_seconds: float | None = None
 
 
 class Bridge(ABC, Generic[PolicyT]):
@@ -58,6 +61,7 @@ class Bridge(ABC, Generic[PolicyT]):
         self._pause_mode: PauseMode = pause_mode
         self._policy: PolicyT | None = None
         self.last_report: SyncReport | None = None
+        self._slept: float | None = None
         self.version = 0  # of the trainer's weights; the engine's lags behind it between transfers
 
     @abstractmethod
@@ -78,6 +82,15 @@ class Bridge(ABC, Generic[PolicyT]):
     @abstractmethod
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
         """Bring the trainer's current weights to the engine and give them ``version``, within ``deadline``."""
+
+    def rest(self) -> None:
+        """Called before the trainer computes: an engine that is to leave it the GPU's memory meanwhile falls asleep.
+
+        Leaving :meth:`update_to` wakes it up. Raises EngineError where it cannot sleep.
+        """
+
+    def wake(self) -> None:
+        """The reverse of :meth:`rest`. Idempotent."""
 
     def sync(self, version: int) -> SyncReport:
         """Transfer and prove outside of an update: before the first step and after a resume.
@@ -105,10 +118,13 @@ class Bridge(ABC, Generic[PolicyT]):
                 # Before the pause: one that failed half way must not leave the engine standing.
                 resuming.push(self._resume)
                 self._pause()
+            resuming.push(self._wake_after_failure)
             yield
             self.version = version
             if shares or due or version % self._every_steps == 0:
                 self._transfer_and_prove(version, resuming=resuming)
+            else:
+                self.retry(self.wake)
 
     def _pause(self) -> None:
         try:
@@ -124,6 +140,12 @@ class Bridge(ABC, Generic[PolicyT]):
         except LachesisError:
             if failure is None:
                 raise
+
+    def _wake_after_failure(self, kind: object, failure: BaseException | None, traceback: object) -> None:
+        """As ExitStack calls it: where nothing was transferred the engine goes on with what it has."""
+        if failure is not None:
+            with suppress(LachesisError):  # what failed first is the error
+                self.wake()
 
     def _transfer_and_prove(self, version: int, *, resuming: ExitStack) -> None:
         try:
@@ -141,6 +163,8 @@ class Bridge(ABC, Generic[PolicyT]):
             setting="deadlines.sync_s",
         )
         with deadline.waiting():
+            self.wake()
+            awake = time.perf_counter()
             self._transfer(version, deadline=deadline)
             # The canary goes through the engine's scheduler, which has to run for it.
             resuming.close()
@@ -152,6 +176,8 @@ class Bridge(ABC, Generic[PolicyT]):
             seconds=transferred - started,
             proof_seconds=time.perf_counter() - transferred,
             canary_error=error,
+            sleep_seconds=self._slept,
+            wake_seconds=None if self._slept is None else awake - started,
         )
 
     def recover(self, error: EngineError) -> None:

@@ -105,6 +105,7 @@ def _servers(
         proof_builder=proof if config.bridge.proof else None,
         owned=parts.owned,
         trains_in_engine=weights is not None,
+        sleeps=isinstance(config.engine, VllmEngineConfig) and config.engine.enable_sleep_mode,
         sync_s=config.deadlines.sync_s + start_s,
         every_steps=every_steps,
         pause_mode=pause,

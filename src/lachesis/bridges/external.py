@@ -5,10 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
+
+import torch
 
 from lachesis.bridges.base import Bridge, PolicyT
 from lachesis.bridges.proof import SyncProof
@@ -126,6 +129,7 @@ class Servers(Generic[PolicyT]):
         proof_builder: makes the proof of sync once both sides exist, or ``None`` for no proof.
         owned: their processes, where the run starts them: one that dies is started again.
         trains_in_engine: the policy is built on the engine's memory, and lost with it.
+        sleeps: they give their GPU memory back while the trainer computes.
         sync_s, every_steps, pause_mode: as in :class:`Bridge`.
     """
 
@@ -133,6 +137,7 @@ class Servers(Generic[PolicyT]):
     proof_builder: ProofBuilder[PolicyT] | None
     owned: OwnedEngine | None = None
     trains_in_engine: bool = False
+    sleeps: bool = False
     sync_s: float | None = None
     every_steps: int = 1
     pause_mode: PauseMode = "keep"
@@ -159,6 +164,18 @@ class ExternalBridge(Bridge[PolicyT]):
         self._policy = policy_builder()
         self.renew()
         return self._policy
+
+    def rest(self) -> None:
+        if self._servers.sleeps:
+            started = time.perf_counter()
+            self.retry(self.engine.sleep)
+            self._slept = time.perf_counter() - started
+
+    def wake(self) -> None:
+        if self._servers.sleeps:
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()  # what the allocator keeps of the training pass is the engine's again
+            self.engine.wake_up()
 
     def recover(self, error: EngineError) -> None:
         """Start an engine of the run's own that died again, once for each version, and bring it the weights.

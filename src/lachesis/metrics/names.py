@@ -117,6 +117,8 @@ METRICS: Mapping[str, Metric] = {
             "version is known.", (0.0, 4.0),
         ),
         Metric("transfer_time", "Transfer", "s", "From the end of the optimizer step to the engine serving it."),
+        Metric("sleep_time", "Falling asleep", "s", "The engine giving its GPU memory back before training."),
+        Metric("wake_time", "Waking up", "s", "The engine taking it again; part of the transfer."),
         Metric("proof_time", "Proof of sync", "s", "Comparing canary and digests of trainer and engine."),
         Metric("canary_error", "Canary error", "nats", "Engine against trainer on the fixed canary prompt."),
         Metric(

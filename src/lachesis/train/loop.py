@@ -52,6 +52,7 @@ class Trainer:
             except StopRequested:
                 self.checkpoints.maybe_save(step - 1, stopping=True)
                 return step - 1
+            self.bridge.rest()
             with clock.measure("train_time"):
                 metrics = self.policy.accumulate(batch)
             with clock.measure("sync_time"), self.bridge.update_to(step, due=self.evaluation.due(step)):
@@ -87,6 +88,8 @@ class Trainer:
             "transfer_time": Mean(report.seconds),
             "proof_time": Mean(report.proof_seconds),
         }
+        if report.sleep_seconds is not None and report.wake_seconds is not None:
+            metrics |= {"sleep_time": Mean(report.sleep_seconds), "wake_time": Mean(report.wake_seconds)}
         if report.canary_error is not None:
             metrics["canary_error"] = Mean(report.canary_error)
         return metrics

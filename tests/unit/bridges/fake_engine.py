@@ -87,6 +87,7 @@ class FakeServer(ServerControl):
         self.corrupt: Corruption = lambda tensors: tensors
         self.calls: list[str] = []
         self.workers = workers
+        self.asleep = False
         self._status = ReceiverStatus()
         self._channels: list[Channel] = []
 
@@ -132,10 +133,18 @@ class FakeServer(ServerControl):
         self._begin("set_version")
         self.version = version
 
+    def sleep(self, *, level: int = 1, deadline: Deadline) -> None:
+        self._begin("sleep")
+        self.asleep = True
+
+    def wake_up(self, *, deadline: Deadline) -> None:
+        self._begin("wake_up")
+        self.asleep = False
+
     def restarted(self, checkpoint: Path | None = None) -> None:
         """As after a new start, on a checkpoint if there is one."""
         self.session_id += "'"
-        self.owner, self.version, self.tensors = None, 0, {}
+        self.owner, self.version, self.tensors, self.asleep = None, 0, {}, False
         if checkpoint is not None:
             self._hold(load_checkpoint(checkpoint), 0, checkpoint)
 
@@ -200,6 +209,8 @@ class FakeServer(ServerControl):
         self.calls.append(call)
         if call in self.faults:
             raise self.faults.pop(call)
+        if self.asleep and call in ("canary", "load_adapter", "reload", "receive"):
+            raise Refused(f"while the engine is asleep there is no {call}", status=409)
 
 
 class FakeHttpEngine(HttpEngine):

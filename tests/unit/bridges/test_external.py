@@ -93,6 +93,51 @@ def test_weights_in_its_memory_died_with_it(tmp_path):
     assert "--resume" in raised.value.remedy
 
 
+def test_an_engine_that_sleeps_is_awake_for_its_weights_and_for_generation(tmp_path):
+    built = Built(tmp_path, sleeps=True, every_steps=2)
+    for version, expected in ((1, ["sleep", "wake_up"]), (2, ["sleep", "wake_up", "load_adapter", "canary"])):
+        built.server.calls.clear()
+        built.bridge.rest()
+        assert built.server.asleep
+        with built.bridge.update_to(version):
+            built.policy.step()
+            assert built.server.asleep, "also in the optimizer's step"
+        assert [call for call in built.server.calls if call != "info"] == expected
+        assert not built.server.asleep
+    report = built.bridge.last_report
+    assert report is not None and report.sleep_seconds is not None and report.wake_seconds is not None
+    assert 0 <= report.wake_seconds <= report.seconds
+
+
+def test_a_failed_step_leaves_the_engine_awake(tmp_path):
+    built = Built(tmp_path, sleeps=True)
+    built.bridge.rest()
+    with pytest.raises(EngineError, match="nothing"), built.bridge.update_to(1):
+        raise EngineError("nothing was computed")
+    assert not built.server.asleep and built.server.version == 0
+
+
+@pytest.mark.parametrize("every_steps", [1, 2])
+def test_one_that_dies_asleep_is_started_again_with_the_weights_of_now(every_steps: int, tmp_path):
+    built = Built(tmp_path, sleeps=True, every_steps=every_steps)
+    built.bridge.rest()
+    built.process.stop()
+    built.server.faults["wake_up"] = EngineError("the engine does not answer")
+    with built.bridge.update_to(1):
+        built.policy.step()
+    assert built.process.starts == 2 and not built.server.asleep
+    assert read(built.server.tensors) == read(lora_tensors(built.policy.model))
+
+
+def test_an_engine_that_does_not_sleep_is_not_asked_to(tmp_path):
+    built = Built(tmp_path)
+    built.bridge.rest()
+    with built.bridge.update_to(1):
+        built.policy.step()
+    assert not {"sleep", "wake_up"} & set(built.server.calls)
+    assert built.bridge.last_report is not None and built.bridge.last_report.wake_seconds is None
+
+
 def build(number: int = 2) -> tuple[OwnedEngine, list[FakeProcess]]:
     servers = [FakeServer(number=i) for i in range(number)]
     processes = [FakeProcess(server) for server in servers]

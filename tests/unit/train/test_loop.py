@@ -42,6 +42,9 @@ class Parts:
     def sync(self, version: int) -> None:
         self._call(f"sync {version}")
 
+    def rest(self) -> None:
+        self._call("rest")
+
     def retry(self, call: Callable[[], Any]) -> Any:
         return call()
 
@@ -117,6 +120,7 @@ def test_the_order_of_a_step():
         "evaluate? 0",
         "told of evaluation None",
         "next",
+        "rest",
         "accumulate",
         "enter update 1",
         "optimizer step",

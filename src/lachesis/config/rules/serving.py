@@ -100,6 +100,28 @@ def _engine(config: LachesisConfig) -> Iterator[Said]:
     yield from _context(config)
 
 
+def _sleep(config: LachesisConfig) -> Iterator[Said]:
+    """An engine that sleeps while the trainer computes generates for nobody meanwhile."""
+    engine = config.engine
+    if engine.kind != "vllm" or not engine.enable_sleep_mode:
+        return
+    if config.source.kind == "atropos":
+        yield problem(
+            "engine.enable_sleep_mode puts the engine to sleep while the trainer computes, and with source.kind "
+            "atropos environments ask it at any time; remove enable_sleep_mode"
+        )
+    if config.pipeline.async_prefetch:
+        yield problem(
+            "engine.enable_sleep_mode puts the engine to sleep while the trainer computes, and with "
+            "pipeline.async_prefetch it generates meanwhile; remove one of the two"
+        )
+    if engine.devices is not None:
+        yield note(
+            f"engine.enable_sleep_mode gives memory back on the engine's GPU: engine.devices {engine.devices} has to "
+            "name the trainer's, or nothing is gained"
+        )
+
+
 def _copies(engine: VllmEngineConfig) -> Iterator[Said]:
     """Whether each copy of the model has GPUs of its own."""
     needed = engine.data_parallel_size * engine.tensor_parallel_size
@@ -134,4 +156,4 @@ def _context(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-SERVING_RULES: tuple[Rule, ...] = (_shared, _merged, _engine, _bridge)
+SERVING_RULES: tuple[Rule, ...] = (_shared, _merged, _engine, _sleep, _bridge)

@@ -68,7 +68,8 @@ class VllmEngineConfig(EngineSection):
         default=False, description="Run without CUDA graphs: much slower, and needed by none of the bridges."
     )
     enable_sleep_mode: bool = Field(
-        default=False, description="Give the engine's memory back while the trainer works on the same GPU."
+        default=False,
+        description="Give the engine's GPU memory back while the trainer computes; its weights wait in host memory.",
     )
     devices: str | None = Field(
         default=None, description="CUDA_VISIBLE_DEVICES of the server; the trainer's own if unset."

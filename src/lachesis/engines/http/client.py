@@ -235,6 +235,16 @@ class HttpEngine(Engine):
         deadline = self._deadline("resuming the engine")
         self.on_all(lambda server: server.resume(deadline=deadline))
 
+    def sleep(self) -> None:
+        """All servers give their GPU memory back; requests wait until :meth:`wake_up`."""
+        deadline = self._deadline("putting the engine to sleep")
+        self.on_all(lambda server: server.sleep(deadline=deadline))
+
+    def wake_up(self) -> None:
+        """The reverse of :meth:`sleep`. Idempotent."""
+        deadline = self._deadline("waking up the engine")
+        self.on_all(lambda server: server.wake_up(deadline=deadline))
+
     def close(self) -> None:
         """Close the connections; requests in flight end with EngineError. The servers go on."""
         if self._closed:

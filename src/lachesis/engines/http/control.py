@@ -163,6 +163,14 @@ class ServerControl:
     def resume(self, *, deadline: Deadline) -> None:
         self.call(ops.RESUME, ops.Nothing(), deadline=deadline)
 
+    def sleep(self, *, level: int = 1, deadline: Deadline) -> None:
+        """Have the engine give its GPU memory back. At level 1 the weights stay on the host. Idempotent."""
+        self.call(ops.SLEEP, ops.Sleep(level=level), deadline=deadline)
+
+    def wake_up(self, *, deadline: Deadline) -> None:
+        """Have it take its memory again. Idempotent."""
+        self.call(ops.WAKE_UP, ops.Nothing(), deadline=deadline)
+
     def reload(self, path: Path, *, version: int, deadline: Deadline) -> None:
         self.call(ops.RELOAD, ops.Reload(path=path, weight_version=version), deadline=deadline)
 

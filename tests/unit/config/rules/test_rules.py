@@ -134,6 +134,18 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             "engine.devices 1,2,3 is not 4; name 4 of them",
         ),
         ({"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": SHARED}, "a sleeping engine gives up the tensors"),
+        (
+            {"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": {"kind": "broadcast"}, "source": ATROPOS},
+            "with source.kind atropos environments ask it at any time",
+        ),
+        (
+            {
+                "engine": {**VLLM, "enable_sleep_mode": True},
+                "bridge": {"kind": "broadcast"},
+                "pipeline": {"async_prefetch": True},
+            },
+            "pipeline.async_prefetch it generates meanwhile",
+        ),
         ({"engine": VLLM, "bridge": SHARED, "adapter": {"kind": "lora"}}, "use lora_only with share_base"),
         (
             {
