@@ -147,8 +147,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
     def close(self) -> None:
         if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+            self._disconnect()
             self._stop_receivers(Deadline("stopping the engine's receivers", _LAST_WORD_S))
         self._threads.shutdown(wait=False)
         super().close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
@@ -90,8 +90,7 @@ def lora_pairs(model: nn.Module) -> list[LoraPair]:
     """The adapter, a pair for each adapted layer."""
     adapter = _active_adapter(model)
     pairs: list[LoraPair] = []
-    modules: Iterable[tuple[str, nn.Module]] = model.named_modules()
-    for name, module in modules:
+    for name, module in cast(Iterable[tuple[str, nn.Module]], model.named_modules()):
         if not isinstance(module, LoraLayer) or adapter not in {*module.lora_A, *module.lora_embedding_A}:
             continue
         where = name.removeprefix(_WRAPPER)

@@ -124,7 +124,12 @@ class EngineWeights:
             for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 setattr(module, leaf, views[id(parameter)])
             for leaf, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
-                setattr(module, leaf, _real(buffer, f"{type(module).__name__}.{leaf}").to(self.device))
+                if buffer.is_meta:
+                    raise EngineError(
+                        f"the buffer {type(module).__name__}.{leaf} is on the meta device and no engine shares it",
+                        remedy="build the model with lachesis.train.model.loading.empty_transformer",
+                    )
+                setattr(module, leaf, buffer.to(self.device))
         self.slices = slices
         self._attached = {name: (p, p.data_ptr()) for name, p in model.named_parameters()}
         _log.info("Attached %d tensors", len(self._attached))
@@ -260,12 +265,3 @@ def _refuse_split(parts: int, url: str) -> None:
             "processes, and a trainer's parameter is one tensor, so they cannot be one copy",
             remedy="start the engine with --tensor-parallel-size 1, or use bridge.kind broadcast or lora_only",
         )
-
-
-def _real(buffer: Tensor, name: str) -> Tensor:
-    if buffer.is_meta:
-        raise EngineError(
-            f"the buffer {name} is on the meta device and no engine shares it",
-            remedy="build the model with lachesis.train.model.loading.empty_transformer",
-        )
-    return buffer

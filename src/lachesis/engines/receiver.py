@@ -188,7 +188,8 @@ class _Update:
                 self._channel.receive(self._spec.tensors, deadline=deadline) as arriving,
             ):
                 place = self._beside.staging_device(self._spec)
-                self.tensors = {name: _owned(tensor, place) for name, tensor in arriving}
+                # Copies of views into the receive buffer, which the next tensors overwrite.
+                self.tensors = {name: tensor.detach().to(place, copy=True) for name, tensor in arriving}
                 if self._beside.device.type == "cuda":
                     torch.cuda.current_stream().synchronize()
                 self.arrived.set()
@@ -227,11 +228,6 @@ class _Beside:
             # What the first update took stays with the stream for the next ones.
             self._has_room = size * 1.1 < free
         return self.device if self._has_room else torch.device("cpu")
-
-
-def _owned(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of a view into the receive buffer, which the next tensors overwrite."""
-    return tensor.detach().clone() if tensor.device == device else tensor.detach().to(device)
 
 
 def _ours(error: Exception, what: str) -> LachesisError:

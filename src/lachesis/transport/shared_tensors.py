@@ -168,7 +168,12 @@ class Attachments:
         Raises:
             EngineError: the memory is gone, on a GPU that this process does not see, or cannot be shared.
         """
-        key = _storage_key(shared.storage)
+        key = shared.storage
+        if isinstance(key, CudaStorage):
+            # Two exports of one storage have a reference counter and an event each.
+            key = replace(
+                key, ref_counter_handle_b64="", ref_counter_offset=0, event_handle_b64="", event_sync_required=False
+            )
         if key not in self._storages:
             if isinstance(shared.storage, CudaStorage):
                 self._storages[key] = _open_cuda(name, shared.storage)
@@ -239,15 +244,6 @@ def _check_fits(name: str, tensor: SharedTensor) -> None:
             f"its storage has {tensor.storage.storage_size}",
             remedy="have the engine export its weights anew",
         )
-
-
-def _storage_key(storage: CudaStorage | FileStorage) -> CudaStorage | FileStorage:
-    """Equal for two exports of one storage: each has a reference counter and an event of its own."""
-    if isinstance(storage, FileStorage):
-        return storage
-    return replace(
-        storage, ref_counter_handle_b64="", ref_counter_offset=0, event_handle_b64="", event_sync_required=False
-    )
 
 
 def _open_cuda(name: str, storage: CudaStorage) -> torch.UntypedStorage:

@@ -174,10 +174,9 @@ class TokenGate:
         with self.changed:
             # A signal handler in the generating thread cannot wait for it.
             if self._caller != threading.get_ident():
-                self.changed.wait_for(lambda: self.closed or not wanted() or self._at_rest())
-
-    def _at_rest(self) -> bool:
-        return self._calls == (self._waiting if self._held() else 0)
+                self.changed.wait_for(
+                    lambda: self.closed or not wanted() or self._calls == (self._waiting if self._held() else 0)
+                )
 
     def _held(self) -> bool:
         """Whether running calls wait at their next token. Those that are to end need no model for it."""

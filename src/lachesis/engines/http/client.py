@@ -40,7 +40,6 @@ class HttpEngine(Engine):
         urls: the servers, with or without ``/v1``; their order is that of :attr:`session_ids`.
         token: of their sessions; by default looked up for each server.
         control_s: the longest one of the calls that take no deadline may last, in seconds.
-        setting: the configuration key that holds ``control_s``.
         canary_tolerance: largest difference of a canary logprob between two servers, in nats.
         max_in_flight: most requests sent at the same time; further ones wait here.
 
@@ -54,7 +53,6 @@ class HttpEngine(Engine):
         *,
         token: str | None = None,
         control_s: float = 300.0,
-        setting: str = "deadlines.sync_s",
         canary_tolerance: float = 0.05,
         max_in_flight: int = 512,
     ) -> None:
@@ -63,7 +61,6 @@ class HttpEngine(Engine):
         if not addresses or len(set(addresses)) < len(addresses):
             raise ConfigError(f"the engine's servers are {addresses}", remedy="name at least one, and each once")
         self._control_s = control_s
-        self._setting = setting
         self._tolerance = canary_tolerance
         self._sessions: tuple[str, ...] = ()
         self._calls = GenerationCalls(self.controls, max_in_flight=max_in_flight, check_session=self.check_session)
@@ -79,7 +76,8 @@ class HttpEngine(Engine):
         """
         infos = tuple(self.on_all(lambda server: server.info(deadline=deadline)))
         for info in infos[1:]:
-            ours, theirs = (_model_identity(which) for which in (infos[0], info))
+            models = [one.model for one in (infos[0], info)]
+            ours, theirs = (f"{model.model} ({model.dtype}, {model.vocab_size} tokens)" for model in models)
             if ours != theirs:
                 raise EngineError(
                     f"the servers serve different models: {infos[0].url} has {ours}, {info.url} has {theirs}",
@@ -257,7 +255,7 @@ class HttpEngine(Engine):
 
     def _deadline(self, what: str) -> Deadline:
         self._check_open()
-        return Deadline(f"{what} ({len(self.controls)} inference servers)", self._control_s, self._setting)
+        return Deadline(f"{what} ({len(self.controls)} inference servers)", self._control_s, "deadlines.sync_s")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -335,7 +333,3 @@ def _info_or_reason(server: ServerControl, deadline: Deadline) -> ServerInfo | s
         return server.info(deadline=deadline)
     except LachesisError as error:
         return error.message
-
-
-def _model_identity(info: ServerInfo) -> str:
-    return f"{info.model.model} ({info.model.dtype}, {info.model.vocab_size} tokens)"

@@ -8,7 +8,7 @@ import secrets
 import socket
 import stat
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -30,14 +30,11 @@ class Session:
     """
 
     session_id: str
-    token: str
+    token: str = field(repr=False)
     url: str
     port: int
     pid: int
     adapter_roots: tuple[Path, ...] = ()
-
-    def __repr__(self) -> str:
-        return f"Session({self.session_id!r}, url={self.url!r}, pid={self.pid})"
 
 
 def new_session(*, host: str, port: int, adapter_roots: tuple[Path, ...] = (), token: str | None = None) -> Session:

@@ -7,31 +7,16 @@ from typing import Any
 
 import msgspec
 import vllm
-from vllm.inputs import TextPrompt, TokensPrompt
-from vllm.lora.lora_model import LoRAModel
-from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.request import LoRARequest
+from vllm.inputs import TextPrompt as TextPrompt
+from vllm.inputs import TokensPrompt as TokensPrompt
+from vllm.lora.lora_model import LoRAModel as LoRAModel
+from vllm.lora.peft_helper import PEFTHelper as PEFTHelper
+from vllm.lora.request import LoRARequest as LoRARequest
 from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from lachesis.engines.serving.served import Refused
-
-__all__ = [
-    "EngineDeadError",
-    "LoRAModel",
-    "LoRARequest",
-    "PEFTHelper",
-    "TextPrompt",
-    "TokensPrompt",
-    "caller_errors",
-    "can_reload_under_lora",
-    "engine_kind",
-    "later_output",
-    "lora_name_mapper",
-    "parse_sampling",
-    "sampling_fields",
-]
 
 # What the server itself decides, or what has no meaning in an answer of ours.
 _NOT_FOR_CALLERS = {

@@ -212,10 +212,8 @@ def _prompt_logprobs(output: Any) -> tuple[Mapping[int, float] | None, ...]:
     )
 
 
-def _finish_reason(reason: str | None) -> FinishReason | None:
-    if reason is None or reason in ("length", "abort"):
-        return reason  # type: ignore[return-value]
-    return "stop"
+def _finish_reason(reason: Any) -> FinishReason | None:
+    return reason if reason in (None, "length", "abort") else "stop"
 
 
 async def _all(work: Sequence[Awaitable[T]]) -> list[T]:

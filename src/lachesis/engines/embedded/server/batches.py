@@ -131,7 +131,13 @@ class BatchRunner:
             try:
                 self._generate(jobs)
             except EnginePaused:
-                self._put_back(jobs)
+                # A pause came between gathering and generating: nothing of these has begun.
+                with self._gate.changed:
+                    aborted = self._gate.aborting
+                    if not aborted:
+                        self._queue.extendleft(reversed(jobs))
+                if aborted:
+                    _end(jobs, None)
             except LachesisError as error:
                 logger.error("a batch of %d requests failed: %s", len(jobs), error)
                 _end(jobs, error)
@@ -169,15 +175,6 @@ class BatchRunner:
                 jobs.append(job)
                 room -= job.request.n
         return jobs
-
-    def _put_back(self, jobs: Sequence[Job]) -> None:
-        """A pause came between gathering and generating: nothing of these has begun."""
-        with self._gate.changed:
-            aborted = self._gate.aborting
-            if not aborted:
-                self._queue.extendleft(reversed(jobs))
-        if aborted:
-            _end(jobs, None)
 
     def _generate(self, jobs: Sequence[Job]) -> None:
         def listener(step: Step) -> Collection[int]:

@@ -85,10 +85,7 @@ class _Asked:
     requests: tuple[GenerateBody, ...]
     model: str
     body: _OpenAIBody
-
-    @property
-    def chat(self) -> bool:
-        return isinstance(self.body, _ChatBody)
+    chat: bool
 
 
 class OpenAIRoutes:
@@ -157,7 +154,7 @@ class OpenAIRoutes:
             )
             for prompt in prompts
         )
-        return _Asked(requests, body.model or info.served_names[0], body)
+        return _Asked(requests, body.model or info.served_names[0], body, chat=isinstance(body, _ChatBody))
 
     async def _answer(self, request: Request, asked: _Asked) -> Response:
         if asked.body.stream:

@@ -23,7 +23,6 @@ from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.embedded.loading import load_causal_lm
 from lachesis.engines.serving.adapter_files import (
     WEIGHTS_NAME,
-    AdapterFiles,
     adapted_module,
     adapted_modules,
     read_adapter,
@@ -69,7 +68,8 @@ class LoraSlot:
                 remedy=hint,
             )
         for name, features in modules.items():
-            own = _features(self._layers[name])
+            layer = self._layers[name]
+            own = tuple(layer.weight.shape) if isinstance(layer, Conv1D) else tuple(layer.weight.shape[::-1])
             if features != own:
                 raise Refused(
                     f"the adapter takes {name} to have {features[0]} inputs and {features[1]} outputs, here it has "
@@ -97,22 +97,6 @@ class LoraSlot:
             return output + nn.functional.linear(nn.functional.linear(inputs[0], pair[0]), pair[1])
 
         return add
-
-
-def read_weights(files: AdapterFiles, slot: LoraSlot) -> LoraPairs:
-    """The adapter's tensors, as the slot takes them.
-
-    Raises:
-        Refused: (422) it does not fit the model; (400) its file is damaged.
-    """
-    slot.check(files.modules, made_for=files.base_model)
-    try:
-        raw = load_file(files.path / WEIGHTS_NAME)
-    except (OSError, SafetensorError) as error:
-        raise Refused(
-            f"{files.path / WEIGHTS_NAME} cannot be read: {error}", remedy="save the adapter again"
-        ) from error
-    return slot.prepare(raw, scaling=files.spec.scaling)
 
 
 class EmbeddedWeights:
@@ -154,7 +138,13 @@ class EmbeddedWeights:
         """Put the adapter in ``path`` in force. Raises Refused where it is no adapter of this model."""
         slot = self._lora_slot()
         files = read_adapter(path, max_rank=self._max_lora_rank)
-        self._set_adapter(read_weights(files, slot), AdapterStatus(name, files.spec.r, files.spec.alpha, path))
+        slot.check(files.modules, made_for=files.base_model)
+        try:
+            raw = load_file(path / WEIGHTS_NAME)
+        except (OSError, SafetensorError) as error:
+            raise Refused(f"{path / WEIGHTS_NAME} cannot be read: {error}", remedy="save the adapter again") from error
+        weights = slot.prepare(raw, scaling=files.spec.scaling)
+        self._set_adapter(weights, AdapterStatus(name, files.spec.r, files.spec.alpha, path))
 
     def unload_adapter(self, *, name: str) -> None:
         """Serve the base weights. Raises Refused (404) where ``name`` is not the adapter in force."""
@@ -303,11 +293,6 @@ class EmbeddedWeights:
     def _named(self) -> dict[str, nn.Parameter]:
         """Parameters under all their names, tied ones too."""
         return dict(self._model.named_parameters(remove_duplicate=False))
-
-
-def _features(layer: nn.Linear | Conv1D) -> tuple[int, int]:
-    rows, columns = layer.weight.shape
-    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
 
 
 def _list(names: list[str]) -> str:
