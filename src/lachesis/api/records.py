@@ -11,6 +11,8 @@ from typing import Any
 BYTES_A_TOKEN = 64
 BYTES_AROUND = 640
 NOT_QUEUED = -1
+# Replies to posts that are kept for when they are repeated.
+RECEIPTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lachesis.api.dashboard import Dashboard
-from lachesis.api.journal import Journal, StoreFailed, sync_and_close
+from lachesis.api.journal import Journal, StoreFailed
 from lachesis.api.metrics import INTERVAL_S, History
 from lachesis.api.rollout_view import load_pieces
 from lachesis.api.routes import RECOVERY_S, Endpoints
@@ -193,12 +193,10 @@ async def _sync(journal: Journal) -> None:
     """One flush to the disk for all that a second brought."""
     while True:
         await asyncio.sleep(_SYNC_S)
-        files = journal.unsynced()
-        if files:
-            try:
-                await asyncio.shield(asyncio.to_thread(sync_and_close, files))
-            except OSError as error:
-                logger.error("the state directory may not survive a power cut: %s", error)
+        try:
+            await asyncio.shield(asyncio.to_thread(journal.sync))
+        except StoreFailed as error:
+            logger.error("the state directory may not survive a power cut: %s", error)
 
 
 def _listen(options: ServerOptions) -> socket.socket:

@@ -15,10 +15,8 @@ from typing import Any
 from lachesis.api.backlog import Backlog
 from lachesis.api.batching import plan_batch, waiting_for
 from lachesis.api.environments import Environments
-from lachesis.api.records import Change, RolloutBatch, Snapshot, StoredGroup
+from lachesis.api.records import RECEIPTS, Change, RolloutBatch, Snapshot, StoredGroup
 from lachesis.api.wire import EnvRegistration, Refusal, Registration
-
-_RECEIPTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +270,7 @@ class RolloutState:
     def remember(self, key: str, reply: bytes) -> None:
         """Keep the reply to a post for when it is repeated; the last 10,000 are known."""
         self._receipts[key] = reply
-        if len(self._receipts) > _RECEIPTS:
+        if len(self._receipts) > RECEIPTS:
             self._receipts.popitem(last=False)
 
     # -- anyone

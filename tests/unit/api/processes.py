@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -79,6 +80,17 @@ def scored(size: int, *, mark: int = 0, env_id: int | None = None, length: int =
         "env_id": env_id,
         **fields,
     }
+
+
+@contextmanager
+def full_disk(*, largest: int) -> Iterator[None]:
+    """Files of this process grow no further than ``largest`` bytes, until the block ends."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def marks(batch: list[dict[str, Any]]) -> list[int]:

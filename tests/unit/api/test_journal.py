@@ -1,18 +1,18 @@
 from __future__ import annotations
 
-import errno
 import gzip
 import json
-import os
 import random
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
 
-from lachesis.api.journal import Journal, StoreFailed, sync_and_close
+from lachesis.api.journal import Journal, StoreFailed
 from lachesis.api.records import Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.common.errors import ConfigError
-from tests.unit.api.processes import scored
+from tests.unit.api.processes import full_disk, scored
 
 
 def held(number: int, *, position: int | None = None, length: int = 50) -> HeldGroup:
@@ -29,9 +29,9 @@ def contents(journal: Journal) -> Snapshot:
     )  # fmt: skip
 
 
-def reopened(directory: Path, journal: Journal, **options) -> Snapshot:
+def reopened(directory: Path, journal: Journal) -> Snapshot:
     journal.close()
-    again = Journal(directory, **options)
+    again = Journal(directory)
     try:
         return contents(again)
     finally:
@@ -62,41 +62,53 @@ def test_what_was_committed_is_there_again(tmp_path):
     assert reopened(tmp_path, journal) == before
 
 
+def log_of(directory: Path) -> Path:
+    """What was committed since the disk was last told to keep it."""
+    return directory / "state.sqlite-wal"
+
+
 def test_death_at_any_byte_leaves_whole_changes(tmp_path):
     journal = Journal(tmp_path / "whole")
-    states = [contents(journal)]
-    ends = [os.path.getsize(tmp_path / "whole" / "00000001.journal")]
-    for change in history():
+    states, ends = [], []
+    for change in [Change(), *history()]:
         journal.commit(change)
         states.append(contents(journal))
-        ends.append(os.path.getsize(tmp_path / "whole" / "00000001.journal"))
-    journal.close()
-    data = (tmp_path / "whole" / "00000001.journal").read_bytes()
-    for cut in [*range(0, len(data), 7), len(data)]:
-        place = tmp_path / f"cut{cut}"
-        place.mkdir()
-        (place / "00000001.journal").write_bytes(data[:cut])
+        ends.append(log_of(tmp_path / "whole").stat().st_size)
+    data = log_of(tmp_path / "whole").read_bytes()
+    for cut in [*range(ends[0], len(data), 997), len(data)]:
+        place = shutil.copytree(tmp_path / "whole", tmp_path / f"cut{cut}")
+        log_of(place).write_bytes(data[:cut])
         again = Journal(place)
-        survived = max((index for index, end in enumerate(ends) if end <= cut), default=0)
+        survived = max(index for index, end in enumerate(ends) if end <= cut)
         assert contents(again) == states[survived]
         # And it goes on from there.
         again.commit(Change(added=(held(90),)))
         assert any(entry.number == 90 for entry in reopened(place, again).held)
+    journal.close()
 
 
-def test_damage_ends_a_segment(tmp_path, caplog):
-    journal = Journal(tmp_path)
+def test_damage_undoes_what_came_after_it(tmp_path):
+    journal = Journal(tmp_path / "whole")
     journal.commit(Change(added=(held(0),)))
     journal.commit(Change(added=(held(1),)))
+    place = shutil.copytree(tmp_path / "whole", tmp_path / "damaged")
     journal.close()
-    path = tmp_path / "00000001.journal"
-    data = bytearray(path.read_bytes())
+    data = bytearray(log_of(place).read_bytes())
     data[-10] ^= 1
-    path.write_bytes(data)
-    journal = Journal(tmp_path)
-    assert [entry.number for entry in contents(journal).held] == [0]
-    assert "ignored" in caplog.text
-    journal.close()
+    log_of(place).write_bytes(data)
+    assert [entry.number for entry in contents(Journal(place)).held] == [0]
+
+
+def test_a_file_that_is_no_database(tmp_path):
+    (tmp_path / "state.sqlite").write_bytes(b"x" * 5000)
+    with pytest.raises(ConfigError, match="cannot be used: file is not a database"):
+        Journal(tmp_path)
+
+
+def test_a_directory_of_an_earlier_version(tmp_path):
+    (tmp_path / "00000001.journal").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"earlier version.+let a server of that version hand out"):
+        Journal(tmp_path)
 
 
 def test_gzipped_posts_are_kept_as_they_came(tmp_path):
@@ -104,35 +116,44 @@ def test_gzipped_posts_are_kept_as_they_came(tmp_path):
     packed = gzip.compress(text)
     journal = Journal(tmp_path)
     journal.commit(Change(added=(held(0, length=9000),), packed=packed))
-    assert os.path.getsize(tmp_path / "00000001.journal") < 1000
+    assert packed in log_of(tmp_path).read_bytes() and b"x" * 100 not in log_of(tmp_path).read_bytes()
     (again,) = reopened(tmp_path, journal).held
     assert json.loads(again.group.json)["tokens"] == [[4] * 300] * 2
     assert again.group.sequences == 4
 
 
-def test_old_segments_go_and_what_is_needed_moves(tmp_path):
+def test_room_of_what_is_gone_is_used_again(tmp_path):
     chance = random.Random(2)
-    journal = Journal(tmp_path, segment_bytes=4000)
+    journal = Journal(tmp_path)
     journal.commit(Change(summary={"step": 3}, receipts=(("k", b"{}"),)))
     journal.commit(Change(added=(held(0), held(1)), batched=((1, 8),)))
     alive = {0, 1}
     for number in range(2, 400):
-        journal.commit(Change(added=(held(number, length=chance.randrange(10, 400)),)))
+        journal.commit(Change(added=(held(number, length=chance.randrange(5000, 20_000)),)))
         alive.add(number)
         if len(alive) > 12:
             gone = chance.choice(sorted(alive - {0, 1}))
             alive.remove(gone)
             journal.commit(Change(removed=(gone,)))
-    files = list(tmp_path.glob("*.journal"))
-    assert sum(path.stat().st_size for path in files) < 6 * 4000 and len(files) < 9
+        if number % 20 == 0:
+            journal.sync()
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 << 20
     before = contents(journal)
     assert {entry.number for entry in before.held} == alive and before.batch_of == {1: 8}
-    assert reopened(tmp_path, journal, segment_bytes=4000) == before
+    assert reopened(tmp_path, journal) == before
     assert before.summary == {"step": 3} and before.receipts == {"k": b"{}"}
 
 
+def test_the_last_receipts_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("lachesis.api.journal.RECEIPTS", 3)
+    journal = Journal(tmp_path)
+    for number in range(5):
+        journal.commit(Change(receipts=((f"key{number}", b"{}"),)))
+    assert list(reopened(tmp_path, journal).receipts) == ["key2", "key3", "key4"]
+
+
 def test_wipe(tmp_path):
-    journal = Journal(tmp_path, segment_bytes=500)
+    journal = Journal(tmp_path)
     for change in history():
         journal.commit(change)
     journal.commit(Change(wipe=True, summary={"step": 0}))
@@ -141,44 +162,17 @@ def test_wipe(tmp_path):
     assert [entry.number for entry in snapshot.held] == [0] and snapshot.receipts == {}
 
 
-def test_full_disk_changes_nothing(tmp_path, monkeypatch):
+def test_full_disk_changes_nothing(tmp_path):
     journal = Journal(tmp_path)
-    journal.commit(Change(added=(held(0),)))
+    journal.commit(Change(added=(held(0),), summary={"step": 1}))
     before = contents(journal)
-    real = os.writev
-
-    def half(file: int, parts: list[bytes]) -> int:
-        os.write(file, b"".join(parts)[:30])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "writev", half)
-    with pytest.raises(StoreFailed, match="No space left"):
-        journal.commit(Change(added=(held(1),)))
-    assert contents(journal) == before
-    monkeypatch.setattr(os, "writev", real)
-    journal.commit(Change(added=(held(2),)))
-    assert [entry.number for entry in reopened(tmp_path, journal).held] == [0, 2]
-
-
-def test_full_disk_at_a_new_segment(tmp_path, monkeypatch):
-    journal = Journal(tmp_path, segment_bytes=200)
-    journal.commit(Change(added=(held(0, length=300),), summary={"step": 1}))
-    monkeypatch.setattr(os, "writev", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
     for _ in range(2):
-        with pytest.raises(StoreFailed):
-            journal.commit(Change(added=(held(1),)))
-    monkeypatch.undo()
+        with full_disk(largest=log_of(tmp_path).stat().st_size + 3000), pytest.raises(StoreFailed, match="disk"):
+            journal.commit(Change(added=(held(1, length=200_000),)))
+        assert contents(journal) == before
     journal.commit(Change(added=(held(2),)))
     snapshot = reopened(tmp_path, journal)
     assert [entry.number for entry in snapshot.held] == [0, 2] and snapshot.summary == {"step": 1}
-
-
-def test_short_writes_are_finished(tmp_path, monkeypatch):
-    journal = Journal(tmp_path)
-    monkeypatch.setattr(os, "writev", lambda file, parts: os.write(file, b"".join(parts)[:11]))
-    journal.commit(Change(added=(held(0),)))
-    monkeypatch.undo()
-    assert len(reopened(tmp_path, journal).held) == 1
 
 
 def test_many_groups_at_once(tmp_path):
@@ -198,11 +192,15 @@ def test_one_server_a_directory(tmp_path):
         Journal(tmp_path / "file")
 
 
-def test_sync_hands_out_files_once(tmp_path):
-    journal = Journal(tmp_path)
+def test_what_is_synced_needs_no_log(tmp_path):
+    journal = Journal(tmp_path / "whole")
     journal.commit(Change(added=(held(0),)))
-    files = journal.unsynced()
-    assert len(files) == 1 and journal.unsynced() == []
-    sync_and_close(files)
+    thread = threading.Thread(target=journal.sync)
+    thread.start()
+    thread.join()
     journal.commit(Change(added=(held(1),)))
+    place = tmp_path / "without"
+    place.mkdir()
+    shutil.copy(tmp_path / "whole" / "state.sqlite", place)
     journal.close()
+    assert [entry.number for entry in contents(Journal(place)).held] == [0]

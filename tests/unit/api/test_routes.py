@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import gzip
 import json
 import os
@@ -17,7 +16,7 @@ from starlette.applications import Starlette
 
 from lachesis.api import routes
 from lachesis.api.server import ServerOptions, build_app
-from tests.unit.api.processes import ENVIRONMENT, REGISTRATION, marks, scored
+from tests.unit.api.processes import ENVIRONMENT, REGISTRATION, full_disk, marks, scored
 
 Talk = Callable[[httpx.AsyncClient], Awaitable[Any]]
 
@@ -117,11 +116,10 @@ def test_a_disk_that_fills_up_and_is_emptied(tmp_path: Path, monkeypatch: pytest
     async def talk(http: httpx.AsyncClient) -> None:
         await start(http)
         await http.post("/scored_data", json=scored(4, mark=1))
-        with monkeypatch.context() as full:
-            full.setattr(os, "writev", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "disk full")))
-            reply = await http.post("/scored_data", json=scored(4, mark=2))
+        with full_disk(largest=128 << 10):
+            reply = await http.post("/scored_data", json=scored(4, mark=2, length=20_000))
             assert reply.status_code == 503 and reply.headers["Retry-After"] == "5"
-            assert "disk full" in reply.json()["detail"]
+            assert "could not be written: disk" in reply.json()["detail"]
         assert (await http.get("/status")).json() == {"current_step": 0, "queue_size": 1}
         assert (await http.get("/healthz")).status_code == 503
         assert (await http.post("/scored_data", json=scored(4, mark=3))).status_code == 503
