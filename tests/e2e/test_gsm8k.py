@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from lachesis import cli
 from lachesis.common.imports import load_function
 from lachesis.common.types import Group
-from lachesis.environments.shipped.gsm8k_data import load_split
+from lachesis.environments.shipped.gsm8k import load_split
 from lachesis.metrics.sinks.jsonl import StepLine
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from tests import gsm8k

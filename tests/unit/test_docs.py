@@ -21,7 +21,7 @@ from lachesis.common import errors
 from lachesis.common.errors import LachesisError
 from lachesis.config.load import load_argv, load_config
 from lachesis.config.rules import check
-from lachesis.environments.flags import parse_options
+from lachesis.environments.settings import parse_options
 from lachesis.run import services as launch
 from lachesis.run.environments import find
 from tests.paths import ROOT

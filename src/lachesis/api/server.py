@@ -21,10 +21,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lachesis.api.dashboard import Dashboard
+from lachesis.api.dashboard import Dashboard, load_pieces
 from lachesis.api.journal import Journal, StoreFailed
 from lachesis.api.metrics import INTERVAL_S, History
-from lachesis.api.rollout_view import load_pieces
 from lachesis.api.routes import RECOVERY_S, Endpoints
 from lachesis.api.state import QueueLimits, RolloutState
 from lachesis.api.wire import Refusal

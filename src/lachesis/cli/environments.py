@@ -37,7 +37,7 @@ def run_environment(name: str, command: str, words: Sequence[str]) -> int:
         ConfigError: an unknown name, command or flag.
         LachesisError: what made the environment end.
     """
-    from lachesis.environments.flags import parse_options
+    from lachesis.environments.settings import parse_options
     from lachesis.run import environments
 
     if not name or HELP_FLAGS & {name, command, *words}:
@@ -84,7 +84,7 @@ def _evaluated(result: EvalResult) -> str:
 def print_help(name: str) -> None:
     """What the command does, and the flags of an environment, or those that all have."""
     from lachesis.environments.base import Environment
-    from lachesis.environments.flags import describe
+    from lachesis.environments.settings import describe
     from lachesis.environments.shipped import SHIPPED
     from lachesis.run.environments import find
 

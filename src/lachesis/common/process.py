@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -23,10 +24,54 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from lachesis.common import logs
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.common.http import server_url
+
+_TAIL_BYTES = 64 << 10
+_LINES, _CAUSES, _WIDTH = 12, 3, 300
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_CAUSE = re.compile(r"\b\w*(Error|Exception)\b: .")
+_REMEDIES = {
+    "out of memory": "lower --gpu-memory-utilization or --max-model-len, or free the device",
+    "Free memory on device": "lower --gpu-memory-utilization, or stop what else uses the device",
+    "No available memory for the cache blocks": "raise --gpu-memory-utilization or lower --max-model-len",
+    "address already in use": "choose another port",
+    # A fault of vLLM's CPU build: a prompt with a seed that is read in two steps ends it.
+    "CPU Generator does not use offset": "raise --max-num-batched-tokens, so that prompts are read in one step",
+    "unrecognized arguments": "correct the arguments; `vllm serve --help=all` lists them",
+}
+
+
+def last_lines(path: Path, *, start: int = 0) -> list[str]:
+    """The last lines from byte ``start`` on, after those before them that name an error, which are causes often.
+
+    Raises:
+        EngineError: the log cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(start, size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        raise EngineError(f"the log {path} cannot be read: {error.strerror}") from error
+    # Of a progress bar only what it showed last.
+    lines = [_COLOUR.sub("", line.rsplit("\r", 1)[-1]).rstrip()[:_WIDTH] for line in text.split("\n")]
+    lines = [line for line in lines if line]
+    end = lines[-_LINES:]
+    causes = [line for line in lines[:-_LINES] if _CAUSE.search(line)]
+    return [*dict.fromkeys(causes[-_CAUSES:]), *end]
+
+
+def remedy_of(lines: Sequence[str], *, killed: bool) -> str:
+    """What to do about a server that ended with these lines; empty if nothing is known about it."""
+    text = "\n".join(lines).lower()
+    for sign, advice in _REMEDIES.items():
+        if sign.lower() in text:
+            return advice
+    return "if nobody killed it, the machine ran out of memory: look at its kernel log" if killed else ""
+
 
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 # What the supervisor itself may take, besides the grace that its command gets.
@@ -169,19 +214,19 @@ class ManagedProcess:
 
     def last_lines(self) -> list[str]:
         """The end of what it has written since its last start."""
-        return logs.last_lines(self.log_path, start=self._life.log_start if self._life else 0)
+        return last_lines(self.log_path, start=self._life.log_start if self._life else 0)
 
     def _died(self, life: _Life) -> None:
         if self._on_death is not None:
             self._on_death(self._death(life))
 
     def _death(self, life: _Life) -> EngineError:
-        lines = logs.last_lines(self.log_path, start=life.log_start)
+        lines = last_lines(self.log_path, start=life.log_start)
         shown = "".join(f"\n  | {line}" for line in lines) or " (nothing)"
         return EngineError(
             f"{self.name} (pid {life.pid}, {shlex.join(self.command[:3])} ...) {life.ending()}; "
             f"the end of its log {self.log_path}:{shown}",
-            remedy=logs.remedy(lines, killed=life.code == -signal.SIGKILL) or f"read {self.log_path}",
+            remedy=remedy_of(lines, killed=life.code == -signal.SIGKILL) or f"read {self.log_path}",
         )
 
     def _check_time(self, deadline: Deadline) -> None:

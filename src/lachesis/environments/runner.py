@@ -12,8 +12,7 @@ from typing import Any
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.environments.base import Environment
-from lachesis.environments.counters import Counters
-from lachesis.environments.outputs import Outputs
+from lachesis.environments.outputs import Counters, Outputs
 from lachesis.environments.rollout_api import SETTING, NotRegistered, QueueStatus, Registered, RolloutApi
 from lachesis.environments.sender import Membership, Sender
 from lachesis.environments.workers import WorkerPool

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from lachesis.api.wire import EnvRegistration
-from lachesis.environments.counters import Counters
-from lachesis.environments.outputs import Outputs
+from lachesis.environments.outputs import Counters, Outputs
 from lachesis.environments.records import ScoredGroup
 from lachesis.environments.rollout_api import PostRefused, QueueFull, Registered, RolloutApi
 from lachesis.environments.settings import EnvironmentConfig

@@ -10,7 +10,7 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, EngineError, LachesisError
 from lachesis.environments.base import Environment
-from lachesis.environments.counters import Counters
+from lachesis.environments.outputs import Counters
 from lachesis.environments.records import ScoredGroup
 
 logger = logging.getLogger("lachesis.environments")

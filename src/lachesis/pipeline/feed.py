@@ -8,9 +8,9 @@ from typing import Any, Generic, TypeVar
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import Group
-from lachesis.pipeline.buffer import Slots
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.replay import ReplayBuffer
+from lachesis.pipeline.slots import Slots
 
 BatchT = TypeVar("BatchT")
 

@@ -11,10 +11,10 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
 from lachesis.common.group_codec import decode_group, encode_group
 from lachesis.common.types import Group
-from lachesis.pipeline.buffer import Slots
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import BatchT, Feed, Finisher
 from lachesis.pipeline.filters import fresh
+from lachesis.pipeline.slots import Slots
 
 _JOIN_S = 10.0
 

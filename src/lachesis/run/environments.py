@@ -16,11 +16,11 @@ from lachesis.common.imports import load_function
 from lachesis.common.types import EvalResult
 from lachesis.environments.base import Environment
 from lachesis.environments.client import InferenceClient
-from lachesis.environments.flags import EnvironmentOptions
 from lachesis.environments.outputs import Outputs
 from lachesis.environments.process import Processed, process
 from lachesis.environments.rollout_api import RolloutApi
 from lachesis.environments.runner import Runner, Summary
+from lachesis.environments.settings import EnvironmentOptions
 from lachesis.environments.shipped import SHIPPED
 from lachesis.environments.tokenizer import load_tokenizer
 

@@ -28,7 +28,7 @@ from lachesis.rollouts.atropos.source import build_atropos_source, keep_given_ad
 from lachesis.rollouts.base import RolloutSource
 from lachesis.rollouts.custom import CustomSource
 from lachesis.rollouts.datasets import Dataset, PromptStream, load_problems, split_eval
-from lachesis.rollouts.datasets.config_view import axolotl_names
+from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.evaluate import Evaluator, ScheduledEvaluation
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import LocalSource

@@ -36,7 +36,7 @@ from lachesis.config.schema import (
     LoraAdapterConfig,
 )
 from lachesis.engines.build import server_urls
-from lachesis.environments.flags import parse_options
+from lachesis.environments.settings import parse_options
 from lachesis.rollouts.atropos.client import api_url
 from lachesis.run.environments import find
 

@@ -17,8 +17,7 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
-from lachesis.common.logs import last_lines, remedy
-from lachesis.common.process import ManagedProcess, check_port_free, who_listens
+from lachesis.common.process import ManagedProcess, check_port_free, last_lines, remedy_of, who_listens
 from tests.paths import SOURCE
 from tests.ports import free_port
 from tests.waiting import LONG_S, LateDeadline
@@ -311,7 +310,7 @@ class TestLogs:
             last_lines(tmp_path / "none")
 
     def test_advice(self):
-        advice: Callable[..., str] = remedy
+        advice: Callable[..., str] = remedy_of
         assert "--gpu-memory" in advice(["torch.OutOfMemoryError: CUDA out of memory."], killed=False)
         assert "ran out of memory" in advice(["x"], killed=True)
         assert advice(["x"], killed=False) == ""

@@ -11,8 +11,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.types import EvalResult
-from lachesis.environments.counters import Counters
-from lachesis.environments.outputs import Outputs
+from lachesis.environments.outputs import Counters, Outputs
 
 RESULT = EvalResult(step=7, accuracy=0.5, mean_reward=0.25, problems=4, mean_length=3.0, seconds=1.0)
 

@@ -11,8 +11,7 @@ import pytest
 
 from lachesis.common.errors import DataError
 from lachesis.environments.client import InferenceClient
-from lachesis.environments.page import read_groups, render
-from lachesis.environments.process import free_name, process
+from lachesis.environments.process import free_name, process, read_groups, render
 from lachesis.environments.settings import EnvironmentConfig, ServerConfig
 from tests.unit.environments.servers import inference
 from tests.unit.environments.test_runner import TOKENIZER, Numbers

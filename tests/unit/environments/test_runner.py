@@ -22,8 +22,7 @@ from lachesis.environments import rollout_api as api_module
 from lachesis.environments import runner as runner_module
 from lachesis.environments.base import SingleTurn
 from lachesis.environments.client import InferenceClient
-from lachesis.environments.counters import Counters
-from lachesis.environments.outputs import Outputs
+from lachesis.environments.outputs import Counters, Outputs
 from lachesis.environments.records import ScoredGroup
 from lachesis.environments.rollout_api import QueueStatus, RolloutApi
 from lachesis.environments.runner import Runner, Summary

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.environments.flags import describe, parse_options
+from lachesis.environments.settings import describe, parse_options
 from lachesis.environments.shipped.arithmetic import ArithmeticConfig
 from lachesis.environments.shipped.gsm8k import Gsm8kConfig
 

@@ -25,8 +25,7 @@ from lachesis.environments.settings import ServerConfig
 from lachesis.environments.shipped import math_scoring
 from lachesis.environments.shipped.arithmetic import Arithmetic, problems
 from lachesis.environments.shipped.calculator import Calculator, problem_of
-from lachesis.environments.shipped.gsm8k import Gsm8k
-from lachesis.environments.shipped.gsm8k_data import MathProblem, load_split
+from lachesis.environments.shipped.gsm8k import Gsm8k, MathProblem, load_split
 from lachesis.environments.shipped.math_scoring import MathScorer
 from tests.paths import EXAMPLES
 from tests.tiny import EOS_ID, tiny_tokenizer

@@ -11,12 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from lachesis.common.errors import DataError
 from lachesis.common.types import Finding, Level
-from lachesis.rollouts.datasets.files import lines_of, parse_line
 from lachesis.rollouts.datasets.formats import PAIRS, Problem, detect_format, to_problems
-from lachesis.rollouts.datasets.library import is_hub_name, select
 from lachesis.rollouts.datasets.problems import Dataset, read_rows
 from lachesis.rollouts.datasets.rendering import Rendered, render, tokenize
-from lachesis.rollouts.datasets.rows import Row, aligned, column_names, is_blank
+from lachesis.rollouts.datasets.rows import (
+    Row,
+    aligned,
+    column_names,
+    is_blank,
+    is_hub_name,
+    lines_of,
+    parse_line,
+    select,
+)
 from lachesis.rollouts.datasets.transforms import TransformSpec, load_transform
 from lachesis.rollouts.rewards.grpo_code.rewards import extract_code
 from lachesis.rollouts.rewards.grpo_code.transforms import read_tests

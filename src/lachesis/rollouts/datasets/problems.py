@@ -15,12 +15,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lachesis.common.errors import DataError
 from lachesis.common.types import Prompt
-from lachesis.rollouts.datasets.files import read_bytes, read_file
 from lachesis.rollouts.datasets.formats import Format, Problem, detect_format, to_problems
-from lachesis.rollouts.datasets.library import is_hub_name, read_library, select
 from lachesis.rollouts.datasets.prepared import Prepared, key_of, load_prepared, save_prepared, tokenizer_digest
 from lachesis.rollouts.datasets.rendering import Rendered, check_template_kwargs, render, tokenize
-from lachesis.rollouts.datasets.rows import Row, aligned, column_names
+from lachesis.rollouts.datasets.rows import (
+    Row,
+    aligned,
+    column_names,
+    is_hub_name,
+    read_bytes,
+    read_file,
+    read_library,
+    select,
+)
 from lachesis.rollouts.datasets.stream import FOLLOW_UP
 from lachesis.rollouts.datasets.transforms import TransformSpec, source_digest, transform_rows
 

@@ -1,11 +1,17 @@
-"""A row of a dataset, and where it stands."""
+"""Rows of a dataset, and where they stand: from files, from directories and the hub, and parts of a split."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from lachesis.common.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +46,261 @@ def describe_type(value: object) -> str:
         return json.dumps(value)
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
     return kinds.get(type(value), f"a {type(value).__name__}")
+
+
+_LINE_REMEDY = "write one JSON object a line, each on one line, without commas or brackets around them"
+# Test cases of a programming problem are longer than the 131,072 characters that Python's reader takes at first.
+_LONGEST_CELL = 2**31 - 1
+_EXAMPLE = 'such as {"prompt": "37+45=", "answer": "28"}'
+
+
+def read_file(path: Path) -> list[Row]:
+    """All rows of a file, which its suffix tells the format of; a file without a known one is JSONL.
+
+    - ``.jsonl``: an object a line; blank lines are skipped
+    - ``.json``: a list of objects, ``{"data": [...]}`` with one, or JSONL under that name
+    - ``.csv``, ``.tsv``: a header, and strings only; an empty cell is ``None``
+    - ``.parquet``
+
+    Raises:
+        DataError: the file is missing, empty or malformed; the message names file and line.
+    """
+    readers: dict[str, Callable[[Path], list[Row]]] = {
+        ".json": _read_json,
+        ".csv": _read_csv,
+        ".tsv": _read_csv,
+        ".parquet": _read_parquet,
+    }
+    reader = readers.get(path.suffix.lower(), _read_jsonl)
+    rows = reader(path)
+    if not rows:
+        remedy = "give it one JSON object a line" if reader is _read_jsonl else "give it at least one problem"
+        raise DataError(f"the dataset {path} is empty", remedy=remedy)
+    return aligned(rows)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a file. Raises DataError where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"cannot read the dataset {path}: {error.strerror}",
+            remedy="check the path; in a configuration it is relative to the configuration's directory",
+        ) from error
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file that are not blank, numbered from 1, without a byte order mark."""
+    lines = read_bytes(path).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    return ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+
+
+def parse_line(place: str, line: bytes) -> Row:
+    """One line of JSONL. Raises DataError where it is no JSON object."""
+    value = _parse_json(place, _decode(place, line), _LINE_REMEDY)
+    if not isinstance(value, dict):
+        raise DataError(
+            f"{place}: {describe_type(value)}, not an object", remedy=f"write one JSON object a line, {_EXAMPLE}"
+        )
+    return Row(place, value)
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    return [parse_line(f"{path}, line {number}", line) for number, line in lines_of(path)]
+
+
+def _read_json(path: Path) -> list[Row]:
+    text = _decode(str(path), read_bytes(path).removeprefix(b"\xef\xbb\xbf"))
+    if not text.strip():
+        return []
+    if text.lstrip().startswith("{") and _first_line_is_json(text):
+        return _read_jsonl(path)
+    value = _parse_json(str(path), text, "write a list of objects")
+    entries = value.get("data") if isinstance(value, dict) else value
+    return _from_list(path, value, entries)
+
+
+def _from_list(path: Path, document: object, entries: object) -> list[Row]:
+    if not isinstance(entries, list):
+        what = 'an object without a list under "data"' if isinstance(document, dict) else describe_type(document)
+        raise DataError(
+            f"{path}: {what}, not a list of objects", remedy=f"write a list of objects, {_EXAMPLE}, or JSONL"
+        )
+    for number, entry in enumerate(entries, start=1):
+        if not isinstance(entry, dict):
+            raise DataError(
+                f"{path}, entry {number}: {describe_type(entry)}, not an object", remedy=f"write objects, {_EXAMPLE}"
+            )
+    return [Row(f"{path}, entry {number}", entry) for number, entry in enumerate(entries, start=1)]
+
+
+def _first_line_is_json(text: str) -> bool:
+    """Whether this is JSONL: its first line is whole, and either no ``{"data": [...]}`` or not the only one."""
+    first, _, rest = text.lstrip().partition("\n")
+    try:
+        value = json.loads(first)
+    except ValueError:
+        return False
+    return bool(rest.strip()) or not isinstance(value.get("data"), list)
+
+
+def _read_csv(path: Path) -> list[Row]:
+    text = _decode(str(path), read_bytes(path).removeprefix(b"\xef\xbb\xbf"))
+    csv.field_size_limit(_LONGEST_CELL)
+    reader = csv.DictReader(
+        io.StringIO(text, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True
+    )
+    rows = []
+    try:
+        _require_different_names(path, reader.fieldnames or [])
+        for record in reader:
+            place = f"{path}, line {reader.line_num}"
+            if None in record or None in record.values():
+                raise DataError(
+                    f"{place}: {'more' if None in record else 'fewer'} values than the header has columns",
+                    remedy="quote values that hold the separator or a line end",
+                )
+            rows.append(Row(place, {name: value or None for name, value in record.items()}))
+    except csv.Error as error:
+        raise DataError(
+            f"{path}, line {reader.line_num + 1}: malformed CSV: {error}",
+            remedy="mend the quotes of the row that begins in that line",
+        ) from error
+    return rows
+
+
+def _require_different_names(path: Path, names: Sequence[str]) -> None:
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(
+            f"{path}: the header has two columns called {twice[0]!r}", remedy="rename one, or remove it from the file"
+        )
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    from pyarrow import ArrowException, BufferReader
+    from pyarrow.parquet import read_table
+
+    content = read_bytes(path)
+    try:
+        records: list[dict[str, Any]] = read_table(BufferReader(content)).to_pylist()
+    except (ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path}: not a readable Parquet file: {error}", remedy="write the file anew") from error
+    return [Row(f"{path}, row {number}", record) for number, record in enumerate(records, start=1)]
+
+
+def _decode(place: str, content: bytes) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{place}: not UTF-8 text (byte {error.start + 1}: {error.reason})", remedy="save the file as UTF-8"
+        ) from error
+
+
+def _parse_json(place: str, text: str, remedy: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise DataError(f"{place}: malformed JSON: {error.msg} at {line}column {error.colno}", remedy=remedy) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: JSON that cannot be read: {error}", remedy="mend that line") from error
+
+
+_DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".tsv", ".parquet", ".ndjson", ".txt"})
+_SLICE = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
+
+
+def is_hub_name(path: str) -> bool:
+    """``owner/name`` or ``name``, where nothing of that name is on this disk and nothing looks like a file."""
+    if path.startswith((".", "/", "~")) or Path(path).suffix.lower() in _DATA_SUFFIXES or Path(path).exists():
+        return False
+    return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", path) is not None
+
+
+def read_library(path: str, *, name: str | None, split: str) -> tuple[list[Row], str]:
+    """Rows of a dataset on the hub or in a directory, and a fingerprint of their content.
+
+    A directory holds files of data, or what ``Dataset.save_to_disk`` wrote.
+
+    Args:
+        split: as the library writes it: ``train``, ``train[:100]``, ``train[10%:]``, ``train+test``.
+
+    Raises:
+        DataError: it is not there, cannot be reached, or has no such split or configuration.
+    """
+    import datasets
+
+    try:
+        if _saved_to_disk(Path(path)):
+            loaded = _part_of(datasets.load_from_disk(path), path, split)
+        else:
+            loaded = datasets.load_dataset(path, name, split=split)
+        records: Sequence[Mapping[str, Any]] = loaded.to_list()
+    except DataError:
+        raise
+    except Exception as error:  # the library raises errors of a dozen packages
+        raise _unreadable(path, name, split, error) from error
+    if not records:
+        raise DataError(f"the split {split!r} of the dataset {path} is empty", remedy="name another split")
+    rows = [Row(f"{path} ({split}), row {number}", record) for number, record in enumerate(records, start=1)]
+    return rows, str(loaded._fingerprint)
+
+
+def select(rows: Sequence[Row], split: str, path: Path) -> list[Row]:
+    """The part of a file's rows that ``split`` names: a file has the split ``train`` alone, whole or a slice.
+
+    Raises:
+        DataError: the split is another one, malformed, or empty.
+    """
+    match = _SLICE.fullmatch(split)
+    if match is None or match["name"] != "train":
+        raise DataError(
+            f"{path} is a file, which has no split {split!r}",
+            remedy="write train, or a part of it such as train[:100] or train[10%:], or name another file",
+        )
+    start, stop = (_position(match[end], len(rows)) for end in ("start", "stop"))
+    chosen = list(rows[start:stop])
+    if not chosen:
+        raise DataError(f"{path} has {len(rows)} rows: {split} is empty", remedy="name another part")
+    return chosen
+
+
+def _position(text: str | None, count: int) -> int | None:
+    if text is None:
+        return None
+    return round(int(text[:-1]) / 100 * count) if text.endswith("%") else int(text)
+
+
+def _saved_to_disk(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _part_of(loaded: Any, path: str, split: str) -> Any:
+    """A split, or a part of one, of what was saved to disk. A dataset without splits has ``train`` alone."""
+    match = _SLICE.fullmatch(split)
+    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+    if match is None or match["name"] not in splits:
+        raise DataError(
+            f"the dataset {path} has no split {split!r}", remedy=f"name one of: {', '.join(map(str, splits))}"
+        )
+    dataset = splits[match["name"]]
+    start, stop = (_position(match[end], len(dataset)) for end in ("start", "stop"))
+    return dataset.select(range(len(dataset))[start:stop])
+
+
+def _unreadable(path: str, name: str | None, split: str, error: Exception) -> DataError:
+    what = f"{path}{f', {name}' if name else ''}, split {split!r}"
+    kind, text = type(error).__name__, " ".join(str(error).split())
+    offline = kind in ("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError") or "reach" in text
+    if offline and not Path(path).exists():
+        remedy = "go online, download it beforehand on a machine that is, or name a local file in data.path"
+        return DataError(
+            f"the dataset {what} is not in the cache, and the hub cannot be reached: {kind}: {text}", remedy=remedy
+        )
+    if (cause := error.__cause__) is not None:
+        text = " ".join(str(cause).split())
+    return DataError(
+        f"cannot read the dataset {what}: {kind}: {text}", remedy="check the path, data.name and data.split"
+    )

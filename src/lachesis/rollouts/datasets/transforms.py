@@ -1,4 +1,4 @@
-"""Functions of the user that make rows into other rows, before their format is looked at."""
+"""Functions of the user that make rows into other rows, before their format is looked at, and what they are told."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.imports import describe_exception, load_function
-from lachesis.rollouts.datasets.config_view import ConfigView
+from lachesis.config.schema import LachesisConfig
 from lachesis.rollouts.datasets.rows import Row, describe_type
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 # Beside the columns to remove, options of ``Dataset.map`` that say how it should go about it, not what to do.
 _UNDERSTOOD = frozenset({"remove_columns", "desc", "num_proc", "load_from_cache_file", "keep_in_memory", "batched"})
@@ -171,3 +172,69 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return inspect.signature(function).parameters
     except (TypeError, ValueError):  # some built-in callables have no signature
         return {}
+
+
+class ConfigView(Mapping[str, Any]):
+    """A read-only mapping whose keys are attributes too; what there is not is ``None``, as with Axolotl's."""
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        self._values = dict(values or {})
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values.get(key)
+        return ConfigView(value) if isinstance(value, Mapping) else value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # asked for by copy and pickle before there are values
+            raise AttributeError(name)
+        return self[name]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._values
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or ``default`` where there is none."""
+        return self[key] if key in self._values else default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        return f"ConfigView({self._values!r})"
+
+
+def axolotl_names(config: LachesisConfig) -> dict[str, Any]:
+    """What transforms usually ask a configuration for, under Axolotl's names. Plain values only."""
+    sampling, data = config.sampling, config.data
+    return {
+        "base_model": config.model.path,
+        "rl": "grpo",
+        "seed": config.run.seed,
+        "max_steps": config.run.steps,
+        "num_epochs": config.run.epochs,
+        "sequence_len": data.max_prompt_length,
+        "chat_template": config.model.chat_template,
+        "micro_batch_size": config.batch.micro_batch_size,
+        "learning_rate": config.optimizer.learning_rate,
+        "output_dir": config.run.dir,
+        "dataset_processes": data.processes,
+        "dataset_prepared_path": data.prepared_path,
+        "datasets": [
+            {"path": one.path, "name": one.name, "split": one.split, "type": one.transform}
+            for one in (data, *data.more)
+        ],
+        "trl": {
+            "num_generations": sampling.num_generations,
+            "max_completion_length": sampling.max_completion_length,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "chat_template_kwargs": dict(data.chat_template_kwargs),
+            "reward_funcs": list(config.rewards.functions),
+            "reward_weights": config.rewards.weights,
+        },
+    }

@@ -9,9 +9,15 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.config.schema import LachesisConfig
-from lachesis.rollouts.datasets.config_view import ConfigView, axolotl_names
 from lachesis.rollouts.datasets.rows import Row
-from lachesis.rollouts.datasets.transforms import TransformSpec, load_transform, source_digest, transform_rows
+from lachesis.rollouts.datasets.transforms import (
+    ConfigView,
+    TransformSpec,
+    axolotl_names,
+    load_transform,
+    source_digest,
+    transform_rows,
+)
 
 DOCUMENTED = """
 def prompt_transform(cfg, *args, **kwargs):

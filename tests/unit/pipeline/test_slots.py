@@ -6,7 +6,7 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded
-from lachesis.pipeline.buffer import Slots
+from lachesis.pipeline.slots import Slots
 from tests.waiting import LONG_S
 
 FOREVER = Deadline("test", None)

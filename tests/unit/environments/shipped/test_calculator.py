@@ -7,7 +7,7 @@ import time
 import pytest
 
 from lachesis.common.errors import DataError
-from lachesis.environments.shipped.expressions import calculate
+from lachesis.environments.shipped.calculator import calculate
 
 
 @pytest.mark.parametrize(
