@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lachesis.common.deadline import Deadline
@@ -123,6 +124,7 @@ class RolloutTrainer:
         return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
 
 
+@dataclass(kw_only=True, eq=False)
 class CustomSource(LocalSource):
     """A source whose samples come from a function of the user.
 
@@ -131,44 +133,23 @@ class CustomSource(LocalSource):
     them) with one entry per prompt that it got; ``env_mask`` is 0 for tokens that the model did not sample.
     All other fields are columns for the reward functions.
 
+    Whether a resumed run goes on exactly is up to the function: ``trainer.generate`` does.
+
     Args:
         rollout_func: the function, and ``name`` what messages call it.
         eos_token_ids: a completion that ends with one of them, or with a token of the environment, is whole.
         vocab_size: of the model; no token id may reach it.
-
-    The other arguments are those of :class:`LocalSource`. Whether a resumed run goes on exactly is up to the
-    function: ``trainer.generate`` does.
     """
 
-    def __init__(
-        self,
-        *,
-        rollout_func: RolloutFunction,
-        name: str,
-        tokenizer: PreTrainedTokenizerBase,
-        eos_token_ids: Sequence[int],
-        vocab_size: int,
-        engine: Engine,
-        params: SamplingParams,
-        num_generations: int,
-        **rest: Any,
-    ) -> None:
-        self._function = rollout_func
-        self._name = name
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._vocab_size = vocab_size
-        self._tokenizer = tokenizer
-        self._args = RolloutArgs(
-            num_generations=num_generations,
-            max_completion_length=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-        )
+    rollout_func: RolloutFunction
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    eos_token_ids: Collection[int]
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._thread = CallThread("rollout function")
-        super().__init__(engine=engine, params=params, num_generations=num_generations, **rest)
 
     def close(self) -> None:
         """End the thread that the function runs on. Idempotent."""
@@ -179,20 +160,20 @@ class CustomSource(LocalSource):
 
     def _sample(self, prompts: list[Prompt], seeds: list[int], deadline: Deadline) -> list[Item]:
         """Raises EngineError where the function failed or returned something else."""
-        repeated = [prompt for prompt in prompts for _ in range(self._num_generations)]
-        first = self._engine.health().version
+        repeated = [prompt for prompt in prompts for _ in range(self.num_generations)]
+        first = self.engine.health().version
         output = self._call(repeated, seeds, deadline)
-        versions = VersionSpan(first, self._engine.health().version)
+        versions = VersionSpan(first, self.engine.health().version)
         fields = read_fields(
             output,
-            name=self._name,
+            name=self.name,
             prompts=len(prompts),
-            num_generations=self._num_generations,
-            vocab_size=self._vocab_size,
+            num_generations=self.num_generations,
+            vocab_size=self.vocab_size,
         )
-        texts = self._decode(fields.completion_ids)
+        texts = self.decode(fields.completion_ids)
         samples = [self._as_sample(fields, index, texts[index], versions) for index in range(len(repeated))]
-        size = self._num_generations
+        size = self.num_generations
         return [
             Item(
                 Group(prompt, tuple(samples[number * size : (number + 1) * size])),
@@ -203,30 +184,34 @@ class CustomSource(LocalSource):
 
     def _call(self, repeated: Sequence[Prompt], seeds: Sequence[int], deadline: Deadline) -> object:
         trainer = RolloutTrainer(
-            processing_class=self._tokenizer,
-            args=self._args,
+            processing_class=self.tokenizer,
+            args=RolloutArgs(
+                num_generations=self.num_generations,
+                max_completion_length=self.params.max_tokens,
+                temperature=self.params.temperature,
+                top_p=self.params.top_p,
+                top_k=self.params.top_k,
+                min_p=self.params.min_p,
+                repetition_penalty=self.params.repetition_penalty,
+            ),
             state=TrainerState(global_step=self._step),
-            engine=self._engine,
-            params=self._params,
-            seeds=[request_seed(seed, number) for seed in seeds for number in range(self._num_generations)],
+            engine=self.engine,
+            params=self.params,
+            seeds=[request_seed(seed, number) for seed in seeds for number in range(self.num_generations)],
             deadline=deadline,
         )
         asked = [own(list(prompt.messages)) if prompt.messages else prompt.text for prompt in repeated]
         remaining = deadline.remaining_s()
-        outcome = self._thread.call(
-            lambda prompts, trainer: self._function(prompts, trainer),
-            {"prompts": asked, "trainer": trainer},
-            timeout_s=remaining,
-        )
+        outcome = self._thread.call(partial(self.rollout_func, asked, trainer), {}, timeout_s=remaining)
         if outcome.hung:
-            deadline.check(f"in the rollout function {self._name!r}")
-            raise DeadlineExceeded(f"the rollout function {self._name!r} did not return within {remaining:g} s")
+            deadline.check(f"in the rollout function {self.name!r}")
+            raise DeadlineExceeded(f"the rollout function {self.name!r} did not return within {remaining:g} s")
         if isinstance(outcome.error, EngineError | DeadlineExceeded):
             raise outcome.error
         if outcome.error is not None:
-            code = getattr(self._function, "__code__", None)
+            code = getattr(self.rollout_func, "__code__", None)
             raise EngineError(
-                f"the rollout function {self._name!r} raised "
+                f"the rollout function {self.name!r} raised "
                 f"{describe_exception(outcome.error, code.co_filename if code else None)}",
                 remedy="mend it; what it gets is described with CustomSource",
             ) from outcome.error
@@ -235,7 +220,7 @@ class CustomSource(LocalSource):
     def _as_sample(self, fields: Fields, index: int, text: str, versions: VersionSpan) -> Sample:
         ids = fields.completion_ids[index]
         mask = fields.env_mask[index] if fields.env_mask is not None else None
-        whole = ids[-1] in self._eos_token_ids or (mask is not None and mask[-1] == 0)
+        whole = ids[-1] in self.eos_token_ids or (mask is not None and mask[-1] == 0)
         return Sample(
             prompt_ids=tuple(fields.prompt_ids[index]),
             completion_ids=tuple(ids),
@@ -244,7 +229,7 @@ class CustomSource(LocalSource):
             versions=versions,
             text=text,
             mask=None if mask is None else tuple(mask),
-            temperature=1.0 if self._params.greedy else self._params.temperature,
+            temperature=1.0 if self.params.greedy else self.params.temperature,
         )
 
 

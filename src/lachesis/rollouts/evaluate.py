@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, RewardError
@@ -13,50 +14,41 @@ from lachesis.rollouts.generation import TextDecoder, generate_groups, request_s
 from lachesis.rollouts.rewards.rewarder import Rewarder
 
 
+@dataclass(kw_only=True)
 class Evaluator:
     """Samples completions of every held-out problem (one, greedily, by ``params``) and scores them.
 
     Evaluations of one run use the same seeds each time, so they can be compared where they sample.
+
+    Args:
+        samples: completions of each problem.
+        success_reward: a completion with at least this total reward is a success.
+        limit: use the first ``limit`` problems only.
+        generation_s: limit of generating all completions of one evaluation, in seconds.
+
+    Raises:
+        DataError: there are no problems.
+        RewardError: a reward function needs a column that the problems do not have.
     """
 
-    def __init__(
-        self,
-        problems: Sequence[Prompt],
-        *,
-        engine: Engine,
-        rewarder: Rewarder,
-        decode: TextDecoder,
-        params: SamplingParams,
-        samples: int = 1,
-        success_reward: float = 1.0,
-        limit: int | None = None,
-        seed: int = 0,
-        generation_s: float | None = None,
-    ) -> None:
-        """Args:
-            samples: completions of each problem.
-            success_reward: a completion with at least this total reward is a success.
-            limit: use the first ``limit`` problems only.
-            generation_s: limit of generating all completions of one evaluation, in seconds.
+    problems: Sequence[Prompt]
+    engine: Engine
+    rewarder: Rewarder
+    decode: TextDecoder
+    params: SamplingParams
+    samples: int = 1
+    success_reward: float = 1.0
+    limit: int | None = None
+    seed: int = 0
+    generation_s: float | None = None
 
-        Raises:
-            DataError: there are no problems.
-            RewardError: a reward function needs a column that the problems do not have.
-        """
-        self._problems = list(problems[:limit])
-        if not self._problems:
+    def __post_init__(self) -> None:
+        self.problems = self.problems[: self.limit]
+        if not self.problems:
             raise DataError(
                 "there are no held-out problems to evaluate on", remedy="set data.eval_path or data.eval_size"
             )
-        rewarder.check_columns({name for problem in self._problems for name in problem.columns})
-        self._engine = engine
-        self._rewarder = rewarder
-        self._decode = decode
-        self._params = params
-        self._samples = samples
-        self._success_reward = success_reward
-        self._seed = seed
-        self._generation_s = generation_s
+        self.rewarder.check_columns({name for problem in self.problems for name in problem.columns})
 
     def run(self, step: int) -> EvalResult:
         """Evaluate the engine's current weights.
@@ -71,19 +63,19 @@ class Evaluator:
         """
         started = time.monotonic()
         groups = generate_groups(
-            self._problems,
-            engine=self._engine,
-            params=self._params,
-            num_generations=self._samples,
-            seeds=[request_seed(self._seed, number) for number in range(len(self._problems))],
-            decode=self._decode,
+            self.problems,
+            engine=self.engine,
+            params=self.params,
+            num_generations=self.samples,
+            seeds=[request_seed(self.seed, number) for number in range(len(self.problems))],
+            decode=self.decode,
             deadline=Deadline(
-                name=f"evaluation at step {step}: generation for {len(self._problems)} problems",
-                limit_s=self._generation_s,
+                name=f"evaluation at step {step}: generation for {len(self.problems)} problems",
+                limit_s=self.generation_s,
                 setting="deadlines.generation_s",
             ),
         )
-        scored = self._rewarder.score(groups, on_error="fail").groups
+        scored = self.rewarder.score(groups, on_error="fail").groups
         return self._result(step, scored, seconds=time.monotonic() - started)
 
     def _result(self, step: int, groups: Sequence[Group], *, seconds: float) -> EvalResult:
@@ -96,22 +88,23 @@ class Evaluator:
             )
         return EvalResult(
             step=step,
-            accuracy=sum(reward >= self._success_reward for reward in rewards) / len(samples),
+            accuracy=sum(reward >= self.success_reward for reward in rewards) / len(samples),
             mean_reward=sum(rewards) / len(rewards),
             problems=len(groups),
             mean_length=sum(len(sample.completion_ids) for sample in samples) / len(samples),
             seconds=seconds,
-            samples=self._samples,
-            pass_at_k=self._pass_at_k(groups) if self._samples > 1 else None,
+            samples=self.samples,
+            pass_at_k=self._pass_at_k(groups) if self.samples > 1 else None,
         )
 
     def _pass_at_k(self, groups: Sequence[Group]) -> float:
         solved = [
-            any(reward is not None and reward >= self._success_reward for reward in group.rewards) for group in groups
+            any(reward is not None and reward >= self.success_reward for reward in group.rewards) for group in groups
         ]
         return sum(solved) / len(solved)
 
 
+@dataclass(frozen=True, slots=True)
 class ScheduledEvaluation:
     """Evaluates when it is due: before the first step, every N steps, and after the last.
 
@@ -121,15 +114,14 @@ class ScheduledEvaluation:
         last_step: of the run.
     """
 
-    def __init__(self, evaluator: Evaluator | None, *, every_steps: int, last_step: int) -> None:
-        self._evaluator = evaluator
-        self._every_steps = every_steps
-        self._last_step = last_step
+    evaluator: Evaluator | None
+    every_steps: int
+    last_step: int
 
     def due(self, step: int) -> bool:
         """Whether the weights after ``step`` are looked at, so that the engine must have them."""
-        return step in (0, self._last_step) or (self._every_steps > 0 and step % self._every_steps == 0)
+        return step in (0, self.last_step) or (self.every_steps > 0 and step % self.every_steps == 0)
 
     def maybe_run(self, step: int) -> EvalResult | None:
         """Evaluate the weights after ``step`` if that is due. Raises as :meth:`Evaluator.run`."""
-        return self._evaluator.run(step) if self._evaluator is not None and self.due(step) else None
+        return self.evaluator.run(step) if self.evaluator is not None and self.due(step) else None

@@ -32,42 +32,33 @@ class Rollouts:
     reward_s: float
 
 
+@dataclass(kw_only=True, eq=False)
 class LocalSource(RolloutSource):
     """Samples ``num_generations`` completions a prompt and scores them.
 
     The completions of a prompt depend on the weights, the run's seed and the number of requests before it, so
     a resumed run samples what the uninterrupted one would have. A call that raises leaves the source as it
     was before: its prompts and request numbers come again.
+
+    Args:
+        decode: token ids of many completions to their texts.
+        seed: the run's; the seeds of requests derive from it.
+        generation_s: limit of one generation, in seconds, within the deadline of the caller.
+
+    Raises:
+        RewardError: a reward function needs a column that the dataset does not have.
     """
 
-    def __init__(
-        self,
-        *,
-        stream: PromptStream,
-        engine: Engine,
-        rewarder: Rewarder,
-        decode: TextDecoder,
-        params: SamplingParams,
-        num_generations: int,
-        seed: int,
-        generation_s: float | None = None,
-    ) -> None:
-        """Args:
-            decode: token ids of many completions to their texts.
-            seed: the run's; the seeds of requests derive from it.
-            generation_s: limit of one generation, in seconds, within the deadline of the caller.
+    stream: PromptStream
+    engine: Engine
+    rewarder: Rewarder
+    decode: TextDecoder
+    params: SamplingParams
+    num_generations: int
+    seed: int
+    generation_s: float | None = None
 
-        Raises:
-            RewardError: a reward function needs a column that the dataset does not have.
-        """
-        self._stream = stream
-        self._engine = engine
-        self._rewarder = rewarder
-        self._decode = decode
-        self._params = params
-        self._num_generations = num_generations
-        self._seed = seed
-        self._generation_s = generation_s
+    def __post_init__(self) -> None:
         self._requests = 0
         self._step = 0
         self._counts: Counter[str] = Counter()
@@ -75,7 +66,7 @@ class LocalSource(RolloutSource):
         self._check_columns()
 
     def _check_columns(self) -> None:
-        self._rewarder.check_columns(self._stream.columns)
+        self.rewarder.check_columns(self.stream.columns)
 
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
         """Scored groups of the next ``count`` prompts, less those whose reward failed under ``drop_group``.
@@ -85,7 +76,7 @@ class LocalSource(RolloutSource):
         first_request, taken, errors = self._requests, [], []
         try:
             for _ in range(_MOST_EMPTY_BATCHES):
-                prompts = self._stream.take(count)
+                prompts = self.stream.take(count)
                 taken += prompts
                 groups, errors = self._attempt(prompts, deadline)
                 if groups:
@@ -96,15 +87,15 @@ class LocalSource(RolloutSource):
                 remedy=errors[-1].remedy,
             )
         except BaseException:
-            self._stream.put_back(taken)
+            self.stream.put_back(taken)
             self._requests = first_request
             raise
 
     def _attempt(self, prompts: list[Prompt], deadline: Deadline) -> tuple[list[Group], list[RewardError]]:
-        seeds = [request_seed(self._seed, self._requests + i) for i in range(len(prompts))]
+        seeds = [request_seed(self.seed, self._requests + i) for i in range(len(prompts))]
         self._requests += len(prompts)
-        name = f"generation of {len(prompts)} prompts x {self._num_generations} completions"
-        generation = nested_deadline(name, deadline, self._generation_s, "deadlines.generation_s")
+        name = f"generation of {len(prompts)} prompts x {self.num_generations} completions"
+        generation = nested_deadline(name, deadline, self.generation_s, "deadlines.generation_s")
         rollouts = self._roll_out(prompts, seeds, generation=generation, deadline=deadline)
         scored = rollouts.scored
         self._count("generation_time", rollouts.generation_s)
@@ -124,7 +115,7 @@ class LocalSource(RolloutSource):
         items = self._sample(prompts, seeds, generation)
         generated = time.monotonic()
         groups = [item.group for item in items]
-        scored = self._rewarder.score(groups, extras=[item.extras for item in items])
+        scored = self.rewarder.score(groups, extras=[item.extras for item in items])
         return Rollouts(
             scored=scored,
             tokens=tokens_in(groups),
@@ -136,11 +127,11 @@ class LocalSource(RolloutSource):
         """Unscored groups, one per prompt, each with a seed of its own."""
         groups = generate_groups(
             prompts,
-            engine=self._engine,
-            params=self._params,
-            num_generations=self._num_generations,
+            engine=self.engine,
+            params=self.params,
+            num_generations=self.num_generations,
             seeds=seeds,
-            decode=self._decode,
+            decode=self.decode,
             deadline=deadline,
         )
         return [Item(group) for group in groups]
@@ -150,13 +141,13 @@ class LocalSource(RolloutSource):
 
     def requeue(self, prompts: Sequence[Prompt]) -> bool:
         """Make these prompts the next ones. Raises DataError for a prompt that is not of this dataset."""
-        self._stream.put_back(prompts)
+        self.stream.put_back(prompts)
         return True
 
     def report_version(self, version: int) -> None:
         """Reward functions may ask for the step. Nothing is throttled: the engine samples when it is asked to."""
         self._step = version
-        self._rewarder.report_step(version)
+        self.rewarder.report_step(version)
 
     def counters(self) -> dict[str, float]:
         """Since the last call: ``generation_time`` and ``reward_time`` in seconds, ``tokens_generated`` (also
@@ -170,11 +161,11 @@ class LocalSource(RolloutSource):
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the dataset, prompts put back, the number of requests so far, and the step."""
-        return {"stream": self._stream.state_dict(), "requests": self._requests, "step": self._step}
+        return {"stream": self.stream.state_dict(), "requests": self._requests, "step": self._step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises CheckpointError where the dataset is another one."""
-        self._stream.load_state_dict(state["stream"])
+        self.stream.load_state_dict(state["stream"])
         self._requests = int(state["requests"])
         self.report_version(int(state["step"]))
 

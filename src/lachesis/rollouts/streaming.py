@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
@@ -124,6 +124,7 @@ class _Part:
     scored: Scored
 
 
+@dataclass(kw_only=True, eq=False)
 class StreamingSource(LocalSource):
     """Scores groups as they are finished, while the engine generates others.
 
@@ -132,13 +133,12 @@ class StreamingSource(LocalSource):
 
     Args:
         min_groups: fewest groups that are scored together; the last may be fewer.
-
-    The other arguments are those of :class:`LocalSource`.
     """
 
-    def __init__(self, *, min_groups: int, **rest: Any) -> None:
-        super().__init__(**rest)
-        self._min_groups = min_groups
+    min_groups: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._hidden_s = 0.0
 
     def counters(self) -> dict[str, float]:
@@ -153,11 +153,11 @@ class StreamingSource(LocalSource):
         def score(answers: Sequence[Answer]) -> _Part:
             return self._score(prompts, answers)
 
-        requests = generation_requests(prompts, params=self._params, num_generations=self._num_generations, seeds=seeds)
-        with Overlap(score, at_least=self._min_groups, name="lachesis-scoring") as scoring:
+        requests = generation_requests(prompts, params=self.params, num_generations=self.num_generations, seeds=seeds)
+        with Overlap(score, at_least=self.min_groups, name="lachesis-scoring") as scoring:
             started = time.monotonic()
             with generation.waiting():
-                self._engine.generate(
+                self.engine.generate(
                     requests, deadline=generation, finished=lambda place, answer: scoring.put((place, answer))
                 )
             generated = time.monotonic()
@@ -176,11 +176,11 @@ class StreamingSource(LocalSource):
         groups = read_groups(
             [prompts[place] for place in places],
             [completions for _, completions in answers],
-            params=self._params,
-            num_generations=self._num_generations,
-            decode=self._decode,
+            params=self.params,
+            num_generations=self.num_generations,
+            decode=self.decode,
         )
-        return _Part(places, tokens_in(groups), self._rewarder.score(groups))
+        return _Part(places, tokens_in(groups), self.rewarder.score(groups))
 
 
 def _check_places(parts: Sequence[_Part], *, count: int) -> None:

@@ -286,7 +286,7 @@ def build_evaluation(
     evaluator = None
     if held_out and rewarder is not None:
         evaluator = Evaluator(
-            held_out,
+            problems=held_out,
             engine=engine,
             rewarder=rewarder,
             decode=text_decoder(policy.loaded.tokenizer),

@@ -28,7 +28,7 @@ def exact(completions: list[Any], answer: list[str]) -> list[float]:
 
 def evaluator(reward: Callable[..., Any] = exact, engine: FakeEngine | None = None, **options: Any) -> Evaluator:
     return Evaluator(
-        options.pop("problems", PROBLEMS),
+        problems=options.pop("problems", PROBLEMS),
         engine=engine or FakeEngine(even_is_right),
         rewarder=Rewarder([NamedReward("exact", reward)], on_error="drop_group"),
         decode=lambda token_ids: [" ".join(map(str, ids)) for ids in token_ids],
@@ -107,7 +107,7 @@ def test_several_samples_give_avg_at_k_and_pass_at_k():
     rewarder = Rewarder([NamedReward("some", lambda completions, **_: [next(rewards) for _ in completions])])
     problems = [Prompt(id=str(i), token_ids=(i + 1,), text="") for i in range(2)]
     result = Evaluator(
-        problems,
+        problems=problems,
         engine=FakeEngine(),
         rewarder=rewarder,
         decode=lambda ids: ["" for _ in ids],
