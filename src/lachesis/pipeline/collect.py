@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from lachesis.common.deadline import Deadline
@@ -14,6 +15,7 @@ from lachesis.pipeline.filters import failed_entirely, has_signal
 from lachesis.rollouts.base import RolloutSource
 
 
+@dataclass(eq=False)
 class Collector:
     """Takes groups from a source until a batch is full. One thread at a time.
 
@@ -26,21 +28,12 @@ class Collector:
         signal: which groups have signal.
     """
 
-    def __init__(
-        self,
-        source: RolloutSource,
-        *,
-        count: int,
-        refill_rounds: int = 0,
-        reroll: Reroll | None = None,
-        signal: Callable[[Group], bool] = has_signal,
-    ) -> None:
-        self._source = source
-        self.count = count
-        self._refill_rounds = refill_rounds
-        self._reroll = reroll
-        self._signal = signal
-        self._counts: Counter[str] = Counter()
+    source: RolloutSource
+    count: int
+    refill_rounds: int = 0
+    reroll: Reroll | None = None
+    signal: Callable[[Group], bool] = has_signal
+    _counts: Counter[str] = field(default_factory=Counter[str], init=False)
 
     def collect(self, *, deadline: Deadline) -> list[Group]:
         """The groups of the next batch.
@@ -48,66 +41,67 @@ class Collector:
         Raises:
             DeadlineExceeded, EngineError, RewardError, DataError: as the source does.
         """
-        if self._reroll is not None:
-            self._counts["rerolled_groups"] += self._reroll.requeue_into(self._source)
+        if self.reroll is not None:
+            self._counts["rerolled_groups"] += self.reroll.requeue_into(self.source)
         groups: list[Group] = []
         aside: list[Group] = []
-        for left in range(self._refill_rounds, -1, -1):
+        for left in range(self.refill_rounds, -1, -1):
             taken = self._take(self.count - len(groups), deadline=deadline, have=len(groups))
-            if self._refill_rounds == 0:
+            if self.refill_rounds == 0:
                 groups = taken
                 break
-            groups += [group for group in taken if self._signal(group)]
-            aside += [group for group in taken if not self._signal(group)]
+            groups += [group for group in taken if self.signal(group)]
+            aside += [group for group in taken if not self.signal(group)]
             if len(groups) == self.count:
                 break
             self._counts["refilled_groups"] += (self.count - len(groups)) if left else 0
-        if self._reroll is not None:
-            self._reroll.note([*groups, *aside])
+        if self.reroll is not None:
+            self.reroll.note([*groups, *aside])
         return groups + aside[: self.count - len(groups)]
 
     def _take(self, count: int, *, deadline: Deadline, have: int) -> list[Group]:
         taken: list[Group] = []
         while len(taken) < count:
-            taken += self._source.next_groups(count - len(taken), deadline=deadline)
+            taken += self.source.next_groups(count - len(taken), deadline=deadline)
             deadline.check(f"{have + len(taken)} groups are there")
         return taken
 
     def report_version(self, version: int) -> None:
         """The policy moved on to ``version``."""
-        self._source.report_version(version)
-        if self._reroll is not None:
-            self._reroll.step = version
+        self.source.report_version(version)
+        if self.reroll is not None:
+            self.reroll.step = version
 
     def counters(self) -> dict[str, float]:
         """The source's, and ``refilled_groups`` and ``rerolled_groups`` where these are on."""
         counts, self._counts = self._counts, Counter()
-        mine = {"refilled_groups": self._refill_rounds > 0, "rerolled_groups": self._reroll is not None}
-        return self._source.counters() | {name: float(counts[name]) for name, used in mine.items() if used}
+        mine = {"refilled_groups": self.refill_rounds > 0, "rerolled_groups": self.reroll is not None}
+        return self.source.counters() | {name: float(counts[name]) for name, used in mine.items() if used}
 
     def state_dict(self) -> dict[str, Any]:
         """The source's state and the prompts waiting for another try."""
-        state: dict[str, Any] = {"source": self._source.state_dict()}
-        return state if self._reroll is None else state | {"reroll": self._reroll.state_dict()}
+        state: dict[str, Any] = {"source": self.source.state_dict()}
+        return state if self.reroll is None else state | {"reroll": self.reroll.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of :meth:`state_dict`."""
-        self._source.load_state_dict(state["source"])
-        if self._reroll is not None and "reroll" in state:
-            self._reroll.load_state_dict(state["reroll"])
+        self.source.load_state_dict(state["source"])
+        if self.reroll is not None and "reroll" in state:
+            self.reroll.load_state_dict(state["reroll"])
 
     def close(self) -> None:
         """Close the source."""
-        self._source.close()
+        self.source.close()
 
 
 class WholeBatches(Collector):
     """Takes the batches of a source that makes them itself, as they are."""
 
     def collect(self, *, deadline: Deadline) -> list[Group]:
-        return self._source.next_groups(self.count, deadline=deadline)
+        return self.source.next_groups(self.count, deadline=deadline)
 
 
+@dataclass(kw_only=True, eq=False)
 class Reroll:
     """Prompts all of whose completions failed, waiting in line for a better policy.
 
@@ -116,11 +110,10 @@ class Reroll:
         max_groups: most of them in one batch.
     """
 
-    def __init__(self, *, start_step: int, max_groups: int) -> None:
-        self.step = 0
-        self._start_step = start_step
-        self._max_groups = max_groups
-        self._waiting: deque[Prompt] = deque()
+    start_step: int
+    max_groups: int
+    step: int = field(default=0, init=False)
+    _waiting: deque[Prompt] = field(default_factory=deque[Prompt], init=False)
 
     def note(self, groups: list[Group]) -> None:
         """Remember the prompts of the groups that failed entirely, each once."""
@@ -136,9 +129,9 @@ class Reroll:
         Raises:
             ConfigError: the source cannot take prompts back.
         """
-        if self.step < self._start_step or not self._waiting:
+        if self.step < self.start_step or not self._waiting:
             return 0
-        prompts = [self._waiting.popleft() for _ in range(min(self._max_groups, len(self._waiting)))]
+        prompts = [self._waiting.popleft() for _ in range(min(self.max_groups, len(self._waiting)))]
         if not source.requeue(prompts):
             raise ConfigError(
                 "pipeline.reroll_start_fraction is below 1, but this source cannot sample a prompt again",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from lachesis.common.deadline import Deadline
@@ -50,6 +52,7 @@ class Feed(ABC, Generic[BatchT]):
         """Stop whatever runs in the background. Idempotent."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Finisher(Generic[BatchT]):
     """From the groups of a batch to the batch.
 
@@ -59,40 +62,34 @@ class Finisher(Generic[BatchT]):
         replay: replaces groups without signal; ``None`` replaces none.
     """
 
-    def __init__(
-        self,
-        *,
-        advantages: Callable[[Sequence[Group]], list[Group]],
-        pack: Callable[[Sequence[Group]], BatchT],
-        replay: ReplayBuffer | None = None,
-    ) -> None:
-        self._advantages = advantages
-        self._pack = pack
-        self._replay = replay
-        self._replayed = 0
+    advantages: Callable[[Sequence[Group]], list[Group]]
+    pack: Callable[[Sequence[Group]], BatchT]
+    replay: ReplayBuffer | None = None
+    _replayed: int = field(default=0, init=False)
 
     def finish(self, groups: Sequence[Group]) -> BatchT:
         """Replay, advantages, packing. Raises RewardError where no sample has a reward."""
-        if self._replay is not None:
-            groups = self._replay.mix(groups)
+        if self.replay is not None:
+            groups = self.replay.mix(groups)
             self._replayed += sum(group.replayed for group in groups)
-        return self._pack(self._advantages(groups))
+        return self.pack(self.advantages(groups))
 
     def counters(self) -> dict[str, float]:
         """``replayed_groups`` since the last call, where replay is on."""
         replayed, self._replayed = self._replayed, 0
-        return {} if self._replay is None else {"replayed_groups": float(replayed)}
+        return {} if self.replay is None else {"replayed_groups": float(replayed)}
 
     def state_dict(self) -> dict[str, Any]:
         """The replay buffer's state."""
-        return {} if self._replay is None else {"replay": self._replay.state_dict()}
+        return {} if self.replay is None else {"replay": self.replay.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of :meth:`state_dict`; a checkpoint from before replay was turned on has none."""
-        if self._replay is not None and "replay" in state:
-            self._replay.load_state_dict(state["replay"])
+        if self.replay is not None and "replay" in state:
+            self.replay.load_state_dict(state["replay"])
 
 
+@dataclass(kw_only=True, eq=False)
 class SynchronousFeed(Feed[BatchT]):
     """Generates each batch when it is asked for: every sample is from the current weights.
 
@@ -102,40 +99,39 @@ class SynchronousFeed(Feed[BatchT]):
         batch_deadline_s: longest wait for a batch.
     """
 
-    def __init__(self, *, collector: Collector, finisher: Finisher[BatchT], batch_deadline_s: float) -> None:
-        self._collector = collector
-        self._finisher = finisher
-        self._batch_deadline_s = batch_deadline_s
-        self._slots = Slots(1)
+    collector: Collector
+    finisher: Finisher[BatchT]
+    batch_deadline_s: float
+    _slots: Slots = field(default_factory=partial(Slots, 1), init=False)
 
     def next(self) -> BatchT:
         deadline = Deadline(
-            name=f"the trainer's wait for a batch of {self._collector.count} groups",
-            limit_s=self._batch_deadline_s,
+            name=f"the trainer's wait for a batch of {self.collector.count} groups",
+            limit_s=self.batch_deadline_s,
             setting="deadlines.batch_s",
         )
         with deadline.waiting():
             self._slots.acquire(deadline=deadline)
             try:
-                return self._finisher.finish(self._collector.collect(deadline=deadline))
+                return self.finisher.finish(self.collector.collect(deadline=deadline))
             except BaseException:
                 self._slots.release()
                 raise
 
     def advance(self, step: int) -> None:
-        self._collector.report_version(step)
+        self.collector.report_version(step)
         if self._slots.taken:
             self._slots.release()
 
     def counters(self) -> dict[str, float]:
-        return self._collector.counters() | self._finisher.counters()
+        return self.collector.counters() | self.finisher.counters()
 
     def state_dict(self) -> dict[str, Any]:
-        return self._collector.state_dict() | self._finisher.state_dict()
+        return self.collector.state_dict() | self.finisher.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._collector.load_state_dict(state)
-        self._finisher.load_state_dict(state)
+        self.collector.load_state_dict(state)
+        self.finisher.load_state_dict(state)
 
     def close(self) -> None:
-        self._collector.close()
+        self.collector.close()

@@ -28,6 +28,7 @@ class Collected:
     state: dict[str, Any]
 
 
+@dataclass(kw_only=True, eq=False)
 class AsynchronousFeed(Feed[BatchT]):
     """While the trainer works on one batch, up to ``depth`` others are generated and scored.
 
@@ -49,27 +50,20 @@ class AsynchronousFeed(Feed[BatchT]):
         batch_deadline_s: longest wait for a batch, of the trainer and of the producer for its generation.
     """
 
-    def __init__(
-        self,
-        *,
-        collector: Collector,
-        finisher: Finisher[BatchT],
-        depth: int,
-        max_staleness: int | None,
-        batch_deadline_s: float,
-        uses: int = 1,
-    ) -> None:
-        self._collector = collector
-        self._finisher = finisher
-        self._uses = uses
-        self._count = collector.count
-        self._max_staleness = max_staleness
-        self._batch_deadline_s = batch_deadline_s
-        self._slots = Slots(1 + depth)
+    collector: Collector
+    finisher: Finisher[BatchT]
+    depth: int
+    max_staleness: int | None
+    batch_deadline_s: float
+    uses: int = 1
+
+    def __post_init__(self) -> None:
+        self._count = self.collector.count
+        self._slots = Slots(1 + self.depth)
         self._queue: queue.SimpleQueue[Collected | BaseException] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopping = threading.Event()
-        self._state = collector.state_dict()
+        self._state = self.collector.state_dict()
         self._counts: dict[str, float] = {}
         self._left: list[Group] = []
         self._version = 0
@@ -80,7 +74,7 @@ class AsynchronousFeed(Feed[BatchT]):
         """The next batch of fresh groups. Errors of the producing thread are raised here."""
         deadline = Deadline(
             name="the trainer's wait for a batch that is generated ahead",
-            limit_s=self._batch_deadline_s,
+            limit_s=self.batch_deadline_s,
             setting="deadlines.batch_s",
         )
         self._start()
@@ -95,11 +89,11 @@ class AsynchronousFeed(Feed[BatchT]):
             self._add(collected.counts)
             groups += self._take_fresh(collected.groups)
         groups, self._left = groups[: self._count], groups[self._count :]
-        return self._finisher.finish(groups)
+        return self.finisher.finish(groups)
 
     def _take_fresh(self, groups: list[Group]) -> list[Group]:
-        last_use = self._version + self._uses - 1
-        kept = fresh(groups, version=last_use, max_staleness=self._max_staleness)
+        last_use = self._version + self.uses - 1
+        kept = fresh(groups, version=last_use, max_staleness=self.max_staleness)
         self._dropped += len(groups) - len(kept)
         return kept
 
@@ -143,16 +137,16 @@ class AsynchronousFeed(Feed[BatchT]):
     def _collect(self) -> Collected:
         deadline = Deadline(
             name="the generation of a batch ahead of training",
-            limit_s=self._batch_deadline_s,
+            limit_s=self.batch_deadline_s,
             setting="deadlines.batch_s",
         )
         with deadline.waiting():
-            groups = self._collector.collect(deadline=deadline)
-        return Collected(groups=groups, counts=self._collector.counters(), state=self._collector.state_dict())
+            groups = self.collector.collect(deadline=deadline)
+        return Collected(groups=groups, counts=self.collector.counters(), state=self.collector.state_dict())
 
     def advance(self, step: int) -> None:
         self._version = step
-        self._collector.report_version(step)
+        self.collector.report_version(step)
         if self._opened:
             self._slots.release()
         self._opened = 0
@@ -162,23 +156,23 @@ class AsynchronousFeed(Feed[BatchT]):
         counts = self._counts
         self._counts = {name: 0.0 for name in counts if not _is_mean(name)}
         mine = {"stale_groups": float(dropped), "batches_ahead": float(self._queue.qsize())}
-        return counts | self._finisher.counters() | mine
+        return counts | self.finisher.counters() | mine
 
     def state_dict(self) -> dict[str, Any]:
         left = [encode_group(group) for group in self._left]
-        return self._state | self._finisher.state_dict() | {"left": left, "version": self._version}
+        return self._state | self.finisher.state_dict() | {"left": left, "version": self._version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before the first batch only. Raises LachesisError once generation has begun."""
         if self._thread is not None:
             raise LachesisError("a feed that runs cannot be resumed", remedy="resume before the first batch")
-        self._collector.load_state_dict(state)
-        self._finisher.load_state_dict(state)
+        self.collector.load_state_dict(state)
+        self.finisher.load_state_dict(state)
         self._left = [decode_group(line) for line in state.get("left", [])]
         if "version" in state:  # the collector's state is of when the batch was generated
             self._version = int(state["version"])
-            self._collector.report_version(self._version)
-        self._state = self._collector.state_dict()
+            self.collector.report_version(self._version)
+        self._state = self.collector.state_dict()
 
     def close(self) -> None:
         """Stop producing; a generation under way is given a few seconds to end, and left behind if it does not."""
@@ -187,7 +181,7 @@ class AsynchronousFeed(Feed[BatchT]):
         if thread is not None:
             self._slots.release_all()
             thread.join(timeout=_JOIN_S)
-        self._collector.close()
+        self.collector.close()
 
 
 def _is_mean(counter: str) -> bool:

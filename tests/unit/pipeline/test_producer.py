@@ -63,7 +63,7 @@ def test_no_sample_is_older_than_the_depth(closing):
     source = ScriptedSource()
     ages = []
     feed = make_feed(source, depth=2)
-    feed._finisher = Finisher(
+    feed.finisher = Finisher(
         advantages=list, pack=lambda groups: ages.extend(step - g.samples[0].versions.first for g in groups)
     )
     closing(feed)
@@ -240,7 +240,7 @@ def test_age_counts_the_steps_without_a_transfer_too(closing, max_staleness):
     """Depth alone is no bound where weights travel every N steps: up to N - 1 more are between them."""
     ages = []
     feed = make_feed(LaggingSource(), depth=1, max_staleness=max_staleness)
-    feed._finisher = Finisher(
+    feed.finisher = Finisher(
         advantages=list, pack=lambda groups: ages.extend(step - g.samples[0].versions.first for g in groups)
     )
     closing(feed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TypeAlias
 
 from lachesis.common.deadline import Deadline
@@ -57,6 +57,7 @@ class FunctionScores:
     metrics: Mapping[str, list[float]]
 
 
+@dataclass(frozen=True)
 class RewardAttempts:
     """Calls one function for all groups at once and, where that fails, for each group alone.
 
@@ -65,20 +66,20 @@ class RewardAttempts:
         timeout_s: deadline of one call.
     """
 
-    def __init__(self, name: str, runner: RewardRunner, *, timeout_s: float) -> None:
-        self._name = name
-        self._runner = runner
-        self._timeout_s = timeout_s
+    name: str
+    runner: RewardRunner
+    _: KW_ONLY
+    timeout_s: float
 
     def check_columns(self, columns: frozenset[str]) -> None:
         """Raises RewardError where the function needs an argument that is neither given nor a column."""
         known = sorted(columns.difference(GIVEN))
-        for name in self._runner.signature.required:
+        for name in self.runner.signature.required:
             if name in columns or name in GIVEN:
                 continue
             close = nearest(name, [*known, *GIVEN], cutoff=0.5)
             raise RewardError(
-                f"reward function {self._name!r} needs {name!r}, which is none of {', '.join(GIVEN)} "
+                f"reward function {self.name!r} needs {name!r}, which is none of {', '.join(GIVEN)} "
                 f"and no column of the dataset ({', '.join(known) or 'it has none'})",
                 remedy=f"did you mean {close!r}?" if close else "add the column, or give it a default",
             )
@@ -89,29 +90,27 @@ class RewardAttempts:
         Raises:
             RewardError: the first failure, with ``fail_fast``.
         """
-        attempt = _Attempt(self._name, self._runner, self._timeout_s, fail_fast=fail_fast, state=state)
+        attempt = _Attempt(self.name, self.runner, self.timeout_s, fail_fast, state)
         judged = attempt.score(items)
         return FunctionScores(judged, attempt.errors, attempt.metrics)
 
 
+@dataclass
 class _Attempt:
     """The calls of one function for one batch."""
 
-    def __init__(
-        self, name: str, runner: RewardRunner, timeout_s: float, *, fail_fast: bool, state: TrainerState
-    ) -> None:
-        self._name = name
-        self._runner = runner
-        self._timeout_s = timeout_s
-        self._fail_fast = fail_fast
-        self._state = state
-        self._failures = 0
-        self.errors: list[RewardError] = []
-        self.metrics: dict[str, list[float]] = {}
+    name: str
+    runner: RewardRunner
+    timeout_s: float
+    fail_fast: bool
+    state: TrainerState
+    failures: int = 0
+    errors: list[RewardError] = field(default_factory=list)
+    metrics: dict[str, list[float]] = field(default_factory=dict)
 
     def score(self, items: Sequence[Item]) -> list[Judged | None]:
         judged: list[Judged | None] = []
-        shards = _shards(items, self._runner.width)
+        shards = _shards(items, self.runner.width)
         for shard, answer in zip(shards, self._run(shards), strict=True):
             judged += self._judge(shard, answer)
         return judged
@@ -149,9 +148,9 @@ class _Attempt:
         return judged
 
     def _run(self, shards: Sequence[Sequence[Item]]) -> list[Answer]:
-        calls = [_call(shard, self._runner.signature, self._state) for shard in shards]
-        with Deadline(f"the reward function {self._name}", self._timeout_s, "rewards.timeout_s").waiting():
-            return self._runner.run(calls, timeout_s=self._timeout_s)
+        calls = [_call(shard, self.runner.signature, self.state) for shard in shards]
+        with Deadline(f"the reward function {self.name}", self.timeout_s, "rewards.timeout_s").waiting():
+            return self.runner.run(calls, timeout_s=self.timeout_s)
 
     def _take(self, items: Sequence[Item], answer: Answer) -> list[Judged | None]:
         """The values of each item, unless one of them is no reward."""
@@ -171,8 +170,8 @@ class _Attempt:
 
     def _blame(self, item: Item, failure: Failure) -> None:
         """Report the failure of a group; in the first one the sample to blame is looked for too."""
-        culprit = self._culprit(item) if failure.traceable and self._failures == 0 else None
-        self._failures += 1
+        culprit = self._culprit(item) if failure.traceable and self.failures == 0 else None
+        self.failures += 1
         self._note(failure, f"on {_describe(item.group, culprit)}")
 
     def _culprit(self, item: Item) -> int | None:
@@ -185,10 +184,10 @@ class _Attempt:
         return None
 
     def _note(self, failure: Failure, where: str) -> None:
-        error = RewardError(f"reward function {self._name!r} {failure.what} {where}", remedy=failure.remedy)
+        error = RewardError(f"reward function {self.name!r} {failure.what} {where}", remedy=failure.remedy)
         error.__cause__ = failure.cause
         self.errors.append(error)
-        if self._fail_fast:
+        if self.fail_fast:
             raise error
 
 
