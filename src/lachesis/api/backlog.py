@@ -9,9 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lachesis.api.batching import released
+from lachesis.api.batching import GroupQueue, released
 from lachesis.api.environments import Environment, Environments
-from lachesis.api.queue import GroupQueue
 from lachesis.api.records import NOT_QUEUED, Change, HeldGroup, StoredGroup
 from lachesis.api.wire import Refusal
 
@@ -116,7 +115,7 @@ class Backlog:
         """Set aside what is buffered for an environment that has left: nothing will complete it. Their numbers."""
         buffer = self.buffers.pop(environment.id, [])
         for held in buffer:
-            reason = f"its environment left before groups of {environment.group_size} were complete"
+            reason = f"its environment left before groups of {environment.asked.group_size} were complete"
             self.set_aside.add(held.group, reason, environment)
         return tuple(held.number for held in buffer)
 
@@ -146,7 +145,7 @@ class Backlog:
         self._next_number += 1
         if environment is not None:
             environment.note_group(tokens=group.tokens, score=group.score, now=now)
-            if group.sequences < environment.group_size:
+            if group.sequences < environment.asked.group_size:
                 return self._buffer(held, environment, moves)
         moves.added.append(self._enqueue(held))
         return {"status": "received"}
@@ -162,7 +161,7 @@ class Backlog:
     def _buffer(self, held: HeldGroup, environment: Environment, moves: _Moves) -> dict[str, Any]:
         buffer = self.buffers.setdefault(environment.id, [])
         buffer.append(held)
-        leaving = released([entry.group.sequences for entry in buffer], environment.group_size)
+        leaving = released([entry.group.sequences for entry in buffer], environment.asked.group_size)
         for index in leaving:
             queued = self._enqueue(buffer[index])
             if queued.number == held.number:

@@ -1,16 +1,20 @@
-"""Which queued groups make the next batch: pure arithmetic on counts, so its cost ignores the backlog.
+"""The queue of groups, and which of them make the next batch.
 
-A *lane* holds the groups of one environment and one size (sequences a group), oldest first, as their positions
-in the queue. A plan looks at the heads of the lanes and at their lengths, never at all that is queued. Sets of
-reachable sums are integers: bit ``n`` is set where ``n`` sequences can be made up.
+A *lane* holds the groups of one environment and one size (sequences a group), oldest first, as their positions in the
+queue. Neither adding a group nor taking a batch looks at all that is queued: a plan is pure arithmetic on the heads of
+the lanes and on their lengths. Sets of reachable sums are integers: bit ``n`` is set where ``n`` sequences can be made
+up.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from lachesis.api.records import HeldGroup
 
 Key: TypeAlias = tuple[int | None, int]
 Lanes: TypeAlias = Mapping[Key, Sequence[int]]
@@ -222,3 +226,59 @@ def _run(sizes: Sequence[int], group_size: int) -> tuple[int, ...]:
         if start <= index:
             return tuple(range(start, index + 1))
     return ()
+
+
+class GroupQueue:
+    """Groups by position, in lanes of one environment and one size each, with running counts."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, HeldGroup] = {}
+        # Positions by (environment id, sequences a group), oldest first; no lane is empty.
+        self.lanes: dict[Key, deque[int]] = {}
+        # Queued sequences by environment id, for environments that have any.
+        self.sequences: Counter[int | None] = Counter()
+        self.weight = 0
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def largest(self, env_id: int | None = None) -> int:
+        """Sequences of the largest queued group, of one environment where an id is given; 0 where none is."""
+        return max((size for env, size in self.lanes if env_id is None or env == env_id), default=0)
+
+    def append(self, held: HeldGroup) -> None:
+        """Queue a group behind all others of its lane; its position is unique."""
+        group = held.group
+        self._groups[held.position] = held
+        self.lanes.setdefault((group.env_id, group.sequences), deque()).append(held.position)
+        self._count(held, 1)
+
+    def take(self, keys: Iterable[Key]) -> tuple[HeldGroup, ...]:
+        """Remove and return the oldest group of each lane named, in that order; a lane may be named again."""
+        taken: list[HeldGroup] = []
+        for key in keys:
+            lane = self.lanes[key]
+            held = self._groups.pop(lane.popleft())
+            self._count(held, -1)
+            if not lane:
+                del self.lanes[key]
+            taken.append(held)
+        return tuple(taken)
+
+    def put_back(self, groups: Iterable[HeldGroup]) -> None:
+        """Queue groups again where they were. Costs a walk over their lanes; for rare events only."""
+        keys: set[Key] = set()
+        for held in groups:
+            self.append(held)
+            keys.add((held.group.env_id, held.group.sequences))
+        for key in keys:
+            self.lanes[key] = deque(sorted(self.lanes[key]))
+
+    def _count(self, held: HeldGroup, sign: int) -> None:
+        group = held.group
+        self.sequences[group.env_id] += sign * group.sequences
+        if not self.sequences[group.env_id]:
+            del self.sequences[group.env_id]
+        self.weight += sign * group.weight
+        self.tokens += sign * group.tokens

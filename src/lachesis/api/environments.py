@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lachesis.api.batching import Demand
-from lachesis.api.queue import GroupQueue
+from lachesis.api.batching import Demand, GroupQueue
 from lachesis.api.wire import EnvRegistration
 
 # Below this weight an environment would be starved of requests.
@@ -21,11 +20,7 @@ class Environment:
 
     id: int
     name: str
-    desired_name: str
-    max_token_length: int
-    weight: float
-    group_size: int
-    minimum: float | None
+    asked: EnvRegistration
     last_seen: float
     last_post: float
     connected: bool = True
@@ -45,7 +40,7 @@ class Environment:
     @property
     def share(self) -> float:
         """Its claim on requests: weight times the length of its sequences."""
-        return max(0.0, self.weight) * self.max_token_length
+        return max(0.0, self.asked.weight) * self.asked.max_token_length
 
 
 class Environments:
@@ -71,18 +66,9 @@ class Environments:
 
     def add(self, asked: EnvRegistration, *, now: float) -> Environment:
         """Register: ids count up, and names too within a desired name."""
-        namesakes = sum(environment.desired_name == asked.desired_name for environment in self._all)
-        environment = Environment(
-            id=len(self._all),
-            name=f"{asked.desired_name}_{namesakes}",
-            desired_name=asked.desired_name,
-            max_token_length=asked.max_token_length,
-            weight=asked.weight,
-            group_size=asked.group_size,
-            minimum=asked.min_batch_allocation,
-            last_seen=now,
-            last_post=now,
-        )
+        namesakes = sum(environment.asked.desired_name == asked.desired_name for environment in self._all)
+        name = f"{asked.desired_name}_{namesakes}"
+        environment = Environment(id=len(self._all), name=name, asked=asked, last_seen=now, last_post=now)
         self._all.append(environment)
         return environment
 
@@ -93,11 +79,15 @@ class Environments:
     def demand(self, batch_size: int, now: float) -> Demand:
         """What the next batch owes to whom, and which group sizes may still arrive."""
         present = self.present(now)
-        minimums = {env.id: int(batch_size * min(1.0, env.minimum)) for env in present if env.minimum is not None}
+        minimums = {
+            env.id: int(batch_size * min(1.0, env.asked.min_batch_allocation))
+            for env in present
+            if env.asked.min_batch_allocation is not None
+        }
         return Demand(
             batch_size=batch_size,
             minimums={env_id: owed for env_id, owed in minimums.items() if owed > 0},
-            sizes=frozenset(env.group_size for env in present if now - env.last_post <= self._timeout_s),
+            sizes=frozenset(env.asked.group_size for env in present if now - env.last_post <= self._timeout_s),
         )
 
     def status(self, env: Environment, queue: GroupQueue, *, batch_size: int, now: float) -> dict[str, Any]:
@@ -106,9 +96,13 @@ class Environments:
         ``queue_size`` is in groups of the caller: its own sequences, and of others those beyond their minimum.
         """
         present = self.present(now)
-        minimums = {other.id: other.minimum for other in present if other.minimum is not None}
+        minimums = {
+            other.id: other.asked.min_batch_allocation
+            for other in present
+            if other.asked.min_batch_allocation is not None
+        }
         shares = sum(other.share for other in present)
-        group_size = max(env.group_size, queue.largest(env.id))
+        group_size = max(env.asked.group_size, queue.largest(env.id))
         largest = max(queue.largest(), 1)
         own = queue.sequences.get(env.id, 0)
         others = 0
@@ -127,11 +121,18 @@ class Environments:
 
     def dump(self) -> list[dict[str, Any]]:
         """For the store: what a restart must not lose."""
-        names = ("name", "desired_name", "max_token_length", "weight", "group_size", "minimum", "connected")
-        return [{name: getattr(env, name) for name in names} for env in self._all]
+        return [{"name": env.name, "connected": env.connected, "asked": env.asked.model_dump()} for env in self._all]
 
     def load(self, records: list[dict[str, Any]], *, now: float) -> None:
         """The reverse of :meth:`dump`; everyone counts as just heard from."""
         self._all = [
-            Environment(id=index, last_seen=now, last_post=now, **record) for index, record in enumerate(records)
+            Environment(
+                id=index,
+                name=record["name"],
+                asked=EnvRegistration(**record["asked"]),
+                last_seen=now,
+                last_post=now,
+                connected=record["connected"],
+            )
+            for index, record in enumerate(records)
         ]

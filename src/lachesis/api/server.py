@@ -37,29 +37,21 @@ _KEEP_ALIVE_S = 75
 
 
 @dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Options of ``lachesis run-api``.
+class ServerOptions(QueueLimits):
+    """Options of ``lachesis run-api``: the limits of the queue, and the rest.
 
     Args:
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
         state_dir: keep what is queued here, so that it survives the process.
-        max_queued_tokens: answer 429 to posts that would queue more tokens than this.
         max_body_mb: refuse bodies of more MiB than this, before or after inflating.
-        strict: set aside groups that no trainer could use.
-        ack_timeout_s: seconds after which a batch that Lachesis's trainer did not acknowledge is handed out again.
-        env_timeout_s: seconds of silence after which an environment's weight and minimum no longer count.
         tokenizer: directory, tokenizer.json or hub name by which the dashboard shows tokens as text.
     """
 
     host: str = "127.0.0.1"
     port: int = 8002
     state_dir: Path | None = None
-    max_queued_tokens: int | None = None
     max_body_mb: float = 64.0
-    strict: bool = False
-    ack_timeout_s: float = 600.0
-    env_timeout_s: float = 300.0
     tokenizer: str | None = None
 
 
@@ -97,13 +89,7 @@ def build_app(options: ServerOptions) -> Starlette:
         ConfigError: an option or the state directory cannot be used.
     """
     _check(options)
-    limits = QueueLimits(
-        strict=options.strict,
-        max_queued_tokens=options.max_queued_tokens,
-        ack_timeout_s=options.ack_timeout_s,
-        env_timeout_s=options.env_timeout_s,
-    )
-    state, history = RolloutState(limits), History()
+    state, history = RolloutState(options), History()
     pieces = load_pieces(options.tokenizer) if options.tokenizer else None
     journal = Journal(options.state_dir) if options.state_dir else None
     if journal is not None:

@@ -21,7 +21,14 @@ from lachesis.api.wire import EnvRegistration, Refusal, Registration
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """What the server was started with. ``max_queued_tokens`` None does not bound the queue."""
+    """What the server was started with, as far as it concerns the queue.
+
+    Args:
+        strict: set aside groups that no trainer could use.
+        max_queued_tokens: answer 429 to posts that would queue more tokens than this; None does not bound the queue.
+        ack_timeout_s: seconds after which a batch that Lachesis's trainer did not acknowledge is handed out again.
+        env_timeout_s: seconds of silence after which an environment's weight and minimum no longer count.
+    """
 
     strict: bool = False
     max_queued_tokens: int | None = None

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
+from lachesis.api.batching import GroupQueue
 from lachesis.api.environments import Environments
-from lachesis.api.queue import GroupQueue
 from lachesis.api.wire import EnvRegistration
-from tests.unit.api.test_queue import held
+from tests.unit.api.test_batching import held
 
 
 def environments(*changes: dict, now: float = 0.0) -> Environments:
