@@ -55,18 +55,22 @@ def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None) 
 
 def decode_group(line: Mapping[str, Any]) -> Group:
     """The reverse of :func:`encode_group`."""
-    fields = line["prompt"]
+    prompt = decode_prompt(line["prompt"])
+    samples = tuple(_decode_sample(sample, prompt) for sample in line["samples"])
+    replaces = decode_group(line["replaces"]) if "replaces" in line else None
+    return Group(prompt=prompt, samples=samples, replaces=replaces)
+
+
+def decode_prompt(fields: Mapping[str, Any]) -> Prompt:
+    """A prompt of its fields as JSON has them."""
     messages = fields.get("messages")
-    prompt = Prompt(
+    return Prompt(
         id=fields["id"],
         token_ids=tuple(fields["token_ids"]),
         text=fields["text"],
         messages=None if messages is None else tuple(messages),
         columns=fields["columns"],
     )
-    samples = tuple(_decode_sample(sample, prompt) for sample in line["samples"])
-    replaces = decode_group(line["replaces"]) if "replaces" in line else None
-    return Group(prompt=prompt, samples=samples, replaces=replaces)
 
 
 def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:

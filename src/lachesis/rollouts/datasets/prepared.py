@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lachesis import __version__
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
+from lachesis.common.group_codec import decode_prompt
 from lachesis.common.types import Prompt
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def load_prepared(directory: Path, key: str) -> list[Prepared] | None:
         logger.warning("%s is damaged; preparing the data anew", path)
         return None
     logger.info("prepared data: %s", path)
-    return [_from_record(json.loads(line)) for line in body.splitlines()]
+    return list(map(_parsed, body.splitlines()))
 
 
 def save_prepared(directory: Path, key: str, prepared: Sequence[Prepared]) -> None:
@@ -75,8 +76,7 @@ def save_prepared(directory: Path, key: str, prepared: Sequence[Prepared]) -> No
     """
     lines = []
     for one in prepared:
-        record = _to_record(one)
-        line = _faithful_json(record)
+        line = _as_line(one)
         if line is None:
             logger.warning("%s: a column is no plain data, so the prepared data is not kept", one.place)
             return
@@ -97,34 +97,15 @@ def _header(body: bytes) -> bytes:
     return json.dumps({"problems": body.count(b"\n"), "sha256": hashlib.sha256(body).hexdigest()}).encode()
 
 
-def _faithful_json(record: dict[str, Any]) -> bytes | None:
-    """The record as JSON, ``None`` where reading that would give another record."""
+def _as_line(one: Prepared) -> bytes | None:
+    """A line of JSON, ``None`` where reading that would give another problem."""
     try:
-        text = json.dumps(record)
+        text = json.dumps({"place": one.place} | {name: getattr(one.prompt, name) for name in Prompt.__slots__})
     except (TypeError, ValueError):
         return None
-    return text.encode() if json.loads(text) == record else None
+    return text.encode() if _parsed(text) == one else None
 
 
-def _to_record(one: Prepared) -> dict[str, Any]:
-    prompt = one.prompt
-    return {
-        "place": one.place,
-        "id": prompt.id,
-        "token_ids": list(prompt.token_ids),
-        "text": prompt.text,
-        "messages": None if prompt.messages is None else [dict(message) for message in prompt.messages],
-        "columns": dict(prompt.columns),
-    }
-
-
-def _from_record(record: dict[str, Any]) -> Prepared:
-    messages = record["messages"]
-    prompt = Prompt(
-        id=record["id"],
-        token_ids=tuple(record["token_ids"]),
-        text=record["text"],
-        messages=None if messages is None else tuple(messages),
-        columns=record["columns"],
-    )
-    return Prepared(record["place"], prompt)
+def _parsed(line: str | bytes) -> Prepared:
+    record = json.loads(line)
+    return Prepared(record["place"], decode_prompt(record))
