@@ -25,7 +25,7 @@ def call_watched(call: Callable[[], T], *, watch: Watch, every_s: float = 0.2) -
 
     Where ``watch`` raises, that is raised at once and the call is left behind.
     """
-    worker = _Worker("lachesis-watched-call")
+    worker = DaemonThread("lachesis-watched-call")
     try:
         outcome = worker.submit(call, {})
         while not wait([outcome], timeout=every_s).done:
@@ -50,7 +50,7 @@ class CallThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._worker: _Worker | None = None
+        self._worker: DaemonThread | None = None
 
     def close(self) -> None:
         """End the thread; a later call starts a new one. Idempotent."""
@@ -65,7 +65,7 @@ class CallThread:
         What it raises, ``SystemExit`` included, comes back in the outcome.
         """
         with self._lock:
-            worker, self._worker = self._worker or _Worker(self._name), None
+            worker, self._worker = self._worker or DaemonThread(self._name), None
             outcome = Outcome(hung=True)
             try:
                 outcome = _outcome(worker.submit(function, kwargs), timeout_s)
@@ -88,7 +88,7 @@ def _outcome(future: Future[Any], timeout_s: float | None) -> Outcome:
 _Call: TypeAlias = tuple[Future[Any], Callable[..., Any], Mapping[str, Any]]
 
 
-class _Worker:
+class DaemonThread:
     """A daemon thread with an event loop of its own for coroutine functions."""
 
     def __init__(self, name: str) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
+from lachesis.common.threads import DaemonThread
 from lachesis.common.types import Completion, Prompt
 from lachesis.rollouts.generation import generation_requests, read_groups
 from lachesis.rollouts.local import LocalSource, Rollouts, tokens_in
@@ -39,32 +41,28 @@ class Overlap(Generic[ItemT, ResultT]):
     def __init__(self, work: Callable[[Sequence[ItemT]], ResultT], *, at_least: int, name: str) -> None:
         self._work = work
         self._at_least = at_least
-        self._changed = threading.Condition()
-        self._waiting: list[ItemT] = []
+        self._thread = DaemonThread(name)
+        self._waiting: deque[ItemT] = deque()
         self._given = self._done = 0
         self._results: list[ResultT] = []
         self._error: BaseException | None = None
-        self._complete = self._abandoned = self._ended = False
+        self._abandoned = False
         self._spans: list[tuple[float, float]] = []
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def __enter__(self) -> Overlap[ItemT, ResultT]:
-        self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with self._changed:
-            self._abandoned = True
-            self._changed.notify_all()
+        self._abandoned = True
+        self._thread.abandon()
 
     def put(self, item: ItemT) -> None:
         """Give it another item. Returns at once. Raises what ``work`` raised."""
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            self._waiting.append(item)
-            self._given += 1
-            self._changed.notify_all()
+        if self._error is not None:
+            raise self._error
+        self._waiting.append(item)
+        self._given += 1
+        self._thread.submit(self._turn, {"at_least": self._at_least})
 
     def results(self, *, deadline: Deadline) -> list[ResultT]:
         """All results, once all that was put in is done; nothing more may be put in.
@@ -73,42 +71,30 @@ class Overlap(Generic[ItemT, ResultT]):
             DeadlineExceeded: that took too long.
             What ``work`` raised.
         """
-        with self._changed:
-            self._complete = True
-            self._changed.notify_all()
-            while not self._ended:
-                self._changed.wait(timeout=deadline.remaining_s())
-                if not self._ended:
-                    deadline.check(f"{self._done} of {self._given} are done")
-            if self._error is not None:
-                raise self._error
-            return self._results
+        last = self._thread.submit(self._turn, {"at_least": 1})
+        while not wait([last], timeout=deadline.remaining_s()).done:
+            deadline.check(f"{self._done} of {self._given} are done")
+        if self._error is not None:
+            raise self._error
+        return self._results
 
     def seconds(self, *, until: float = math.inf) -> float:
         """Seconds spent on work, up to a moment of ``time.monotonic()``."""
         return sum(max(0.0, min(end, until) - start) for start, end in self._spans)
 
-    def _run(self) -> None:
+    def _turn(self, at_least: int) -> None:
+        """A call on what is there, if that is enough; each item that is put in and the end are an occasion for one."""
+        if self._abandoned or self._error is not None or len(self._waiting) < at_least:
+            return
+        items = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        started = time.monotonic()
         try:
-            while items := self._take():
-                started = time.monotonic()
-                result = self._work(items)
-                with self._changed:
-                    self._spans.append((started, time.monotonic()))
-                    self._results.append(result)
-                    self._done += len(items)
+            self._results.append(self._work(items))
         except BaseException as error:  # raised again where it is waited for
             self._error = error
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-    def _take(self) -> list[ItemT]:
-        """What the next call gets; nothing where there is none."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._abandoned or self._complete or len(self._waiting) >= self._at_least)
-            taken, self._waiting = self._waiting, []
-            return [] if self._abandoned else taken
+            return
+        self._spans.append((started, time.monotonic()))
+        self._done += len(items)
 
 
 # A request that is complete: its place in the call, and its completions.
