@@ -26,7 +26,7 @@ from lachesis.bridges.extract import (
     lora_tensors,
     tensor_list,
 )
-from lachesis.common.deadline import Deadline
+from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
 from lachesis.common.threads import call_watched
 from lachesis.config.schema import BridgeCapabilities, BroadcastBridgeConfig, LoraBroadcastBridgeConfig
@@ -183,16 +183,14 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
         def watch() -> None:
             # Where a server reports that its side failed, its worker will never come.
-            self._connected(deadline)
+            self._not_connected(deadline)
 
         try:
             self._start_receivers(rendezvous, ranks=ranks, world_size=world_size, deadline=deadline)
             self._channel = call_watched(connect, watch=watch, every_s=_POLL_S)
-            pause = threading.Event()
             # The workers have joined; the servers learn of it a moment later, and refuse to receive before.
-            while not self._connected(deadline):
-                deadline.check("a server's receiver is not connected")
-                pause.wait(_POLL_S / 10)
+            retry = Retry(deadline, first_s=_POLL_S / 10, longest_s=_POLL_S / 10)
+            wait_until(lambda: self._not_connected(deadline), retry)
             self._write_file(rendezvous, world_size)
         except BaseException:
             cancel.set()
@@ -235,9 +233,10 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
         self.engine.on_all(start)
 
-    def _connected(self, deadline: Deadline) -> bool:
-        """Whether the receivers of all servers are. Raises EngineError where one has failed."""
-        return all(self.engine.on_all(lambda server: _check_receiver(server, deadline)))
+    def _not_connected(self, deadline: Deadline) -> str:
+        """Why the receivers are not all connected yet. Raises EngineError where one has failed."""
+        connected = self.engine.on_all(lambda server: _check_receiver(server, deadline))
+        return "" if all(connected) else "a server's receiver is not connected"
 
     def _write_file(self, rendezvous: Rendezvous, world_size: int) -> None:
         write_channel_file(

@@ -1,4 +1,4 @@
-"""Named deadlines: every wait says who waits for what, since when, and gives up at a known moment."""
+"""Named deadlines: every wait says who waits for what, since when, and gives up at a known moment; and retries."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from lachesis.common.errors import DeadlineExceeded
 
@@ -58,6 +59,40 @@ class Deadline:
             f"{self.name} took longer than {self.limit_s:g} s (waiting for {self.elapsed_s():.1f} s){suffix}",
             remedy=remedy,
         )
+
+
+@dataclass(slots=True)
+class Retry:
+    """What is tried until it succeeds or a deadline passes: the pauses between tries, and one line about them.
+
+    Args:
+        deadline: of all tries together.
+        first_s: the first pause in seconds; each is twice the one before it.
+        longest_s: the longest pause.
+        say: is told why it failed, once.
+        told_at: the failure at which it is told.
+    """
+
+    deadline: Deadline
+    first_s: float = 0.1
+    longest_s: float = 1.0
+    say: Callable[[str], None] | None = None
+    told_at: int = 1
+    failures: int = field(default=0, init=False)
+
+    def after(self, reason: str) -> float:
+        """How long to wait after a try that failed for ``reason``. Raises as :meth:`Deadline.check`."""
+        self.failures += 1
+        if self.say is not None and self.failures == self.told_at:
+            self.say(reason)
+        self.deadline.check(reason)
+        return min(self.longest_s, self.first_s * 2.0 ** min(self.failures - 1, 30))
+
+
+def wait_until(why_not: Callable[[], str], retry: Retry, *, sleep: Callable[[float], Any] = time.sleep) -> None:
+    """Return once ``why_not`` has nothing to say; what it says until then is why not yet."""
+    while reason := why_not():
+        sleep(retry.after(reason))
 
 
 @dataclass(frozen=True, slots=True)

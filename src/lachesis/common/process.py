@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
-from lachesis.common.deadline import Deadline
+from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.common.http import server_url
 
@@ -170,17 +170,21 @@ class ManagedProcess:
         """Return once it is able to serve. Raises as :meth:`start`."""
         if self._health_url is None:
             return
-        pause_s = 0.05
-        with httpx.Client(trust_env=False) as client:
-            while True:
-                self.check()
-                if _answers(client, self._health_url):
-                    self.check()  # not before: another server may have answered while this one died
-                    return
-                self._check_time(deadline)
-                assert self._life is not None
-                self._life.ended.wait(pause_s)
-                pause_s = min(0.5, pause_s * 1.3)
+        assert self._life is not None
+        retry = Retry(deadline, first_s=0.05, longest_s=0.5)
+        try:
+            with httpx.Client(trust_env=False) as client:
+                wait_until(lambda: self._why_not_ready(client), retry, sleep=self._life.ended.wait)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(
+                f"{error.message}; {_end_of_log(self.log_path, self.last_lines())}", remedy=error.remedy
+            ) from error
+        self.check()  # another server may have answered while this one died
+
+    def _why_not_ready(self, client: httpx.Client) -> str:
+        self.check()
+        url = self._health_url or ""
+        return "" if answers(client, url) else f"{url} does not answer, pid {self.pid} still runs"
 
     def check(self) -> None:
         """Raise EngineError, with the last lines of the log, unless it runs."""
@@ -222,23 +226,11 @@ class ManagedProcess:
 
     def _death(self, life: _Life) -> EngineError:
         lines = last_lines(self.log_path, start=life.log_start)
-        shown = "".join(f"\n  | {line}" for line in lines) or " (nothing)"
         return EngineError(
             f"{self.name} (pid {life.pid}, {shlex.join(self.command[:3])} ...) {life.ending()}; "
-            f"the end of its log {self.log_path}:{shown}",
+            f"{_end_of_log(self.log_path, lines)}",
             remedy=remedy_of(lines, killed=life.code == -signal.SIGKILL) or f"read {self.log_path}",
         )
-
-    def _check_time(self, deadline: Deadline) -> None:
-        try:
-            deadline.check()
-        except DeadlineExceeded as error:
-            shown = "".join(f"\n  | {line}" for line in self.last_lines()) or " (nothing)"
-            raise DeadlineExceeded(
-                f"{error.message}: {self._health_url} does not answer, pid {self.pid} still runs; "
-                f"the end of its log {self.log_path}:{shown}",
-                remedy=error.remedy,
-            ) from error
 
 
 class _Life:
@@ -378,22 +370,20 @@ def who_listens(port: int) -> str:
     return "a process of another user"
 
 
-def process_exists(pid: int) -> bool:
-    """Whether a process of that number runs on this machine."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+# Whether a process of that number runs on this machine, also one of another user.
+process_exists = psutil.pid_exists
 
 
-def _answers(client: httpx.Client, url: str) -> bool:
+def answers(client: httpx.Client, url: str) -> bool:
+    """Whether a server is able to serve, as its page of health says."""
     try:
         return client.get(url, timeout=_HEALTH_S).is_success
     except httpx.TransportError:
         return False
+
+
+def _end_of_log(path: Path, lines: Sequence[str]) -> str:
+    return f"the end of its log {path}:" + ("".join(f"\n  | {line}" for line in lines) or " (nothing)")
 
 
 def _process(pid: int) -> psutil.Process | None:

@@ -1,26 +1,33 @@
-"""Generation over inference servers: the least busy one is asked, and one that restarts is waited for. No torch."""
+"""Generation over inference servers: the least busy one is asked, one that restarts is waited for, answers are read."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import math
 import random
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from lachesis.common.deadline import Deadline
+from lachesis.common.deadline import Deadline, Retry
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.common.http import server_url
-from lachesis.common.types import Completion, GenerationRequest, SamplingParams
-from lachesis.engines.http.control import malformed, tls
+from lachesis.common.types import (
+    UNKNOWN_VERSIONS,
+    Completion,
+    FinishReason,
+    GenerationRequest,
+    SamplingParams,
+    VersionSpan,
+)
+from lachesis.engines.http.control import malformed, read_reply, tls
 from lachesis.engines.http.generation import request_body
-from lachesis.environments.replies import read_completions, read_generate
 from lachesis.environments.settings import ServerConfig, SlurmConfig
 
 logger = logging.getLogger("lachesis.environments")
@@ -93,7 +100,7 @@ class InferenceClient:
             EngineError: the server does not say.
         """
         if self._model is None:
-            self._model = await self._ask_for_model()
+            self._model = str((await self._models())[0]["id"])
         return self._model
 
     async def model_path(self) -> str:
@@ -110,56 +117,46 @@ class InferenceClient:
             EngineError: the server refuses the request, or returns no logprobs.
             DeadlineExceeded: no server could answer within ``timeout`` seconds.
         """
+        body = request_body(GenerationRequest(tuple(prompt_ids), params, n=n, seed=seed or 0))
+        if seed is None:
+            del body["seed"]
         name = f"generation of {n} completions by {', '.join(self.urls)}"
         deadline = Deadline(name, self._config.timeout, _SETTING)
-        pause = _FIRST_PAUSE_S
+        retry = Retry(deadline, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
         async with self._slots:
             while True:
                 server = await self._least_busy(deadline)
                 await self._pace.wait()
                 server.in_flight += n
                 try:
-                    completions = await self._ask(server, prompt_ids, params=params, n=n, seed=seed, deadline=deadline)
+                    completions = await self._ask(server, body, deadline)
                 except ServerBusy as error:
                     self._failed(server, error)
-                    deadline.check(error.message)
-                    server.down_until = time.monotonic() + pause * (0.5 + random.random())
-                    pause = min(2 * pause, _LONGEST_PAUSE_S)
+                    server.down_until = time.monotonic() + retry.after(error.message) * (0.5 + random.random())
                     continue
                 finally:
                     server.in_flight -= n
                 self._answered(server)
                 if all(completion.finish_reason != "abort" for completion in completions):
                     return completions
-                deadline.check("the engine keeps aborting requests")
-                await asyncio.sleep(pause)
+                await asyncio.sleep(retry.after("the engine keeps aborting requests"))
 
     async def close(self) -> None:
         """Close the connections; requests in flight fail."""
         for server in self._servers:
             await server.http.aclose()
 
-    async def _ask(
-        self,
-        server: _Server,
-        prompt_ids: Sequence[int],
-        *,
-        params: SamplingParams,
-        n: int,
-        seed: int | None,
-        deadline: Deadline,
-    ) -> list[Completion]:
-        body = request_body(GenerationRequest(tuple(prompt_ids), params, n=n, seed=seed or 0))
-        if seed is None:
-            del body["seed"]
+    async def _ask(self, server: _Server, body: dict[str, Any], deadline: Deadline) -> list[Completion]:
+        """The completions that the body of our own ``/generate`` asks for, by the route that the server has."""
+        rest, prompt_ids = {**body}, body["prompt_token_ids"]
+        del rest["prompt_token_ids"]
         if self._config.server_type == "openai":
-            del body["prompt_token_ids"]
-            body |= {"model": await self.model_name(), "prompt": list(prompt_ids), "logprobs": 1}
-            reply = await self._post(server, "/v1/completions", body | {"return_token_ids": True}, deadline)
-            return read_completions(reply, n=n, url=server.url)
+            asked = {"model": await self.model_name(), "prompt": prompt_ids, "logprobs": 1, "return_token_ids": True}
+            reply = await self._post(server, "/v1/completions", rest | asked, deadline)
+            return read_completions(reply, n=body["n"], url=server.url)
         # Servers of the original's kind know the prompt under no other name, and give logprobs only when asked.
-        body |= {"prompt": {"prompt_token_ids": body.pop("prompt_token_ids")}, "logprobs": 0}
-        return read_generate(await self._post(server, "/generate", body, deadline), n=n, url=server.url)
+        asked = {"prompt": {"prompt_token_ids": prompt_ids}, "logprobs": 0}
+        return read_generate(await self._post(server, "/generate", rest | asked, deadline), n=body["n"], url=server.url)
 
     async def _post(self, server: _Server, route: str, body: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
         timeout = httpx.Timeout(deadline.remaining_s(), connect=_CONNECT_S, pool=None)
@@ -172,7 +169,7 @@ class InferenceClient:
         except httpx.TransportError as error:
             raise ServerBusy(f"{server.url}: {error or type(error).__name__}") from error
         if response.is_success:
-            return _object(response, server.url, route)
+            return read_reply(response, url=server.url, route=route)
         what = f"{server.url}{route} answered {response.status_code}: {_reason(response)}"
         passing = response.status_code in _PASSING
         if passing or (response.status_code >= 500 and server.failures < _FAILURES):
@@ -190,7 +187,7 @@ class InferenceClient:
             await asyncio.sleep(min(server.down_until for server in self._servers) - now)
 
     async def _wait_for(self, server: _Server, deadline: Deadline) -> None:
-        pause = _FIRST_PAUSE_S
+        retry = Retry(deadline, first_s=_FIRST_PAUSE_S)
         while True:
             try:
                 response = await server.http.get(f"{server.url}/health", timeout=_CONNECT_S)
@@ -200,12 +197,7 @@ class InferenceClient:
             except httpx.TransportError as error:
                 reason = f"{server.url}: {error or type(error).__name__}"
             self._failed(server, ServerBusy(reason))
-            deadline.check(reason)
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, 1.0)
-
-    async def _ask_for_model(self) -> str:
-        return str((await self._models())[0]["id"])
+            await asyncio.sleep(retry.after(reason))
 
     async def _models(self) -> list[dict[str, Any]]:
         server = self._servers[0]
@@ -257,16 +249,6 @@ def _http(url: str, api_key: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(verify=tls(url), trust_env=False, limits=limits, headers=headers)
 
 
-def _object(response: httpx.Response, url: str, route: str) -> dict[str, Any]:
-    try:
-        reply = response.json()
-    except ValueError as error:
-        raise malformed(url, route, error) from error
-    if not isinstance(reply, dict):
-        raise malformed(url, route, ValueError(f"not a JSON object: {response.text[:80]!r}"))
-    return reply
-
-
 def _reason(response: httpx.Response) -> str:
     """What a server says is wrong, in one line: our servers' message and remedy, or the text of others."""
     try:
@@ -274,3 +256,97 @@ def _reason(response: httpx.Response) -> str:
         return " -> ".join(part for part in (str(error["message"]), str(error.get("remedy") or "")) if part)
     except (ValueError, KeyError, TypeError, AttributeError):
         return " ".join(response.text.split())[:300] or response.reason_phrase
+
+
+# A rounding error of a log-softmax; anything above is no logprob.
+_ROUNDING = 1e-4
+_FINISH_REASONS: dict[Any, FinishReason] = {
+    "stop": "stop", "length": "length", "abort": "abort", "tool_calls": "stop", "eos": "stop",
+}  # fmt: skip
+_NO_LOGPROBS = (
+    "serve the model with `lachesis serve`, or with a server that returns the logprobs of sampled tokens; "
+    "rollouts without them cannot be trained on"
+)
+
+
+def read_generate(reply: Mapping[str, Any], *, n: int, url: str) -> list[Completion]:
+    """The completions in an answer of ``/generate``: ours with its compact lists, or the documented shape alone.
+
+    The documented shape has ``logprobs[completion][position] == [{token id: logprob}]``, the sampled token first.
+
+    Raises:
+        EngineError: there are no logprobs, or the answer is not whole.
+    """
+    try:
+        reasons = reply["finish_reasons"]
+        if reply.get("token_logprobs") is not None and reply.get("token_ids") is not None:
+            ids, logprobs = reply["token_ids"], reply["token_logprobs"]
+        elif reply.get("logprobs"):
+            pairs = [[next(iter(position[0].items())) for position in row] for row in reply["logprobs"]]
+            ids = [[int(token) for token, _ in row] for row in pairs]
+            logprobs = [[value for _, value in row] for row in pairs]
+        else:
+            raise _without(url)
+        versions = reply.get("weight_version") or [None] * n
+        return _completions(ids, logprobs, reasons, versions, n=n, url=url)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        raise malformed(url, "/generate", error) from error
+
+
+def read_completions(reply: Mapping[str, Any], *, n: int, url: str) -> list[Completion]:
+    """The completions in an answer of ``/v1/completions`` that was asked for token ids and logprobs.
+
+    Raises:
+        EngineError: there are no logprobs or no token ids, or the answer is not whole.
+    """
+    try:
+        choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+        logprobs: list[Any] = [(choice.get("logprobs") or {}).get("token_logprobs") for choice in choices]
+        if any(row is None for row in logprobs):
+            raise _without(url)
+        ids: list[Any] = [choice.get("token_ids") for choice in choices]
+        if any(row is None for row in ids):
+            raise EngineError(
+                f"{url}/v1/completions returned no token ids",
+                remedy="use a server that knows return_token_ids, or --openai.server_type vllm",
+            )
+        reasons = [choice["finish_reason"] for choice in choices]
+        return _completions(ids, logprobs, reasons, [None] * n, n=n, url=url)
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise malformed(url, "/v1/completions", error) from error
+
+
+def _completions(
+    ids: Sequence[Sequence[int]],
+    logprobs: Sequence[Sequence[float]],
+    reasons: Sequence[Any],
+    versions: Sequence[Mapping[str, int] | None],
+    *,
+    n: int,
+    url: str,
+) -> list[Completion]:
+    if not len(ids) == len(logprobs) == len(reasons) == len(versions) == n:
+        raise ValueError(f"{len(ids)} completions with {len(logprobs)} lists of logprobs, asked for {n}")
+    return [_sampled(*row, url=url) for row in zip(ids, logprobs, reasons, versions, strict=True)]
+
+
+def _sampled(
+    ids: Sequence[int], logprobs: Sequence[float], reason: Any, versions: Mapping[str, int] | None, *, url: str
+) -> Completion:
+    if len(ids) != len(logprobs) or any(value is None for value in logprobs):
+        raise _without(url, f"for {len(ids)} tokens there are {sum(v is not None for v in logprobs)}")
+    for position, value in enumerate(logprobs):
+        if not -math.inf < value <= _ROUNDING:
+            raise _without(url, f"the one at position {position} is {value}, which is no logprob")
+    # ``_FINISH_REASONS[reason]`` raises KeyError for a word that no server of the contract says.
+    return Completion(
+        token_ids=tuple(int(token) for token in ids),
+        logprobs=tuple(min(0.0, float(value)) for value in logprobs),
+        finish_reason=_FINISH_REASONS[reason],
+        versions=UNKNOWN_VERSIONS if versions is None else VersionSpan(int(versions["first"]), int(versions["last"])),
+    )
+
+
+def _without(url: str, detail: str = "") -> EngineError:
+    what = f": {detail}" if detail else ""
+    return EngineError(f"the inference server at {url} returned no usable logprobs{what}", remedy=_NO_LOGPROBS)

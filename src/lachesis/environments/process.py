@@ -58,9 +58,7 @@ async def process(environment: Environment[Any, Any], *, groups: int, path: Path
 
     await environment.setup()
     await environment.client.wait_until_ready()
-    workers = WorkerPool(
-        environment, limit_s=environment.config.worker_timeout, deliver=write, counters=lambda: counters
-    )
+    workers = WorkerPool(environment=environment, deliver=write, counters=lambda: counters)
     at_once = environment.config.max_num_workers if environment.config.max_num_workers > 0 else _AT_ONCE
     try:
         while counters.groups < groups:

@@ -1,4 +1,4 @@
-"""The rollout API as environments see it: registration, the queue's state, and posts that are not lost. No torch."""
+"""The rollout API as environments see it: registration, the queue, and posts that are not lost. No torch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import gzip
 import json
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 from lachesis.api.wire import KEY_HEADER, EnvRegistration
-from lachesis.common.deadline import Deadline
+from lachesis.common.deadline import Deadline, Retry
 from lachesis.common.errors import DataError, EngineError
 from lachesis.engines.http.control import tls
+from lachesis.environments.outputs import Counters, Outputs
+from lachesis.environments.records import ScoredGroup
+from lachesis.environments.settings import EnvironmentConfig
 
 logger = logging.getLogger("lachesis.environments")
 
@@ -104,19 +107,18 @@ class RolloutApi:
             DataError: the API refuses the registration.
         """
         deadline = self._deadline(f"environment {asked.desired_name}: waiting for a trainer at {self.url}")
-        waiting = False
+        awaited = f"waiting for a trainer to register at {self.url} and ask for its first batch"
+        retry = Retry(
+            deadline,
+            first_s=_TRAINER_POLL_S,
+            longest_s=_TRAINER_POLL_S,
+            say=lambda _: logger.info(f"{awaited}, for up to {self._wait_s:g} s ({SETTING})"),
+        )
         while True:
             reply = await self._request("POST", "/register-env", asked.model_dump())
             if reply.get("status") == "success":
                 break
-            if not waiting:
-                logger.info(
-                    f"waiting for a trainer to register at {self.url} and ask for its first batch, "
-                    f"for up to {self._wait_s:g} s ({SETTING})"
-                )
-                waiting = True
-            deadline.check(f"the API says {reply.get('status')!r}")
-            await asyncio.sleep(_TRAINER_POLL_S)
+            await asyncio.sleep(retry.after(f"the API says {reply.get('status')!r}"))
         info = await self._request("GET", "/info")
         return Registered(
             env_id=reply["env_id"],
@@ -135,15 +137,9 @@ class RolloutApi:
         """
         found = await self._request("GET", "/status-env", {"env_id": env_id}, unknown=(404,))
         limit = found.get("max_queued_tokens")
-        return QueueStatus(
-            step=found["current_step"],
-            queue_size=found["queue_size"],
-            self_queue_size=found["self_queue_size"],
-            max_group_size=found["max_group_size"],
-            unallocated_fraction=found["unallocated_fraction"],
-            env_weight=found["env_weight"],
-            full=limit is not None and found["queued_tokens"] >= limit,
-        )
+        names = ("queue_size", "self_queue_size", "max_group_size", "unallocated_fraction", "env_weight")
+        full = limit is not None and found["queued_tokens"] >= limit
+        return QueueStatus(step=found["current_step"], full=full, **{name: found[name] for name in names})
 
     async def post(self, groups: Sequence[Mapping[str, Any]]) -> PostReply:
         """Post groups in one request. A single one waits until the queue has room for it.
@@ -188,7 +184,14 @@ class RolloutApi:
         body, sent = _encoded(document)
         sent |= headers or {}
         deadline = self._deadline(f"waiting for the rollout API at {self.url} ({method} {path})")
-        pause, attempts = _PAUSE_S, 0
+        retry = Retry(
+            deadline,
+            first_s=_PAUSE_S,
+            longest_s=_LONGEST_PAUSE_S,
+            # A single failure is no news: a connection that was idle may be closed at any time.
+            told_at=2,
+            say=lambda reason: logger.info(f"{deadline.name}, for up to {self._wait_s:g} s ({SETTING}): {reason}"),
+        )
         while True:
             try:
                 response = await self._http.request(method, path, content=body, headers=sent)
@@ -196,22 +199,17 @@ class RolloutApi:
                 reason, retry_after = f"{error or type(error).__name__}", None
             else:
                 if response.is_success:
-                    if attempts > 1:
+                    if retry.failures > 1:
                         logger.info(f"the rollout API at {self.url} answers")
                     return response.json()
                 reason = f"it answered {response.status_code}: {' '.join(response.text.split())[:300]}"
-                self._refuse(response, reason, unknown, attempts)
+                self._refuse(response, reason, unknown, retry.failures)
                 if not wait_for_room and response.status_code == 429:
                     raise QueueFull(f"the rollout API at {self.url}: {reason}")
                 retry_after = _seconds(response.headers.get("retry-after"))
-            attempts += 1
             self.retries += 1
-            # A single failure is no news: a connection that was idle may be closed at any time.
-            if attempts == 2:
-                logger.info(f"{deadline.name}, for up to {self._wait_s:g} s ({SETTING}): {reason}")
-            deadline.check(reason)
-            await asyncio.sleep(retry_after if retry_after is not None else pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            pause_s = retry.after(reason)
+            await asyncio.sleep(pause_s if retry_after is None else retry_after)
 
     def _refuse(self, response: httpx.Response, reason: str, unknown: tuple[int, ...], attempts: int) -> None:
         """Raise for an answer that will be the same next time."""
@@ -241,3 +239,147 @@ def _encoded(document: Any) -> tuple[bytes | None, dict[str, str]]:
 
 def _seconds(text: str | None) -> float | None:
     return float(text) if text is not None and text.isdecimal() else None
+
+
+_GROUPS_A_POST = 32
+_TOKENS_A_POST = 500_000
+# As our API says it of an environment that registered before the API was started again.
+_UNREGISTERED = "was never registered"
+
+
+class Membership:
+    """The registration of one environment, made anew when the API has lost it."""
+
+    def __init__(self, api: RolloutApi, *, name: str, config: EnvironmentConfig) -> None:
+        self._api = api
+        self._asked = EnvRegistration(
+            desired_name=name,
+            max_token_length=config.max_token_length,
+            weight=config.inference_weight,
+            group_size=config.group_size,
+            min_batch_allocation=config.min_batch_allocation,
+        )
+        self._lock = asyncio.Lock()
+        self.current: Registered | None = None
+
+    async def join(self, *, lost: Registered | None = None) -> Registered:
+        """Register; where several notice that the registration ``lost`` is gone, one does it for all."""
+        async with self._lock:
+            # Not by its id: an API that was started again gives the same ids.
+            if self.current is None or self.current is lost:
+                self.current = await self._api.register(self._asked)
+            return self.current
+
+
+@dataclass(kw_only=True, eq=False)
+class Sender:
+    """Posts groups in the order in which they were finished.
+
+    Args:
+        api: where to.
+        membership: under which registration.
+        config: the section ``env``, for what is not sent.
+        outputs: every group is written there too, sent or not.
+        counters: where all is counted.
+    """
+
+    api: RolloutApi
+    membership: Membership
+    config: EnvironmentConfig
+    outputs: Outputs
+    counters: Callable[[], Counters]
+    pending: int = field(default=0, init=False)
+    task: asyncio.Task[None] | None = field(default=None, init=False)
+    _queue: asyncio.Queue[ScoredGroup] = field(default_factory=asyncio.Queue, init=False)
+    _said: set[str] = field(default_factory=set, init=False)
+
+    def start(self) -> asyncio.Task[None]:
+        """Begin to send; the task ends only with an error, or by :meth:`finish`."""
+        self.task = asyncio.create_task(self._run())
+        return self.task
+
+    def put(self, group: ScoredGroup) -> None:
+        """Take a group; it is sent when its turn comes."""
+        self.pending += 1
+        self._queue.put_nowait(group)
+
+    async def finish(self, *, limit_s: float) -> None:
+        """Send what is finished, if that takes no longer than ``limit_s`` seconds, and end; the rest is given up.
+
+        A post under way is never begun again under another key, so nothing arrives twice.
+        """
+        if self.task is None:
+            return
+        drained = asyncio.create_task(self._queue.join())
+        await asyncio.wait({self.task, drained}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        for task in (self.task, drained):
+            task.cancel()
+        await asyncio.gather(self.task, drained, return_exceptions=True)
+
+    async def _run(self) -> None:
+        while True:
+            groups = [await self._queue.get()]
+            tokens = groups[0].longest * groups[0].size
+            while not self._queue.empty() and len(groups) < _GROUPS_A_POST and tokens < _TOKENS_A_POST:
+                groups.append(self._queue.get_nowait())
+                tokens += groups[-1].longest * groups[-1].size
+            await self._send(groups)
+            self.pending -= len(groups)
+            for _ in groups:
+                self._queue.task_done()
+
+    async def _send(self, groups: Sequence[ScoredGroup]) -> None:
+        wanted = []
+        for group in groups:
+            self.outputs.group(group)
+            if reason := self._unwanted(group):
+                self.counters().dropped[reason] += 1
+                self._once(f"groups are not sent: {reason}")
+            else:
+                wanted.append(group)
+        await self._post(wanted)
+
+    async def _post(self, groups: Sequence[ScoredGroup]) -> None:
+        if not groups:
+            return
+        member = await self.membership.join()
+        try:
+            reply = await self.api.post([group.document(env_id=member.env_id) for group in groups])
+        except (PostRefused, QueueFull) as error:
+            if len(groups) == 1:
+                self.counters().dropped["refused by the rollout API"] += 1
+                return logger.info("%s", error)
+            # One of them is at fault, and the others are not lost with it; or the trainer waits for the first of them
+            # to complete a batch, without which there will never be room for all.
+            for group in groups:
+                await self._post([group])
+            return
+        aside = dict(reply.set_aside)
+        lost = []
+        for index, group in enumerate(groups):
+            reason = aside.get(index, "")
+            if not reason:
+                self.counters().count_sent(group)
+            elif _UNREGISTERED in reason:
+                lost.append(group)
+            else:
+                self.counters().set_aside[reason] += 1
+                self._once(f"the rollout API set a group aside: {reason}")
+        if lost:
+            await self.membership.join(lost=member)
+            await self._post(lost)
+
+    def _unwanted(self, group: ScoredGroup) -> str:
+        """Why a group is not sent; empty where it is."""
+        if self.config.ensure_scores_are_not_same and len(set(group.scores)) == 1:
+            return "all scores are the same (--env.ensure_scores_are_not_same)"
+        member = self.membership.current
+        limit = member.max_token_len if member else -1
+        if 0 < limit <= group.longest:
+            return f"longer than the {limit} tokens that the trainer takes"
+        return ""
+
+    def _once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            logger.info(line)

@@ -13,8 +13,16 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.environments.base import Environment
 from lachesis.environments.outputs import Counters, Outputs
-from lachesis.environments.rollout_api import SETTING, NotRegistered, QueueStatus, Registered, RolloutApi
-from lachesis.environments.sender import Membership, Sender
+from lachesis.environments.rollout_api import (
+    SETTING,
+    Membership,
+    NotRegistered,
+    QueueStatus,
+    Registered,
+    RolloutApi,
+    Sender,
+)
+from lachesis.environments.settings import EnvironmentConfig
 from lachesis.environments.workers import WorkerPool
 
 logger = logging.getLogger("lachesis.environments")
@@ -65,10 +73,10 @@ class Runner:
         def counters() -> Counters:
             return self._progress.now
 
-        self._sender = Sender(api, membership=self._membership, config=self._config, outputs=outputs, counters=counters)
-        self._workers = WorkerPool(
-            environment, limit_s=self._config.worker_timeout, deliver=self._sender.put, counters=counters
+        self._sender = Sender(
+            api=api, membership=self._membership, config=self._config, outputs=outputs, counters=counters
         )
+        self._workers = WorkerPool(environment=environment, deliver=self._sender.put, counters=counters)
         self._evaluation: asyncio.Task[None] | None = None
         self._joined = False
 
@@ -203,14 +211,7 @@ class Runner:
             raise DataError(
                 f"the rollout API at {self._api.url} knows no batch size", remedy="register the trainer again"
             )
-        return room_for_groups(
-            status,
-            batch_size=member.batch_size,
-            group_size=self._config.group_size,
-            max_batches_offpolicy=self._config.max_batches_offpolicy,
-            minimum=self._config.min_batch_allocation,
-            most=self._config.max_num_workers,
-        )
+        return room_for_groups(status, self._config, batch_size=member.batch_size)
 
     def _has_all(self, member: Registered) -> bool:
         """Whether the trainer has taken all its batches, and for a while asked for no further one."""
@@ -234,37 +235,27 @@ class Runner:
             await self._api.disconnect(self._membership.current.env_id, limit_s=_GOODBYE_S)
 
 
-def room_for_groups(
-    status: QueueStatus,
-    *,
-    batch_size: int,
-    group_size: int,
-    max_batches_offpolicy: int,
-    minimum: float | None,
-    most: int,
-) -> int:
+def room_for_groups(status: QueueStatus, config: EnvironmentConfig, *, batch_size: int) -> int:
     """Groups that may be in the making or on their way to the queue, under the rule of the protocol.
 
     What is queued and what is being made together are at most ``max_batches_offpolicy`` batches of this
-    environment's part: what no one has reserved, and its own ``minimum``. With a minimum it may always fill its own
-    share, whatever others have queued. The weight that the API gives it scales ``most``, as it scales requests.
+    environment's part: what no one has reserved, and its own minimum. With a minimum it may always fill its own
+    share, whatever others have queued. The weight that the API gives it scales ``max_num_workers``, as it scales
+    requests.
 
     Args:
         status: the queue, in groups of this environment.
         batch_size: sequences of a batch.
-        group_size: sequences of a group.
-        max_batches_offpolicy: batches that may be queued ahead of the trainer.
-        minimum: the reserved share of every batch, or ``None``.
-        most: an upper limit, or -1 for none.
     """
     if status.full:
         return 0
-    part = min(1.0, status.unallocated_fraction + (minimum or 0.0))
+    minimum, most, wanted = config.min_batch_allocation or 0.0, config.max_num_workers, config.max_batches_offpolicy
+    part = min(1.0, status.unallocated_fraction + minimum)
     # A batch whose part is less than a group still wants one.
-    ahead = max(1, int(batch_size * part) * max_batches_offpolicy // group_size)
+    ahead = max(1, int(batch_size * part) * wanted // config.group_size)
     room = ahead - status.queue_size
     if minimum:
-        share = math.ceil(minimum * batch_size * max_batches_offpolicy / group_size)
+        share = math.ceil(minimum * batch_size * wanted / config.group_size)
         room = max(room, share - status.self_queue_size)
     if most >= 0:
         room = min(room, max(1, round(most * min(1.0, status.env_weight))))

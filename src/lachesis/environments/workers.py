@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, EngineError, LachesisError
@@ -20,36 +21,27 @@ _FATAL = (ConfigError, DeadlineExceeded, DependencyError, EngineError)
 _IN_A_ROW = 10
 
 
+@dataclass(kw_only=True, eq=False)
 class WorkerPool:
     """Makes groups of an environment, on its event loop.
 
     Args:
         environment: whose :meth:`~Environment.collect_trajectories` is called.
-        limit_s: seconds after which a group is given up.
         deliver: called with each group.
         counters: where failures are counted.
     """
 
-    def __init__(
-        self,
-        environment: Environment[Any, Any],
-        *,
-        limit_s: float,
-        deliver: Callable[[ScoredGroup], None],
-        counters: Callable[[], Counters],
-    ) -> None:
-        self._environment = environment
-        self._limit_s = limit_s
-        self._deliver = deliver
-        self._tally = counters
-        self._in_a_row = 0
-        self.tasks: set[asyncio.Task[None]] = set()
-        self.exhausted = False
+    environment: Environment[Any, Any]
+    deliver: Callable[[ScoredGroup], None]
+    counters: Callable[[], Counters]
+    tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    exhausted: bool = field(default=False, init=False)
+    _in_a_row: int = field(default=0, init=False)
 
     async def fill(self, room: int) -> None:
         """Begin groups until ``room`` of them are in the making, or there are no more problems."""
         while len(self.tasks) < room and not self.exhausted:
-            item = await self._environment.get_next_item()
+            item = await self.environment.get_next_item()
             if item is None:
                 self.exhausted = True
                 return
@@ -74,14 +66,14 @@ class WorkerPool:
     async def _make(self, item: Any) -> None:
         started = time.monotonic()
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with asyncio.timeout(self.environment.config.worker_timeout):
                 group = await self._collect(item)
         except _FATAL:
             raise
         except TimeoutError:
             self._failed(
                 DataError(
-                    f"a group took longer than {self._limit_s:g} s and was given up",
+                    f"a group took longer than {self.environment.config.worker_timeout:g} s and was given up",
                     remedy="raise --env.worker_timeout or lower --env.max_new_tokens",
                 )
             )
@@ -89,23 +81,23 @@ class WorkerPool:
             self._failed(error)
         else:
             self._in_a_row = 0
-            self._tally().group_seconds += time.monotonic() - started
+            self.counters().group_seconds += time.monotonic() - started
             if group is not None:
-                self._deliver(group)
+                self.deliver(group)
 
     async def _collect(self, item: Any) -> ScoredGroup | None:
         try:
-            return await self._environment.collect_trajectories(item)
+            return await self.environment.collect_trajectories(item)
         except (LachesisError, TimeoutError):
             raise
         except Exception as error:
-            name = self._environment.name
+            name = self.environment.name
             raise DataError(
                 f"the environment {name} raised {type(error).__name__}: {error}", remedy="correct its code"
             ) from error
 
     def _failed(self, error: LachesisError) -> None:
-        self._tally().failures += 1
+        self.counters().failures += 1
         self._in_a_row += 1
         logger.info("no group: %s", error)
         if self._in_a_row == _IN_A_ROW:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import ConfigError, EngineError, LachesisError
 from lachesis.common.http import server_url
-from lachesis.common.process import check_port_free
+from lachesis.common.process import answers, check_port_free
 from lachesis.config import schema
 from lachesis.config.document import apply_overrides, read_document
 from lachesis.config.load import LoadedConfig, load_config
@@ -23,7 +23,6 @@ from lachesis.engines.serving.session import Session, read_session, session_path
 
 OnReady = Callable[[str], None]
 
-_LOOK_S = 0.25
 _VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -187,14 +186,9 @@ def _when_healthy(url: str, announce: Callable[[], None]) -> None:
     """Call ``announce`` once the server answers; it may take as long as it takes, or the process ends."""
 
     def wait() -> None:
-        with httpx.Client(trust_env=False, timeout=5.0) as client:
-            while True:
-                try:
-                    if client.get(f"{url}/health").is_success:
-                        break
-                except httpx.TransportError:
-                    pass
-                time.sleep(_LOOK_S)
+        forever = Deadline("the start of the server", None)
+        with httpx.Client(trust_env=False) as client:
+            wait_until(lambda: "" if answers(client, f"{url}/health") else "it starts", Retry(forever))
         announce()
 
     threading.Thread(target=wait, name="lachesis-ready", daemon=True).start()

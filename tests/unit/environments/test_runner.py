@@ -24,9 +24,8 @@ from lachesis.environments.base import SingleTurn
 from lachesis.environments.client import InferenceClient
 from lachesis.environments.outputs import Counters, Outputs
 from lachesis.environments.records import ScoredGroup
-from lachesis.environments.rollout_api import QueueStatus, RolloutApi
+from lachesis.environments.rollout_api import Membership, QueueStatus, RolloutApi, Sender
 from lachesis.environments.runner import Runner, Summary
-from lachesis.environments.sender import Membership, Sender
 from lachesis.environments.settings import EnvironmentConfig, ServerConfig
 from tests.ports import free_port
 from tests.tiny import tiny_tokenizer
@@ -332,7 +331,7 @@ def test_groups_that_do_not_fit_together_go_one_by_one(monkeypatch: pytest.Monke
             api, outputs = RolloutApi(server.url, wait_s=LONG_S), Outputs(log_dir=None, groups_path=None)
             config, counters = EnvironmentConfig(max_token_length=16), Counters()
             membership = Membership(api, name="numbers", config=config)
-            sender = Sender(api, membership=membership, config=config, outputs=outputs, counters=lambda: counters)
+            sender = Sender(api=api, membership=membership, config=config, outputs=outputs, counters=lambda: counters)
             sender.start()
             sender.put(group)
             while sender.pending:

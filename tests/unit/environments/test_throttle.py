@@ -6,6 +6,7 @@ import pytest
 
 from lachesis.environments.rollout_api import QueueStatus
 from lachesis.environments.runner import room_for_groups
+from lachesis.environments.settings import EnvironmentConfig
 
 
 def room(*, minimum: float | None = None, most: int = -1, batch_size: int = 64, **status: object) -> int:
@@ -13,14 +14,10 @@ def room(*, minimum: float | None = None, most: int = -1, batch_size: int = 64, 
         "step": 0, "queue_size": 0, "self_queue_size": 0, "max_group_size": 8, "unallocated_fraction": 1.0,
         "env_weight": 1.0,
     }  # fmt: skip
-    return room_for_groups(
-        QueueStatus(**figures | status),  # type: ignore[arg-type]
-        batch_size=batch_size,
-        group_size=8,
-        max_batches_offpolicy=3,
-        minimum=minimum,
-        most=most,
+    config = EnvironmentConfig(
+        group_size=8, max_batches_offpolicy=3, min_batch_allocation=minimum, max_num_workers=most
     )
+    return room_for_groups(QueueStatus(**figures | status), config, batch_size=batch_size)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from lachesis.common.deadline import Deadline
+from lachesis.common.deadline import Deadline, Retry
 from lachesis.common.errors import ConfigError, EngineError, EngineUnreachable, LachesisError, StaleWeights
 from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
 from lachesis.engines.base import Engine, Finished, PauseMode, largest_difference
@@ -94,7 +94,11 @@ class HttpEngine(Engine):
             DeadlineExceeded: ``deadline`` passed first.
         """
         patience = Deadline("the trainer's wait for the inference servers", wait_s, "engine.wait_s")
-        told = False
+        retry = Retry(
+            deadline,
+            first_s=min(_AGAIN_S, wait_s),
+            say=lambda reason: logger.warning("%s; waiting for it, at most %g s", reason, wait_s),
+        )
         with patience.waiting():
             while True:
                 try:
@@ -102,11 +106,8 @@ class HttpEngine(Engine):
                 except EngineUnreachable as error:
                     if not patience.remaining_s():
                         raise
-                    deadline.check(error.message)
-                    if not told:
-                        logger.warning("%s; waiting for it, at most %g s", error.message, wait_s)
-                    told = True
-                time.sleep(min(_AGAIN_S, wait_s))
+                    pause_s = retry.after(error.message)
+                time.sleep(pause_s)
 
     @property
     def session_ids(self) -> tuple[str, ...]:

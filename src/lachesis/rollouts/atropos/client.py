@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import threading
+import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,15 +12,15 @@ from typing import Any
 import httpx
 
 from lachesis.api.wire import HOLDS_HEADER, TRAINER_HEADER, Registration
-from lachesis.common.deadline import Deadline
-from lachesis.common.errors import ConfigError, DataError, EngineError
+from lachesis.common.deadline import Deadline, Retry
+from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, EngineError
 from lachesis.common.threads import Watch, call_watched
 from lachesis.engines.http.control import tls
 
 logger = logging.getLogger("lachesis")
 
 _CONNECT_S = 5.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+_FIRST_PAUSE_S = 0.1
 # The original forms all possible batches in one request, which takes it a minute with a long queue, and loses the
 # batch of a client that does not wait.
 _PATIENCE_S = 600.0
@@ -67,7 +67,6 @@ class RolloutApiClient:
     def __init__(self, url: str, *, watch: Watch = lambda: None) -> None:
         self.url = api_url(url)
         self._watch = watch
-        self._pause = threading.Event()
         # Shorter than the 5 s after which uvicorn closes idle connections.
         limits = httpx.Limits(keepalive_expiry=2.0)
         self._http = httpx.Client(verify=tls(self.url), trust_env=False, limits=limits)
@@ -79,20 +78,21 @@ class RolloutApiClient:
             EngineError: it does not, for ``limit_s`` seconds, or something else listens there.
             LachesisError: what ``watch`` raised.
         """
-        deadline, said = Deadline("", limit_s), False
+        retry = Retry(
+            Deadline("the wait for the rollout API", limit_s),
+            longest_s=_FIRST_PAUSE_S,
+            say=lambda reason: logger.warning("%s; trying for up to %g s", reason, limit_s),
+        )
         while True:
             try:
                 response = self._http.get(f"{self.url}/info", timeout=_CONNECT_S)
                 break
             except httpx.TransportError as error:
                 reason = f"Atropos API not reachable at {self.url} ({error or type(error).__name__})"
-                if deadline.remaining_s() == 0.0:
+                try:
+                    self._wait(retry, reason)
+                except DeadlineExceeded:
                     raise EngineError(reason, remedy=_START) from error
-            if not said:
-                logger.warning("%s; trying for up to %g s", reason, limit_s)
-                said = True
-            self._watch()
-            self._wait(_FIRST_PAUSE_S)
         if not response.is_success or "batch_size" not in response.text:
             raise EngineError(
                 f"what answers at {self.url} is no rollout API: GET /info gives {response.status_code}", remedy=_START
@@ -175,7 +175,13 @@ class RolloutApiClient:
         headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """The JSON answer; asked again while the API is away or overloaded."""
-        pause, failures = _FIRST_PAUSE_S, 0
+        retry = Retry(
+            deadline,
+            first_s=_FIRST_PAUSE_S,
+            # A single failure is no news: a connection that was idle may be closed at any time.
+            told_at=2,
+            say=lambda reason: logger.warning("%s; trying again", reason),
+        )
         while True:
             try:
                 response = self._send(method, path, json=body, headers=headers, timeout=self._timeout(deadline))
@@ -183,19 +189,12 @@ class RolloutApiClient:
                 reason = f"Atropos API not reachable at {self.url}{path} ({error or type(error).__name__})"
             else:
                 if response.is_success:
-                    if failures > 1:
+                    if retry.failures > 1:
                         logger.warning("the rollout API at %s answers again", self.url)
                     return _document(response)
                 reason = f"{self.url}{path} answers {response.status_code}: {' '.join(response.text.split())[:300]}"
                 self._refuse(response, reason)
-            failures += 1
-            # A single failure is no news: a connection that was idle may be closed at any time.
-            if failures == 2:
-                logger.warning("%s; trying again", reason)
-            deadline.check(reason)
-            self._watch()
-            self._wait(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            self._wait(retry, reason)
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         return call_watched(partial(self._http.request, method, self.url + path, **options), watch=self._watch)
@@ -215,8 +214,10 @@ class RolloutApiClient:
         remaining = deadline.remaining_s()
         return httpx.Timeout(_PATIENCE_S if remaining is None else min(_PATIENCE_S, remaining + 1), connect=_CONNECT_S)
 
-    def _wait(self, seconds: float) -> None:
-        self._pause.wait(seconds)
+    def _wait(self, retry: Retry, reason: str) -> None:
+        pause_s = retry.after(reason)
+        self._watch()
+        time.sleep(pause_s)
 
 
 def _document(response: httpx.Response) -> dict[str, Any]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Literal
 
 from lachesis.api.wire import Registration
-from lachesis.common.deadline import Deadline
+from lachesis.common.deadline import Deadline, Retry
 from lachesis.common.errors import DataError, DeadlineExceeded, EngineError, StopRequested
 from lachesis.common.threads import Watch, call_watched
 from lachesis.common.types import Group
@@ -44,6 +43,7 @@ _ACKNOWLEDGE_S = 10.0
 _LOOK_EVERY_S = 5.0
 
 
+@dataclass(eq=False)
 class AtroposSource(RolloutSource):
     """The batches of a rollout API, each the groups of one optimizer step.
 
@@ -66,29 +66,19 @@ class AtroposSource(RolloutSource):
         first_word_s: seconds after which a wait is explained for the first time.
     """
 
-    def __init__(
-        self,
-        client: RolloutApiClient,
-        *,
-        registration: Registration,
-        conversion: Conversion,
-        wait_s: float,
-        with_checkpoints: bool = False,
-        missing_logprobs: MissingLogprobs = "warn",
-        watch: Watch = lambda: None,
-        first_word_s: float = _FIRST_WORD_S,
-    ) -> None:
-        self._client = client
-        self._asked = registration
-        self._conversion = conversion
-        self._wait_s = wait_s
-        self._with_checkpoints = with_checkpoints
-        self._missing_logprobs: MissingLogprobs = missing_logprobs
-        self._watch = watch
-        self._first_word_s = first_word_s
-        self._pause = threading.Event()
+    client: RolloutApiClient
+    _: KW_ONLY
+    registration: Registration
+    conversion: Conversion
+    wait_s: float
+    with_checkpoints: bool = False
+    missing_logprobs: MissingLogprobs = "warn"
+    watch: Watch = lambda: None
+    first_word_s: float = _FIRST_WORD_S
+
+    def __post_init__(self) -> None:
         self._trainer: Registered | None = None
-        self._step = registration.starting_step
+        self._step = self.registration.starting_step
         self._current: tuple[Delivery, list[Group]] | None = None
         self._trained: dict[int, str] = {}  # batches trained on and not acknowledged, with the digest of each
         self._safe: set[int] = set()  # those of them that may be acknowledged
@@ -105,8 +95,8 @@ class AtroposSource(RolloutSource):
             LachesisError: what ``watch`` raised, such as StopRequested. All is as before the call.
             DataError: ten batches in a row had no group that could be trained on; or there are no logprobs.
         """
-        name = f"the trainer's wait for a batch of {self._asked.batch_size} sequences from {self._client.url}"
-        deadline = nested_deadline(name, deadline, self._wait_s, "source.wait_s")
+        name = f"the trainer's wait for a batch of {self.registration.batch_size} sequences from {self.client.url}"
+        deadline = nested_deadline(name, deadline, self.wait_s, "source.wait_s")
         if self._current is not None:  # nothing was trained on it
             return self._current[1]
         self._acknowledge_safe(deadline)
@@ -130,12 +120,13 @@ class AtroposSource(RolloutSource):
 
     def _wait_for_batch(self, deadline: Deadline) -> Delivery:
         """Ask until there is a batch; registers where the API does not know this trainer."""
-        pause, waited, said_at = _FIRST_PAUSE_S, Deadline("", None), self._first_word_s
+        retry = Retry(deadline, first_s=_FIRST_PAUSE_S, longest_s=_LONGEST_PAUSE_S)
+        waited, said_at = Deadline("", None), self.first_word_s
         while True:
-            self._watch()
+            self.watch()
             trainer = self._trainer or self._register(deadline)
             try:
-                delivery, waiting = self._client.next_batch(trainer, holds=self._trained, deadline=deadline)
+                delivery, waiting = self.client.next_batch(trainer, holds=self._trained, deadline=deadline)
             except NotRegistered as error:
                 logger.warning("%s; what it had queued is lost with it, registering again", error.message)
                 self._trainer = None
@@ -146,40 +137,38 @@ class AtroposSource(RolloutSource):
             if waited.elapsed_s() >= said_at:
                 said_at = waited.elapsed_s() + _REPEAT_S
                 self._explain(waiting, waited.elapsed_s())
-            deadline.check(waiting)
-            self._pause.wait(pause)
-            pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+            time.sleep(retry.after(waiting))
 
     def _explain(self, waiting: str, seconds: float) -> None:
-        situation = self._client.situation()
+        situation = self.client.situation()
         logger.warning(
             "waiting for %.0f s for a batch of %d sequences from %s: %s",
             seconds,
-            self._asked.batch_size,
-            self._client.url,
+            self.registration.batch_size,
+            self.client.url,
             situation if not waiting or "no environment" in situation else waiting,
         )
 
     def _register(self, deadline: Deadline) -> Registered:
-        asked = self._asked.model_copy(update={"starting_step": self._step})
-        self._trainer = trainer = self._client.register(asked, deadline=deadline)
+        asked = self.registration.model_copy(update={"starting_step": self._step})
+        self._trainer = trainer = self.client.register(asked, deadline=deadline)
         # Ids of an API that was started anew mean other batches.
         self._trained = {number: digest for number, digest in self._trained.items() if number in trainer.outstanding}
         self._safe &= self._trained.keys()
         logger.info(
             "[Trainer] ✓ Registered with Atropos API at %s (step %d, batches of %d sequences%s)",
-            self._client.url,
+            self.client.url,
             self._step,
             asked.batch_size,
             "" if trainer.acknowledges else ", plain protocol",
         )
-        if asked.starting_step == 0 and (queued := self._client.queued(deadline=deadline)):
+        if asked.starting_step == 0 and (queued := self.client.queued(deadline=deadline)):
             logger.warning(
                 "the rollout API at %s holds %d groups from before this run, which it will train on first; to begin "
                 "without them stop their environments and empty the queue: curl %s/reset_data",
-                self._client.url,
+                self.client.url,
                 queued,
-                self._client.url,
+                self.client.url,
             )
         return trainer
 
@@ -199,7 +188,7 @@ class AtroposSource(RolloutSource):
         self._received += 1
         for index, data in enumerate(delivery.groups):
             try:
-                group = convert_group(data, group_id=f"{number}-{index}", conversion=self._conversion)
+                group = convert_group(data, group_id=f"{number}-{index}", conversion=self.conversion)
             except Unusable as error:
                 reasons.append(error.message)
                 self._say_once(f"a group of environment {data.get('env_id')} was set aside: {error.message}")
@@ -214,7 +203,7 @@ class AtroposSource(RolloutSource):
             return
         what = f"environment {data.get('env_id')} sends no inference_logprobs"
         remedy = "serve it with --openai.server_type vllm"
-        if self._missing_logprobs == "error":
+        if self.missing_logprobs == "error":
             raise DataError(f"{what}, and source.missing_logprobs is error", remedy=remedy)
         self._counts["groups_without_logprobs"] += 1
         self._say_once(f"{what}: the trainer takes its own in their place, as if the samples were on-policy; {remedy}")
@@ -232,17 +221,17 @@ class AtroposSource(RolloutSource):
         if number is None or self._trainer is None or not self._trainer.acknowledges:
             return
         self._trained[number] = _digest(delivery)
-        if not self._with_checkpoints or self._step >= self._asked.num_steps:
+        if not self.with_checkpoints or self._step >= self.registration.num_steps:
             self._safe.add(number)
 
     def _acknowledge_safe(self, deadline: Deadline) -> None:
         if self._trainer is None or not self._safe:
             return
         try:
-            self._client.acknowledge(self._trainer, sorted(self._safe), deadline=deadline)
+            self.client.acknowledge(self._trainer, sorted(self._safe), deadline=deadline)
         except Replaced:
             # Or the API was started anew, which the next request for a batch will tell apart.
-            logger.warning("the rollout API at %s does not know this trainer any more", self._client.url)
+            logger.warning("the rollout API at %s does not know this trainer any more", self.client.url)
         for number in self._safe:
             self._trained.pop(number, None)
         self._safe.clear()
@@ -253,9 +242,9 @@ class AtroposSource(RolloutSource):
         current, self._current = self._current, None
         if current is not None:
             self._finish(current[0])
-        if version >= self._asked.num_steps:
+        if version >= self.registration.num_steps:
             self._safe.update(self._trained)
-        deadline = Deadline(f"the acknowledgement of batches to {self._client.url}", _ACKNOWLEDGE_S)
+        deadline = Deadline(f"the acknowledgement of batches to {self.client.url}", _ACKNOWLEDGE_S)
         try:
             self._acknowledge_safe(deadline)
         except (DeadlineExceeded, StopRequested) as error:  # done anew before the next batch is asked for
@@ -287,9 +276,10 @@ class AtroposSource(RolloutSource):
 
     def close(self) -> None:
         """Close the connections. What is not acknowledged goes to the next trainer. Idempotent."""
-        self._client.close()
+        self.client.close()
 
 
+@dataclass(eq=False)
 class EngineWatch:
     """Called again and again while a batch is waited for, looks at the engine from time to time.
 
@@ -299,17 +289,16 @@ class EngineWatch:
         every_s: seconds between two looks.
     """
 
-    def __init__(self, engine: Engine, *, watch: Watch = lambda: None, every_s: float = _LOOK_EVERY_S) -> None:
-        self._engine = engine
-        self._watch = watch
-        self._every_s = every_s
-        self._looked = time.monotonic()
+    engine: Engine
+    watch: Watch = lambda: None
+    every_s: float = _LOOK_EVERY_S
+    _looked: float = field(default_factory=time.monotonic, init=False)
 
     def __call__(self) -> None:
         """Raise EngineError where it is gone, or another one is in its place."""
-        if time.monotonic() - self._looked < self._every_s:
+        if time.monotonic() - self._looked < self.every_s:
             return
-        health = call_watched(self._engine.health, watch=self._watch)
+        health = call_watched(self.engine.health, watch=self.watch)
         self._looked = time.monotonic()
         if not health.ready and not health.paused:
             raise EngineError(

@@ -249,7 +249,7 @@ def test_an_api_that_was_started_anew_is_registered_at_again(api: Api, make: Mak
             registered.append("")
             api.post(7, 8)
 
-    source._watch = post_once
+    source.watch = post_once
     assert take(source) == ["7", "8"]
     assert "registering again" in caplog.text
     # Registered at step 1, one batch since.
@@ -484,7 +484,7 @@ def test_the_plain_protocol_is_enough(plain: tuple[PlainApi, str], make: Make, c
     source.report_version(9)
     assert source.state_dict() == {"step": 9, "trained": {}}
     assert api.registrations[0]["starting_step"] == 7
-    source._wait_s = 0.4
+    source.wait_s = 0.4
     with pytest.raises(DeadlineExceeded):
         source.next_groups(1, deadline=deadline())
     assert "2 groups are queued, whose sizes do not add up to a batch yet" in caplog.text
