@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from lachesis.rollouts.datasets import load_problems
+from lachesis.rollouts.datasets import Dataset, load_problems
 from tests.tiny import tiny_tokenizer
 
 
@@ -20,10 +20,10 @@ def test_processes_that_prepare_data_do_not_show(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"q": "1" * (n + 1)}) for n in range(5)))
     options: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "transform": "mine.py:prompt_transform",
         "base_dir": tmp_path,
         "transform_config": {"mark": "="},
     }
-    alone = load_problems(tmp_path / "a.jsonl", **options)
+    data = Dataset(str(tmp_path / "a.jsonl"), transform="mine.py:prompt_transform")
+    alone = load_problems(data, **options)
     assert [prompt.columns["length"] for prompt in alone] == [1, 2, 3, 4, 5]
-    assert load_problems(tmp_path / "a.jsonl", processes=2, **options) == alone
+    assert load_problems(data, processes=2, **options) == alone

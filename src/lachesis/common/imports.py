@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -45,8 +46,10 @@ def load_function(spec: str, base_dir: Path | None = None) -> Callable[..., Any]
     return _callable_of(module, attribute, spec)
 
 
-def describe_exception(error: BaseException, file: str | None) -> str:
-    """``KeyError: 'answer' (rewards.py:12)``: the innermost place in ``file``, else the innermost of all."""
+def describe_exception(error: BaseException, where: str | Callable[..., Any] | None) -> str:
+    """``KeyError: 'answer' (rewards.py:12)``: the innermost place in a file or function's file, else of all."""
+    code = None if where is None or isinstance(where, str) else getattr(inspect.unwrap(where), "__code__", None)
+    file = where if isinstance(where, str) else code and code.co_filename
     ours = str(Path(__file__).parents[1])
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((ours, "<frozen"))]
     own = [frame for frame in frames if frame.filename == file] or frames

@@ -209,10 +209,8 @@ class CustomSource(LocalSource):
         if isinstance(outcome.error, EngineError | DeadlineExceeded):
             raise outcome.error
         if outcome.error is not None:
-            code = getattr(self.rollout_func, "__code__", None)
             raise EngineError(
-                f"the rollout function {self.name!r} raised "
-                f"{describe_exception(outcome.error, code.co_filename if code else None)}",
+                f"the rollout function {self.name!r} raised {describe_exception(outcome.error, self.rollout_func)}",
                 remedy="mend it; what it gets is described with CustomSource",
             ) from outcome.error
         return outcome.result

@@ -78,11 +78,6 @@ def load_problems(
     path: str | Path | Dataset,
     *,
     tokenizer: PreTrainedTokenizerBase,
-    prompt_column: str = "prompt",
-    name: str | None = None,
-    split: str = "train",
-    format: str = "auto",
-    transform: str | None = None,
     more: Sequence[Dataset] = (),
     system_prompt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -103,8 +98,7 @@ def load_problems(
     prompt has all columns; a row without one has ``None``.
 
     Args:
-        path: the first dataset; the five arguments after it are as in :class:`Dataset`.
-        more: further datasets.
+        path: the first dataset, of which a path alone says enough where it is read as it is; ``more`` are further ones.
         system_prompt: put before prompts without a system message, which makes conversations of texts.
         max_prompt_length: longest prompt in tokens; ``None`` allows any.
         overlong: ``error`` stops at a longer prompt, ``drop`` leaves it out (and logs how many).
@@ -120,11 +114,7 @@ def load_problems(
     """
     template_kwargs = dict(chat_template_kwargs or {})
     check_template_kwargs(template_kwargs)
-    first = (
-        path
-        if isinstance(path, Dataset)
-        else Dataset(str(path), name, split, format, transform, prompt_column=prompt_column)
-    )
+    first = path if isinstance(path, Dataset) else Dataset(str(path))
     preparation = Preparation(
         tokenizer=tokenizer,
         template_kwargs=template_kwargs,

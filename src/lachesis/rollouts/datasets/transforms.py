@@ -56,10 +56,8 @@ class Transform:
         try:
             made = self.function(dict(row.columns), **options)
         except Exception as error:
-            code = getattr(inspect.unwrap(self.function), "__code__", None)
             raise DataError(
-                f"{row.place}: the transform {self.spec!r} raised "
-                f"{describe_exception(error, code.co_filename if code else None)}",
+                f"{row.place}: the transform {self.spec!r} raised {describe_exception(error, self.function)}",
                 remedy="mend the transform, or that row",
             ) from error
         if not isinstance(made, Mapping):

@@ -149,10 +149,9 @@ def hung(timeout_s: float) -> Failure:
 
 def raised(function: Callable[..., Any], error: BaseException) -> Failure:
     """The call raised; the innermost line of the function's own file is named."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
     by_signal = any(text in str(error) for text in ("signal.alarm", "signal only works in main thread"))
     return Failure(
-        f"raised {describe_exception(error, code.co_filename if code else None)}",
+        f"raised {describe_exception(error, function)}",
         SIGNAL_REMEDY if by_signal else RAISE_REMEDY,
         traceable=True,
         cause=error,

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from lachesis.common.errors import DataError
 from lachesis.common.types import Prompt
-from lachesis.rollouts.datasets import load_problems, problems
+from lachesis.rollouts.datasets import Dataset, load_problems, problems
 from lachesis.rollouts.datasets.prepared import tokenizer_digest
 from tests.tiny import tiny_tokenizer
 
@@ -41,8 +41,9 @@ def load(tmp_path, tokenizer, monkeypatch):
 
     def load(**options: Any) -> tuple[list[Prompt], int]:
         options = {"tokenizer": tokenizer, "prepared_path": tmp_path / "prepared", "base_dir": tmp_path} | options
+        read = {name: options.pop(name) for name in Dataset.__slots__ if name in options}
         before = len(made)
-        return load_problems(path, **options), len(made) - before
+        return load_problems(Dataset(str(path), **read), **options), len(made) - before
 
     load.path = path  # type: ignore[attr-defined]
     return load

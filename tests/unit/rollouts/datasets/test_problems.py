@@ -73,7 +73,7 @@ class TestGoodFiles:
 
     def test_the_column_can_be_named_and_both_kinds_can_be_mixed(self, write, tokenizer):
         path = write({"q": "1+2="}, {"q": [user("1+2")]}, {"q": "3+4="})
-        prompts = load_problems(path, tokenizer=tokenizer, prompt_column="q")
+        prompts = load_problems(Dataset(str(path), prompt_column="q"), tokenizer=tokenizer)
         assert [prompt.text for prompt in prompts] == ["1+2=", "[user]1+2\n[assistant]", "3+4="]
         assert [prompt.messages is None for prompt in prompts] == [True, False, True]
 

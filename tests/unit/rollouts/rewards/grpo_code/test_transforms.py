@@ -5,7 +5,7 @@ import json
 import pytest
 
 from lachesis.common.errors import DataError
-from lachesis.rollouts.datasets import load_problems
+from lachesis.rollouts.datasets import Dataset, load_problems
 from lachesis.rollouts.rewards.grpo_code.transforms import read_tests
 from tests.tiny import tiny_tokenizer
 
@@ -16,7 +16,9 @@ def load(tmp_path, name: str, *rows: dict):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    return load_problems(tmp_path / "a.jsonl", tokenizer=tokenizer, transform=f"grpo_code.{name}", base_dir=tmp_path)
+    return load_problems(
+        Dataset(str(tmp_path / "a.jsonl"), transform=f"grpo_code.{name}"), tokenizer=tokenizer, base_dir=tmp_path
+    )
 
 
 @pytest.mark.parametrize(
