@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lachesis.api.scored_group import UNTRAINED
@@ -22,7 +22,7 @@ from lachesis.web.pages import render_page
 from lachesis.web.tokens import colour
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    pass
 
 
 _AT_ONCE = 16
@@ -50,10 +50,12 @@ async def process(environment: Environment[Any, Any], *, groups: int, path: Path
     """
     counters = Counters()
     file = JsonLines(free_name(path), option="--env.data_path_to_save_groups")
+    made: list[ScoredGroup] = []
 
     def write(group: ScoredGroup) -> None:
-        if counters.groups < groups:
+        if len(made) < groups:
             file.write(group.document())
+            made.append(group)
             counters.count_sent(group)
 
     await environment.setup()
@@ -61,8 +63,8 @@ async def process(environment: Environment[Any, Any], *, groups: int, path: Path
     workers = WorkerPool(environment=environment, deliver=write, counters=lambda: counters)
     at_once = environment.config.max_num_workers if environment.config.max_num_workers > 0 else _AT_ONCE
     try:
-        while counters.groups < groups:
-            await workers.fill(min(at_once, groups - counters.groups))
+        while len(made) < groups:
+            await workers.fill(min(at_once, groups - len(made)))
             if not workers.tasks:
                 break
             await asyncio.wait(workers.tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -70,9 +72,12 @@ async def process(environment: Environment[Any, Any], *, groups: int, path: Path
     finally:
         await workers.stop()
         file.close()
-    if not counters.groups:
+    if not made:
         raise DataError(f"the environment {environment.name} made no group", remedy="give it problems")
-    page = write_page(file.path, tokenizer=environment.tokenizer, title=environment.name)
+    page = file.path.with_suffix(".html")
+    html = render(made, pieces=lambda ids: pieces_of(environment.tokenizer, ids), title=environment.name)
+    # A lone surrogate in a text has no place in UTF-8.
+    write_atomic(page, html.encode("utf-8", "replace"))
     return Processed(file.path, page, counters)
 
 
@@ -118,84 +123,37 @@ class Card:
     rows: tuple[Row, ...]
 
 
-def write_page(groups: Path, *, tokenizer: PreTrainedTokenizerBase, title: str) -> Path:
-    """Write the page of a JSONL file of groups beside it; returns its path.
-
-    Raises:
-        DataError: the file cannot be read, or a line in it is no group.
-    """
-    path = groups.with_suffix(".html")
-    html = render(read_groups(groups), pieces=lambda ids: pieces_of(tokenizer, ids), title=title)
-    # A lone surrogate in a text has no place in UTF-8.
-    write_atomic(path, html.encode("utf-8", "replace"))
-    return path
-
-
-def read_groups(path: Path) -> list[dict[str, Any]]:
-    """The groups in a JSONL file.
-
-    Raises:
-        DataError: it cannot be read; the message names the line.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", remedy="check the path") from error
-    found = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            group = json.loads(line)
-            if not len(group["tokens"]) == len(group["masks"]) == len(group["scores"]):
-                raise ValueError("lists of different lengths")
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path}, line {number}: no scored group: {error}", remedy="remove the line") from error
-        found.append(group)
-    return found
-
-
-def render(groups: Sequence[Mapping[str, Any]], *, pieces: Callable[[Sequence[int]], Sequence[str]], title: str) -> str:
+def render(groups: Sequence[ScoredGroup], *, pieces: Callable[[Sequence[int]], Sequence[str]], title: str) -> str:
     """The page of some groups. Texts of models are escaped, whatever they hold."""
     cards = [_card(number, group, pieces) for number, group in enumerate(groups, start=1)]
-    scores = [row.score for card in cards for row in card.rows]
-    mean = sum(scores) / len(scores) if scores else math.nan
-    return render_page(TEMPLATE, title=title, cards=cards, sequences=len(scores), mean=mean)
+    scores = [score for group in groups for score in group.scores]
+    return render_page(TEMPLATE, title=title, cards=cards, sequences=len(scores), mean=fmean(scores))
 
 
-def _card(number: int, group: Mapping[str, Any], pieces: Callable[[Sequence[int]], Sequence[str]]) -> Card:
-    starts = [_first_trained(mask) for mask in group["masks"]]
-    first = min(starts, default=0)
-    prompt = "".join(pieces(group["tokens"][0][:first])) if starts else ""
-    rows = tuple(_row(group, index, first, pieces) for index in range(len(group["tokens"])))
-    mean = sum(row.score for row in rows) / len(rows) if rows else math.nan
-    return Card(number=number, prompt=prompt, mean=mean, rows=rows)
+def _card(number: int, group: ScoredGroup, pieces: Callable[[Sequence[int]], Sequence[str]]) -> Card:
+    first = min(_first_trained(mask) for mask in group.masks)
+    prompt = "".join(pieces(group.tokens[0][:first]))
+    rows = tuple(_row(group, index, first, pieces) for index in range(group.size))
+    return Card(number=number, prompt=prompt, mean=fmean(group.scores), rows=rows)
 
 
-def _row(group: Mapping[str, Any], index: int, first: int, pieces: Callable[[Sequence[int]], Sequence[str]]) -> Row:
-    tokens, masks = group["tokens"][index], group["masks"][index]
-    logprobs = (group.get("inference_logprobs") or [[]] * len(group["tokens"]))[index] or [None] * len(tokens)
-    texts = pieces(tokens)
-    shown = [
-        _piece(text, token, mask, logprob)
-        for text, token, mask, logprob in zip(
-            texts[first:], tokens[first:], masks[first:], logprobs[first:], strict=True
-        )
-    ]
-    known = (group.get("overrides") or [{}] * len(group["tokens"]))[index] or {}
+def _row(group: ScoredGroup, index: int, first: int, pieces: Callable[[Sequence[int]], Sequence[str]]) -> Row:
+    tokens, masks, logprobs = group.tokens[index], group.masks[index], (group.inference_logprobs or [])[index]
+    shown = zip(pieces(tokens)[first:], tokens[first:], masks[first:], logprobs[first:], strict=True)
+    known = group.overrides[index] if group.overrides else {}
     versions = known.get("weight_version") or {}
     return Row(
-        score=group["scores"][index],
+        score=group.scores[index],
         trained=sum(mask != UNTRAINED for mask in masks),
         finish=str(known.get("finish_reason", "")),
         versions="–".join(str(v) for v in dict.fromkeys(versions.values())),
-        pieces=tuple(shown),
+        pieces=tuple(_piece(*token) for token in shown),
     )
 
 
-def _piece(text: str, token: int, mask: int, logprob: float | None) -> Piece:
+def _piece(text: str, token: int, mask: int, logprob: float) -> Piece:
     if mask == UNTRAINED:
         return Piece(text, "given", f"{token}: given, not trained")
-    if logprob is None:
-        return Piece(text, "", str(token))
     shade = colour(logprob)
     hint = f"{token}: p = {math.exp(min(0.0, logprob)):.3g}, logprob {logprob:.3f}"
     return Piece(text, shade if shade != "p0" else "", hint)
