@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import random
@@ -16,7 +15,7 @@ from typing import Any
 import httpx
 
 from lachesis.common.deadline import Deadline, Retry
-from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
+from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError
 from lachesis.common.http import server_url
 from lachesis.common.types import (
     UNKNOWN_VERSIONS,
@@ -131,7 +130,7 @@ class InferenceClient:
                 try:
                     completions = await self._ask(server, body, deadline)
                 except ServerBusy as error:
-                    self._failed(server, error)
+                    self._failed(server, error.message)
                     server.down_until = time.monotonic() + retry.after(error.message) * (0.5 + random.random())
                     continue
                 finally:
@@ -168,13 +167,13 @@ class InferenceClient:
             ) from error
         except httpx.TransportError as error:
             raise ServerBusy(f"{server.url}: {error or type(error).__name__}") from error
-        if response.is_success:
+        try:
             return read_reply(response, url=server.url, route=route)
-        what = f"{server.url}{route} answered {response.status_code}: {_reason(response)}"
-        passing = response.status_code in _PASSING
-        if passing or (response.status_code >= 500 and server.failures < _FAILURES):
-            raise ServerBusy(what)
-        raise EngineError(what, remedy="look at the server's log" if response.status_code >= 500 else "")
+        except LachesisError as error:
+            status = response.status_code
+            if status in _PASSING or (status >= 500 and server.failures < _FAILURES):
+                raise ServerBusy(str(error)) from error
+            raise
 
     async def _least_busy(self, deadline: Deadline) -> _Server:
         """The server with the fewest sequences in flight, of those that are not known to be down."""
@@ -188,16 +187,10 @@ class InferenceClient:
 
     async def _wait_for(self, server: _Server, deadline: Deadline) -> None:
         retry = Retry(deadline, first_s=_FIRST_PAUSE_S)
-        while True:
-            try:
-                response = await server.http.get(f"{server.url}/health", timeout=_CONNECT_S)
-                if response.is_success or response.status_code == 404:
-                    return self._answered(server)
-                reason = f"{server.url}/health answered {response.status_code}: {_reason(response)}"
-            except httpx.TransportError as error:
-                reason = f"{server.url}: {error or type(error).__name__}"
-            self._failed(server, ServerBusy(reason))
+        while reason := await _why_not_ready(server):
+            self._failed(server, reason)
             await asyncio.sleep(retry.after(reason))
+        self._answered(server)
 
     async def _models(self) -> list[dict[str, Any]]:
         server = self._servers[0]
@@ -211,11 +204,11 @@ class InferenceClient:
                 remedy="name it with --openai.model_name, and its tokenizer with --env.tokenizer_name",
             ) from error
 
-    def _failed(self, server: _Server, error: ServerBusy) -> None:
+    def _failed(self, server: _Server, reason: str) -> None:
         server.failures += 1
         if server.failures == 1:
             limit = f"{self._config.timeout:g} s ({_SETTING})"
-            logger.info("waiting for the inference server at %s, for up to %s: %s", server.url, limit, error.message)
+            logger.info("waiting for the inference server at %s, for up to %s: %s", server.url, limit, reason)
 
     def _answered(self, server: _Server) -> None:
         if server.failures:
@@ -243,19 +236,20 @@ class _Pace:
             self._passes.append(time.monotonic())
 
 
+async def _why_not_ready(server: _Server) -> str:
+    """A server that knows no such route is taken to be ready."""
+    try:
+        response = await server.http.get(f"{server.url}/health", timeout=_CONNECT_S)
+    except httpx.TransportError as error:
+        return f"{server.url}: {error or type(error).__name__}"
+    ready = response.is_success or response.status_code == 404
+    return "" if ready else f"{server.url}/health answered {response.status_code}: {response.text[:300]}"
+
+
 def _http(url: str, api_key: str) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
     return httpx.AsyncClient(verify=tls(url), trust_env=False, limits=limits, headers=headers)
-
-
-def _reason(response: httpx.Response) -> str:
-    """What a server says is wrong, in one line: our servers' message and remedy, or the text of others."""
-    try:
-        error = json.loads(response.content)["error"]
-        return " -> ".join(part for part in (str(error["message"]), str(error.get("remedy") or "")) if part)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return " ".join(response.text.split())[:300] or response.reason_phrase
 
 
 # A rounding error of a log-softmax; anything above is no logprob.

@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +140,8 @@ class Counters:
 
     def add(self, other: Counters) -> None:
         """Add the counts of another one."""
-        for name in ("groups", "sequences", "score_sum", "trained_tokens", "group_seconds", "failures"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.dropped += other.dropped
-        self.set_aside += other.set_aside
+        for one in fields(self):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
     def values(self) -> dict[str, float]:
         """As metrics; means only where there is something to take them of."""

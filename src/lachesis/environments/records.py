@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, model_validator
 
-from lachesis.api.scored_group import NO_LOGPROB, UNTRAINED, why_unusable
+from lachesis.api.scored_group import NO_LOGPROB, UNTRAINED, why_not_finite, why_unusable
 from lachesis.api.scored_group import ScoredGroup as ProtocolGroup
 from lachesis.common.errors import DataError
 from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, Message, VersionSpan
@@ -69,7 +69,7 @@ class ScoredGroup(ProtocolGroup):
 
     @model_validator(mode="after")
     def _is_usable(self) -> Self:
-        fault = why_unusable(self) or _fault(self)
+        fault = why_unusable(self) or why_not_finite(self) or _fault(self)
         if fault:
             raise DataError(f"a scored group that no trainer could use: {fault}", remedy="correct the environment")
         return self
@@ -123,9 +123,6 @@ def _fault(group: ScoredGroup) -> str:
     logprobs_of = group.inference_logprobs or ()
     if len(logprobs_of) != len(group.tokens):
         return f"inference_logprobs has {len(logprobs_of)} entries, tokens has {len(group.tokens)}"
-    for index, score in enumerate(group.scores):
-        if not math.isfinite(score):
-            return f"scores[{index}] is {score}"
     rows = zip(group.tokens, group.masks, logprobs_of, strict=True)
     for index, (tokens, masks, logprobs) in enumerate(rows):
         trains = 0

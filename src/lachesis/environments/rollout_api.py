@@ -71,14 +71,6 @@ class QueueStatus:
     full: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PostReply:
-    """What became of a post. ``set_aside`` has the index and the reason of each group that enters no batch."""
-
-    buffered: int = 0
-    set_aside: tuple[tuple[int, str], ...] = ()
-
-
 class RolloutApi:
     """One rollout API, ours or the original.
 
@@ -141,8 +133,11 @@ class RolloutApi:
         full = limit is not None and found["queued_tokens"] >= limit
         return QueueStatus(step=found["current_step"], full=full, **{name: found[name] for name in names})
 
-    async def post(self, groups: Sequence[Mapping[str, Any]]) -> PostReply:
+    async def post(self, groups: Sequence[Mapping[str, Any]]) -> dict[int, str]:
         """Post groups in one request. A single one waits until the queue has room for it.
+
+        Returns:
+            The reason for each group, by index, that the API set aside: it enters no batch.
 
         Raises:
             PostRefused: the API refuses them for good.
@@ -151,8 +146,7 @@ class RolloutApi:
         headers = {KEY_HEADER: uuid.uuid4().hex}
         path, alone = "/scored_data_list", len(groups) == 1
         reply = await self._request("POST", path, list(groups), headers=headers, wait_for_room=alone)
-        reasons = tuple((entry["index"], entry["reason"]) for entry in reply.get("reasons", ()))
-        return PostReply(buffered=reply.get("buffered", 0), set_aside=reasons)
+        return {entry["index"]: entry["reason"] for entry in reply.get("reasons", ())}
 
     async def wandb_info(self) -> tuple[str | None, str | None]:
         """The trainer's project and group at Weights & Biases."""
@@ -276,11 +270,8 @@ class Sender:
     """Posts groups in the order in which they were finished.
 
     Args:
-        api: where to.
-        membership: under which registration.
         config: the section ``env``, for what is not sent.
         outputs: every group is written there too, sent or not.
-        counters: where all is counted.
     """
 
     api: RolloutApi
@@ -344,7 +335,7 @@ class Sender:
             return
         member = await self.membership.join()
         try:
-            reply = await self.api.post([group.document(env_id=member.env_id) for group in groups])
+            aside = await self.api.post([group.document(env_id=member.env_id) for group in groups])
         except (PostRefused, QueueFull) as error:
             if len(groups) == 1:
                 self.counters().dropped["refused by the rollout API"] += 1
@@ -354,7 +345,6 @@ class Sender:
             for group in groups:
                 await self._post([group])
             return
-        aside = dict(reply.set_aside)
         lost = []
         for index, group in enumerate(groups):
             reason = aside.get(index, "")

@@ -53,13 +53,7 @@ class _Progress:
 
 
 class Runner:
-    """Serves one environment to one rollout API.
-
-    Args:
-        environment: what makes groups.
-        api: where they go.
-        outputs: where metrics and groups are written.
-    """
+    """Serves one environment to one rollout API."""
 
     def __init__(self, environment: Environment[Any, Any], *, api: RolloutApi, outputs: Outputs) -> None:
         self._environment = environment
@@ -242,10 +236,6 @@ def room_for_groups(status: QueueStatus, config: EnvironmentConfig, *, batch_siz
     environment's part: what no one has reserved, and its own minimum. With a minimum it may always fill its own
     share, whatever others have queued. The weight that the API gives it scales ``max_num_workers``, as it scales
     requests.
-
-    Args:
-        status: the queue, in groups of this environment.
-        batch_size: sequences of a batch.
     """
     if status.full:
         return 0

@@ -23,13 +23,7 @@ _IN_A_ROW = 10
 
 @dataclass(kw_only=True, eq=False)
 class WorkerPool:
-    """Makes groups of an environment, on its event loop.
-
-    Args:
-        environment: whose :meth:`~Environment.collect_trajectories` is called.
-        deliver: called with each group.
-        counters: where failures are counted.
-    """
+    """Makes groups of an environment, on its event loop."""
 
     environment: Environment[Any, Any]
     deliver: Callable[[ScoredGroup], None]

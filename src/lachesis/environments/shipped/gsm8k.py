@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,21 +73,17 @@ def _read_file(path: Path) -> list[Mapping[str, Any]]:
                 return parquet.read_table(path).to_pylist()
             except ArrowException as error:
                 raise DataError(f"{path} is no Parquet file: {error}", remedy="write it anew") from error
-        return _json_lines(path, path.read_text(encoding="utf-8").splitlines())
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [_parsed(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read: {error}", remedy=_REMEDY) from error
 
 
-def _json_lines(path: Path, lines: Iterable[str]) -> list[Mapping[str, Any]]:
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: malformed JSON: {error}", remedy="mend that line") from error
-    return rows
+def _parsed(path: Path, number: int, line: str) -> Mapping[str, Any]:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{path}, line {number}: malformed JSON: {error}", remedy="mend that line") from error
 
 
 def _read_library(name: str, split: str) -> list[Mapping[str, Any]]:
