@@ -6,7 +6,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lachesis.api.batching import GroupQueue, released
@@ -27,14 +27,6 @@ class Received:
     sequences: int = 0
     tokens: int = 0
     full: int = 0
-
-
-@dataclass(slots=True)
-class _Moves:
-    """What one post moves: new groups, and buffered ones that now have a position."""
-
-    added: list[HeldGroup] = field(default_factory=list[HeldGroup])
-    placed: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +66,7 @@ class SetAside:
 
 
 class Backlog:
-    """Everything that is held and not yet handed out: the queue, and a buffer for each environment.
-
-    Args:
-        environments: who registered, for their group sizes.
-        strict: set groups aside that no trainer could use.
-        max_queued_tokens: refuse posts beyond so many tokens; None does not.
-    """
+    """Everything that is held and not yet handed out: the queue, and a buffer for each environment."""
 
     def __init__(self, environments: Environments, *, strict: bool, max_queued_tokens: int | None) -> None:
         self.queue = GroupQueue()
@@ -107,9 +93,10 @@ class Backlog:
             Refusal: 429, the queue is full; 413, it could never hold them. Nothing was queued.
         """
         self._check_room(groups)
-        moves = _Moves()
-        replies = [self._accept(group, moves, now) for group in groups]
-        return replies, Change(added=tuple(moves.added), placed=tuple(moves.placed))
+        added: list[HeldGroup] = []
+        placed: dict[int, int] = {}  # buffered groups that now have a position
+        replies = [self._accept(group, added, placed, now) for group in groups]
+        return replies, Change(added=tuple(added), placed=tuple(placed.items()))
 
     def leave(self, environment: Environment) -> tuple[int, ...]:
         """Set aside what is buffered for an environment that has left: nothing will complete it. Their numbers."""
@@ -130,7 +117,7 @@ class Backlog:
                 self.queue.append(entry)
                 self.latest = entry
 
-    def _accept(self, group: StoredGroup, moves: _Moves, now: float) -> dict[str, Any]:
+    def _accept(self, group: StoredGroup, added: list[HeldGroup], placed: dict[int, int], now: float) -> dict[str, Any]:
         self.received.groups += 1
         self.received.sequences += group.sequences
         self.received.tokens += group.tokens
@@ -146,8 +133,8 @@ class Backlog:
         if environment is not None:
             environment.note_group(tokens=group.tokens, score=group.score, now=now)
             if group.sequences < environment.asked.group_size:
-                return self._buffer(held, environment, moves)
-        moves.added.append(self._enqueue(held))
+                return self._buffer(held, environment, added, placed)
+        added.append(self._enqueue(held))
         return {"status": "received"}
 
     def _problem(self, group: StoredGroup, environment: Environment | None) -> str:
@@ -158,7 +145,9 @@ class Backlog:
         # Nothing of nothing is part of any batch; the plain protocol has no word to say so.
         return "" if group.sequences else "tokens is empty"
 
-    def _buffer(self, held: HeldGroup, environment: Environment, moves: _Moves) -> dict[str, Any]:
+    def _buffer(
+        self, held: HeldGroup, environment: Environment, added: list[HeldGroup], placed: dict[int, int]
+    ) -> dict[str, Any]:
         buffer = self.buffers.setdefault(environment.id, [])
         buffer.append(held)
         leaving = released([entry.group.sequences for entry in buffer], environment.asked.group_size)
@@ -167,8 +156,8 @@ class Backlog:
             if queued.number == held.number:
                 held = queued
             else:
-                moves.placed.append((queued.number, queued.position))
-        moves.added.append(held)
+                placed[queued.number] = queued.position
+        added.append(held)
         buffer[:] = [entry for index, entry in enumerate(buffer) if index not in leaving]
         return {"status": "buffered", "buffer_size": sum(entry.group.sequences for entry in buffer)}
 

@@ -46,23 +46,14 @@ def _environments(state: RolloutState) -> list[str]:
     queued = [({"environment": env.name}, queue.get(env.id, 0)) for _, env in envs]
     unnamed = sum(count for env_id, count in queue.items() if state.environments.get(env_id) is None)
     queued.append(({"environment": ""}, unnamed))
+    silent = [(label, round(now - env.last_seen, 3)) for label, env in envs]
+    scores = [(label, env.score) for label, env in envs if env.score is not None]
+    groups = [(label, env.groups) for label, env in envs]
     return [
         *_family("queue_sequences", "gauge", "Sequences queued.", queued),
-        *_family(
-            "environment_groups_total", "counter", "Groups received.", [(label, env.groups) for label, env in envs]
-        ),
-        *_family(
-            "environment_score",
-            "gauge",
-            "Running mean of the scores.",
-            [(label, env.score) for label, env in envs if env.score is not None],
-        ),
-        *_family(
-            "environment_silent_seconds",
-            "gauge",
-            "Seconds since the environment was last heard from.",
-            [(label, round(now - env.last_seen, 3)) for label, env in envs],
-        ),
+        *_family("environment_groups_total", "counter", "Groups received.", groups),
+        *_family("environment_score", "gauge", "Running mean of the scores.", scores),
+        *_family("environment_silent_seconds", "gauge", "Seconds since the environment was last heard from.", silent),
     ]
 
 

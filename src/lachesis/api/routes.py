@@ -7,8 +7,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
@@ -232,6 +233,18 @@ class Endpoints:
         return await reply(request, self.dashboard.data(known=known, now=_now()))
 
     # -- helpers
+
+    async def refuse(self, request: Request, error: Exception) -> Response:
+        """The reply to a request that is not served."""
+        if isinstance(error, HTTPException):
+            return JSONResponse({"detail": error.detail}, status_code=error.status_code, headers=error.headers)
+        if isinstance(error, StoreFailed):
+            return JSONResponse({"detail": str(error)}, status_code=503, headers={"Retry-After": str(RECOVERY_S)})
+        assert isinstance(error, Refusal)
+        self.refused += error.status in (400, 413, 422)
+        if error.plain:
+            return PlainTextResponse(str(error.detail), status_code=error.status, headers=error.headers)
+        return JSONResponse({"detail": error.detail}, status_code=error.status, headers=error.headers)
 
     async def _body(self, request: Request) -> Body:
         return await read_body(request, limit=self.max_body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
+from math import isfinite
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -85,6 +86,11 @@ def why_unusable(group: ScoredGroup) -> str:
         if fault:
             return fault
     return _placeholder_logprob(group) or _distillation(group)
+
+
+def why_not_finite(group: ScoredGroup) -> str:
+    """The first score that is no finite number; empty where all are."""
+    return next((f"scores[{index}] is {score}" for index, score in enumerate(group.scores) if not isfinite(score)), "")
 
 
 def _ragged(name: str, rows: Sequence[Sequence[Any]], tokens: Sequence[Sequence[int]]) -> str:

@@ -17,14 +17,13 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lachesis.api.dashboard import Dashboard, load_pieces
 from lachesis.api.journal import Journal, StoreFailed
 from lachesis.api.metrics import INTERVAL_S, History
-from lachesis.api.routes import RECOVERY_S, Endpoints
+from lachesis.api.routes import Endpoints
 from lachesis.api.state import QueueLimits, RolloutState
 from lachesis.api.wire import Refusal
 from lachesis.common.errors import ConfigError
@@ -66,20 +65,16 @@ def serve(options: ServerOptions, *, on_ready: Callable[[str], None] | None = No
     """
     listener = _listen(options)
     try:
-        _serve(build_app(options), listener, on_ready)
+        config = uvicorn.Config(
+            build_app(options), log_config=None, access_log=False, http="httptools", ws="none",
+            timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=5, server_header=False,
+        )  # fmt: skip
+        if on_ready is not None:
+            host, port = listener.getsockname()[:2]
+            on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+        uvicorn.Server(config).run(sockets=[listener])
     finally:
         listener.close()
-
-
-def _serve(app: Starlette, listener: socket.socket, on_ready: Callable[[str], None] | None) -> None:
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, http="httptools", ws="none", timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=5, server_header=False,
-    )  # fmt: skip
-    if on_ready is not None:
-        host, port = listener.getsockname()[:2]
-        on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
-    uvicorn.Server(config).run(sockets=[listener])
 
 
 def build_app(options: ServerOptions) -> Starlette:
@@ -115,14 +110,11 @@ def build_app(options: ServerOptions) -> Starlette:
             if journal is not None:
                 journal.close()
 
-    async def refuse(request: Request, error: Exception) -> Response:
-        return _refused(endpoints, error)
-
     return Starlette(
         routes=endpoints.routes(),
         lifespan=lifespan,
         middleware=[Middleware(SameSiteOnly)],
-        exception_handlers={Refusal: refuse, StoreFailed: refuse, HTTPException: refuse},
+        exception_handlers=dict.fromkeys((Refusal, StoreFailed, HTTPException), endpoints.refuse),
     )
 
 
@@ -153,19 +145,6 @@ def _is_foreign(headers: Headers, path: str) -> bool:
     origin = headers.get("origin")
     same_origin = origin is None or urlsplit(origin).netloc == headers.get("host")
     return site in ("cross-site", "same-site") or not same_origin
-
-
-def _refused(endpoints: Endpoints, error: Exception) -> Response:
-    """The reply to a request that is not served."""
-    if isinstance(error, HTTPException):
-        return JSONResponse({"detail": error.detail}, status_code=error.status_code, headers=error.headers)
-    if isinstance(error, StoreFailed):
-        return JSONResponse({"detail": str(error)}, status_code=503, headers={"Retry-After": str(RECOVERY_S)})
-    assert isinstance(error, Refusal)
-    endpoints.refused += error.status in (400, 413, 422)
-    if error.plain:
-        return PlainTextResponse(str(error.detail), status_code=error.status, headers=error.headers)
-    return JSONResponse({"detail": error.detail}, status_code=error.status, headers=error.headers)
 
 
 async def _sample(state: RolloutState, history: History) -> None:

@@ -88,7 +88,6 @@ class ManagedProcess:
     thread at a time may start and stop.
 
     Args:
-        command: program first.
         log_path: its output is appended here.
         url: where it is going to listen; ``None`` if it does not, and then it is ready as soon as it is started.
         health: the path at ``url`` that answers when it is able to serve.
@@ -152,10 +151,7 @@ class ManagedProcess:
             raise EngineError(f"{self.name} runs already (pid {self.pid})", remedy="stop it first")
         if self.url is not None:
             check_port_free(self.url)
-        environment = {**os.environ, **{key: value for key, value in self._env.items() if value is not None}}
-        for key, value in self._env.items():
-            if value is None:
-                environment.pop(key, None)
+        environment = {key: value for key, value in {**os.environ, **self._env}.items() if value is not None}
         if shutil.which(self.command[0], path=environment.get("PATH")) is None:
             raise EngineError(
                 f"the command {self.command[0]!r} of {self.name} is not there",

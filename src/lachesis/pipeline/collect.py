@@ -20,12 +20,9 @@ class Collector:
     """Takes groups from a source until a batch is full. One thread at a time.
 
     Args:
-        source: where groups come from.
-        count: groups in a batch.
         refill_rounds: how often groups without signal are put aside and others sampled in their place; what is
             still missing after that is filled up with those put aside.
         reroll: prompts that failed entirely, to be tried again; ``None`` tries none again.
-        signal: which groups have signal.
     """
 
     source: RolloutSource

@@ -54,13 +54,7 @@ class Feed(ABC, Generic[BatchT]):
 
 @dataclass(kw_only=True, eq=False)
 class Finisher(Generic[BatchT]):
-    """From the groups of a batch to the batch.
-
-    Args:
-        advantages: sets the advantages of a batch's groups.
-        pack: makes a batch of them.
-        replay: replaces groups without signal; ``None`` replaces none.
-    """
+    """From the groups of a batch to the batch."""
 
     advantages: Callable[[Sequence[Group]], list[Group]]
     pack: Callable[[Sequence[Group]], BatchT]
@@ -91,13 +85,7 @@ class Finisher(Generic[BatchT]):
 
 @dataclass(kw_only=True, eq=False)
 class SynchronousFeed(Feed[BatchT]):
-    """Generates each batch when it is asked for: every sample is from the current weights.
-
-    Args:
-        collector: gathers the groups of a batch.
-        finisher: makes a batch of them.
-        batch_deadline_s: longest wait for a batch.
-    """
+    """Generates each batch when it is asked for: every sample is from the current weights."""
 
     collector: Collector
     finisher: Finisher[BatchT]
@@ -105,11 +93,8 @@ class SynchronousFeed(Feed[BatchT]):
     _slots: Slots = field(default_factory=partial(Slots, 1), init=False)
 
     def next(self) -> BatchT:
-        deadline = Deadline(
-            name=f"the trainer's wait for a batch of {self.collector.count} groups",
-            limit_s=self.batch_deadline_s,
-            setting="deadlines.batch_s",
-        )
+        name = f"the trainer's wait for a batch of {self.collector.count} groups"
+        deadline = Deadline(name, self.batch_deadline_s, "deadlines.batch_s")
         with deadline.waiting():
             self._slots.acquire(deadline=deadline)
             try:

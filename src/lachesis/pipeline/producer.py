@@ -47,7 +47,6 @@ class AsynchronousFeed(Feed[BatchT]):
         depth: batches generated ahead.
         max_staleness: in weight versions; ``None`` drops nothing.
         uses: optimizer steps on each batch, between which this feed is not asked.
-        batch_deadline_s: longest wait for a batch, of the trainer and of the producer for its generation.
     """
 
     collector: Collector
@@ -72,11 +71,8 @@ class AsynchronousFeed(Feed[BatchT]):
 
     def next(self) -> BatchT:
         """The next batch of fresh groups. Errors of the producing thread are raised here."""
-        deadline = Deadline(
-            name="the trainer's wait for a batch that is generated ahead",
-            limit_s=self.batch_deadline_s,
-            setting="deadlines.batch_s",
-        )
+        name = "the trainer's wait for a batch that is generated ahead"
+        deadline = Deadline(name, self.batch_deadline_s, "deadlines.batch_s")
         self._start()
         groups = self._take_fresh(self._left)
         while len(groups) < self._count:
@@ -135,11 +131,7 @@ class AsynchronousFeed(Feed[BatchT]):
                 return
 
     def _collect(self) -> Collected:
-        deadline = Deadline(
-            name="the generation of a batch ahead of training",
-            limit_s=self.batch_deadline_s,
-            setting="deadlines.batch_s",
-        )
+        deadline = Deadline("the generation of a batch ahead of training", self.batch_deadline_s, "deadlines.batch_s")
         with deadline.waiting():
             groups = self.collector.collect(deadline=deadline)
         return Collected(groups=groups, counts=self.collector.counters(), state=self.collector.state_dict())

@@ -23,7 +23,6 @@ class Evaluator:
     Args:
         samples: completions of each problem.
         success_reward: a completion with at least this total reward is a success.
-        limit: use the first ``limit`` problems only.
         generation_s: limit of generating all completions of one evaluation, in seconds.
 
     Raises:
@@ -70,9 +69,9 @@ class Evaluator:
             seeds=[request_seed(self.seed, number) for number in range(len(self.problems))],
             decode=self.decode,
             deadline=Deadline(
-                name=f"evaluation at step {step}: generation for {len(self.problems)} problems",
-                limit_s=self.generation_s,
-                setting="deadlines.generation_s",
+                f"evaluation at step {step}: generation for {len(self.problems)} problems",
+                self.generation_s,
+                "deadlines.generation_s",
             ),
         )
         scored = self.rewarder.score(groups, on_error="fail").groups

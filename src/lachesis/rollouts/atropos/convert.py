@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from lachesis.api.scored_group import UNTRAINED, ScoredGroup, why_unusable
+from lachesis.api.scored_group import UNTRAINED, ScoredGroup, why_not_finite, why_unusable
 from lachesis.common.errors import DataError
 from lachesis.common.types import UNKNOWN_VERSIONS, FinishReason, Group, Prompt, Sample, VersionSpan
 from lachesis.rollouts.generation import TextDecoder
@@ -76,15 +76,14 @@ def convert_group(data: Mapping[str, Any], *, group_id: str, conversion: Convers
         # Not validated: our API has done it, and what another one let pass shows below.
         group = ScoredGroup.model_construct(**data)
         group.masks = [_as_labels(*pair) for pair in zip_longest(group.tokens, group.masks, fillvalue=())]
-        reason = _positive_logprobs(group) or why_unusable(group) or _numbers(group)
+        reason = _positive_logprobs(group) or why_unusable(group) or why_not_finite(group)
         if reason:
             raise Unusable(reason)
         sequences = [_sequence(tokens, mask) for tokens, mask in zip(group.tokens, group.masks, strict=True)]
         _check(sequences, conversion)
-        fields = [_sample_fields(i, one, group, conversion) for i, one in enumerate(sequences)]
+        samples = [_sample(i, one, group, conversion) for i, one in enumerate(sequences)]
     except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
         raise Unusable(f"it is malformed ({type(error).__name__}: {error})") from error
-    samples = [Sample(**values) for values in fields]
     first = samples[0].prompt_ids
     texts = conversion.decode([list(first), *(list(sample.completion_ids) for sample in samples)])
     prompt = Prompt(
@@ -109,13 +108,6 @@ def _positive_logprobs(group: ScoredGroup) -> str:
         "logprobs of sampled tokens; serve the environment with --openai.server_type vllm and a server that returns "
         "logprobs"
     )
-
-
-def _numbers(group: ScoredGroup) -> str:
-    for index, score in enumerate(group.scores):
-        if not math.isfinite(score):
-            return f"scores[{index}] is {score}"
-    return ""
 
 
 def _as_labels(tokens: Sequence[int], mask: Sequence[int]) -> list[int]:
@@ -151,27 +143,27 @@ def _check_ids(ids: Sequence[int], where: str, whose: str, conversion: Conversio
             )
 
 
-def _sample_fields(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversion) -> dict[str, Any]:
-    """Those of a :class:`Sample`, its text aside."""
+def _sample(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversion) -> Sample:
+    """A sequence as a sample, its text aside."""
     start, score = one.start, float(group.scores[index])
     overrides = (group.overrides or [{}] * (index + 1))[index] or {}
     logprobs = _logprobs(group, index, one)
     advantage, by_token = _advantages(index, one, group, logprobs, conversion)
     if overrides.get("set_advantage_to_zero"):
         advantage, by_token = 0.0, None
-    return {
-        "prompt_ids": one.tokens[:start],
-        "completion_ids": one.tokens[start:],
-        "logprobs": logprobs,
-        "finish_reason": _finish_reason(overrides, one, conversion),
-        "versions": _versions(overrides),
-        "mask": tuple(map(int, one.trains[start:])),
-        "temperature": _temperature(overrides, group),
-        "rewards": (score,),
-        "reward": score,
-        "advantage": advantage,
-        "token_advantages": by_token,
-    }
+    return Sample(
+        prompt_ids=one.tokens[:start],
+        completion_ids=one.tokens[start:],
+        logprobs=logprobs,
+        finish_reason=_finish_reason(overrides, one, conversion),
+        versions=_versions(overrides),
+        mask=tuple(map(int, one.trains[start:])),
+        temperature=_temperature(overrides, group),
+        rewards=(score,),
+        reward=score,
+        advantage=advantage,
+        token_advantages=by_token,
+    )
 
 
 def _logprobs(group: ScoredGroup, index: int, one: _Sequence) -> tuple[float, ...]:

@@ -56,12 +56,8 @@ class AtroposSource(RolloutSource):
     Groups that cannot be trained on are set aside with their reason and counted; none gets a reward of 0 for it.
 
     Args:
-        client: of the API.
         registration: what the trainer asks for; its ``starting_step`` is replaced by the step of a checkpoint.
-        conversion: of groups.
-        wait_s: longest wait for a batch, in seconds.
         with_checkpoints: whether the run writes checkpoints while it goes on.
-        missing_logprobs: what groups without behaviour logprobs do.
         watch: called while waiting; raises where that has become useless.
         first_word_s: seconds after which a wait is explained for the first time.
     """
@@ -284,9 +280,7 @@ class EngineWatch:
     """Called again and again while a batch is waited for, looks at the engine from time to time.
 
     Args:
-        engine: that the trainer's weights go to.
         watch: called while the engine is looked at, which may take a while where it hangs.
-        every_s: seconds between two looks.
     """
 
     engine: Engine

@@ -63,7 +63,6 @@ class RewardAttempts:
 
     Args:
         runner: runs it; with several calls at a time each gets whole groups.
-        timeout_s: deadline of one call.
     """
 
     name: str

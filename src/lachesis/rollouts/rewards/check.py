@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lachesis.common.errors import DataError
-from lachesis.common.types import Finding, Group, Prompt, Sample, VersionSpan
+from lachesis.common.types import UNKNOWN_VERSIONS, Finding, Group, Prompt, Sample
 from lachesis.rollouts.datasets.rows import is_blank
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, Scored
 
@@ -146,22 +146,10 @@ def _groups(problems: Sequence[Prompt], texts: Sequence[str], tokenizer: PreTrai
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) if tokenizer else ()  # type: ignore[arg-type]
 
-    return [
-        Group(
-            problem,
-            (
-                Sample(
-                    prompt_ids=problem.token_ids,
-                    completion_ids=ids(text),
-                    logprobs=(),
-                    finish_reason="stop",
-                    versions=VersionSpan(0, 0),
-                    text=text,
-                ),
-            ),
-        )
-        for problem, text in zip(problems, texts, strict=True)
-    ]
+    def sample(problem: Prompt, text: str) -> Sample:
+        return Sample(problem.token_ids, ids(text), (), finish_reason="stop", versions=UNKNOWN_VERSIONS, text=text)
+
+    return [Group(problem, (sample(problem, text),)) for problem, text in zip(problems, texts, strict=True)]
 
 
 def _values(problems: Sequence[Prompt], scored: Scored) -> list[float | None]:
