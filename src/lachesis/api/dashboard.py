@@ -25,6 +25,8 @@ _SEQUENCES = 8
 _BEFORE = 60
 _AFTER = 400
 _LARGEST = 8 << 20
+TEMPLATE = Path(__file__).parent / "templates" / "dashboard.html.j2"
+_MISFITS = 12
 
 
 def load_pieces(name: str) -> Pieces:
@@ -62,16 +64,13 @@ def view(held: HeldGroup, *, environment: str, pieces: Pieces | None) -> dict[st
     None of a group beyond 8 MiB: reading it would hold up those who post and pull.
     """
     count = held.group.sequences
-    group = json.loads(held.group.json) if len(held.group.json) <= _LARGEST else None
-    if group is None:
-        return {"environment": environment, "size": count, "has_text": False, "sequences": []}
-    shown = best_and_worst(range(count), score=lambda index: _row(group["scores"], index), limit=_SEQUENCES)
-    return {
-        "environment": environment,
-        "size": count,
-        "has_text": pieces is not None,
-        "sequences": [_sequence(group, index, pieces) for index in shown],
-    }
+    shown: list[dict[str, Any]] = []
+    if len(held.group.json) <= _LARGEST:
+        group = json.loads(held.group.json)
+        indices = best_and_worst(range(count), score=lambda index: _row(group["scores"], index), limit=_SEQUENCES)
+        shown = [_sequence(group, index, pieces) for index in indices]
+    has_text = pieces is not None and bool(shown)
+    return {"environment": environment, "size": count, "has_text": has_text, "sequences": shown}
 
 
 def _sequence(group: dict[str, Any], index: int, pieces: Pieces | None) -> dict[str, Any]:
@@ -103,10 +102,6 @@ def _row(rows: Sequence[Any] | None, index: int) -> Any:
 
 def _ids(tokens: Sequence[int]) -> list[str]:
     return [str(token) for token in tokens]
-
-
-TEMPLATE = Path(__file__).parent / "templates" / "dashboard.html.j2"
-_MISFITS = 12
 
 
 class Dashboard:

@@ -125,14 +125,9 @@ class Environments:
 
     def load(self, records: list[dict[str, Any]], *, now: float) -> None:
         """The reverse of :meth:`dump`; everyone counts as just heard from."""
-        self._all = [
-            Environment(
-                id=index,
-                name=record["name"],
-                asked=EnvRegistration(**record["asked"]),
-                last_seen=now,
-                last_post=now,
-                connected=record["connected"],
-            )
-            for index, record in enumerate(records)
-        ]
+        self._all = []
+        for index, record in enumerate(records):
+            asked = EnvRegistration(**record["asked"])
+            environment = Environment(id=index, name=record["name"], asked=asked, last_seen=now, last_post=now)
+            environment.connected = record["connected"]
+            self._all.append(environment)

@@ -167,26 +167,14 @@ class Endpoints:
         return reply_with(self._apply(lambda: self.state.disconnect_env(asked.env_id)))
 
     async def scored_data(self, request: Request) -> Response:
-        body = await self._body(request)
-
-        def take_in() -> tuple[dict[str, Any], Change]:
-            answers, change = self.state.post([parse_group(body.content, check=self.state.limits.strict)], _now())
-            return answers[0], replace(change, packed=body.packed if change.added else b"")
-
-        return self._post(request, take_in)
+        return await self._post(request, single=True)
 
     async def scored_data_list(self, request: Request) -> Response:
-        body = await self._body(request)
+        return await self._post(request, single=False)
 
-        def take_in() -> tuple[dict[str, Any], Change]:
-            answers, change = self.state.post(parse_groups(body.content, check=self.state.limits.strict), _now())
-            return _in_all(answers), change
-
-        return self._post(request, take_in)
-
-    def _post(self, request: Request, take_in: Callable[[], tuple[dict[str, Any], Change]]) -> Response:
+    async def _post(self, request: Request, *, single: bool) -> Response:
         """Take groups in. A post that repeats the idempotency key of an earlier one gets the earlier reply."""
-        key = request.headers.get(KEY_HEADER, "")
+        body, key = await self._body(request), request.headers.get(KEY_HEADER, "")
         if len(key) > _KEY_LENGTH:
             raise Refusal(422, f"{KEY_HEADER}: longer than {_KEY_LENGTH} characters")
         known = self.state.receipt(key) if key else None
@@ -194,8 +182,12 @@ class Endpoints:
             return Response(known, media_type="application/json")
 
         def once() -> tuple[Response, Change]:
-            answer, change = take_in()
-            response = reply_with(answer)
+            content, check = body.content, self.state.limits.strict
+            groups = [parse_group(content, check=check)] if single else parse_groups(content, check=check)
+            answers, change = self.state.post(groups, _now())
+            response = reply_with(answers[0] if single else _in_all(answers))
+            if single and change.added:
+                change = replace(change, packed=body.packed)
             if key:
                 self.state.remember(key, bytes(response.body))
                 change = replace(change, receipts=((key, bytes(response.body)),))

@@ -41,6 +41,10 @@ _REMEDIES = {
     "CPU Generator does not use offset": "raise --max-num-batched-tokens, so that prompts are read in one step",
     "unrecognized arguments": "correct the arguments; `vllm serve --help=all` lists them",
 }
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+# What the supervisor itself may take, besides the grace that its command gets.
+_SUPERVISOR_S = 30.0
+_HEALTH_S = 5.0
 
 
 def last_lines(path: Path, *, start: int = 0) -> list[str]:
@@ -72,11 +76,6 @@ def remedy_of(lines: Sequence[str], *, killed: bool) -> str:
             return advice
     return "if nobody killed it, the machine ran out of memory: look at its kernel log" if killed else ""
 
-
-_SUPERVISOR = Path(__file__).with_name("supervisor.py")
-# What the supervisor itself may take, besides the grace that its command gets.
-_SUPERVISOR_S = 30.0
-_HEALTH_S = 5.0
 
 OnDeath = Callable[[EngineError], None]
 
@@ -173,7 +172,7 @@ class ManagedProcess:
                 wait_until(lambda: self._why_not_ready(client), retry, sleep=self._life.ended.wait)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(
-                f"{error.message}; {_end_of_log(self.log_path, self.last_lines())}", remedy=error.remedy
+                f"{error.message}; the end of its log {self.log_path}:{_shown(self.last_lines())}", remedy=error.remedy
             ) from error
         self.check()  # another server may have answered while this one died
 
@@ -224,7 +223,7 @@ class ManagedProcess:
         lines = last_lines(self.log_path, start=life.log_start)
         return EngineError(
             f"{self.name} (pid {life.pid}, {shlex.join(self.command[:3])} ...) {life.ending()}; "
-            f"{_end_of_log(self.log_path, lines)}",
+            f"the end of its log {self.log_path}:{_shown(lines)}",
             remedy=remedy_of(lines, killed=life.code == -signal.SIGKILL) or f"read {self.log_path}",
         )
 
@@ -378,8 +377,8 @@ def answers(client: httpx.Client, url: str) -> bool:
         return False
 
 
-def _end_of_log(path: Path, lines: Sequence[str]) -> str:
-    return f"the end of its log {path}:" + ("".join(f"\n  | {line}" for line in lines) or " (nothing)")
+def _shown(lines: Sequence[str]) -> str:
+    return "".join(f"\n  | {line}" for line in lines) or " (nothing)"
 
 
 def _process(pid: int) -> psutil.Process | None:

@@ -37,6 +37,15 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 _PASSING = frozenset({408, 425, 429, 502, 503, 504})
 _FAILURES = 4
 _SETTING = "--openai.timeout"
+# A rounding error of a log-softmax; anything above is no logprob.
+_ROUNDING = 1e-4
+_FINISH_REASONS: dict[Any, FinishReason] = {
+    "stop": "stop", "length": "length", "abort": "abort", "tool_calls": "stop", "eos": "stop",
+}  # fmt: skip
+_NO_LOGPROBS = (
+    "serve the model with `lachesis serve`, or with a server that returns the logprobs of sampled tokens; "
+    "rollouts without them cannot be trained on"
+)
 
 
 class ServerBusy(EngineError):
@@ -250,17 +259,6 @@ def _http(url: str, api_key: str) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
     return httpx.AsyncClient(verify=tls(url), trust_env=False, limits=limits, headers=headers)
-
-
-# A rounding error of a log-softmax; anything above is no logprob.
-_ROUNDING = 1e-4
-_FINISH_REASONS: dict[Any, FinishReason] = {
-    "stop": "stop", "length": "length", "abort": "abort", "tool_calls": "stop", "eos": "stop",
-}  # fmt: skip
-_NO_LOGPROBS = (
-    "serve the model with `lachesis serve`, or with a server that returns the logprobs of sampled tokens; "
-    "rollouts without them cannot be trained on"
-)
 
 
 def read_generate(reply: Mapping[str, Any], *, n: int, url: str) -> list[Completion]:

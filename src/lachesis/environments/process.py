@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _AT_ONCE = 16
+TEMPLATE = Path(__file__).parent / "templates" / "rollouts.html.j2"
 
 
 class Processed(NamedTuple):
@@ -88,9 +89,6 @@ def free_name(path: Path) -> Path:
         number += 1
         candidate = path.with_stem(f"{path.stem}_{number}")
     return candidate
-
-
-TEMPLATE = Path(__file__).parent / "templates" / "rollouts.html.j2"
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,10 @@ _GZIP_FROM = 1024
 _GZIP_LEVEL = 1
 # The original answers 500 to an environment that it does not know, for example since it was started again.
 _UNKNOWN_AFTER = 3
+_GROUPS_A_POST = 32
+_TOKENS_A_POST = 500_000
+# As our API says it of an environment that registered before the API was started again.
+_UNREGISTERED = "was never registered"
 
 
 class NotRegistered(EngineError):
@@ -99,12 +103,14 @@ class RolloutApi:
             DataError: the API refuses the registration.
         """
         deadline = self._deadline(f"environment {asked.desired_name}: waiting for a trainer at {self.url}")
-        awaited = f"waiting for a trainer to register at {self.url} and ask for its first batch"
         retry = Retry(
             deadline,
             first_s=_TRAINER_POLL_S,
             longest_s=_TRAINER_POLL_S,
-            say=lambda _: logger.info(f"{awaited}, for up to {self._wait_s:g} s ({SETTING})"),
+            say=lambda _: logger.info(
+                f"waiting for a trainer to register at {self.url} and ask for its first batch, "
+                f"for up to {self._wait_s:g} s ({SETTING})"
+            ),
         )
         while True:
             reply = await self._request("POST", "/register-env", asked.model_dump())
@@ -233,12 +239,6 @@ def _encoded(document: Any) -> tuple[bytes | None, dict[str, str]]:
 
 def _seconds(text: str | None) -> float | None:
     return float(text) if text is not None and text.isdecimal() else None
-
-
-_GROUPS_A_POST = 32
-_TOKENS_A_POST = 500_000
-# As our API says it of an environment that registered before the API was started again.
-_UNREGISTERED = "was never registered"
 
 
 class Membership:

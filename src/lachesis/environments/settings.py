@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from lachesis.common.errors import ConfigError, nearest
 
 ServerType = Literal["vllm", "openai"]
+_CONFIG = "config"
 
 
 class Settings(BaseModel):
@@ -97,9 +98,6 @@ class SlurmConfig(Settings):
                 remedy="name them: --openai.base_url http://node1:9001,http://node2:9001",
             )
         return enabled
-
-
-_CONFIG = "config"
 
 
 class EnvironmentOptions(Settings):

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 
 RolloutFunction: TypeAlias = Callable[[list[Any], "RolloutTrainer"], Mapping[str, Any]]
+_REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+# Rounding may lift the logprob of a certain token a little above 0.
+_MOST_LOGPROB = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,11 +234,6 @@ class CustomSource(LocalSource):
         )
 
 
-_REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-# Rounding may lift the logprob of a certain token a little above 0.
-_MOST_LOGPROB = 1e-3
-
-
 @dataclass(frozen=True, slots=True)
 class Fields:
     """A rollout of N completions; ``logprobs`` are NaN where unknown, ``extras`` has N values for each name."""
@@ -261,8 +259,9 @@ def read_fields(output: object, *, name: str, prompts: int, num_generations: int
     if missing := [field for field in _REQUIRED if field not in output]:
         raise _fault(name, f"returned no {missing[0]!r}; it returned {', '.join(map(str, output)) or 'nothing'}")
     count = prompts * num_generations
-    prompt_ids = _token_lists(output["prompt_ids"], "prompt_ids", name, prompts, num_generations)
-    completion_ids = _token_lists(output["completion_ids"], "completion_ids", name, prompts, num_generations)
+    prompt_ids, completion_ids = (
+        _token_lists(output[field], field, name, prompts, num_generations) for field in ("prompt_ids", "completion_ids")
+    )
     _check_vocabulary(prompt_ids, "prompt_ids", name, vocab_size)
     _check_vocabulary(completion_ids, "completion_ids", name, vocab_size)
     env_mask = output.get("env_mask")

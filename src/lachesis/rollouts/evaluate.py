@@ -93,14 +93,11 @@ class Evaluator:
             mean_length=sum(len(sample.completion_ids) for sample in samples) / len(samples),
             seconds=seconds,
             samples=self.samples,
-            pass_at_k=self._pass_at_k(groups) if self.samples > 1 else None,
+            pass_at_k=sum(map(self._solved, groups)) / len(groups) if self.samples > 1 else None,
         )
 
-    def _pass_at_k(self, groups: Sequence[Group]) -> float:
-        solved = [
-            any(reward is not None and reward >= self.success_reward for reward in group.rewards) for group in groups
-        ]
-        return sum(solved) / len(solved)
+    def _solved(self, group: Group) -> bool:
+        return any(reward is not None and reward >= self.success_reward for reward in group.rewards)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,18 @@ _CALL_END, _ANSWER_END = "</calc>", "</answer>"
 _CALL = re.compile(r"<calc>((?:(?!<calc>).)*?)</calc>\s*\Z", re.DOTALL)
 _ANSWER = re.compile(r"<answer>\s*([^<]*?)\s*</answer>")
 _HELD_OUT = 256
+_LONGEST_EXPRESSION = 200
+_LARGEST_NUMBER = 1e15
+_LARGEST_EXPONENT = 64
+_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +151,6 @@ def _numbers(count: int | None, *, seed: int) -> Iterator[int]:
         yield source.randrange(count or 1_000_000)
 
 
-_LENGTH = 200
-_LARGEST = 1e15
-_LARGEST_EXPONENT = 64
-_OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
-
-
 def calculate(expression: str) -> str:
     """The value of an expression of numbers, ``+ - * / // % **`` and parentheses; whole numbers without a point.
 
@@ -160,8 +158,8 @@ def calculate(expression: str) -> str:
         DataError: it is none, it is longer than 200 characters, or a number on the way is no real number or above
             1e15; the message is short enough to be shown to a model.
     """
-    if len(expression) > _LENGTH:
-        raise DataError(f"longer than {_LENGTH} characters")
+    if len(expression) > _LONGEST_EXPRESSION:
+        raise DataError(f"longer than {_LONGEST_EXPRESSION} characters")
     try:
         value = _value(ast.parse(expression.strip().replace(",", ""), mode="eval").body)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
@@ -191,6 +189,6 @@ def _value(node: ast.expr) -> float:
 
 
 def _checked(value: float) -> float:
-    if isinstance(value, complex) or not math.isfinite(value) or abs(value) > _LARGEST:
+    if isinstance(value, complex) or not math.isfinite(value) or abs(value) > _LARGEST_NUMBER:
         raise DataError("number too large" if not isinstance(value, complex) else "not a real number")
     return value

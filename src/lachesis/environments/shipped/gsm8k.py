@@ -21,6 +21,7 @@ from lachesis.environments.tokenizer import chat_prompt
 
 _SUFFIXES = (".jsonl", ".parquet")
 _REMEDY = "give a directory with train and test as .jsonl or .parquet, such a file, or a name on the hub"
+_INSTRUCTION = "Solve the problem step by step. Write the final number in \\boxed{}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,6 @@ def _problem(place: str, row: Any) -> MathProblem:
     if not isinstance(question, str) or not isinstance(solution, str) or "####" not in solution:
         raise DataError(f"{place} is no problem of GSM8K", remedy='rows have "question", and "answer" with "#### 42"')
     return MathProblem(question, solution.rpartition("####")[2].strip().replace(",", ""))
-
-
-_INSTRUCTION = "Solve the problem step by step. Write the final number in \\boxed{}."
 
 
 class Gsm8kConfig(EnvironmentConfig):

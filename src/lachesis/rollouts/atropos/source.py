@@ -137,13 +137,9 @@ class AtroposSource(RolloutSource):
 
     def _explain(self, waiting: str, seconds: float) -> None:
         situation = self.client.situation()
-        logger.warning(
-            "waiting for %.0f s for a batch of %d sequences from %s: %s",
-            seconds,
-            self.registration.batch_size,
-            self.client.url,
-            situation if not waiting or "no environment" in situation else waiting,
-        )
+        reason = situation if not waiting or "no environment" in situation else waiting
+        size, url = self.registration.batch_size, self.client.url
+        logger.warning(f"waiting for {seconds:.0f} s for a batch of {size} sequences from {url}: {reason}")
 
     def _register(self, deadline: Deadline) -> Registered:
         asked = self.registration.model_copy(update={"starting_step": self._step})
@@ -151,20 +147,13 @@ class AtroposSource(RolloutSource):
         # Ids of an API that was started anew mean other batches.
         self._trained = {number: digest for number, digest in self._trained.items() if number in trainer.outstanding}
         self._safe &= self._trained.keys()
-        logger.info(
-            "[Trainer] ✓ Registered with Atropos API at %s (step %d, batches of %d sequences%s)",
-            self.client.url,
-            self._step,
-            asked.batch_size,
-            "" if trainer.acknowledges else ", plain protocol",
-        )
+        url, protocol = self.client.url, "" if trainer.acknowledges else ", plain protocol"
+        facts = f"step {self._step}, batches of {asked.batch_size} sequences{protocol}"
+        logger.info("[Trainer] ✓ Registered with Atropos API at %s (%s)", url, facts)
         if asked.starting_step == 0 and (queued := self.client.queued(deadline=deadline)):
             logger.warning(
-                "the rollout API at %s holds %d groups from before this run, which it will train on first; to begin "
-                "without them stop their environments and empty the queue: curl %s/reset_data",
-                self.client.url,
-                queued,
-                self.client.url,
+                f"the rollout API at {url} holds {queued} groups from before this run, which it will train on first; "
+                f"to begin without them stop their environments and empty the queue: curl {url}/reset_data"
             )
         return trainer
 

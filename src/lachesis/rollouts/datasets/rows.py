@@ -13,6 +13,13 @@ from typing import Any
 
 from lachesis.common.errors import DataError
 
+_LINE_REMEDY = "write one JSON object a line, each on one line, without commas or brackets around them"
+# Test cases of a programming problem are longer than the 131,072 characters that Python's reader takes at first.
+_LONGEST_CELL = 2**31 - 1
+_EXAMPLE = 'such as {"prompt": "37+45=", "answer": "28"}'
+_DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".tsv", ".parquet", ".ndjson", ".txt"})
+_SLICE = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -46,12 +53,6 @@ def describe_type(value: object) -> str:
         return json.dumps(value)
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "a string", int: "a number", float: "a number"}
     return kinds.get(type(value), f"a {type(value).__name__}")
-
-
-_LINE_REMEDY = "write one JSON object a line, each on one line, without commas or brackets around them"
-# Test cases of a programming problem are longer than the 131,072 characters that Python's reader takes at first.
-_LONGEST_CELL = 2**31 - 1
-_EXAMPLE = 'such as {"prompt": "37+45=", "answer": "28"}'
 
 
 def read_file(path: Path) -> list[Row]:
@@ -206,10 +207,6 @@ def _parse_json(place: str, text: str, remedy: str) -> Any:
         raise DataError(f"{place}: malformed JSON: {error.msg} at {line}column {error.colno}", remedy=remedy) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: JSON that cannot be read: {error}", remedy="mend that line") from error
-
-
-_DATA_SUFFIXES = frozenset({".jsonl", ".json", ".csv", ".tsv", ".parquet", ".ndjson", ".txt"})
-_SLICE = re.compile(r"(?P<name>[\w.-]+)(\[(?P<start>-?\d+%?)?:(?P<stop>-?\d+%?)?\])?")
 
 
 def is_hub_name(path: str) -> bool:
