@@ -40,9 +40,7 @@ class Refusal(DataError):
     """A request that is not served; the state is as it was before.
 
     Args:
-        status: the HTTP status.
         detail: what goes under the key ``detail``, or plain text where ``plain`` is set.
-        headers: further headers of the reply.
     """
 
     def __init__(

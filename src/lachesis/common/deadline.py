@@ -66,9 +66,7 @@ class Retry:
     """What is tried until it succeeds or a deadline passes: the pauses between tries, and one line about them.
 
     Args:
-        deadline: of all tries together.
         first_s: the first pause in seconds; each is twice the one before it.
-        longest_s: the longest pause.
         say: is told why it failed, once.
         told_at: the failure at which it is told.
     """

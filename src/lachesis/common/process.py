@@ -207,10 +207,6 @@ class ManagedProcess:
             life.stop(timeout_s=self._grace_s + _SUPERVISOR_S)
         _running.discard(self)
 
-    def close(self) -> None:
-        """The same as :meth:`stop`."""
-        self.stop()
-
     def last_lines(self) -> list[str]:
         """The end of what it has written since its last start."""
         return last_lines(self.log_path, start=self._life.log_start if self._life else 0)

@@ -10,6 +10,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, wait
+from contextlib import closing
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
@@ -85,40 +86,59 @@ def _outcome(future: Future[Any], timeout_s: float | None) -> Outcome:
     return Outcome(result=future.result()) if error is None else Outcome(error=error)
 
 
+class Caller:
+    """Calls functions one at a time, and awaits what they return where that is awaitable, on one event loop."""
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self._task: asyncio.Task[Any] | None = None
+
+    def call(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+        """What comes of ``function(**kwargs)``. Of one thread at a time."""
+        result = function(**kwargs)
+        return self._runner.run(self._wait(result)) if inspect.isawaitable(result) else result
+
+    def cancel(self) -> None:
+        """From another thread: cancel the coroutine that is awaited, if one is."""
+        if task := self._task:
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    async def _wait(self, awaitable: Awaitable[Any]) -> Any:
+        self._task = asyncio.current_task()
+        return await awaitable
+
+    def close(self) -> None:
+        """Close the event loop."""
+        self._runner.close()
+
+
 _Call: TypeAlias = tuple[Future[Any], Callable[..., Any], Mapping[str, Any]]
 
 
 class DaemonThread:
-    """A daemon thread with an event loop of its own for coroutine functions."""
+    """A daemon thread that calls functions, coroutine functions too, in the order in which they are handed to it."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._task: asyncio.Task[Any] | None = None
+        self._caller = Caller()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def submit(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Future[Any]:
+        """Call ``function(**kwargs)`` once it is its turn."""
         future: Future[Any] = Future()
         self._calls.put((future, function, kwargs))
         return future
 
     def abandon(self) -> None:
         """Cancel a coroutine that hangs, and end the thread when its call returns, if it ever does."""
-        if task := self._task:
-            task.get_loop().call_soon_threadsafe(task.cancel)
+        self._caller.cancel()
         self._calls.put(None)
 
     def _serve(self) -> None:
-        with asyncio.Runner() as runner:
+        with closing(self._caller):
             while (call := self._calls.get()) is not None:
                 future, function, kwargs = call
                 try:
-                    result = function(**kwargs)
-                    if inspect.isawaitable(result):
-                        result = runner.run(self._wait(result))
-                    future.set_result(result)
+                    future.set_result(self._caller.call(function, kwargs))
                 except BaseException as error:
                     future.set_exception(error)
-
-    async def _wait(self, awaitable: Awaitable[Any]) -> Any:
-        self._task = asyncio.current_task()
-        return await awaitable

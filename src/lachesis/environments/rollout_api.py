@@ -82,7 +82,6 @@ class RolloutApi:
     knows idempotency keys.
 
     Args:
-        url: its address.
         wait_s: how long it may be away, in seconds.
     """
 

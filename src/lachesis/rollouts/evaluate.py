@@ -107,7 +107,6 @@ class ScheduledEvaluation:
     Args:
         evaluator: ``None`` where there are no held-out problems; then nothing is ever due.
         every_steps: 0 leaves only the first and the last.
-        last_step: of the run.
     """
 
     evaluator: Evaluator | None

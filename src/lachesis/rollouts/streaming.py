@@ -33,9 +33,7 @@ class Overlap(Generic[ItemT, ResultT]):
     left to itself: nobody wants its result.
 
     Args:
-        work: from items to a result.
         at_least: fewest items of a call, but for the last.
-        name: of the thread.
     """
 
     def __init__(self, work: Callable[[Sequence[ItemT]], ResultT], *, at_least: int, name: str) -> None:

@@ -120,7 +120,6 @@ def test_it_starts_serves_and_stops_with_its_group(server: Server):
     server.process.check()
     server.process.stop()
     server.process.stop()
-    server.process.close()
     assert gone(pids) and server.process.pid is None
     assert psutil.Process().children() == before, "a zombie is left"
     assert server.deaths.empty(), "a stop is no death"

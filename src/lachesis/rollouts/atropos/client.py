@@ -59,7 +59,6 @@ class RolloutApiClient:
     """One rollout API. Each call is repeated while the API is away, until its deadline passes.
 
     Args:
-        url: its address.
         watch: called while an answer is awaited and after each failure, several times a second; what it raises ends
             the call.
     """

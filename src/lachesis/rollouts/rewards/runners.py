@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import inspect
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any, Protocol
 
 from lachesis.common.errors import RewardError
 from lachesis.common.imports import load_function
-from lachesis.common.threads import CallThread, Outcome
+from lachesis.common.threads import Caller, CallThread, Outcome
 from lachesis.common.workers import WorkerError, WorkerPool
 from lachesis.rollouts.rewards.functions import (
     Answer,
@@ -149,8 +147,8 @@ def _load(path: ImportPath) -> Callable[..., Any]:
     return load_function(path.spec, path.base_dir)
 
 
-# The event loop of a worker process, one for all of its calls.
-_event_loop = cache(asyncio.Runner)
+# One for all calls of a worker process.
+_caller = cache(Caller)
 
 
 def _signatures(paths: Sequence[ImportPath]) -> tuple[Signature, ...]:
@@ -164,14 +162,9 @@ def _call_imported(path: ImportPath, call: Call) -> Answer:
 
     def invoke(arguments: Mapping[str, Any]) -> Outcome:
         try:
-            result = function(**arguments)
-            return Outcome(result=_event_loop().run(_wait(result)) if inspect.isawaitable(result) else result)
+            return Outcome(result=_caller().call(function, arguments))
         except BaseException as error:
             return Outcome(error=error)
 
     answer = answer_of(function, call, invoke)
     return replace(answer, failure=answer.failure and replace(answer.failure, cause=None))
-
-
-async def _wait(awaitable: Awaitable[Any]) -> Any:
-    return await awaitable
