@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lachesis.common.deadline import Deadline, waits_now
+from lachesis.common.deadline import Deadline, Retry, wait_until, waits_now
 from lachesis.common.errors import DeadlineExceeded, StopRequested
 
 
@@ -91,3 +91,22 @@ def test_a_watch_ends_the_wait_before_its_time():
     asked.append("Ctrl-C")
     with pytest.raises(StopRequested, match="Ctrl-C"):
         deadline.check()
+
+
+def test_pauses_double_up_to_the_longest_and_one_failure_is_told():
+    said: list[str] = []
+    retry = Retry(Deadline("it", None), first_s=0.5, longest_s=3.0, say=said.append, told_at=2)
+    assert [retry.after(f"reason {number}") for number in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert said == ["reason 1"] and retry.failures == 5
+
+
+def test_a_retry_ends_with_its_deadline_and_the_reason():
+    retry = Retry(Deadline("the wait for it", 0.0, started=0.0))
+    with pytest.raises(DeadlineExceeded, match=r"the wait for it took longer than 0 s.*nobody is there"):
+        retry.after("nobody is there")
+
+
+def test_waiting_until_nothing_is_missing():
+    reasons, slept = iter(["not yet", "still not", ""]), []
+    wait_until(lambda: next(reasons), Retry(Deadline("it", None)), sleep=slept.append)
+    assert slept == [0.1, 0.2]
