@@ -60,6 +60,7 @@ BRIDGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lora_only, share_base": ({"kind": "lora_only", "share_base": True}, LORA),
     "lora_nccl": ({"kind": "lora_nccl"}, LORA),
     "broadcast": ({"kind": "broadcast"}, NO_LORA),
+    "broadcast, sleeping": ({"kind": "broadcast"}, NO_LORA),
     "reload": ({"kind": "reload"}, NO_LORA),
     "none (restart)": ({"kind": "none", "every_steps": 1}, NO_LORA),
     "lora_restart": ({"kind": "lora_restart", "every_steps": 1}, LORA),
@@ -67,8 +68,10 @@ BRIDGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 # name: what the trainer's model has beyond the defaults
 MODEL_OPTIONS = {"shared_vllm, residual float32": {"residual_dtype": "float32"}}
 CPU_FLAGS = ["--enforce-eager", "--no-enable-chunked-prefill"]
+# name: what the engine has beyond the defaults
+ENGINE_OPTIONS = {"broadcast, sleeping": {"enable_sleep_mode": True}}
 STOCK = {"stock vLLM": False, "stock vLLM, its own LoRA": True}
-SLOW = {"reload": 3, "none (restart)": 1, "lora_restart": 1, "broadcast": 10}
+SLOW = {"reload": 3, "none (restart)": 1, "lora_restart": 1, "broadcast": 10, "broadcast, sleeping": 20}
 TWO_GPUS = ("lora_nccl", "broadcast")
 
 
@@ -112,6 +115,7 @@ def configuration(name: str, model: Path, *, devices: str | None) -> LachesisCon
             "kind": "vllm", "port": PORT, "max_model_len": 1024, "devices": devices,
             "gpu_memory_utilization": 0.4 if devices is None else 0.85,
             "extra_args": ["--max-num-seqs", "256", *(CPU_FLAGS if not torch.cuda.is_available() else [])],
+            **ENGINE_OPTIONS.get(name, {}),
         },
         "bridge": bridge,
         # Nothing is learned here: the cheapest optimizer in memory.
@@ -227,13 +231,22 @@ def measure_bridge(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         updates = SLOW.get(name, 20)
         result["logprobs before"] = logprob_difference(policy, side, vocab_size=vocab_size)
         timed = []
+        cycles: list[tuple[float, float]] = []
         for version in range(1, updates + 1):
+            side.bridge.rest()
+            if version == 1:
+                result["memory, engine asleep"] = memory_gb()
             with side.bridge.update_to(version):
                 change(policy)
             timed.append(report(side))
+            last = side.bridge.last_report
+            if last is not None and last.sleep_seconds is not None and last.wake_seconds is not None:
+                cycles.append((last.sleep_seconds, last.wake_seconds))
             if version == 10:
                 result["logprobs after ten"] = logprob_difference(policy, side, vocab_size=vocab_size)
         result |= spread("sync s", [seconds for seconds, _ in timed]) | spread("proof s", [proof for _, proof in timed])
+        result |= spread("falling asleep s", [asleep for asleep, _ in cycles])
+        result |= spread("waking up s", [awake for _, awake in cycles])
         result["proof parts s"] = proof_parts(side)
         result["memory, after"] = memory_gb()
         result["updates"] = updates

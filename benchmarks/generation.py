@@ -101,18 +101,24 @@ class Busy:
 
 
 def measure(
-    generate: Callable[[list[list[int]], int], int], arguments: argparse.Namespace
+    generate: Callable[[list[list[int]], int, int], int], arguments: argparse.Namespace
 ) -> dict[int, dict[str, Any]]:
-    """New tokens a second by sequences in flight: median of the repeats after one that warms up."""
+    """New tokens a second by sequences in flight: median of the repeats, after a short one that warms up.
+
+    Args:
+        generate: completes prompts, so many times each, with so many tokens; returns how many there were.
+        arguments: of the command.
+    """
     source = random.Random(0)
     found: dict[int, dict[str, Any]] = {}
     for number in arguments.in_flight:
         each = min(number, COMPLETIONS)
         rates: list[float] = []
         for repeat in range(1 + arguments.repeats):
+            length = arguments.tokens if repeat else min(32, arguments.tokens)
             prompts = [[source.randrange(10, 500) for _ in range(arguments.prompt)] for _ in range(number // each)]
             busy, started = Busy(), time.perf_counter()
-            tokens = generate(prompts, each)
+            tokens = generate(prompts, each, length)
             rates.append(tokens / (time.perf_counter() - started))
             if repeat == arguments.repeats:
                 found[number] = {"rate": statistics.median(rates[1:]), "all": rates, "busy": busy.share()}
@@ -132,14 +138,13 @@ def in_process(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         if arguments.only and name not in arguments.only:
             continue
 
-        def generate(prompts: list[list[int]], each: int, fields: dict[str, Any] = fields) -> int:
-            params = vllm.SamplingParams(
-                n=each, max_tokens=arguments.tokens, ignore_eos=True, temperature=1.0, seed=1, **fields
-            )
+        def generate(prompts: list[list[int]], each: int, length: int, fields: dict[str, Any] = fields) -> int:
+            params = vllm.SamplingParams(n=each, max_tokens=length, ignore_eos=True, temperature=1.0, seed=1, **fields)
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
             return sum(len(one.token_ids) for output in outputs for one in output.outputs)
 
         results.append({"name": name, "rates": measure(generate, arguments)})
+        sys.stderr.write(json.dumps(results[-1]) + "\n")
     return results
 
 
@@ -155,8 +160,8 @@ def through_server(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     engine = HttpEngine([f"http://127.0.0.1:{PORT}"], max_in_flight=4096)
     try:
 
-        def generate(prompts: list[list[int]], each: int) -> int:
-            params = SamplingParams(arguments.tokens, extra={"ignore_eos": True})
+        def generate(prompts: list[list[int]], each: int, length: int) -> int:
+            params = SamplingParams(length, extra={"ignore_eos": True})
             requests = [GenerationRequest(tuple(p), params, n=each, seed=i) for i, p in enumerate(prompts)]
             groups = engine.generate(requests, deadline=Deadline("generation", 600))
             assert all(len(one.logprobs) == len(one.token_ids) for group in groups for one in group)

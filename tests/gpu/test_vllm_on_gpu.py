@@ -119,6 +119,32 @@ def check_updates(side: EngineSide, policy: Policy, *, updates: int = 3) -> None
             assert completion.logprobs == pytest.approx(ours, abs=TOLERANCE)
 
 
+def test_an_engine_sleeps_while_the_trainer_computes(tmp_path: Path):
+    """Its cache of 8 GB is the trainer's meanwhile, and nothing grows from cycle to cycle."""
+    model = write_model(tmp_path / "model", "qwen3", **ARCHITECTURES["qwen3"])
+    with live(model, tmp_path, bridge={"kind": "broadcast"}, enable_sleep_mode=True) as (side, policy):
+        check_updates(side, policy, updates=2)
+        awake, asleep = [], []
+        for version in range(3, 23):
+            awake.append(used_gb())
+            side.bridge.rest()
+            asleep.append(used_gb())
+            policy.accumulate(pack(random_groups(groups=2, samples=4, longest=6, seed=version), max_tokens=256))
+            with side.bridge.update_to(version):
+                policy.step()
+            assert side.bridge.engine.health().ready
+        assert all(before - after > 7 for before, after in zip(awake, asleep, strict=True))
+        assert max(awake[5:]) - awake[4] < 0.2 and max(asleep[5:]) - asleep[4] < 0.2
+        report = side.bridge.last_report
+        assert report is not None and report.version == 22 and report.canary_error is not None
+
+
+def used_gb() -> float:
+    """GPU memory in use, by all processes."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e9
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_trainers_parameters_are_vllms_own(architecture: str, tmp_path: Path):
     model = write_model(tmp_path / "model", architecture, **ARCHITECTURES[architecture])
