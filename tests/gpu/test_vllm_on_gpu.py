@@ -139,12 +139,6 @@ def test_an_engine_sleeps_while_the_trainer_computes(tmp_path: Path):
         assert report is not None and report.version == 22 and report.canary_error is not None
 
 
-def used_gb() -> float:
-    """GPU memory in use, by all processes."""
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / 1e9
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_trainers_parameters_are_vllms_own(architecture: str, tmp_path: Path):
     model = write_model(tmp_path / "model", architecture, **ARCHITECTURES[architecture])
