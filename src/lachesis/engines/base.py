@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -55,6 +56,10 @@ class Engine(ABC):
     @abstractmethod
     def resume(self) -> None:
         """Generate again. Idempotent."""
+
+    def exclusive(self) -> AbstractContextManager[object]:
+        """Inside it the engine computes nothing on modules that are the trainer's too; most engines have their own."""
+        return nullcontext()
 
     @abstractmethod
     def close(self) -> None:

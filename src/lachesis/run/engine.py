@@ -81,8 +81,15 @@ def build_engine_side(
     if config.engine.place != "trainer":
         return build_servers(config, place=place, watch=watch)
     second = load_model(config.model, config.adapter) if sharded else None
+
+    def engine_around(policy: Policy) -> Engine:
+        engine = build_engine(config, second or policy.loaded)
+        if second is None:
+            policy.alone = engine.exclusive
+        return engine
+
     bridge: Bridge[Policy] = InProcessBridge(
-        engine_builder=lambda policy: build_engine(config, second or policy.loaded),
+        engine_builder=engine_around,
         proof_builder=partial(local_proof, context=context_length(config.model)) if config.bridge.proof else None,
         bring=None if second is None else lambda policy: policy.copy_to(second.model),
         sync_s=config.deadlines.sync_s,

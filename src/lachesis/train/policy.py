@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -95,6 +96,9 @@ class Policy:
         self.optimizer = optimizer_builder(trained)
         self._canary = CanaryReader(self.transformer, plan=self.plan, device=self.device, capture=not strategy.sharded)
         self._old = OldLogprobStore()
+        # Whoever else computes with these modules, as an engine that generates ahead does from a thread of its own,
+        # waits meanwhile: training mode, float8 and an adapter that is switched off are states of the modules.
+        self.alone: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def ignores_zero_advantage(self) -> bool:
@@ -111,7 +115,7 @@ class Policy:
         micro_batches = self._passes(batch)
         self._old.begin(batch, num_passes=len(micro_batches))
         parts = []
-        with self.loaded.float8.on():
+        with self.alone(), self.loaded.float8.on():
             counts = self._count(batch, micro_batches)
             self.model.train()
             for index, micro in enumerate(micro_batches):
@@ -151,7 +155,7 @@ class Policy:
 
         Log s stays as it is, and so does a π_old that is s. All ranks call it together.
         """
-        with self.loaded.float8.on():
+        with self.alone(), self.loaded.float8.on():
             scored = [(micro, self._scores(micro.to(self.device)).logprobs.cpu()) for micro in self._passes(batch)]
         fixed = [
             replace(micro, old_logprobs=torch.where(micro.old_logprobs.isnan(), now, micro.old_logprobs.to(now.dtype)))

@@ -1,18 +1,28 @@
-"""A run that fails before it changed anything leaves its servers to the next one."""
+"""Engines of a run: servers that it leaves to the next one, and the trainer's own modules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lachesis.common.deadline import Deadline
+from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http import control
 from lachesis.engines.serving.session import new_session, write_session
-from lachesis.run.engine import unclaimed_on_error
+from lachesis.run.engine import RunPlace, build_engine_side, unclaimed_on_error
+from lachesis.run.parts import build_policy
+from lachesis.train.batch import pack
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.engines.fake_server import FakeServer
+from tests.unit.train.drifted import drifted_groups
+from tests.waiting import LONG_S
 
 
 @pytest.fixture
@@ -71,3 +81,32 @@ def test_a_server_that_is_gone_does_not_hide_the_error(server: FakeServer, monke
     server.stop()
     with pytest.raises(ValueError, match="cause"), unclaimed_on_error(config, owner="a", claimed_before=False):
         raise ValueError("cause")
+
+
+def test_what_is_generated_beside_training_is_what_is_generated_alone(tmp_path: Path):
+    """Training mode means gradient checkpointing (no cache of keys) and an adapter's dropout, for the same modules."""
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    config = LachesisConfig.model_validate(
+        {
+            "run": {"steps": 1},
+            "model": {"path": str(tmp_path), "gradient_checkpointing": True},
+            "adapter": {"kind": "lora", "dropout": 0.5},
+            "algorithm": {"beta": 0.1},
+        }
+    )
+    bridge = build_engine_side(config, place=RunPlace(tmp_path, tmp_path / "engine.log", "me")).bridge
+    policy = bridge.prepare(partial(build_policy, config))
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            if parameter.requires_grad:
+                parameter.normal_(std=0.5)
+    batch = pack(drifted_groups(policy.transformer), max_tokens=64, share_prompts=policy.plan.packed)
+    asked = [GenerationRequest((5, 6 + i), SamplingParams(48), n=4, seed=i) for i in range(4)]
+    alone = bridge.engine.generate(asked, deadline=Deadline("test", LONG_S))
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(bridge.engine.generate, asked, deadline=Deadline("test", LONG_S))
+        while not beside.done():
+            policy.accumulate(batch)
+    assert beside.result() == alone
+    bridge.close()
