@@ -208,10 +208,15 @@ def one_text_for_all(seen: Observation) -> Alarm | None:
 
 @rule
 def entropy_off(seen: Observation) -> Alarm | None:
-    """Entropy is below 0.01 (one answer for everything, unless the task is solved) or above 2."""
+    """Entropy is below 0.01 (one answer for everything, unless the task is solved) or above 2.
+
+    Five steps below 0.05 or above 0.5 are a note.
+    """
     entropy = seen.values.get("entropy")
-    if entropy is None or 0.01 <= entropy <= 2.0:
+    if entropy is None:
         return None
+    if 0.01 <= entropy <= 2.0:
+        return _entropy_unusual(seen, entropy)
     if entropy > 2.0:
         return Alarm(
             "note",
@@ -235,15 +240,47 @@ def entropy_off(seen: Observation) -> Alarm | None:
     )
 
 
+def _entropy_unusual(seen: Observation, entropy: float) -> Alarm | None:
+    if seen.stays("entropy", above=0.5, upto=2.0):
+        return Alarm(
+            "note",
+            f"entropy is {format_number(entropy)} and was above 0.5 in five steps (usual: 0.05 to 0.5): completions "
+            "vary much; lower sampling.temperature if they read like random text",
+            entropy,
+        )
+    if seen.stays("entropy", above=0.0, upto=math.nextafter(0.05, 0.0)):
+        return Alarm(
+            "note",
+            f"entropy is {format_number(entropy)} and was below 0.05 in five steps (usual: 0.05 to 0.5): the "
+            "completions of a prompt are nearly alike; raise sampling.temperature or algorithm.epsilon_high if the "
+            "task is not solved yet",
+            1.0 / entropy,
+        )
+    return None
+
+
 @rule
 def gradient_large(seen: Observation) -> Alarm | None:
-    """The gradient norm is above 10 (a problem: 100)."""
-    if (norm := seen.above("grad_norm", 10.0)) is None or not math.isfinite(norm):
+    """The gradient norm is above 10 (a problem: 100), or stays above 1 for five steps (a note)."""
+    norm = seen.values.get("grad_norm")
+    if norm is None or not math.isfinite(norm):
         return None
+    if norm <= 10.0:
+        return _gradient_clipped(norm) if seen.stays("grad_norm", above=1.0, upto=math.inf) else None
     return Alarm(
         "problem" if norm > 100.0 else "warning",
         f"grad_norm is {format_number(norm)} (healthy: 0.001 to 1, unstable: above 10): lower "
         "optimizer.learning_rate, raise batch.prompts_per_step, or set optimizer.max_grad_norm",
+        norm,
+    )
+
+
+def _gradient_clipped(norm: float) -> Alarm:
+    return Alarm(
+        "note",
+        f"grad_norm is {format_number(norm)} and was above 1 in five steps (healthy: 0.001 to 1, unstable: above 10): "
+        "optimizer.max_grad_norm, where it is lower, sets the size of each step; if the reward does not rise, raise "
+        "batch.prompts_per_step or lower optimizer.learning_rate",
         norm,
     )
 

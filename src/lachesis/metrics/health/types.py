@@ -42,6 +42,11 @@ class Observation:
         steps = (*self.history, self.values)[-count:] if count else ()
         return [step[name] for step in steps if name in step]
 
+    def stays(self, name: str, *, above: float, upto: float) -> bool:
+        """Whether the value was in ``(above, upto]`` in each of the last five steps."""
+        values = self.recent(name, 5)
+        return len(values) == 5 and all(above < value <= upto for value in values)
+
 
 @dataclass(frozen=True, slots=True)
 class Alarm:

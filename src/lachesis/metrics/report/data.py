@@ -225,6 +225,29 @@ def findings(steps: Sequence[StepLine]) -> list[dict[str, Any]]:
     return sorted(entries.values(), key=lambda entry: (-LEVELS.index(entry["level"]), entry["first"]))
 
 
+def unusual(steps: Sequence[StepLine]) -> list[str]:
+    """The values of the last step that are outside of their healthy range, in words."""
+    values = steps[-1].values if steps else {}
+    found = [(describe(name), value) for name, value in values.items() if math.isfinite(value)]
+    return [
+        f"{metric.title.lower()} {format_number(value)} (usual: {_range(metric.healthy)})"
+        for metric, value in found
+        if metric.healthy is not None and not _within(value, metric.healthy)
+    ]
+
+
+def _within(value: float, healthy: tuple[float | None, float | None]) -> bool:
+    low, high = healthy
+    return (low is None or value >= low) and (high is None or value <= high)
+
+
+def _range(healthy: tuple[float | None, float | None]) -> str:
+    low, high = healthy
+    if low is None or high is None:
+        return f"at least {low:g}" if low is not None else f"at most {high:g}"
+    return f"{low:g} to {high:g}"
+
+
 def charts(log: MetricsLog) -> list[dict[str, Any]]:
     """All charts that have data."""
     functions = reward_functions(log.steps[-1].values) if log.steps else []

@@ -81,6 +81,7 @@ def _render(run_dir: Path) -> str:
         ),
         facts=report_data.facts(run),
         findings=report_data.findings(steps),
+        unusual=report_data.unusual(steps),
         config=config_path.read_text(encoding="utf-8") if config_path.exists() else "",
         data=data,
     )

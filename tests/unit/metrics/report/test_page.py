@@ -133,6 +133,15 @@ def test_findings_are_gathered_by_rule(tmp_path: Path) -> None:
     assert '<li class="problem">' in page and "steps 2 to 22, 3 times" in page
 
 
+def test_nothing_to_report_is_said_only_where_all_is_in_its_range(tmp_path: Path) -> None:
+    quiet = write_report(write_run(tmp_path / "quiet", steps=2, values={"grad_norm": 0.5, "reward": 0.5})).read_text()
+    assert "Nothing to report" in quiet
+    values = {"grad_norm": 3.0, "entropy": 0.9, "reward": 0.1}
+    page = write_report(write_run(tmp_path / "loud", steps=2, values=values)).read_text()
+    assert "Nothing to report" not in page
+    assert "gradient norm 3 (usual: 0.001 to 1), entropy 0.9 (usual: 0.05 to 0.5), reward 0.1" in page
+
+
 def test_timing_parts_add_up_to_the_step() -> None:
     values = {"step_time": 1.0, "generation_time": 0.3, "reward_time": 0.1, "train_time": 0.4, "sync_time": 0.05}
     lines = [StepLine(step=step, time=0.0, values=values) for step in range(1, 1001)]
