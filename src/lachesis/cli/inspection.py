@@ -141,6 +141,7 @@ def rewards_check(
         tokenizer=load_tokenizer(loaded.model),
         timeout_s=loaded.rewards.timeout_s,
         num_workers=loaded.rewards.num_workers,
+        text_completions=loaded.rewards.text_completions,
     )
     console.print(f"{'':<24}" + "".join(f"{variant:>11}" for variant in VARIANTS))
     for name, scores in checked.scores.items():

@@ -27,6 +27,8 @@ def encode_group(group: Group, *, texts: TokenTexts | None = None) -> dict[str, 
     }
     if prompt.messages is not None:
         line["prompt"]["messages"] = json_safe(prompt.messages)
+    if group.logged:
+        line["logged"] = {str(name): json_safe(list(values)) for name, values in group.logged.items()}
     if group.replaces is not None:
         line["replaces"] = encode_group(group.replaces)
     return line
@@ -58,7 +60,7 @@ def decode_group(line: Mapping[str, Any]) -> Group:
     prompt = decode_prompt(line["prompt"])
     samples = tuple(_decode_sample(sample, prompt) for sample in line["samples"])
     replaces = decode_group(line["replaces"]) if "replaces" in line else None
-    return Group(prompt=prompt, samples=samples, replaces=replaces)
+    return Group(prompt=prompt, samples=samples, replaces=replaces, logged=line.get("logged", {}))
 
 
 def decode_prompt(fields: Mapping[str, Any]) -> Prompt:

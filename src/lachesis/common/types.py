@@ -122,12 +122,13 @@ class Group:
 
     A group from the replay buffer, which was trained on before, has in ``replaces`` the one without signal whose
     place in the batch it takes: what was generated for this step, and not what was chosen for it, says how good the
-    policy is.
+    policy is. ``logged`` has, for each name that a reward function gave to ``log_extra``, a value per sample.
     """
 
     prompt: Prompt
     samples: tuple[Sample, ...]
     replaces: Group | None = None
+    logged: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def replayed(self) -> bool:

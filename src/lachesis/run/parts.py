@@ -113,6 +113,7 @@ def build_rewarder(config: LachesisConfig) -> Rewarder:
         on_error=config.rewards.on_error,
         num_workers=config.rewards.num_workers,
         max_steps=config.run.steps or 0,
+        text_completions=config.rewards.text_completions,
     )
 
 

@@ -27,7 +27,7 @@ def sample(completion: tuple[int, ...], **fields: Any) -> Sample:
 def test_a_group_comes_back_from_json_as_it_was():
     samples = (sample((3, 4), advantage=0.0, token_advantages=(0.0, 0.5)), sample((5,), advantage=1.0, rewards=(None,)))
     inner = Group(Prompt("0", (1, 2), "q", columns={"answer": 3}), samples[:1])
-    group = Group(Prompt("1", (1, 2), "q"), samples, replaces=inner)
+    group = Group(Prompt("1", (1, 2), "q"), samples, replaces=inner, logged={"extracted": ["3", None]})
     assert decode_group(json.loads(json.dumps(encode_group(group)))) == group
 
 

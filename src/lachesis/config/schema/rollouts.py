@@ -126,6 +126,11 @@ class RewardsConfig(Section):
         description="Import paths `module.function`, or `FILE.py:FUNCTION`, relative to the config; or "
         "sequence-classification models: a directory, or a hub id with its `/`. Required with source.kind local.",
     )
+    text_completions: Literal["messages", "text"] = Field(
+        default="messages",
+        description="What functions get as a completion where the prompt is a text: a list of one message, as for a "
+        "conversation, or the text itself, as in TRL and Axolotl, whose files set it.",
+    )
     weights: list[float] | None = Field(default=None, description="A weight per function; all 1 if unset.")
     num_workers: NonNegativeInt = Field(
         default=0,

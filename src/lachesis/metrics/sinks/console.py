@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -233,12 +234,13 @@ def _speeds(course: _Course) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class ShownCompletion:
-    """A completion as it is read; ``rewards`` is by function, ``None`` where one abstained."""
+    """A completion as it is read; ``rewards`` is by function, ``None`` where one abstained, ``logged`` by column."""
 
     prompt: str
     completion: str
     reward: float | None
     rewards: Mapping[str, float | None]
+    logged: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,15 +269,19 @@ class CompletionPicker:
         groups = [group.generated for group in record.groups]
         places = [(place, group) for group in groups for place in range(len(group.samples))]
         places.sort(key=lambda one: one[0])
-        return [self._shown(group.prompt.text, group.samples[place]) for place, group in places[: self.count]]
+        return [
+            self._shown(group.prompt.text, group.samples[place], {name: v[place] for name, v in group.logged.items()})
+            for place, group in places[: self.count]
+        ]
 
-    def _shown(self, prompt: str, sample: Sample) -> ShownCompletion:
+    def _shown(self, prompt: str, sample: Sample, logged: Mapping[str, Any]) -> ShownCompletion:
         named = len(sample.rewards) == len(self.reward_names)
         return ShownCompletion(
             prompt=prompt or self.decode(sample.prompt_ids),
             completion=sample.text or self.decode(sample.completion_ids),
             reward=sample.reward,
             rewards=dict(zip(self.reward_names, sample.rewards, strict=True)) if named else {},
+            logged=logged,
         )
 
 
@@ -292,6 +298,7 @@ class CompletionsSink(Sink):
                 f"step {record.step}, completion {number}: {rewards_in_words(shown)}",
                 f"  prompt      {shown.prompt!r}",
                 f"  completion  {shown.completion!r}",
+                *(f"  {name:<10}  {value!r}" for name, value in shown.logged.items()),
             )
             self._console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.files import write_atomic
+from lachesis.common.group_codec import json_safe
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.config.schema import WandbConfig
 from lachesis.metrics.hub import Sink
@@ -83,10 +84,16 @@ class WandbSink(Sink):
             values[f"health/{finding.rule}"] = f"{finding.level}: {finding.message}"
         if self._completions is not None and (shown := self._completions.pick(record)):
             names = list(self._completions.reward_names)
+            logged = sorted({name for one in shown for name in one.logged}.difference(names))
             values["completions"] = self._wandb.Table(
-                columns=["step", "prompt", "completion", "reward", *names],
+                columns=["step", "prompt", "completion", "reward", *names, *logged],
                 data=[
-                    [record.step, one.prompt, one.completion, one.reward, *map(one.rewards.get, names)] for one in shown
+                    [
+                        *(record.step, one.prompt, one.completion, one.reward),
+                        *map(one.rewards.get, names),
+                        *(json_safe(one.logged.get(name)) for name in logged),
+                    ]
+                    for one in shown
                 ],
             )
         self._run.log(values)

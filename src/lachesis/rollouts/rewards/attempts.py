@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError, nearest
-from lachesis.common.types import Group
+from lachesis.common.types import Group, Prompt
 from lachesis.rollouts.rewards.functions import (
     HANG_REMEDY,
     VALUE_REMEDY,
@@ -25,6 +25,9 @@ from lachesis.rollouts.rewards.runners import RewardRunner
 
 # Per-sample columns: a value per sample for each name.
 Extras: TypeAlias = Mapping[str, Sequence[Any]]
+
+# What a completion is to a function where the prompt is a text: a list of one message, or a text like the prompt.
+TextCompletions: TypeAlias = Literal["messages", "text"]
 
 # What a function is given beside the columns of the dataset.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", *CallLog.NAMES)
@@ -63,12 +66,14 @@ class RewardAttempts:
 
     Args:
         runner: runs it; with several calls at a time each gets whole groups.
+        text_completions: what the completions of prompts that are texts are given as.
     """
 
     name: str
     runner: RewardRunner
     _: KW_ONLY
     timeout_s: float
+    text_completions: TextCompletions = "messages"
 
     def check_columns(self, columns: frozenset[str]) -> None:
         """Raises RewardError where the function needs an argument that is neither given nor a column."""
@@ -89,7 +94,7 @@ class RewardAttempts:
         Raises:
             RewardError: the first failure, with ``fail_fast``.
         """
-        attempt = _Attempt(self.name, self.runner, self.timeout_s, fail_fast, state)
+        attempt = _Attempt(self.name, self.runner, self.timeout_s, self.text_completions, fail_fast, state)
         judged = attempt.score(items)
         return FunctionScores(judged, attempt.errors, attempt.metrics)
 
@@ -101,6 +106,7 @@ class _Attempt:
     name: str
     runner: RewardRunner
     timeout_s: float
+    text_completions: TextCompletions
     fail_fast: bool
     state: TrainerState
     failures: int = 0
@@ -147,7 +153,7 @@ class _Attempt:
         return judged
 
     def _run(self, shards: Sequence[Sequence[Item]]) -> list[Answer]:
-        calls = [_call(shard, self.runner.signature, self.state) for shard in shards]
+        calls = [_call(shard, self.runner.signature, self.state, self.text_completions) for shard in shards]
         with Deadline(f"the reward function {self.name}", self.timeout_s, "rewards.timeout_s").waiting():
             return self.runner.run(calls, timeout_s=self.timeout_s)
 
@@ -197,7 +203,7 @@ def _shards(items: Sequence[Item], width: int) -> list[Sequence[Item]]:
     return [items[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _call(items: Sequence[Item], signature: Signature, state: TrainerState) -> Call:
+def _call(items: Sequence[Item], signature: Signature, state: TrainerState, text_completions: TextCompletions) -> Call:
     """One call. Lists and what is in them are made for this call: a function may change them."""
     groups = [item.group for item in items]
 
@@ -214,7 +220,9 @@ def _call(items: Sequence[Item], signature: Signature, state: TrainerState) -> C
         arguments[name] = [own(value) for values in of_items for value in values]
     samples = [sample for group in groups for sample in group.samples]
     if signature.takes("completions"):
-        arguments["completions"] = [[{"role": "assistant", "content": sample.text}] for sample in samples]
+        arguments["completions"] = [
+            _completion(group.prompt, sample.text, text_completions) for group in groups for sample in group.samples
+        ]
     if signature.takes("completion_ids"):
         arguments["completion_ids"] = [list(sample.completion_ids) for sample in samples]
     if signature.takes("prompts"):
@@ -225,6 +233,12 @@ def _call(items: Sequence[Item], signature: Signature, state: TrainerState) -> C
     for name in CallLog.NAMES:
         arguments.pop(name, None)
     return Call(arguments, len(samples), tuple(filter(signature.takes, CallLog.NAMES)))
+
+
+def _completion(prompt: Prompt, text: str, text_completions: TextCompletions) -> str | list[dict[str, str]]:
+    """A message to a conversation; to a text what is asked for."""
+    as_text = prompt.messages is None and text_completions == "text"
+    return text if as_text else [{"role": "assistant", "content": text}]
 
 
 def own(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from lachesis.common.errors import DataError
 from lachesis.common.types import UNKNOWN_VERSIONS, Finding, Group, Prompt, Sample
 from lachesis.rollouts.datasets.rows import is_blank
+from lachesis.rollouts.rewards.attempts import TextCompletions
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, Scored
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ def check_rewards(
     tokenizer: PreTrainedTokenizerBase | None = None,
     timeout_s: float = 60.0,
     num_workers: int = 0,
+    text_completions: TextCompletions = "messages",
 ) -> RewardCheck:
     """Score the right answer of some problems, and wrong ones made of it, with each function.
 
@@ -52,6 +54,7 @@ def check_rewards(
         gold_column: column with the right answer; one of :data:`GOLD_COLUMNS` if unset.
         gold_format: what an answer looks like, as in ``<answer>{gold}</answer>``.
         tokenizer: for functions that look at ``completion_ids``.
+        text_completions: as :class:`Rewarder`.
 
     Raises:
         DataError: no column has right answers.
@@ -65,7 +68,13 @@ def check_rewards(
     scores: dict[str, dict[str, float | None]] = {}
     findings: list[Finding] = []
     for reward in rewards:
-        rewarder = Rewarder([reward], timeout_s=timeout_s, on_error="drop_group", num_workers=num_workers)
+        rewarder = Rewarder(
+            [reward],
+            timeout_s=timeout_s,
+            on_error="drop_group",
+            num_workers=num_workers,
+            text_completions=text_completions,
+        )
         try:
             trial = _try(rewarder, chosen, variants, tokenizer)
         finally:

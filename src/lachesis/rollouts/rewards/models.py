@@ -59,7 +59,7 @@ class RewardModel:
         return rewards
 
     def _encode(self, prompt: Any, completion: Any) -> dict[str, list[int]]:
-        answer = completion[0]["content"]
+        answer = completion if isinstance(completion, str) else completion[0]["content"]
         if self._tokenizer.chat_template is None:
             question = prompt if isinstance(prompt, str) else "\n".join(str(message["content"]) for message in prompt)
             encoding = self._tokenizer(question, answer)

@@ -17,7 +17,7 @@ from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.imports import load_function
 from lachesis.common.threads import CallThread
 from lachesis.common.types import Group, Sample
-from lachesis.rollouts.rewards.attempts import Extras, Item, Judged, RewardAttempts
+from lachesis.rollouts.rewards.attempts import Extras, Item, Judged, RewardAttempts, TextCompletions
 from lachesis.rollouts.rewards.functions import TrainerState
 from lachesis.rollouts.rewards.models import RewardModel, names_model
 from lachesis.rollouts.rewards.runners import ImportPath, RewardRunner, RewardWorkers, ThreadRunner, WorkerRunner
@@ -33,12 +33,13 @@ class RewardFunction(Protocol):
 
     It is called with keywords, and only with those that it takes. With N completions in all:
 
-    - ``completions``: N lists of one message; the text is ``completions[i][0]["content"]``
     - ``prompts``: N prompts, each a text, or a list of messages where the dataset has conversations
+    - ``completions``: N lists of one message; the text is ``completions[i][0]["content"]``. Where the prompt is a
+      text and ``text_completions`` is ``text``, as in TRL and Axolotl, N texts
     - ``completion_ids``: N lists of token ids
     - each column of the dataset by its name: N values (a column named like one of these arguments is hidden)
     - ``trainer_state``: a :class:`~lachesis.rollouts.rewards.functions.TrainerState`, with ``global_step``
-    - ``log_extra(column, values)``: keep N values beside the completions
+    - ``log_extra(column, values)``: keep N values beside the completions, in the tape and where they are shown
     - ``log_metric(name, value)``: show the mean of a number
 
     The completions of one prompt follow each other; a call has those of one prompt or of several. Lists and
@@ -148,6 +149,7 @@ class Rewarder:
         on_error: OnError = "fail",
         num_workers: int = 0,
         max_steps: int = 0,
+        text_completions: TextCompletions = "messages",
     ) -> None:
         """
         Args:
@@ -156,6 +158,7 @@ class Rewarder:
             on_error: ``fail`` raises, ``drop_group`` leaves out the groups that a function fails on.
             num_workers: processes for the functions that are import paths; at least one if there are any.
             max_steps: of the run, for functions that ask.
+            text_completions: what functions get as completions of prompts that are texts.
 
         Raises:
             ConfigError: the weights do not fit the functions, two functions have one name, or a process cannot
@@ -167,7 +170,7 @@ class Rewarder:
         self._thread = CallThread("rewards")
         self._workers = _start_workers(functions, num_workers)
         self._functions = tuple(
-            RewardAttempts(reward.name, runner, timeout_s=timeout_s)
+            RewardAttempts(reward.name, runner, timeout_s=timeout_s, text_completions=text_completions)
             for reward, runner in zip(functions, self._runners(functions), strict=True)
         )
         self._on_error: OnError = on_error
@@ -229,7 +232,7 @@ class Rewarder:
             dropped=dropped,
             errors=errors,
             kept=places,
-            extras=[{name: v for judged in table for name, v in judged.extras.items()} for table in tables],
+            extras=[_logged(table) for table in tables],
             metrics={name: sum(numbers) / len(numbers) for name, numbers in metrics.items()},
         )
 
@@ -254,7 +257,12 @@ class Rewarder:
             _rewarded(sample, rewards, _total(rewards, self._weights))
             for sample, rewards in zip(group.samples, zip(*(one.rewards for one in table), strict=True), strict=True)
         ]
-        return dataclasses.replace(group, samples=tuple(samples))
+        return dataclasses.replace(group, samples=tuple(samples), logged=_logged(table))
+
+
+def _logged(table: Sequence[Judged]) -> dict[str, Sequence[Any]]:
+    """What all functions logged of one group's samples."""
+    return {name: values for judged in table for name, values in judged.extras.items()}
 
 
 def _remote_specs(functions: Sequence[NamedReward]) -> list[ImportPath]:

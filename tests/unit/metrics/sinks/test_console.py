@@ -163,11 +163,15 @@ def test_samples_without_texts_are_decoded():
 def test_each_is_printed_with_its_rewards_at_every_nth_step():
     file = io.StringIO()
     sink = CompletionsSink(Console(file=file, width=40), picker(1, "right", "short", every=2))
-    asked = group("a [bold]", sample("on\ntwo lines, and longer than the console is wide", 1.0, None))
+    asked = replace(
+        group("a [bold]", sample("on\ntwo lines, and longer than the console is wide", 1.0, None)),
+        logged={"extracted": ["two"]},
+    )
     for step in (1, 2):
         sink.write(StepRecord(step, {}, [asked]))
     assert file.getvalue().splitlines() == [
         "step 2, completion 1: reward 1 (right 1, short none)",
         "  prompt      'ask a [bold]'",
         "  completion  'on\\ntwo lines, and longer than the console is wide'",
+        "  extracted   'two'",
     ]

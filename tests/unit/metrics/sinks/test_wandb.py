@@ -81,14 +81,15 @@ def test_completions_are_a_table(tmp_path: Path, runs: list[FakeRun]) -> None:
     group = Group(
         Prompt("1", (1,), "2+2="),
         (Sample((1,), (4,), (0.0,), "stop", VersionSpan(0, 0), text="4", rewards=(1.0, None), reward=1.0),),
+        logged={"extracted": [{4}]},
     )
     for step in (1, 2):
         logging.write(StepRecord(step=step, values={}, groups=[group]))
     first, second = runs[0].logged
     assert "completions" not in first
     assert second["completions"] == (
-        ["step", "prompt", "completion", "reward", "right", "short"],
-        [[2, "2+2=", "4", 1.0, 1.0, None]],
+        ["step", "prompt", "completion", "reward", "right", "short", "extracted"],
+        [[2, "2+2=", "4", 1.0, 1.0, None, "{4}"]],
     )
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import re
 import signal
 import threading
 import time
@@ -53,6 +54,39 @@ def texts(completions: list[list[dict[str, str]]]) -> list[str]:
 
 def exact(completions, answer, **_):
     return [float(text == right) for text, right in zip(texts(completions), answer, strict=True)]
+
+
+COUNTDOWN = "I add them.</think>\n<answer>44 + 19 + 35</answer>"
+
+
+def reward_len(completions, **kwargs):
+    """TRL's quick start, as published."""
+    return [-abs(20 - len(completion)) for completion in completions]
+
+
+def equation_reward_func(completions, target, nums, **kwargs):
+    """A countdown reward, as published with TRL's trainer in mind (Mini-R1)."""
+    rewards = []
+    for completion, gt, numbers in zip(completions, target, nums):  # noqa: B905
+        try:
+            completion = "<think>" + completion
+            match = re.search(r"<answer>(.*?)<\/answer>", completion)
+            if match is None:
+                rewards.append(0.0)
+                continue
+            equation = match.group(1).strip()
+            used_numbers = [int(n) for n in re.findall(r"\d+", equation)]
+            if sorted(used_numbers) != sorted(numbers):
+                rewards.append(0.0)
+                continue
+            if not re.match(r"^[\d+\-*/().\s]+$", equation):
+                rewards.append(0.0)
+                continue
+            result = eval(equation, {"__builtins__": None}, {})
+            rewards.append(1.0 if abs(float(result) - float(gt)) < 1e-5 else 0.0)
+        except Exception:
+            rewards.append(0.0)
+    return rewards
 
 
 def rewards(scored: Scored) -> dict[str, tuple[float | None, ...]]:
@@ -115,6 +149,31 @@ class TestWhatFunctionsGet:
         seen = []
         score(lambda prompts: seen.append(prompts) or [1.0], [Group(prompt, (sample("3"),))])
         assert seen == [[list(messages)]]
+
+    def test_completions_of_texts_are_texts_where_that_is_asked_for(self):
+        message = {"role": "user", "content": "1+2"}
+        conversation = Group(Prompt("1", token_ids=(1,), text="<user>1+2", messages=(message,)), (sample("3"),))
+        seen = []
+
+        def spy(prompts, completions):
+            seen.extend(zip(prompts, completions, strict=True))
+            return [1.0] * len(prompts)
+
+        score(spy, [group("0", "a", "b"), conversation], text_completions="text")
+        answer = {"role": "assistant", "content": "3"}
+        assert seen == [("prompt 0", "a"), ("prompt 0", "b"), ([message], [answer])]
+
+    def test_rewards_written_for_trl_run_as_published(self):
+        groups = [group("0", "four letters and more", "x" * 20), group("1", COUNTDOWN, "<answer>44-19</answer>")]
+        columns = [{"target": [None] * 2, "nums": [None] * 2}, {"target": [98] * 2, "nums": [[44, 19, 35]] * 2}]
+        rewarder = Rewarder(
+            [NamedReward("len", reward_len), NamedReward("equation", equation_reward_func)], text_completions="text"
+        )
+        scored = rewarder.score(groups, extras=columns)
+        assert [[one.rewards for one in group.samples] for group in scored.groups] == [
+            [(-1.0, 0.0), (0.0, 0.0)],
+            [(-abs(20.0 - len(COUNTDOWN)), 1.0), (-2.0, 0.0)],
+        ]
 
     def test_a_column_named_like_an_argument_is_hidden(self):
         scored = score(lambda prompts: [len(p) for p in prompts], [group("0", "a", prompts="longer than that")])
@@ -192,6 +251,7 @@ class TestLogging:
 
         scored = score(chatty, [group("0", "a", "bb"), group("1", "ccc")])
         assert scored.extras == [{"length": [1, 2]}, {"length": [3]}]
+        assert [group.logged for group in scored.groups] == scored.extras
         assert scored.metrics == {"share": 0.5}
 
     def test_calls_that_failed_log_nothing(self):
