@@ -61,7 +61,7 @@ def plan_command(
     devices: Annotated[int, typer.Option(min=1, help="How many train, as torchrun starts them.")] = 1,
 ) -> None:
     """Say what a run will do, and the memory and disk it takes, without loading anything."""
-    loaded = load_config(config, overrides=overrides or [])
+    loaded = load_config(config, overrides=overrides or [], processes=devices if devices > 1 else None)
     for finding in [*loaded.findings, *check(loaded.config)]:
         console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")
     for line in plan_lines(plan(loaded.config, device=device, devices=devices)):

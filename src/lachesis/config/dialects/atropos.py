@@ -117,7 +117,9 @@ def _optimization() -> Iterator[Entry]:
         "what they are for the first 10,000 steps",
         "adafactor-relative-step",
     )
-    yield Entry("kl-coef", "algorithm.beta", default=0.1, note="to the policy that sampled, as there; see kl_reference")
+    yield Entry(
+        "kl-coef", "algorithm.beta", default=0.1, note="to the base model; its code takes the policy that sampled"
+    )
     yield Entry("clip-eps", "algorithm.epsilon", default=0.2)
     yield from cannot(
         "ratios are always to the policy that sampled; --kl-coef 0 leaves the KL term out", "no-reference-logprobs"
@@ -202,7 +204,6 @@ def translate_argv(argv: Sequence[str], *, engine: ManagedEngine | None = None) 
     if rows is not None and accumulation is not None:
         translation.put("batch.micro_batch_size", rows, "batch-size")
         translation.put("source.batch_size", rows * accumulation, "gradient-accumulation-steps")
-    translation.put("algorithm.kl_reference", "sampler", "kl-coef")
     _put_places(translation)
     translation.finish()
     return translation

@@ -73,7 +73,7 @@ _MEANINGS: Mapping[str, str] = {
     "learning-rate": "Peak rate; if unset 1e-6, or 1e-5 with LoRA.",
     "training-steps": "Number of optimizer steps.",
     "clip-eps": "Ratios are clipped to 1 - epsilon and 1 + epsilon.",
-    "kl-coef": "Weight of the KL divergence to the policy that sampled; 0 leaves it out.",
+    "kl-coef": "Weight of the KL divergence to the model from before training; 0 leaves it out.",
     "save-path": "Directory of the run; trained_model_checkpoints if unset.",
     "use-wandb": "Log to Weights & Biases.",
     "wandb-project": "Project in Weights & Biases; grpo if unset.",

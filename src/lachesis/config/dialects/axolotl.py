@@ -13,6 +13,7 @@ from lachesis.config.dialects.convert import engine_address, one_of
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed
 from lachesis.config.dialects.grpo import (
     check_generation_batch,
+    note_paging,
     put_batch,
     put_betas,
     put_completions,
@@ -21,6 +22,7 @@ from lachesis.config.dialects.grpo import (
     put_output_dir,
     put_quantization,
     put_reference,
+    put_rewards,
     put_sampler_correction,
     put_serving,
     put_steps,
@@ -192,6 +194,8 @@ def _put_run(translation: Translation) -> None:
 
 
 def _put_algorithm(translation: Translation) -> None:
+    put_rewards(translation, "trl.")
+    note_paging(translation, "optimizer")
     put_reference(translation, "trl.", alpha=0.9, steps=64)
     produced = translation.value("trl.use_data_producer") or translation.value("trl.async_prefetch")
     # Only its asynchronous trainer has defaults of its own; the other one is TRL's.

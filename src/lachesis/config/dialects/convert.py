@@ -12,11 +12,13 @@ from lachesis.config.document import describe
 
 OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision"), "adamw"
+        (
+            *("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision"),
+            "paged_adamw_32bit",
+        ),
+        "adamw",
     ),
-    **dict.fromkeys(
-        ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "paged_adamw_32bit"), "adamw_8bit"
-    ),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"), "adamw_8bit"),
     "adamw_cpu": "adamw_cpu",
     "adafactor": "adafactor",
 }

@@ -88,9 +88,10 @@ def put_distributed(translation: Translation, options: Mapping[str, tuple[str, A
         _put_option(translation, option, name, value)
     if stage:
         _put_deepspeed(translation, stage)
-    asked = next((name for name in ("fsdp", "deepspeed", "dp_shard_size") if translation.has(name)), None)
-    if asked is not None and translation.value(asked) and processes == 1:
-        translation.note(asked, f"one process trains on one device, unsharded; start several with {HOW_TO_START}")
+    names = ("fsdp", "deepspeed", "dp_shard_size", *(name for name, _ in options.values()))
+    asked = next((name for name in names if translation.has(name) and translation.value(name)), None)
+    if asked is not None and processes == 1:
+        translation.warning(asked, f"one process trains on one device, unsharded; start several with {HOW_TO_START}")
 
 
 def option_of(name: str) -> str:

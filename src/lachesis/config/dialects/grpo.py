@@ -86,6 +86,19 @@ def transformers_entries() -> Iterator[Entry]:
     yield from refused("resume with `lachesis train CONFIG --resume`", "resume_from_checkpoint")
 
 
+def note_paging(translation: Translation, name: str) -> None:
+    """bitsandbytes moves the states of its paged optimizers to the CPU where the GPU is full."""
+    if str(translation.value(name)).startswith("paged_"):
+        translation.note(
+            name, "its states are not paged out where memory is short; optimizer.kind adamw_cpu has them on the CPU"
+        )
+
+
+def put_rewards(translation: Translation, prefix: str) -> None:
+    """Reward functions get completions of texts as texts, and those of conversations as messages."""
+    translation.put("rewards.text_completions", "text", f"{prefix}reward_funcs")
+
+
 def put_reference(translation: Translation, prefix: str, *, alpha: float, steps: int) -> None:
     """An averaged reference, with ``alpha`` and ``steps`` as defaults there."""
     if not translation.value(f"{prefix}sync_ref_model"):

@@ -22,6 +22,7 @@ from lachesis.config.dialects.distributed import is_known_option, option_of, put
 from lachesis.config.dialects.grpo import (
     check_generation_batch,
     grpo_entries,
+    note_paging,
     put_batch,
     put_betas,
     put_completions,
@@ -30,6 +31,7 @@ from lachesis.config.dialects.grpo import (
     put_output_dir,
     put_quantization,
     put_reference,
+    put_rewards,
     put_sampler_correction,
     put_serving,
     put_steps,
@@ -61,6 +63,8 @@ def translate(document: Document, *, processes: int = 1) -> Translation:
         processes=processes,
     )
     _check_generation_batch(translation, processes=processes)
+    put_rewards(translation, "")
+    note_paging(translation, "optim")
     put_reference(translation, "", alpha=0.6, steps=512)
     put_sampler_correction(translation, "", mode="sequence_mask", floor=False)
     put_generation_kwargs(translation, "generation_kwargs")

@@ -35,7 +35,7 @@ def test_the_documented_defaults(tmp_path, monkeypatch):
         "wait_s": 3600.0,
         "missing_logprobs": "warn",
     }
-    assert (config.algorithm.beta, config.algorithm.epsilon, config.algorithm.kl_reference) == (0.1, 0.2, "sampler")
+    assert (config.algorithm.beta, config.algorithm.epsilon, config.algorithm.kl_reference) == (0.1, 0.2, "base")
     assert (config.optimizer.kind, config.optimizer.learning_rate, config.batch.micro_batch_size) == ("adamw", None, 2)
     assert check(config) == []
 
@@ -100,8 +100,8 @@ def test_batches():
 
 
 def test_overrides_are_canonical():
-    config = load_argv(["--model-name", "m"], overrides=["algorithm.kl_reference=base"]).config
-    assert config.algorithm.kl_reference == "base"
+    config = load_argv(["--model-name", "m"], overrides=["algorithm.kl_reference=sampler"]).config
+    assert config.algorithm.kl_reference == "sampler"
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,16 @@ def message(text: str = "", trl: str = "") -> str:
     return caught.value.message
 
 
+def test_what_is_not_paged_is_said():
+    messages = [finding.message for finding in translation("optimizer: paged_adamw_32bit").findings]
+    assert any(message.startswith("optimizer: its states are not paged out") for message in messages)
+    assert not translation("optimizer: adamw_torch").findings
+
+
+def test_completions_of_texts_are_texts():
+    assert translated().rewards.text_completions == "text"
+
+
 @pytest.mark.parametrize(
     ("data", "dialect"),
     [
@@ -68,6 +78,8 @@ def test_whose_file_it_is(data, dialect):
         ("gradient_checkpointing: offload", "model.gradient_checkpointing", True),
         ("chat_template: jinja\nchat_template_jinja: '{{ x }}'", "model.chat_template", "{{ x }}"),
         ("optimizer: adamw_bnb_8bit", "optimizer.kind", "adamw_8bit"),
+        ("optimizer: paged_adamw_8bit", "optimizer.kind", "adamw_8bit"),
+        ("optimizer: paged_adamw_32bit", "optimizer.kind", "adamw"),
         ("lr_scheduler: constant_with_warmup", "optimizer.schedule", "constant"),
         ("", "optimizer.schedule", "cosine"),
         ("warmup_ratio: 0.25", "optimizer.warmup_ratio", 0.25),

@@ -134,8 +134,17 @@ def test_no_file_and_a_broken_one(tmp_path):
         assert any(expected in problem for problem in problems)
 
 
-@pytest.mark.parametrize("keys", [{"fsdp": ["full_shard"]}, {"deepspeed": "zero2.json"}, {"dp_shard_size": 2}])
-def test_one_process_is_told_how_to_start_several(keys: dict[str, Any]):
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"fsdp": ["full_shard"]},
+        {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}},
+        {"deepspeed": "zero2.json"},
+        {"dp_shard_size": 2},
+    ],
+)
+def test_one_process_is_told_how_to_start_several_where_it_is_seen(keys: dict[str, Any]):
     for processes in (1, 2):
-        messages = [finding.message for finding in translated(AXOLOTL, processes, **keys).findings]
-        assert any("torchrun --nproc-per-node" in message for message in messages) == (processes == 1)
+        findings = translated(AXOLOTL, processes, **keys).findings
+        levels = [one.level for one in findings if "torchrun --nproc-per-node" in one.message]
+        assert levels == (["warning"] if processes == 1 else [])

@@ -36,6 +36,10 @@ def test_the_defaults_are_trls():
     assert (config.engine.kind, config.bridge.kind) == ("embedded", "in_process")
 
 
+def test_completions_of_texts_are_texts():
+    assert translated().rewards.text_completions == "text"
+
+
 def test_with_vllm_the_default_is_a_server_of_its_own():
     config = translated("use_vllm: true\nvllm_max_model_length: 2048")
     assert (config.engine.kind, config.bridge.kind) == ("vllm", "broadcast")
