@@ -147,8 +147,9 @@ def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(
     assert "stopping after this step, with a checkpoint" in outcome.err
     assert not outcome.errors
     hint = f"stopped by {name} after step {step}; go on with: lachesis train {config} '--set=run.name=told to stop'"
-    assert outcome.out.splitlines()[-1] == f"{hint} --resume"
     run_dir = directory / "runs" / "told to stop"
+    model = f"its last checkpoint as a model: lachesis export '{run_dir.relative_to(tmp_path)}'"
+    assert outcome.out.splitlines()[-2:] == [model, f"{hint} --resume"]
     assert f"step_{step:06d}" in checkpoints(run_dir)
     assert state(run_dir)["status"] == "stopped"
     assert state(run_dir)["step"] == step

@@ -162,6 +162,8 @@ def conclude(summary: RunSummary, stop: Sequence[int], command: Sequence[str]) -
     """
     if not summary.finished:
         name = signal.Signals(stop[0]).name
+        if summary.steps:
+            console.print(f"its last checkpoint as a model: lachesis export {shlex.quote(shown(summary.run_dir))}")
         console.print(f"stopped by {name} after step {summary.steps}; go on with: {shlex.join(command)} --resume")
         raise typer.Exit(EXIT_SIGNALLED + stop[0])
     report = shown(summary.report)

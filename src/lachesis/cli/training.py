@@ -68,6 +68,19 @@ def plan_command(
         console.print(line)
 
 
+@app.command("export")
+def export_command(
+    checkpoint: Annotated[Path, typer.Argument(help="RUN/checkpoints/step_N, or RUN for its latest checkpoint.")],
+    out: Annotated[Path | None, typer.Argument(help="Where to; RUN/models/step_N if unset.")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Add an adapter to its base model's weights.")] = False,
+) -> None:
+    """Write a checkpoint as a model that transformers loads, or as an adapter that peft loads."""
+    from lachesis.run.export import export
+
+    hide_progress_bars()
+    console.print(f"wrote {shown(export(checkpoint, out, merge=merge))}")
+
+
 @app.command("init")
 def init_command(
     directory: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")] = Path("."),

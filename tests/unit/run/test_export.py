@@ -1,0 +1,107 @@
+"""Models of checkpoints, loaded by the libraries that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lachesis.common.errors import CheckpointError, ConfigError
+from lachesis.config.load import dump_config
+from lachesis.config.schema import LachesisConfig
+from lachesis.run.export import export
+from lachesis.train.checkpoint import CheckpointManager
+from lachesis.train.model.loading import load_model
+from tests.tiny import tiny_model, tiny_tokenizer
+
+TOKENS = torch.tensor([[5, 6, 7, 8, 9]])
+MakeRun = Callable[..., tuple[Path, Tensor]]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> MakeRun:
+    """A run with checkpoints of steps 2 and 4, and the logits of its model as it was at the last."""
+    tiny_model("qwen2").save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+
+    def make(dtype: str = "float32", **sections: Any) -> tuple[Path, Tensor]:
+        config = LachesisConfig.model_validate(
+            {
+                "run": {"steps": 8, "dir": str(tmp_path), "name": "run"},
+                "model": {"path": str(tmp_path / "base"), "dtype": dtype, "gradient_checkpointing": True},
+                "data": {"path": str(tmp_path / "data.jsonl")},
+                "rewards": {"functions": ["a.b"]},
+                **sections,
+            }
+        )
+        run = tmp_path / "run"
+        run.mkdir()
+        (run / "config.yaml").write_text(dump_config(config))
+        loaded = load_model(config.model, config.adapter)
+        trained = {name: p for name, p in loaded.model.named_parameters() if p.requires_grad}
+        manager = CheckpointManager(run / "checkpoints", keep_last=2)
+        torch.manual_seed(0)
+        for step in (2, 4):
+            for parameter in trained.values():
+                parameter.data += 0.1 * torch.randn_like(parameter)
+            manager.save(step, tensors=trained, state={}, meta={})
+        return run, logits(loaded.model.eval())
+
+    return make
+
+
+@torch.no_grad()
+def logits(model: Any) -> Tensor:
+    return model(TOKENS).logits.float()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_of_all_weights_is_a_model(make_run: MakeRun, dtype: str):
+    run, expected = make_run(dtype)
+    directory = export(run / "checkpoints" / "step_000004")
+    assert directory == run / "models" / "step_000004"
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    assert str(model.dtype) == f"torch.{dtype}"
+    assert torch.equal(logits(model), expected)
+    assert AutoTokenizer.from_pretrained(directory)("1+2")["input_ids"] == tiny_tokenizer()("1+2")["input_ids"]
+
+
+def test_of_some_layers_it_is_the_whole_model(make_run: MakeRun, tmp_path: Path):
+    run, expected = make_run(model={"path": str(tmp_path / "base"), "train_layers": [1]})
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(export(run))), expected)
+
+
+def test_of_an_adapter_it_is_an_adapter(make_run: MakeRun, tmp_path: Path):
+    run, expected = make_run(adapter={"kind": "lora", "r": 4})
+    directory = export(run, tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert torch.allclose(logits(PeftModel.from_pretrained(base, directory)), expected, atol=1e-5)
+
+
+def test_an_adapter_is_merged_where_that_is_asked_for(make_run: MakeRun, tmp_path: Path):
+    run, expected = make_run(adapter={"kind": "lora", "r": 4})
+    model = AutoModelForCausalLM.from_pretrained(export(run, tmp_path / "out", merge=True))
+    assert torch.allclose(logits(model), expected, atol=1e-4)
+
+
+def test_a_run_stands_for_its_latest_checkpoint_and_each_can_be_named(make_run: MakeRun):
+    run, _ = make_run()
+    assert export(run).name == "step_000004"
+    assert export(run / "checkpoints" / "step_000002").name == "step_000002"
+
+
+def test_what_cannot_be_exported_is_said(make_run: MakeRun, tmp_path: Path):
+    run, _ = make_run()
+    with pytest.raises(ConfigError, match="no adapter to merge"):
+        export(run, merge=True)
+    with pytest.raises(CheckpointError, match="no checkpoint in a run's directory, and no run"):
+        export(tmp_path / "base")
+    tiny_model("qwen2", hidden_size=16).save_pretrained(tmp_path / "base")
+    with pytest.raises(CheckpointError, match="is of another model than"):
+        export(run)
