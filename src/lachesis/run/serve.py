@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,14 +17,18 @@ from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import ConfigError, EngineError, LachesisError
 from lachesis.common.http import server_url
 from lachesis.common.process import answers, check_port_free
+from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config import schema
 from lachesis.config.document import apply_overrides, read_document
 from lachesis.config.load import LoadedConfig, load_config
+from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.options import EngineName, ServeOptions, command_line
 from lachesis.engines.serving.session import Session, read_session, session_path
 
 OnReady = Callable[[str], None]
 
+# Kernels may be compiled for it.
+_FIRST_TOKEN_S = 600.0
 _VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
@@ -165,10 +171,20 @@ def _serve_vllm(options: ServeOptions, on_ready: OnReady) -> None:
 
     launch.check_installed()
 
+    unable: list[EngineError] = []
+
     def announce() -> None:
         session = read_session(options.url)
         # Not that of a server whose place this one has taken.
-        if session is not None and session.pid == os.getpid():
+        if session is None or session.pid != os.getpid():
+            return
+        try:
+            check_first_token(options.url, options.model)
+        except EngineError as error:
+            unable.append(error)
+            # The main thread, and not this one, is where vLLM waits for it.
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
             on_ready(ready_line(session, options.model))
 
     _when_healthy(options.url, announce)
@@ -176,9 +192,33 @@ def _serve_vllm(options: ServeOptions, on_ready: OnReady) -> None:
         launch.main(vllm_arguments(options))
     except LachesisError:
         raise
-    except Exception as error:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        if unable:
+            raise unable[0] from error
+        if not isinstance(error, Exception):
+            raise
         raise EngineError(
             f"vLLM ended with {type(error).__name__}: {error}", remedy="the cause is in its messages above"
+        ) from error
+    if unable:
+        raise unable[0]
+
+
+def check_first_token(url: str, model: str) -> None:
+    """Have a server generate one token: one that is healthy may still be unable to run its model.
+
+    Raises:
+        EngineError: it cannot; the message has the server's reason.
+    """
+    one = GenerationRequest((1,), SamplingParams(max_tokens=1))
+    try:
+        with closing(HttpEngine([url])) as engine:
+            engine.generate([one], deadline=Deadline("the first token of the server", _FIRST_TOKEN_S))
+    except LachesisError as error:
+        raise EngineError(
+            f"{model} is loaded, and cannot run a token: {error.message}",
+            remedy="the cause is in the engine's messages above; try another dtype, fewer features of the engine, or "
+            "--engine embedded",
         ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import shlex
+import signal
 import socket
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from lachesis.run import serve
 from lachesis.run.serve import config_options, vllm_arguments
 from tests.logs import handlers_kept
 from tests.ports import free_port
-from tests.unit.engines.fake_server import FakeServer
+from tests.unit.engines.fake_server import FakeServer, refusal
 from tests.waiting import LONG_S
 
 CANONICAL = """
@@ -258,6 +259,28 @@ class TestStarting:
         serve.serve(ServeOptions(model="m", port=server.port, arguments=("--seed", "1")), on_ready=said.put)
         assert asked == [["--model", "m", "--host", "127.0.0.1", "--port", str(server.port), "--seed", "1"]]
         assert session.session_id in said.get(timeout=LONG_S)
+        (body,) = server.state.bodies("/generate")
+        assert (body["prompt_token_ids"], body["max_tokens"]) == ([1], 1)
+
+    def test_a_server_that_cannot_run_a_token_serves_nothing(
+        self, said: queue.Queue[str], server: FakeServer, monkeypatch: pytest.MonkeyPatch
+    ):
+        server.state.replies["/generate"] = lambda body: refusal(500, "EngineCore encountered an issue")
+        monkeypatch.setattr(launch, "check_installed", lambda: None)
+        monkeypatch.setattr(launch, "main", lambda arguments: signal.pause())
+        monkeypatch.setattr(serve, "check_port_free", lambda url: None)
+        write_session(new_session(host="127.0.0.1", port=server.port))
+
+        def end(number: int, frame: object) -> None:
+            raise SystemExit(0)
+
+        before = signal.signal(signal.SIGTERM, end)
+        try:
+            with pytest.raises(EngineError, match=r"m is loaded, and cannot run a token: .*EngineCore encountered"):
+                serve.serve(ServeOptions(model="m", port=server.port), on_ready=said.put)
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        assert said.empty()
 
     def test_what_vllm_raises_is_ours(self, monkeypatch: pytest.MonkeyPatch):
         def fails(arguments: list[str]) -> None:

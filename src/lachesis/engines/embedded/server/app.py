@@ -13,7 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError, ModelError, first_line
+from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.embedded.loading import context_length, end_token_ids, load_causal_lm, load_tokenizer
 from lachesis.engines.embedded.server.openai import OpenAIRoutes
@@ -75,7 +77,7 @@ def build_backend(options: ServeOptions, *, session: Session) -> ServedEmbedded:
 
     Raises:
         ConfigError: ``max_model_len`` is more than the model has positions for.
-        ModelError: it cannot be loaded.
+        ModelError: it cannot be loaded, or cannot run a token.
     """
     tokenizer = load_tokenizer(options.tokenizer or options.model)
     model = load_causal_lm(options.model, dtype=options.dtype or "auto", device=options.device or "auto")
@@ -98,6 +100,7 @@ def build_backend(options: ServeOptions, *, session: Session) -> ServedEmbedded:
         special_token_ids=tokenizer.all_special_ids,
         session_id=session.session_id,
     )
+    _run_first_token(engine, options.model)
     max_rank = (options.max_lora_rank or _MAX_LORA_RANK) if options.enable_lora else 0
     weights = EmbeddedWeights(engine, model, path=options.model, max_lora_rank=max_rank)
     info = ModelInfo(
@@ -119,6 +122,18 @@ def build_backend(options: ServeOptions, *, session: Session) -> ServedEmbedded:
         session=session,
         max_num_seqs=max_num_seqs,
     )
+
+
+def _run_first_token(engine: EmbeddedEngine, model: str) -> None:
+    """Raise ModelError where the model is loaded and cannot compute."""
+    one = GenerationRequest((1,), SamplingParams(max_tokens=1))
+    try:
+        engine.generate([one], deadline=Deadline("the first token of the server", None))
+    except Exception as error:
+        raise ModelError(
+            f"{model} is loaded, and cannot run a token: {type(error).__name__}: {first_line(error)}",
+            remedy="see whether transformers generates with it, and try another --dtype or --device",
+        ) from error
 
 
 def build_app(backend: ServedEmbedded, *, session: Session) -> Starlette:

@@ -1,9 +1,15 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
-from lachesis.engines.embedded.server.app import _listen
+import pytest
+
+from lachesis.common.errors import ModelError
+from lachesis.engines.embedded.server import app
+from lachesis.engines.embedded.server.app import _listen, serve_embedded
 from lachesis.engines.options import ServeOptions
+from tests.tiny import tiny_model, tiny_tokenizer
 
 
 def test_the_body_of_an_answer_does_not_wait_for_the_acknowledgement_of_its_head():
@@ -13,3 +19,14 @@ def test_the_body_of_an_answer_does_not_wait_for_the_acknowledgement_of_its_head
             connection, _ = listener.accept()
             with connection:
                 assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_model_that_cannot_run_a_token_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model("qwen2")
+    del model.model.layers[0].mlp.up_proj  # as an architecture that is half known would have it
+    monkeypatch.setattr(app, "load_causal_lm", lambda *_, **__: model)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    ready: list[str] = []
+    with pytest.raises(ModelError, match=r"is loaded, and cannot run a token: AttributeError.*up_proj"):
+        serve_embedded(ServeOptions(model=str(tmp_path), port=0), on_ready=ready.append)
+    assert not ready
