@@ -671,6 +671,8 @@ def test_other_web_pages_are_kept_out(api: Server) -> None:
     foreign = {"Sec-Fetch-Site": "cross-site"}
     assert api.http.get("/reset_data", headers=foreign).status_code == 403
     assert api.http.post("/scored_data", json=scored(8), headers={"Origin": "http://example.com"}).status_code == 403
+    rebound = {"Sec-Fetch-Site": "same-origin", "Host": "evil.example", "Origin": "http://evil.example"}
+    assert api.http.post("/scored_data", json=scored(8), headers=rebound).status_code == 403
     own = {"Sec-Fetch-Site": "same-origin", "Origin": f"http://127.0.0.1:{api.port}"}
     assert api.http.get("/status", headers=own).json() == {"current_step": 0, "queue_size": 0}
     link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}

@@ -608,6 +608,10 @@ class TestRefusals:
             assert TOKEN not in message
         assert server.get("/bridge/info") == before
 
+    def test_who_asks_for_another_name(self, server: Server, factory: ServerFactory):
+        refused(server.http.get("/bridge/info", headers={"Host": "evil.example"}), 403)
+        assert server.http.get("/bridge/info", headers={"Host": "localhost:1"}).is_success
+
     @pytest.mark.parametrize("what", BAD_BODIES)
     def test_a_body_that_is_no_json(self, what: str, server: Server, factory: ServerFactory):
         path, content = BAD_BODIES[what]

@@ -27,6 +27,7 @@ from lachesis.api.routes import Endpoints
 from lachesis.api.state import QueueLimits, RolloutState
 from lachesis.api.wire import Refusal
 from lachesis.common.errors import ConfigError
+from lachesis.common.hosts import OwnHostOnly
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class ServerOptions(QueueLimits):
         state_dir: keep what is queued here, so that it survives the process.
         max_body_mb: refuse bodies of more MiB than this, before or after inflating.
         tokenizer: directory, tokenizer.json or hub name by which the dashboard shows tokens as text.
+        allowed_hosts: names that requests may ask for it by, beside addresses and this machine's own.
     """
 
     host: str = "127.0.0.1"
@@ -52,6 +54,7 @@ class ServerOptions(QueueLimits):
     state_dir: Path | None = None
     max_body_mb: float = 64.0
     tokenizer: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
 
 
 def serve(options: ServerOptions, *, on_ready: Callable[[str], None] | None = None) -> None:
@@ -113,7 +116,10 @@ def build_app(options: ServerOptions) -> Starlette:
     return Starlette(
         routes=endpoints.routes(),
         lifespan=lifespan,
-        middleware=[Middleware(SameSiteOnly)],
+        middleware=[
+            Middleware(OwnHostOnly, allowed=(options.host, *options.allowed_hosts)),
+            Middleware(SameSiteOnly),
+        ],
         exception_handlers=dict.fromkeys((Refusal, StoreFailed, HTTPException), endpoints.refuse),
     )
 

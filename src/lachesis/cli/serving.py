@@ -32,6 +32,9 @@ def run_api(
         float, typer.Option(help="Seconds of silence after which an environment counts no more.")
     ] = 300,
     tokenizer: Annotated[str | None, typer.Option(help="Tokenizer for texts on the dashboard.")] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="A further name that it is asked for by; may be repeated.")
+    ] = None,
 ) -> None:
     """Serve the rollout API that Atropos environments push to and trainers pull from."""
     from lachesis.api.server import ServerOptions, serve
@@ -46,6 +49,7 @@ def run_api(
         ack_timeout_s=ack_timeout,
         env_timeout_s=env_timeout,
         tokenizer=tokenizer,
+        allowed_hosts=tuple(allowed_host or ()),
     )
     serve(options, on_ready=lambda url: console.print(f"rollout API at {url}, dashboard at {url}/dashboard"))
 

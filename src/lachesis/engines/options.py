@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lachesis.common.http import server_url
 
 EngineName = Literal["vllm", "embedded"]
-_SINGULAR = {"adapter_roots": "adapter_root"}
+_SINGULAR = {"adapter_roots": "adapter_root", "allowed_hosts": "allowed_host"}
 
 
 class ServeOptions(BaseModel):
@@ -40,6 +40,10 @@ class ServeOptions(BaseModel):
     adapter_roots: tuple[Path, ...] = Field(
         default=(),
         description="Adapters and checkpoints load from inside here only; may be repeated. [default: .]",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="A further name that it is asked for by, beside addresses and this machine's own; may be repeated.",
     )
     arguments: tuple[str, ...] = Field(default=(), exclude=True)
 

@@ -26,7 +26,7 @@ def ask(talk: Talk, *, app: Starlette | None = None, client: str = "127.0.0.1", 
 
     async def conversation() -> Any:
         transport = httpx.ASGITransport(app or build_app(ServerOptions(**options)), client=(client, 1))
-        async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
             return await talk(http)
 
     return asyncio.run(conversation())

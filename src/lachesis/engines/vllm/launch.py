@@ -17,6 +17,7 @@ from importlib import metadata, util
 from typing import Any
 
 from lachesis.common.errors import ConfigError, DependencyError, LachesisError
+from lachesis.common.hosts import VARIABLE as HOSTS_VARIABLE
 from lachesis.engines.vllm.plugin import ROOTS_VARIABLE
 
 OLDEST = (0, 26)
@@ -30,7 +31,10 @@ _DEFAULTS = {
     "--host": "127.0.0.1", "--port": "9001", "--logprobs-mode": "processed_logprobs", "--api-server-count": "1",
 }  # fmt: skip
 # Flags that are taken out, and those of vLLM's that are looked at, as argparse reads them.
-_OURS: Mapping[str, Mapping[str, Any]] = {"--adapter-root": {"action": "append", "default": []}, "--model": {}}
+_OURS: Mapping[str, Mapping[str, Any]] = {
+    **{flag: {"action": "append", "default": []} for flag in ("--adapter-root", "--allowed-host")},
+    "--model": {},
+}
 _READ: Mapping[str, Mapping[str, Any]] = {
     **{flag: {} for flag in (*_DEFAULTS, "--worker-extension-cls", "--max-loras")},
     **{flag: {"action": "store_true"} for flag in ("--enable-lora", "--headless", "--grpc")},
@@ -38,6 +42,7 @@ _READ: Mapping[str, Mapping[str, Any]] = {
 }
 _WORKER_EXTENSION = "lachesis.engines.vllm.worker.WorkerExtension"
 _MIDDLEWARE = "lachesis.engines.vllm.plugin.ModelAliases"
+_HOST_CHECK = "lachesis.common.hosts.OwnHostOnly"
 _SYNONYMS = {"--api-server-count": ("-asc",)}
 _OBSOLETE = {
     "VLLM_USE_V1": "vLLM has its V1 engine only",
@@ -65,7 +70,8 @@ def plan_launch(arguments: Sequence[str], *, environment: Mapping[str, str], plu
     """Put our defaults around what the user gave.
 
     Args:
-        arguments: the model and flags of ``vllm serve``, ``--model M`` or ``M``, and ``--adapter-root``.
+        arguments: the model and flags of ``vllm serve``, ``--model M`` or ``M``, ``--adapter-root`` and
+            ``--allowed-host``.
         environment: of this process; every variable is handed on but those that are named in a warning.
         plugins: names of vLLM plugins that are installed and on by default.
 
@@ -76,14 +82,15 @@ def plan_launch(arguments: Sequence[str], *, environment: Mapping[str, str], plu
     rest = [*([] if ours.model is None else [ours.model]), *rest]
     given, _ = _parse(rest, _READ)
     _refuse(given)
-    added = ["--worker-extension-cls", _WORKER_EXTENSION, "--middleware", _MIDDLEWARE]
+    added = ["--worker-extension-cls", _WORKER_EXTENSION, "--middleware", _MIDDLEWARE, "--middleware", _HOST_CHECK]
     for flag, value in _DEFAULTS.items():
         if vars(given)[flag[2:].replace("-", "_")] is None:
             added += [flag, value]
     if given.enable_lora and given.max_loras is None:
         # Room for the one adapter of the policy beside those that the user loads himself.
         added += ["--max-loras", str(len(given.lora_modules) + 1)]
-    child, warnings = _environment(environment, roots=ours.adapter_root, plugins=plugins)
+    hosts = [*([given.host] if given.host else []), *ours.allowed_host]
+    child, warnings = _environment(environment, roots=ours.adapter_root, hosts=hosts, plugins=plugins)
     return LaunchPlan((*rest, *added), child, tuple(warnings))
 
 
@@ -178,7 +185,7 @@ def _refuse(given: argparse.Namespace) -> None:
 
 
 def _environment(
-    environment: Mapping[str, str], *, roots: Sequence[str], plugins: Iterable[str]
+    environment: Mapping[str, str], *, roots: Sequence[str], hosts: Sequence[str], plugins: Iterable[str]
 ) -> tuple[dict[str, str], list[str]]:
     child, warnings = dict(environment), []
     for name, reason in {**_OBSOLETE, **_HARMFUL}.items():
@@ -192,6 +199,8 @@ def _environment(
     child["VLLM_PLUGINS"] = ",".join(dict.fromkeys([*named, ENTRY_POINT]))
     # A forked process cannot use CUDA once its parent has.
     child.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if hosts:
+        child[HOSTS_VARIABLE] = ",".join([*filter(None, [child.get(HOSTS_VARIABLE)]), *hosts])
     if roots:
         child[ROOTS_VARIABLE] = os.pathsep.join(os.path.abspath(root) for root in roots)
     return child, warnings

@@ -30,6 +30,12 @@ class TestArguments:
         assert value(arguments, "--middleware").endswith("plugin.ModelAliases")
         assert value(arguments, "--api-server-count") == "1"
 
+    def test_the_names_that_it_is_asked_for_by(self):
+        found = plan("m", "--host", "node1", "--allowed-host", "api", "--allowed-host=b")
+        assert "--allowed-host" not in found.arguments and "api" not in found.arguments
+        assert found.environment["LACHESIS_ALLOWED_HOSTS"] == "node1,api,b"
+        assert "lachesis.common.hosts.OwnHostOnly" in found.arguments
+
     @pytest.mark.parametrize("given", [("--port", "7"), ("--port=7",)])
     def test_what_the_user_gives_stays(self, given):
         arguments = plan("m", *given).arguments

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, ModelError, first_line
+from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.embedded.loading import context_length, end_token_ids, load_causal_lm, load_tokenizer
@@ -59,8 +61,9 @@ def serve_embedded(options: ServeOptions, *, on_ready: Callable[[str], None] | N
         write_session(session)
         if on_ready is not None:
             on_ready(session.url)
+        app = build_app(backend, session=session, allowed_hosts=(options.host, *options.allowed_hosts))
         config = uvicorn.Config(
-            build_app(backend, session=session), log_config=None, access_log=False, http="httptools", ws="none",
+            app, log_config=None, access_log=False, http="httptools", ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_SHUTDOWN_S, server_header=False,
         )  # fmt: skip
         uvicorn.Server(config).run(sockets=[listener])
@@ -136,8 +139,12 @@ def _run_first_token(engine: EmbeddedEngine, model: str) -> None:
         ) from error
 
 
-def build_app(backend: ServedEmbedded, *, session: Session) -> Starlette:
-    """The application over a backend; when it ends, so do the backend and the session."""
+def build_app(backend: ServedEmbedded, *, session: Session, allowed_hosts: Sequence[str] = ()) -> Starlette:
+    """The application over a backend; when it ends, so do the backend and the session.
+
+    Args:
+        allowed_hosts: names that requests may ask for it by, beside addresses and this machine's own.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -160,6 +167,7 @@ def build_app(backend: ServedEmbedded, *, session: Session) -> Starlette:
             *OpenAIRoutes(backend).routes(),
         ],
         lifespan=lifespan,
+        middleware=[Middleware(OwnHostOnly, allowed=allowed_hosts)],
         exception_handlers={HTTPException: refuse},
     )
 
