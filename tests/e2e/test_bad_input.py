@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.e2e.runs import Main, Outcome, command, files, run_here, write_reward, write_run
+from lachesis.common.errors import TrainingError
+from tests.e2e.runs import Main, Outcome, command, files, metrics, run_here, write_reward, write_run
 from tests.tiny import tiny_model, tiny_tokenizer
 
 # Makes something bad in a directory and returns the arguments of `lachesis train CONFIG` that meet it.
@@ -261,3 +262,23 @@ def test_in_a_process_of_its_own_an_error_is_as_clear(tmp_path: Path):
     assert outcome.err.splitlines()[-1] == outcome.errors[0], "it is the last line"
     log = (tmp_path / "runs" / "proof" / "logs" / "trainer.log").read_text()
     assert "ERROR reward function 'share_of_a' raised ValueError: odd answer" in log
+
+
+@pytest.mark.parametrize("most", [1, 0])
+def test_one_gradient_that_is_not_finite_skips_a_step_and_no_more(tmp_path: Path, most: int):
+    (tmp_path / "burst.py").write_text(
+        "calls = []\n"
+        "def loss(logprobs, *, ratio, advantages, **rest):\n"
+        "    calls.append(1)\n"
+        "    edge = ((logprobs - logprobs.detach()) ** 2).sqrt()  # 0, and its gradient NaN\n"
+        "    return -ratio * advantages + (edge if len(calls) == 3 else 0.0)\n"
+    )
+    config = write_run(tmp_path, run={"steps": 4}, algorithm={"loss": f"{tmp_path / 'burst.py'}:loss"})
+    if not most:
+        with pytest.raises(TrainingError, match="the gradient norm is nan at optimizer step"):
+            run_here(config, "optimizer.max_skipped_steps=0")
+        return
+    summary = run_here(config, "optimizer.max_skipped_steps=1")
+    assert summary.finished
+    (skipped,) = [line for line in metrics(summary.run_dir).steps if line.values["skipped_steps"]]
+    assert any(one.rule == "not_finite" and "that step was skipped" in one.message for one in skipped.findings)

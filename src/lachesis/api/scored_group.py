@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import compress
 from math import isfinite
@@ -22,6 +23,13 @@ Id = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 UNTRAINED = -100
 # Environments write this, which is no logprob of a sampled token, where the mask does not train.
 NO_LOGPROB = 1.0
+
+# What float32 cannot compute with: e^-80 is nearly its smallest probability, and of numbers above the largest the
+# squares, which norms and deviations are made of, come near its end.
+LOWEST_LOGPROB = -80.0
+LARGEST_NUMBER = 1e15
+# No teacher gives a token less than that.
+LOWEST_TEACHER_LOGPROB = -1e4
 
 
 class WireRecord(BaseModel):
@@ -85,7 +93,7 @@ def why_unusable(group: ScoredGroup) -> str:
         fault = _ragged(name, getattr(group, name) or (), group.tokens)
         if fault:
             return fault
-    return _placeholder_logprob(group) or _distillation(group)
+    return _placeholder_logprob(group) or _distillation(group) or _extreme_number(group)
 
 
 def why_not_finite(group: ScoredGroup) -> str:
@@ -107,6 +115,33 @@ def _placeholder_logprob(group: ScoredGroup) -> str:
             at = next(i for i, (lp, m) in enumerate(zip(logprobs, mask, strict=True)) if lp == 1.0 and m != UNTRAINED)
             return f"inference_logprobs[{index}][{at}] is 1.0, which is no logprob, where the mask trains"
     return ""
+
+
+def _extreme_number(group: ScoredGroup) -> str:
+    """A number with which one group would make the gradient of a whole batch infinite."""
+    if (at := _first_beyond(group.scores)) is not None:
+        return f"scores[{at}] is {group.scores[at]:g}, beyond {LARGEST_NUMBER:g}"
+    for index, row in enumerate(group.advantages or ()):
+        if (at := _first_beyond(row)) is not None:
+            return f"advantages[{index}][{at}] is {row[at]:g}, beyond {LARGEST_NUMBER:g}"
+    for index, (row, mask) in enumerate(zip(group.inference_logprobs or (), group.masks, strict=False)):
+        trained = list(compress(row, map(UNTRAINED.__ne__, mask)))
+        if trained and None not in trained and min(trained) < LOWEST_LOGPROB:
+            return (
+                f"inference_logprobs[{index}] has {min(trained):g}, which no sampled token has, where the mask trains"
+            )
+    for index, rows in enumerate(group.distill_logprobs or ()):
+        lowest = min((min(values) for values in rows if values), default=0.0)
+        if lowest < LOWEST_TEACHER_LOGPROB:
+            return f"distill_logprobs[{index}] has {lowest:g}, which is no logprob"
+    return ""
+
+
+def _first_beyond(values: Sequence[float]) -> int | None:
+    """Where the first number is that is larger than the largest, either way, though finite."""
+    if not values or max(map(abs, values)) <= LARGEST_NUMBER:
+        return None
+    return next((at for at, value in enumerate(values) if LARGEST_NUMBER < abs(value) < math.inf), None)
 
 
 def _distillation(group: ScoredGroup) -> str:

@@ -100,6 +100,10 @@ METRICS: Mapping[str, Metric] = {
             "skipped_zero_advantage", "Skipped sequences", "sequences", "Sequences left out of the forward "
             "pass because their advantage is 0.",
         ),
+        Metric(
+            "skipped_steps", "Skipped steps", "", "1 where the gradient was not finite and the weights stayed as they "
+            "were (optimizer.max_skipped_steps).", (0.0, 0.0),
+        ),
         Metric("dropped_groups", "Dropped groups", "groups", "Groups given up, such as for a failed reward."),
         Metric("groups", "Groups", "groups", "Prompts in the batch."),
         Metric(

@@ -135,7 +135,7 @@ class Policy:
         """Clip, update, advance the schedule, clear the gradients.
 
         Raises:
-            TrainingError: the gradient is not finite; the weights are as before.
+            TrainingError: the gradient is not finite, once too often; the weights are as before.
         """
         rate = self.optimizer.learning_rate
         self.strategy.sum_gradients([p for p in self.model.parameters() if p.requires_grad])
@@ -143,7 +143,8 @@ class Policy:
         self.optimizer.zero_grad()
         if self.reference is not None:
             self.reference.after_step(self.optimizer.steps_taken)
-        return {"grad_norm": Mean(norm), "learning_rate": Mean(rate)}
+        skipped = Sum(float(self.optimizer.skipped))
+        return {"grad_norm": Mean(norm), "learning_rate": Mean(rate), "skipped_steps": skipped}
 
     def canary(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of ``token_ids[1:]`` at temperature 1, through the path that training takes."""

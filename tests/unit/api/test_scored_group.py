@@ -36,6 +36,16 @@ def test_sound_groups():
             {"inference_logprobs": [[1.0, -1.0, -1.0], [1.0, 1.0, -1.0]]},
             "inference_logprobs[1][1] is 1.0, which is no logprob, where the mask trains",
         ),
+        ({"scores": [0.0, -1e308]}, "scores[1] is -1e+308, beyond 1e+15"),
+        ({"advantages": [[0.0] * 3, [0.0, 1e38, 0.0]]}, "advantages[1][1] is 1e+38, beyond 1e+15"),
+        (
+            {"inference_logprobs": [[1.0, -1.0, -1.0], [1.0, -1e308, -1.0]]},
+            "inference_logprobs[1] has -1e+308, which no sampled token has, where the mask trains",
+        ),
+        (
+            {"distill_token_ids": [[[1]] * 3] * 2, "distill_logprobs": [[[-1.0]] * 3, [[-1.0], [-1e30], [-1.0]]]},
+            "distill_logprobs[1] has -1e+30, which is no logprob",
+        ),
         ({"distill_token_ids": [[[1]] * 3] * 2}, "distill_logprobs is missing beside the other"),
         (
             {"distill_token_ids": [[[1]] * 3] * 2, "distill_logprobs": [[[-1.0]] * 3, [[-1.0]] * 2]},

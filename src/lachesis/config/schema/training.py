@@ -134,6 +134,11 @@ class OptimizerConfig(Section):
     max_grad_norm: PositiveFloat | None = Field(
         default=1.0, description="Gradient norm is clipped to this; unset: never."
     )
+    max_skipped_steps: NonNegativeInt = Field(
+        default=3,
+        description="Steps in a row that may be skipped because their gradient is not finite, as one sample can make "
+        "it; the run ends at the next one. 0 ends it at the first.",
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Course of the learning rate after warm-up."
     )

@@ -35,10 +35,13 @@ def not_finite(seen: Observation) -> Alarm | None:
     broken = [name for name in ("loss", "grad_norm") if not math.isfinite(seen.values.get(name, 0.0))]
     if not broken:
         return None
+    skipped = seen.values.get("skipped_steps", 0.0) > 0
+    consequence = ", so that step was skipped" if skipped else ""
     return Alarm(
-        "problem",
-        f"{' and '.join(broken)} at step {seen.step} is not a number: lower optimizer.learning_rate, clip "
-        "with optimizer.max_grad_norm, and use float32 or bfloat16 (model.dtype), not float16",
+        "warning" if skipped else "problem",
+        f"{' and '.join(broken)} at step {seen.step} is not a number{consequence}: look for extreme rewards or "
+        "logprobs, lower optimizer.learning_rate, clip with optimizer.max_grad_norm, and use float32 or bfloat16 "
+        "(model.dtype), not float16",
     )
 
 

@@ -21,6 +21,8 @@ from lachesis.rollouts.generation import TextDecoder
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
 # A rounding error of a log-softmax; anything above is no logprob.
 _ROUNDING = 1e-4
+# Logits are divided by it; 0 stands for the likeliest token.
+_COLDEST = 1e-4
 
 
 class Unusable(DataError):
@@ -219,7 +221,7 @@ def _temperature(overrides: Mapping[str, Any], group: ScoredGroup) -> float:
     for place in (overrides, group.generation_params or {}, group.group_overrides or {}):
         if "temperature" in place:
             value = float(place["temperature"])
-            if not (math.isfinite(value) and value >= 0):
+            if value != 0 and not _COLDEST <= value <= 1 / _COLDEST:
                 raise Unusable(f"its temperature is {value}")
             return value
     return 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from torch.optim import Optimizer
 from lachesis.common.errors import CheckpointError, ConfigError, DependencyError, ModelError, TrainingError
 from lachesis.config.schema import OptimizerConfig
 from lachesis.train.optim.weight_update import InPlace, MasterCopies, StochasticRounding, WeightUpdate, buckets
+
+logger = logging.getLogger("lachesis")
 
 Named = tuple[str, Parameter]
 Precision = Literal["in_place", "fp32_master", "stochastic_rounding"]
@@ -57,6 +60,12 @@ class PolicyOptimizer:
         self._total_steps = total_steps
         self._noise = noise
         self._step = 0
+        self._skipped = 0
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was skipped, for its gradient was not finite."""
+        return self._skipped > 0
 
     @property
     def steps_taken(self) -> int:
@@ -80,19 +89,27 @@ class PolicyOptimizer:
     def step(self) -> float:
         """Clip the gradients to ``max_grad_norm``, update the weights, advance the schedule.
 
-        Parameters without a gradient are left as they are; if none has one, only the schedule advances.
-        The gradients' values are undefined afterwards: call :meth:`zero_grad`.
+        Where the norm is not finite the weights and states stay, and only the schedule advances; that may happen
+        ``max_skipped_steps`` times in a row. Parameters without a gradient are left as they are; if none has one,
+        only the schedule advances. The gradients' values are undefined afterwards: call :meth:`zero_grad`.
 
         Returns:
             The L2 norm of all gradients together, before clipping (0 if there are none).
 
         Raises:
-            TrainingError: the norm is not finite. Weights, states and schedule are as before.
+            TrainingError: the norm is not finite, once too often. Weights, states and schedule are as before.
         """
         gradients = [p.grad for _, p in self._named_parameters if p.grad is not None]
         norm = self._norm(gradients)
         if not math.isfinite(norm):
-            raise self._non_finite(norm)
+            error = self._non_finite(norm)
+            if self._skipped == self._config.max_skipped_steps:
+                raise error
+            self._skipped += 1
+            logger.warning("%s; the run goes on (%d in a row)", error.message, self._skipped)
+            self._step += 1
+            return norm
+        self._skipped = 0
         if gradients:
             self._set_rate(self.learning_rate)
             self._update(clip_coefficient(norm, self._config.max_grad_norm))
@@ -112,6 +129,7 @@ class PolicyOptimizer:
         return {
             **self._signature(),
             "step": self._step,
+            "skipped": self._skipped,
             "noise": self._noise.get_state() if self._noise else None,
             "parts": [
                 {"optimizer": part.optimizer.state_dict(), "update": part.update.state_dict()} for part in self._parts
@@ -131,6 +149,7 @@ class PolicyOptimizer:
         if self._noise is not None:
             self._noise.set_state(state["noise"])
         self._step = state["step"]
+        self._skipped = state.get("skipped", 0)  # checkpoints of 0.1 before this lack it
 
     def _require_fitting(self, state: Mapping[str, Any]) -> None:
         for key, expected in self._signature().items():

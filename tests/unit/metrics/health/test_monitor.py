@@ -50,6 +50,7 @@ def test_a_healthy_step_has_no_findings(make_group: MakeGroup) -> None:
     [
         ("not_finite", "problem", "loss at step 30 is not a number", {"loss": math.nan}),
         ("not_finite", "problem", "grad_norm", {"grad_norm": math.inf}),
+        ("not_finite", "warning", "that step was skipped", {"grad_norm": math.inf, "skipped_steps": 1.0}),
         ("ratio_off", "warning", "mean_ratio is 1.3", {"mean_ratio": 1.3}),
         ("ratio_off", "problem", "mean_ratio is 0.4", {"mean_ratio": 0.4}),
         ("kl_high", "warning", "mean_kl is 0.2", {"mean_kl": 0.2}),

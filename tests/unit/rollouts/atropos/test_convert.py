@@ -163,6 +163,10 @@ def test_a_group_may_have_an_id_of_its_own():
          "9 tokens, and the model takes 8"),
         ({"generation_params": {"temperature": -1}}, "temperature is -1"),
         ({"advantages": [[0.0, 0.0, math.inf, 1.0, 1.0], [0.0, 0.0, 1.0]]}, "not finite"),
+        ({"generation_params": {"temperature": 1e-308}}, "temperature is 1e-308"),
+        ({"advantages": [[0.0, 0.0, 1e38, 1.0, 1.0], [0.0, 0.0, 1.0]]}, r"advantages\[0\]\[2\] is 1e\+38, beyond"),
+        ({"scores": [1.0, 1e308]}, r"scores\[1\] is 1e\+308, beyond"),
+        ({"inference_logprobs": [[1.0, 1.0, -1e308, -1.0, -1.0], [1.0, 1.0, -2.0]]}, "which no sampled token has"),
         ({"tokens": None}, "malformed"),
     ],
 )  # fmt: skip

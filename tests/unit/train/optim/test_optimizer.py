@@ -115,7 +115,7 @@ def test_norm_of_bfloat16_gradients_is_not_rounded_to_bfloat16() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_non_finite_gradient_changes_nothing(bad: float, dtype: torch.dtype) -> None:
     parameters = make_parameters(dtype)
-    optimizer = optimizer_over(*parameters, schedule="linear")
+    optimizer = optimizer_over(*parameters, schedule="linear", max_skipped_steps=0)
     run(optimizer, parameters, range(1))
     before, rate = values(parameters), optimizer.learning_rate
     state = through_a_file(optimizer.state_dict())["parts"]
@@ -128,6 +128,31 @@ def test_non_finite_gradient_changes_nothing(bad: float, dtype: torch.dtype) -> 
     assert optimizer.learning_rate == rate
     leaves = zip(tree_leaves(optimizer.state_dict()["parts"]), tree_leaves(state), strict=True)
     assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in leaves)
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_ends_the_run_only_when_it_repeats(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parameters = make_parameters(torch.float32)
+    optimizer = optimizer_over(*parameters, schedule="linear", max_skipped_steps=2)
+
+    def step(*, bad: bool) -> tuple[bool, bool]:
+        before = values(parameters)
+        set_gradients(parameters, seed=1)
+        assert parameters[1].grad is not None
+        parameters[1].grad[3] = float("inf") if bad else 0.0
+        optimizer.step()
+        return equal(values(parameters), before), optimizer.skipped
+
+    assert [step(bad=bad) for bad in (True, True, False, True)] == [(True, True)] * 2 + [(False, False), (True, True)]
+    assert optimizer.steps_taken == 4
+    assert "the gradient norm is inf at optimizer step 2, from p1" in caplog.text and "(2 in a row)" in caplog.text
+    resumed = optimizer_over(*parameters, schedule="linear", max_skipped_steps=2)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    optimizer = resumed
+    step(bad=True)
+    with pytest.raises(TrainingError, match="at optimizer step 6"):
+        step(bad=True)
 
 
 @pytest.mark.parametrize("warmup", [{"warmup_steps": 2}, {"warmup_ratio": 0.4}])
