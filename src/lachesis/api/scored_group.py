@@ -125,11 +125,11 @@ def _extreme_number(group: ScoredGroup) -> str:
         if (at := _first_beyond(row)) is not None:
             return f"advantages[{index}][{at}] is {row[at]:g}, beyond {LARGEST_NUMBER:g}"
     for index, (row, mask) in enumerate(zip(group.inference_logprobs or (), group.masks, strict=False)):
-        trained = list(compress(row, map(UNTRAINED.__ne__, mask)))
-        if trained and None not in trained and min(trained) < LOWEST_LOGPROB:
-            return (
-                f"inference_logprobs[{index}] has {min(trained):g}, which no sampled token has, where the mask trains"
-            )
+        # Another API than ours may let null pass, for what is not known.
+        trained: list[float | None] = list(compress(row, map(UNTRAINED.__ne__, mask)))
+        lowest = min((value for value in trained if value is not None), default=0.0)
+        if lowest < LOWEST_LOGPROB:
+            return f"inference_logprobs[{index}] has {lowest:g}, which no sampled token has, where the mask trains"
     for index, rows in enumerate(group.distill_logprobs or ()):
         lowest = min((min(values) for values in rows if values), default=0.0)
         if lowest < LOWEST_TEACHER_LOGPROB:
