@@ -88,6 +88,9 @@ run starts on the trainer's GPU.
 rollout API and an environment too. Defaults are those of its documents; where its code has another, the table says
 so.
 
+**Rewards** get what that system gives them: in files of Axolotl and TRL the completion of a text prompt is a text, that
+of a conversation a list of one message (`rewards.text_completions`).
+
 **The Atropos trainer's KL term** is to the base model, as its documents say; with all weights trained that is a second
 copy of the model. Its code takes the policy that sampled, which holds nothing back
 (`--set algorithm.kl_reference=sampler`). `--kl-coef 0` leaves the term and the copy out.
