@@ -18,6 +18,23 @@ SIGNAL_REMEDY = (
     "in this process reward functions run on a thread, where signal.alarm does not work: set rewards.num_workers "
     "to 1 or more, or turn such timeouts off (math_verify: parsing_timeout=None and timeout_seconds=None)"
 )
+_TEXT_REMEDY = (
+    "where prompts are texts, completions are texts here, as in TRL; for a function that reads messages, as in "
+    'completions[i][0]["content"], set rewards.text_completions: messages'
+)
+_MESSAGES_REMEDY = (
+    'completions are lists of one message here: read completions[i][0]["content"], or set rewards.text_completions: '
+    "text, with which those of prompts that are texts are texts"
+)
+# By what is in the error.
+_REMEDIES = {
+    "signal.alarm": SIGNAL_REMEDY,
+    "signal only works in main thread": SIGNAL_REMEDY,
+    "string indices must be integers": _TEXT_REMEDY,
+    "expected string or bytes-like object, got 'list'": _MESSAGES_REMEDY,
+    'can only concatenate str (not "list") to str': _MESSAGES_REMEDY,
+    "'list' object has no attribute": _MESSAGES_REMEDY,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +166,10 @@ def hung(timeout_s: float) -> Failure:
 
 def raised(function: Callable[..., Any], error: BaseException) -> Failure:
     """The call raised; the innermost line of the function's own file is named."""
-    by_signal = any(text in str(error) for text in ("signal.alarm", "signal only works in main thread"))
+    remedy = next((remedy for text, remedy in _REMEDIES.items() if text in str(error)), RAISE_REMEDY)
     return Failure(
         f"raised {describe_exception(error, function)}",
-        SIGNAL_REMEDY if by_signal else RAISE_REMEDY,
+        remedy,
         traceable=True,
         cause=error,
     )

@@ -175,6 +175,20 @@ class TestWhatFunctionsGet:
             [(-abs(20.0 - len(COUNTDOWN)), 1.0), (-2.0, 0.0)],
         ]
 
+    @pytest.mark.parametrize(
+        ("form", "read", "remedy"),
+        [
+            ("text", lambda completion: completion[0]["content"], "text_completions: messages"),
+            ("messages", lambda completion: re.search("3", completion), "text_completions: text"),
+            ("messages", lambda completion: "<think>" + completion, "text_completions: text"),
+            ("messages", lambda completion: completion.strip(), "text_completions: text"),
+        ],
+    )
+    def test_a_function_that_expects_the_other_form_is_told_of_the_key(self, form: Any, read: Any, remedy: str):
+        with pytest.raises(RewardError) as caught:
+            score(lambda completions: [float(bool(read(c))) for c in completions], text_completions=form)
+        assert remedy in caught.value.remedy
+
     def test_a_column_named_like_an_argument_is_hidden(self):
         scored = score(lambda prompts: [len(p) for p in prompts], [group("0", "a", prompts="longer than that")])
         assert rewards(scored) == {"0": (8.0,)}
