@@ -232,11 +232,11 @@ def unusual(steps: Sequence[StepLine]) -> list[str]:
     return [
         f"{metric.title.lower()} {format_number(value)} (usual: {_range(metric.healthy)})"
         for metric, value in found
-        if metric.healthy is not None and not _within(value, metric.healthy)
+        if metric.healthy is not None and not _inside(value, metric.healthy)
     ]
 
 
-def _within(value: float, healthy: tuple[float | None, float | None]) -> bool:
+def _inside(value: float, healthy: tuple[float | None, float | None]) -> bool:
     low, high = healthy
     return (low is None or value >= low) and (high is None or value <= high)
 
