@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from html import escape
 from pathlib import Path
 from textwrap import wrap
@@ -30,14 +31,15 @@ def purpose(room: str) -> str:
     return " ".join(docstring.split("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 
-def imported_rooms(room: str) -> set[str]:
+@cache
+def imported_rooms(room: str) -> frozenset[str]:
     """The rooms that files of ``room`` import anything of."""
     found: set[str] = set()
     for path in (PACKAGE / room).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lachesis."):
                 found.add((node.module or "").split(".")[1])
-    return found - {room}
+    return frozenset(found - {room})
 
 
 def text(x: float, y: float, words: str, kind: str) -> str:

@@ -67,12 +67,16 @@ class FakeControl:
         self.wire.queues[self.rank, to, tag].put(message)
 
     def receive(self, source: int, *, tag: Tag, deadline: Deadline | None = None) -> Any:
+        box = self.wire.queues[source, self.rank, tag]
+        if deadline is None:
+            return self._opened(box.get(), source)
         try:
-            left = LIMIT_S if deadline is None else deadline.remaining_s()
-            found = self.wire.queues[source, self.rank, tag].get(timeout=left)
+            found = box.get(timeout=deadline.remaining_s())
         except queue.Empty:
-            assert deadline is not None
             raise DeadlineExceeded(f"{deadline.name} took longer", remedy=f"raise {deadline.setting}") from None
+        return self._opened(found, source)
+
+    def _opened(self, found: Any, source: int) -> Any:
         if found is DEAD:
             raise Gone(f"{self.name(source)} has ended without a word")
         return found
@@ -266,13 +270,16 @@ def test_a_follower_that_is_gone_between_turns_is_known_and_ends_the_others():
 
 
 def test_a_follower_that_does_nothing_is_waited_for_until_the_deadline():
-    one = Leader(FakeControl(Wire(2, limit_s=0.01), 0), abort=lambda: None)  # type: ignore[arg-type]
+    wire = Wire(2, limit_s=0.01)
+    one = Leader(FakeControl(wire, 0), abort=lambda: None)  # type: ignore[arg-type]
     with (
         pytest.raises(DeadlineExceeded, match=r"rank 1 doing its part of the step took longer") as caught,
         one.turn("step", what="the step"),
     ):
         pass
     assert "deadlines.ranks_s" in caught.value.remedy
+    wire.die(1)
+    one.close()
 
 
 def test_a_rank_at_another_turn_is_named_with_both():
@@ -290,14 +297,17 @@ def test_a_rank_at_another_turn_is_named_with_both():
     wire.queues[1, 0, Tag.ANSWER].put(Answer(7))
     with pytest.raises(TrainingError, match=r"rank 1 answers .*7.* at turn 0 \(step\)"), one.turn("step", what="it"):
         pass
+    wire.die(1)
+    one.close()
 
 
 def test_a_follower_ends_where_the_leader_is_gone():
     with ranks() as running:
         running.wire.die(0)
-        for future in running.done.values():
+        for rank, future in running.done.items():
             with pytest.raises(Gone, match=r"the leader has ended without a word"):
                 future.result(LIMIT_S)
+            running.wire.die(rank)
     assert not running.ended
 
 
