@@ -29,18 +29,29 @@ def anywhere(module: str) -> bool:
 
 
 @cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
-
-
-def imports(path: Path) -> list[str]:
-    """Modules of this package that a file imports, without the package's name."""
-    found = []
-    for node in nodes_of(path):
+def _read(path: Path) -> tuple[tuple[str, ...], frozenset[str]]:
+    """What a file imports of this package, and what it calls; its tree is not kept, for all of them are large."""
+    imported: list[str] = []
+    called: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lachesis"):
             base = (node.module or "").removeprefix("lachesis").lstrip(".")
-            found += [base or alias.name for alias in node.names]
-    return [module for module in found if module != "__version__"]
+            imported += [base or alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            called.add(node.func.id)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            called.add(f"{getattr(node.func.value, 'id', '')}.{node.func.attr}")
+    return tuple(module for module in imported if module != "__version__"), frozenset(called)
+
+
+def imports(path: Path) -> tuple[str, ...]:
+    """Modules of this package that a file imports, without the package's name."""
+    return _read(path)[0]
+
+
+def calls(path: Path) -> frozenset[str]:
+    """Functions that a file calls, as they are written there."""
+    return _read(path)[1]
 
 
 def folders(path: Path) -> list[Path]:
@@ -61,13 +72,8 @@ def test_imports_point_down(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_only_the_command_line_prints_or_exits(path):
-    calls = {
-        node.func.id if isinstance(node.func, ast.Name) else f"{getattr(node.func.value, 'id', '')}.{node.func.attr}"
-        for node in nodes_of(path)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute)
-    }
     if path.parent.name != "cli":
-        assert not calls & {"print", "sys.exit", "exit", "os._exit"}
+        assert not calls(path) & {"print", "sys.exit", "exit", "os._exit"}
 
 
 def test_the_loop_knows_no_concrete_class():

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -39,9 +39,11 @@ from torch.utils._pytree import tree_leaves
 
 from lachesis.common.errors import CheckpointError, LachesisError, first_line
 from lachesis.common.files import atomic_directory, clean_leftovers, restore_replaced
-from lachesis.pipeline.feed import Feed
-from lachesis.train.batch import Batch
-from lachesis.train.policy import Policy
+
+if TYPE_CHECKING:  # a checkpoint is read and written without the libraries of models
+    from lachesis.pipeline.feed import Feed
+    from lachesis.train.batch import Batch
+    from lachesis.train.policy import Policy
 
 logger = logging.getLogger("lachesis")
 

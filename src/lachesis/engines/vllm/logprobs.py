@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from lachesis.common.errors import EngineError
-from lachesis.engines.vllm import compat
 
 KEY = "lachesis_logprobs"
 """In a request's ``extra_args``: the name under which its logprobs are kept."""
@@ -101,7 +100,9 @@ class WorkerLogprobs:
         if step is None or output is None:
             return output
         if hasattr(output, "get_output"):
-            return compat.later_output(output, lambda ready: self._strip(ready, step))
+            from lachesis.engines.vllm.compat import later_output
+
+            return later_output(output, lambda ready: self._strip(ready, step))
         return self._strip(output, step)
 
     def _strip(self, output: Any, step: _Step) -> Any:

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-pytest.importorskip("vllm")
-
 from lachesis.common.errors import EngineError
 from lachesis.engines.vllm import logprobs as module
 from lachesis.engines.vllm.logprobs import KEY, FetchedLogprobs, WorkerLogprobs
@@ -132,6 +130,7 @@ def test_another_requests_logprobs_travel(key: str | None):
 
 
 def test_an_output_that_comes_after_vllm_has_ended_the_request():
+    pytest.importorskip("vllm")
     engine = Engine(later=True)
     engine.step({"r": (7, -0.5), "s": (1, -1.0)}, new={"r": (3, "a"), "s": (3, "b")})()
     late = engine.step({"r": (99, -9.0), "s": (2, -2.0)})  # r has ended already, which vLLM learns later
