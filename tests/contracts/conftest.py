@@ -1,15 +1,46 @@
-"""Servers that the contract suites share: each kind is started once, when it is first needed."""
+"""Servers that the contract suites share: each kind is started once, when it is first needed, and by one worker."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.contracts.servers import EMBEDDED_SERVER, TOKEN, Server, running
-from tests.contracts.vllm_server import VLLM_SERVER
+from tests.contracts.vllm_server import VLLM_SERVER, needs_vllm
+
+HERE = Path(__file__).parent
+# Groups of tests that one worker takes one after the other; the longest come first.
+STARTED_ANEW, VLLM, EMBEDDED = "vLLM started anew", "vLLM", "the embedded server"
+FIRST = [STARTED_ANEW, "test_server_contract vLLM", EMBEDDED, VLLM, "test_api_protocol"]
+
+
+def group_of(item: pytest.Item) -> str:
+    """By the servers that a test needs; by its file, if it shares none with another file."""
+    file, vllm = item.path.stem, needs_vllm.mark in item.own_markers
+    if file not in ("test_bridge_contract", "test_engine_contract"):
+        return f"{file} vLLM" if vllm else file
+    if not vllm:
+        return EMBEDDED
+    case = item.callspec.params.get("live")  # type: ignore[attr-defined]
+    return STARTED_ANEW if case is not None and case.restarts else VLLM
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Groups for ``--dist loadgroup``, in the order in which ``--no-loadscope-reorder`` deals them out."""
+
+    def place(item: pytest.Item) -> int:
+        group = next((mark.args[0] for mark in item.iter_markers("xdist_group")), "")
+        return FIRST.index(group) if group in FIRST else len(FIRST)
+
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from statistics import fmean
 import psutil
 import pytest
 
-from tests.contracts.vllm_server import ENVIRONMENT, needs_vllm
+from tests.contracts.vllm_server import SMALL, needs_vllm
 from tests.e2e.atropos_runs import BATCH, GROUP, RANK, Stage, answers, stage, trained_ids, wait_for, write_model
 from tests.e2e.runs import metrics, state
 
@@ -42,7 +42,7 @@ def all_processes(job: Stage) -> list[psutil.Process]:
 
 @pytest.mark.timeout(1500)
 def test_four_processes_learn_on_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, value in ENVIRONMENT.items():
+    for name, value in SMALL.items():
         monkeypatch.setenv(name, value)
     model = write_model(tmp_path / "model", **HEADS)
     with stage(tmp_path, model=model, mode="lora_only", steps=STEPS) as job:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
+from lachesis.train.distributed.strategy import decoder_layers
 from tests.e2e.runs import metrics, run_here, write_run
 from tests.e2e.test_learning import rise, share_of_a
 from tests.e2e.test_resume import assert_equal_runs
 from tests.ports import free_port
+from tests.unit.train.model.test_float8 import gradients, load, logprobs, make_policy, write_model
 
 pytest.importorskip("torchao")
 
@@ -54,3 +57,26 @@ def test_a_server_holds_the_same_weights_bit_for_bit(tmp_path: Path, monkeypatch
     for line in metrics(summary.run_dir).steps:
         assert line.values["canary_error"] < 1e-3
         assert line.values["weight_version"] == line.step
+
+
+@pytest.mark.parametrize(
+    ("part", "backend", "dynamic"),
+    [
+        # As it trains: any number of tokens. Tracing attention's backward with unknown sizes takes far longer than all
+        # of these together, so that is traced with known ones, and with unknown ones what is float8's own.
+        ("", "eager", True),
+        ("", "aot_eager", False),
+        ("mlp", "aot_eager", True),
+    ],
+    ids=["any size", "with its backward", "float8's backward at any size"],
+)
+def test_a_compiled_layer_is_one_graph_and_follows_the_switch(tmp_path: Path, part: str, backend: str, dynamic: bool):
+    saved = write_model(tmp_path)
+    plain, policy = make_policy(load(saved, "float8")), make_policy(load(saved, "float8"))
+    expected, expected_off = gradients(plain), logprobs(plain, active=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    decoder_layers(policy.transformer)[0].get_submodule(part).compile(dynamic=dynamic, backend=backend)
+    torch.testing.assert_close(gradients(policy), expected, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(logprobs(policy, active=False), expected_off, rtol=1e-4, atol=1e-5)
+    assert not torch._dynamo.utils.counters["graph_break"]
