@@ -26,7 +26,8 @@ def load_function(spec: str, base_dir: Path | None = None) -> Callable[..., Any]
 
     Args:
         spec: ``package.module.function``, or ``FILE.py:FUNCTION`` with FILE relative to ``base_dir``.
-            A module ``grpo_code`` that is nowhere to be found is this package's own.
+            A module ``grpo_code`` that is nowhere to be found is this package's own, and so is a function that it
+            does not have.
         base_dir: usually the directory of the configuration, the current one if unset; its modules win over
             installed ones of the same name while the import runs.
 
@@ -43,6 +44,8 @@ def load_function(spec: str, base_dir: Path | None = None) -> Callable[..., Any]
         module_name, _, attribute = spec.rpartition(".")
         _check_form(spec, all(part.isidentifier() for part in spec.split(".")) and bool(module_name))
         module = _load_module(spec, module_name, base_dir)
+        if module_name.split(".")[0] == _BUILT_IN and not hasattr(module, attribute):
+            module = _built_in(module_name, attribute) or module
     return _callable_of(module, attribute, spec)
 
 
@@ -114,6 +117,15 @@ def _load_module(spec: str, name: str, base_dir: Path) -> ModuleType:
                 f"{spec!r}: no module {error.name!r} in {base_dir} or among the installed packages",
                 remedy="check the spelling, or name the file: FILE.py:FUNCTION",
             ) from error
+
+
+def _built_in(name: str, attribute: str) -> ModuleType | None:
+    """This package's module of a name, if it has the function."""
+    try:
+        module = importlib.import_module(f"{_BUILT_IN_ROOM}.{name}")
+    except ModuleNotFoundError:
+        return None
+    return module if hasattr(module, attribute) else None
 
 
 def _candidates(name: str, base_dir: Path) -> tuple[Path, Path]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
+from lachesis.common.sandbox.choice import use_sandbox
 from lachesis.common.threads import Watch
 from lachesis.common.types import Group, Prompt
 from lachesis.config import schema
@@ -96,6 +97,8 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
 def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
     """The reward functions and models, by name."""
     rewards = config.rewards
+    if rewards.sandbox != "auto":  # which is what holds where nothing else is said, here or in the environment
+        use_sandbox(rewards.sandbox)
     return load_rewards(
         rewards.functions,
         num_workers=rewards.num_workers,

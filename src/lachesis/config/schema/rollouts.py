@@ -143,6 +143,12 @@ class RewardsConfig(Section):
         "count it. It never becomes 0.",
     )
     timeout_s: PositiveFloat = Field(default=60.0, description="Deadline of one call of one reward function.")
+    sandbox: str = Field(
+        default="auto",
+        description="Wall around code of the model that rewards run: `auto` takes the best that works on the machine, "
+        "or none runs; `namespaces`, `bubblewrap`, `nsjail`, `landlock`, `docker:IMAGE`, `podman:IMAGE`, the URL of a "
+        "SandboxFusion server; or `none`, without any wall.",
+    )
     model_device: str = Field(
         default="auto", description="Device of reward models, as `cpu` or `cuda:1`; `auto` takes the trainer's."
     )

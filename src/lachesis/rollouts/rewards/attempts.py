@@ -16,6 +16,7 @@ from lachesis.rollouts.rewards.functions import (
     BadValue,
     Call,
     CallLog,
+    Excluded,
     Failure,
     Signature,
     TrainerState,
@@ -47,7 +48,7 @@ class Item:
 class Judged:
     """Rewards of one group's samples, and what the function logged per sample."""
 
-    rewards: list[float | None]
+    rewards: list[float | Excluded | None]
     extras: Extras
 
 
@@ -164,7 +165,7 @@ class _Attempt:
             values = answer.values[part]
             bad = next(((i, value) for i, value in enumerate(values) if isinstance(value, BadValue)), None)
             if bad is None:
-                rewards: list[float | None] = [value for value in values if not isinstance(value, BadValue)]
+                rewards: list[float | Excluded | None] = [value for value in values if not isinstance(value, BadValue)]
                 judged.append(Judged(rewards, {name: v[part] for name, v in answer.logged.extras.items()}))
             else:
                 self._note(Failure(bad[1].what, VALUE_REMEDY), f"on {_describe(item.group, bad[0])}")

@@ -1,73 +1,59 @@
-"""Runs code of a model, with tests, in a process of its own under limits of time and memory.
-
-This keeps accidents away from the trainer: endless loops, floods of memory or output, ``sys.exit``. It is no
-wall against code that means harm; for that, train in a container without network.
-"""
+"""Runs code of a model, with tests, in the sandbox that this process uses."""
 
 from __future__ import annotations
 
-import os
-import socket
-import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
-from lachesis.common.workers import ChildProcess, Limits
+from lachesis.common.sandbox.choice import Sandbox, shared_sandbox
+from lachesis.common.sandbox.records import Limits, Program, Tests
+from lachesis.rollouts.rewards.code_tests import CodeTest, InputTest, same_output
 
 TIME_LIMIT_S = 10.0
 MEMORY_LIMIT_MB = 2048
-_FILE_LIMIT_MB = 16
+_SCRATCH_BYTES = 16 << 20
 
 
 def run_tests(
-    code: str, tests: Sequence[str], *, time_limit_s: float = TIME_LIMIT_S, memory_mb: int = MEMORY_LIMIT_MB
+    code: str,
+    tests: Sequence[CodeTest],
+    *,
+    imports: str = "",
+    time_limit_s: float = TIME_LIMIT_S,
+    memory_mb: int = MEMORY_LIMIT_MB,
+    sandbox: Sandbox | None = None,
 ) -> int:
-    """How many of the tests pass after ``code`` ran; 0 where that raises or ends the process.
+    """How many of the tests pass; none where ``code`` raises or ends the process.
 
     Args:
-        tests: statements such as ``assert f(1) == 2``, all run in the namespace that ``code`` leaves.
+        tests: statements such as ``assert f(1) == 2``, or inputs with the output that a script has to print.
+        imports: those of the reference solution, for names that tests take from there.
         time_limit_s: for all together; tests that passed before it count.
+
+    Raises:
+        SandboxError: there is none, or it failed; the code may not be blamed.
     """
-    # Unknown to the code, the mark keeps it from reporting success by chance.
-    mark = os.urandom(8).hex()
-    # Plain bytes are read back, never pickles: the code could send others.
-    texts = [text.encode("utf-8", "replace").decode() for text in (code, *tests)]
-    end = time.monotonic() + time_limit_s
-    with (
-        tempfile.TemporaryDirectory(prefix="lachesis-code-", ignore_cleanup_errors=True) as directory,
-        ChildProcess(
-            report_passes,
-            texts,
-            mark,
-            timeout_s=time_limit_s,
-            limits=Limits(memory_mb, _FILE_LIMIT_MB),
-            directory=Path(directory),
-        ) as child,
-    ):
-        most = sum(len(_report(mark, number)) for number in range(len(tests)))
-        output = child.read(timeout_s=end - time.monotonic(), max_bytes=most)
-    return len({line for line in output.splitlines() if line.startswith(mark.encode())})
+    sandbox = sandbox or shared_sandbox()
+    limits = Limits(time_limit_s, time_limit_s, memory_mb << 20, scratch_bytes=_SCRATCH_BYTES)
+    code, imports = _text(code), _text(imports)
+    calls = tuple(_text(test) for test in tests if isinstance(test, str))
+    inputs = [test for test in tests if isinstance(test, InputTest)]
+    passed = sum(verdict.passed for verdict in sandbox.test(Tests(code, calls, imports, limits))) if calls else 0
+    return passed + _count_inputs(sandbox, code, inputs, limits)
 
 
-def report_passes(link: socket.socket, texts: Sequence[str], mark: str) -> None:
-    """In the child: run the code and then its tests; each that passes is reported at once, so that it counts even if
-    the next one never ends."""
-    namespace: dict[str, object] = {"__name__": "solution"}
-    code, *tests = texts
-    if _runs(code, namespace):
-        for number, test in enumerate(tests):
-            if _runs(test, namespace):
-                link.sendall(_report(mark, number))
+def _count_inputs(sandbox: Sandbox, code: str, tests: Sequence[InputTest], limits: Limits) -> int:
+    """How often a script prints what is expected, which its process is never given."""
+    left_s, passed = limits.wall_s, 0
+    for test in tests:
+        if left_s <= 0:
+            break
+        now = Limits(left_s, left_s, limits.memory_bytes, scratch_bytes=limits.scratch_bytes)
+        outcome = sandbox.run(Program(source=code, stdin=test.stdin.encode("utf-8", "replace"), limits=now))
+        passed += outcome.succeeded and same_output(outcome.stdout.decode("utf-8", "replace"), test.stdout)
+        left_s -= outcome.seconds
+    return passed
 
 
-def _report(mark: str, number: int) -> bytes:
-    return f"{mark} {number}\n".encode()
-
-
-def _runs(statements: str, namespace: dict[str, object]) -> bool:
-    try:
-        exec(compile(statements, "<solution>", "exec", dont_inherit=True), namespace)
-    except BaseException:
-        return False
-    return True
+def _text(text: str) -> str:
+    """Without halves of characters, which a model's tokens can leave."""
+    return text.encode("utf-8", "replace").decode()

@@ -127,9 +127,19 @@ class Call:
 class Answer:
     """What came of a call: a value per completion, or a failure."""
 
-    values: Sequence[float | BadValue | None] = ()
+    values: Sequence[float | BadValue | Excluded | None] = ()
     failure: Failure | None = None
     logged: Logged = field(default_factory=Logged)
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    """In place of a reward: the completion could not be judged, for a cause that it has no part in.
+
+    It is outside of its group's baseline, whatever other functions say of it.
+    """
+
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +199,7 @@ def signature_of(function: Callable[..., Any]) -> Signature:
     return Signature(frozenset(parameter.name for parameter in named), required)
 
 
-def read_rewards(result: object, count: int) -> list[float | BadValue | None] | BadValue:
+def read_rewards(result: object, count: int) -> list[float | BadValue | Excluded | None] | BadValue:
     """The rewards of ``count`` completions as floats, ``None`` where the function abstained.
 
     Numbers may be Python's, numpy's or torch's; the list may be an array or a tensor of shape [count].
@@ -205,9 +215,9 @@ def read_rewards(result: object, count: int) -> list[float | BadValue | None] | 
     return [_read_value(value) for value in result]
 
 
-def _read_value(value: object) -> float | BadValue | None:
-    if value is None:
-        return None
+def _read_value(value: object) -> float | BadValue | Excluded | None:
+    if value is None or isinstance(value, Excluded):
+        return value
     number = value.item() if getattr(value, "ndim", None) == 0 else value  # type: ignore[attr-defined]
     if not isinstance(number, float | int):
         return BadValue(f"returned {_phrase(value)} as a reward")

@@ -18,7 +18,7 @@ from lachesis.common.imports import load_function
 from lachesis.common.threads import CallThread
 from lachesis.common.types import Group, Sample
 from lachesis.rollouts.rewards.attempts import Extras, Item, Judged, RewardAttempts, TextCompletions
-from lachesis.rollouts.rewards.functions import TrainerState
+from lachesis.rollouts.rewards.functions import Excluded, TrainerState
 from lachesis.rollouts.rewards.models import RewardModel, names_model
 from lachesis.rollouts.rewards.runners import ImportPath, RewardRunner, RewardWorkers, ThreadRunner, WorkerRunner
 
@@ -44,9 +44,10 @@ class RewardFunction(Protocol):
 
     The completions of one prompt follow each other; a call has those of one prompt or of several. Lists and
     mappings, nested ones too, are each completion's and call's own: a function may change them. It returns N
-    numbers, as a list, array or tensor, with ``None`` where it abstains. It runs on a thread of its own, or in
-    the main thread of a process of its own. It may be called again for a part of the same completions, when a
-    call failed and the culprit is looked for.
+    numbers, as a list, array or tensor, with ``None`` where it abstains, and an
+    :class:`~lachesis.rollouts.rewards.functions.Excluded` where a completion could not be judged. It runs on a
+    thread of its own, or in the main thread of a process of its own. It may be called again for a part of the same
+    completions, when a call failed and the culprit is looked for.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> RewardList | Awaitable[RewardList]: ...
@@ -255,7 +256,8 @@ class Rewarder:
         """``table[k].rewards[i]`` is the reward of sample i by function k."""
         samples = [
             _rewarded(sample, rewards, _total(rewards, self._weights))
-            for sample, rewards in zip(group.samples, zip(*(one.rewards for one in table), strict=True), strict=True)
+            for sample, given in zip(group.samples, zip(*(one.rewards for one in table), strict=True), strict=True)
+            for rewards in [_unless_excluded(given)]
         ]
         return dataclasses.replace(group, samples=tuple(samples), logged=_logged(table))
 
@@ -292,6 +294,12 @@ def _rewarded(sample: Sample, rewards: tuple[float | None, ...], reward: float |
         advantage=sample.advantage,
         token_advantages=sample.token_advantages,
     )
+
+
+def _unless_excluded(rewards: Sequence[float | Excluded | None]) -> tuple[float | None, ...]:
+    """The rewards of one sample; none at all where one function excludes it."""
+    kept = tuple(reward for reward in rewards if not isinstance(reward, Excluded))
+    return kept if len(kept) == len(rewards) else (None,) * len(rewards)
 
 
 def _total(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import ast
+import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+from lachesis.common.sandbox.choice import shared_sandbox
+from lachesis.common.sandbox.records import SandboxError
+from lachesis.rollouts.rewards.code_tests import COLUMNS, CodeTest, tests_of
 from lachesis.rollouts.rewards.execution import run_tests
-from lachesis.rollouts.rewards.grpo_code.transforms import read_tests
+from lachesis.rollouts.rewards.functions import Excluded
 
-_BLOCK = re.compile(r"```[ \t]*(?P<language>\w*)[ \t]*\n(?P<code>.*?)```", re.DOTALL)
+logger = logging.getLogger(__name__)
+
+_BLOCK = re.compile(r"```[ \t]*(?P<language>[\w.+-]*)[^\r\n]*\r?\n(?P<code>.*?)```", re.DOTALL)
+_PYTHON = ("", "python", "python3", "py", "py3")
 _IDLE = (ast.Expr, ast.Pass)
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def soft_format_reward_func(completions: Sequence[Any], **_: Any) -> list[float]:
@@ -22,56 +32,175 @@ def soft_format_reward_func(completions: Sequence[Any], **_: Any) -> list[float]
 
 
 def code_execution_reward_func(
-    completions: Sequence[Any], test_cases: Sequence[Any] = (), response: Sequence[Any] = (), **_: Any
-) -> list[float | None]:
-    """The share of tests that the code passes, run in a process of its own with limits.
+    completions: Sequence[Any],
+    response: Sequence[Any] = (),
+    prompts: Sequence[Any] = (),
+    log_metric: Callable[[str, float], None] | None = None,
+    **columns: Any,
+) -> list[float | Excluded | None]:
+    """The share of tests that the code passes, run in a sandbox: where the code has no say in what passes.
 
-    Without tests: the share of the functions and classes of ``response`` that the code defines when it runs, 0
-    where that raises. ``None`` where there is neither a test nor a name to look for.
+    Tests are in any of the columns of :mod:`lachesis.rollouts.rewards.code_tests`. Without: the share of the functions
+    and classes of ``response`` that the code defines when it runs, 0 where that raises. ``None`` where there is neither
+    a test nor a name to look for. A completion whose sandbox failed is excluded.
+
+    An answer to a follow-up question counts whether it is the whole class or the new method alone.
+
+    Raises:
+        SandboxError: there is no sandbox, and the configuration does not say to do without.
+        ValueError: a column of tests has none.
     """
     count = len(completions)
-    tests = [read_tests(value) for value in test_cases or [None] * count]
-    names = [_defined(value) for value in response or [None] * count]
-    wanted = [one or sorted(known) for one, known in zip(tests, names, strict=True)]
+    rows = [{name: columns[name][i] for name in COLUMNS if columns.get(name)} for i in range(count)]
+    references = [_code_of(value) for value in response or [None] * count]
+    earlier = [_earlier_code(prompt) for prompt in prompts or [None] * count]
+    works = [
+        _work(_text(completion), tests_of(row), reference, before)
+        for completion, row, reference, before in zip(completions, rows, references, earlier, strict=True)
+    ]
+    if any(work is not None for work in works):
+        shared_sandbox()
     with ThreadPoolExecutor(max_workers=min(count, os.cpu_count() or 1) or 1) as pool:
-        return list(pool.map(_execution_score, [_text(completion) for completion in completions], wanted))
+        scores = list(pool.map(_score, works))
+    if log_metric is not None:
+        log_metric("sandbox_failures", sum(isinstance(score, Excluded) for score in scores))
+    return scores
 
 
 def extract_code(text: str) -> str:
     """The last code block that says Python or nothing; the whole text where it has no block."""
-    blocks = [match["code"] for match in _BLOCK.finditer(text) if match["language"].lower() in ("", "python", "py")]
+    blocks = [match["code"] for match in _BLOCK.finditer(text) if match["language"].lower() in _PYTHON]
     return blocks[-1] if blocks else text
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Code to run with its tests; without code nothing passes."""
+
+    code: str
+    tests: Sequence[CodeTest]
+    imports: str
+
+
+def _work(text: str, tests: Sequence[CodeTest], reference: str, before: str) -> _Work | None:
+    code = extract_code(text)
+    if not tests:
+        names = _definitions(reference)
+        if not names:
+            return None
+        _warn_of_no_tests()
+        tests = [_name_test(name, before) for name in names]
+        if before and not set(names) & set(_all_names(code)):  # what was there before is no answer
+            code = ""
+    return _Work(join_turns(before, code) if _does_something(code) else "", tests, _imports(reference))
+
+
+def _score(work: _Work | None) -> float | Excluded | None:
+    if work is None:
+        return None
+    if not work.code:
+        return 0.0
+    try:
+        return run_tests(work.code, work.tests, imports=work.imports) / len(work.tests)
+    except SandboxError as error:
+        logger.warning("a completion is excluded: %s", error)
+        return Excluded("sandbox")
+
+
+@cache
+def _warn_of_no_tests() -> None:
+    logger.warning(
+        "code_execution_reward_func has no tests for some problems: it rewards whatever runs and defines the names of "
+        "the response, right or wrong; give test_cases (docs/code.md)"
+    )
+
+
+def join_turns(before: str, code: str) -> str:
+    """The code of an answer to a follow-up question, after that of the turn before it.
+
+    Methods that stand alone become methods of the last class there.
+    """
+    if not before:
+        return code
+    old, new = _parsed(before), _parsed(code)
+    classes = [node for node in old.body if isinstance(node, ast.ClassDef)]
+    methods = [node for node in new.body if _is_method(node)]
+    if not classes or not methods:
+        return f"{before}\n\n{code}"
+    names = {node.name for node in methods if isinstance(node, _DEFINITIONS)}
+    kept = [node for node in classes[-1].body if not (isinstance(node, _DEFINITIONS) and node.name in names)]
+    classes[-1].body = [*kept, *methods]
+    old.body += new.body
+    return ast.unparse(ast.fix_missing_locations(old))
+
+
+def _is_method(node: ast.AST) -> bool:
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    first = [argument.arg for argument in node.args.posonlyargs + node.args.args][:1]
+    return first in (["self"], ["cls"]) or any(
+        isinstance(one, ast.Name) and one.id in ("staticmethod", "classmethod", "property")
+        for one in node.decorator_list
+    )
+
+
+def _name_test(name: str, before: str) -> str:
+    """That a name is defined: at the top, or as a method of a class of the turn before."""
+    tests = name
+    for node in _parsed(before).body:
+        if isinstance(node, ast.ClassDef) and node.name != name:
+            tests = f"try:\n    {name}\nexcept NameError:\n    {node.name}.{name}"
+    return tests
+
+
+def _earlier_code(prompt: Any) -> str:
+    """The code of the assistant's last message in a conversation, which a follow-up question is about."""
+    if not isinstance(prompt, list):
+        return ""
+    answers = [message for message in prompt if message.get("role") == "assistant"]
+    return _code_of(answers[-1].get("content")) if answers else ""
+
+
+def _code_of(value: object) -> str:
+    code = extract_code(value) if isinstance(value, str) else ""
+    return code if _parsed(code).body else ""
 
 
 def _format_score(text: str) -> float:
     return 0.5 * (len(_BLOCK.findall(text)) == 1) + 0.5 * _does_something(extract_code(text))
 
 
-def _execution_score(text: str, tests: Sequence[str]) -> float | None:
-    if not tests:
-        return None
-    code = extract_code(text)
-    return run_tests(code, tests) / len(tests) if _does_something(code) else 0.0
-
-
 def _does_something(code: str) -> bool:
-    """Valid Python with more than expressions in it: prose of one word is an expression."""
-    try:
-        return any(not isinstance(statement, _IDLE) for statement in ast.parse(code).body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
+    """Valid Python with more than expressions in it: prose of one word is an expression. A call may print, though."""
+    body = _parsed(code).body
+    return any(not isinstance(node, _IDLE) or (isinstance(node, ast.Expr) and _prints(node)) for node in body)
 
 
-def _defined(response: object) -> frozenset[str]:
+def _prints(node: ast.Expr) -> bool:
+    call = node.value
+    return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "print"
+
+
+def _definitions(code: str) -> list[str]:
     """Names of the functions and classes that a solution defines at its top level."""
-    if not isinstance(response, str):
-        return frozenset()
+    return sorted({node.name for node in _parsed(code).body if isinstance(node, _DEFINITIONS)})
+
+
+def _all_names(code: str) -> list[str]:
+    """Those, and those of methods."""
+    return [node.name for node in ast.walk(_parsed(code)) if isinstance(node, _DEFINITIONS)]
+
+
+def _imports(code: str) -> str:
+    return "\n".join(ast.unparse(node) for node in _parsed(code).body if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def _parsed(code: str) -> ast.Module:
+    """Its tree; an empty one where it is no Python."""
     try:
-        body = ast.parse(extract_code(response)).body
-    except (SyntaxError, ValueError, RecursionError):
-        return frozenset()
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    return frozenset(node.name for node in body if isinstance(node, kinds))
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ast.Module([], [])
 
 
 def _text(completion: Any) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from lachesis.rollouts.datasets.formats import PAIRS
+from lachesis.rollouts.rewards.code_tests import CodeTest, InputTest, read_cases
 
 RowFunction: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -35,12 +35,7 @@ def read_tests(value: object) -> list[str]:
     Raises:
         ValueError: it is something else.
     """
-    if isinstance(value, str):
-        value = json.loads(value) if value.lstrip().startswith("[") else [value] if value.strip() else []
-    tests = [] if value is None else value
-    if not isinstance(tests, list) or not all(isinstance(test, str) for test in tests):
-        raise ValueError(f"test_cases must be a list of strings, not {value!r}")
-    return tests
+    return [test for test in read_cases(value) if isinstance(test, str)]
 
 
 def _ask_for_code(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,12 +49,17 @@ def _ask_for_code(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ask_with_tests(row: Mapping[str, Any]) -> dict[str, Any]:
-    tests = read_tests(row["test_cases"])
+    tests = read_cases(row["test_cases"])
     if not tests:
         raise ValueError("test_cases is empty")
     made = _ask_for_code(row)
-    shown = f"It has to pass tests such as this one:\n{tests[0]}\n\n{_REQUEST}"
-    return made | {"instruction": made["instruction"].replace(_REQUEST, shown), "test_cases": tests}
+    shown = f"It has to pass tests such as this one:\n{_shown(tests[0])}\n\n{_REQUEST}"
+    kept = [test if isinstance(test, str) else {"input": test.stdin, "output": test.stdout} for test in tests]
+    return made | {"instruction": made["instruction"].replace(_REQUEST, shown), "test_cases": kept}
+
+
+def _shown(test: CodeTest) -> str:
+    return f"input:\n{test.stdin}\noutput:\n{test.stdout}" if isinstance(test, InputTest) else test
 
 
 def _asking(question: str) -> str:

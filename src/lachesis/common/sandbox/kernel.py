@@ -1,0 +1,127 @@
+"""System calls that Python has no function for, by ctypes. Linux only; imported in sandboxes' processes alone."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
+_AT_FDCWD, _AT_RECURSIVE, _MOUNT_SETATTR = -100, 0x8000, 442
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    """Leave namespaces. Raises OSError where the kernel, or whoever rules this container, forbids it."""
+    _check(_libc.unshare(flags), "unshare")
+
+
+def use_new_process_namespace() -> None:
+    """Have the next process that is forked be the first of a namespace of its own, also after an earlier one."""
+    own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _check(_libc.setns(own, CLONE_NEWPID), "setns")
+    finally:
+        os.close(own)
+    unshare(CLONE_NEWPID)
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    """mount(2)."""
+    result = _libc.mount(
+        source.encode(), target.encode(), kind.encode() if kind else None, ctypes.c_ulong(flags), data.encode() or None
+    )
+    _check(result, f"mount {target}")
+
+
+def unmount(target: str) -> None:
+    """Take a mount out of sight, whoever uses it."""
+    _check(_libc.umount2(target.encode(), MNT_DETACH), f"umount {target}")
+
+
+def make_read_only(target: str) -> None:
+    """A mount and all mounts in it: nothing is written, no device and no set-user-id counts."""
+    attributes = struct.pack("QQQQ", MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)
+    result = _libc.syscall(
+        _MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, attributes, ctypes.c_size_t(len(attributes))
+    )
+    if result < 0:  # before Linux 5.12; for the mount itself only
+        mount("none", target, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV)
+
+
+def pivot_root(directory: str) -> None:
+    """Make a mount the root, and put what was the root out of sight."""
+    os.chdir(directory)
+    _check(_libc.syscall(_PIVOT_ROOT[platform.machine()], b".", b"."), "pivot_root")
+    unmount(".")
+    os.chdir("/")
+
+
+def die_with_parent() -> None:
+    """SIGKILL for this process when the thread that forked it ends."""
+    _check(_libc.prctl(_PR_SET_PDEATHSIG, 9, 0, 0, 0), "prctl")
+
+
+def hide_memory() -> None:
+    """Other processes of this user can neither trace this one nor read its memory."""
+    _check(_libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
+
+
+def gain_nothing() -> None:
+    """No program that is started gives more rights; filters may be set without any from here on."""
+    _check(_libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+
+
+def keep_memory_together() -> None:
+    """Let threads share two heaps: each of their own would reserve 64 MiB of address space."""
+    if hasattr(_libc, "mallopt"):
+        _libc.mallopt(-8, 2)
+
+
+def drop_capabilities() -> None:
+    """All of them, for good where :func:`gain_nothing` was called before."""
+    _check(_libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "capset")
+
+
+def set_filter(instructions: bytes) -> None:
+    """Let a seccomp program judge all system calls from here on."""
+    buffer = ctypes.create_string_buffer(instructions, len(instructions))
+    program = struct.pack("HxxxxxxP", len(instructions) // 8, ctypes.addressof(buffer))
+    _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0), "seccomp")
+
+
+def landlock_version() -> int:
+    """Of the kernel's Landlock; 0 where there is none."""
+    return max(_libc.syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
+
+
+def landlock(ruleset: bytes, rules: list[tuple[str, int]]) -> None:
+    """Restrict this process and its children to ``rules``: what may be done below a path."""
+    descriptor = _check(_libc.syscall(_LANDLOCK_CREATE, ruleset, len(ruleset), 0), "landlock_create_ruleset")
+    try:
+        for path, access in rules:
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            try:
+                rule = struct.pack("=Qi", access, place)
+                _check(_libc.syscall(_LANDLOCK_ADD, descriptor, 1, rule, 0), f"landlock_add_rule {path}")
+            finally:
+                os.close(place)
+        _check(_libc.syscall(_LANDLOCK_RESTRICT, descriptor, 0), "landlock_restrict_self")
+    finally:
+        os.close(descriptor)

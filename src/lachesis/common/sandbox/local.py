@@ -1,0 +1,167 @@
+"""Sandboxes of this machine: some wardens, each with one program or test at a time."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.sandbox.commands import Command, run_inside
+from lachesis.common.sandbox.link import LinkClosed, receive, send
+from lachesis.common.sandbox.records import Limits, Outcome, Program, SandboxError, Tests, Verdict, Wall
+from lachesis.common.sandbox.warden import keep
+from lachesis.common.workers import ChildProcess
+from lachesis.common.workers import Limits as ProcessLimits
+
+_START_S = 60.0
+# How much later than its limit a program's end may be reported, on a machine that is busy.
+_GRACE_S = 20.0
+# Each has a socket.
+_TESTS_AT_A_TIME = 64
+_REASONS = {
+    "wall": "it took longer than {0.wall_s:g} s",
+    "memory": "it used more than {0.memory_bytes} bytes of memory",
+    "scratch": "it wrote more than {0.scratch_bytes} bytes, or started more than {0.processes} processes",
+}
+
+
+class LocalSandbox:
+    """Runs programs and tests behind a wall of this machine; thread-safe.
+
+    Args:
+        walls: what the wardens put up: ``namespaces``, ``landlock`` (with seccomp), or ``none``.
+        count: of wardens, and so of programs at a time; one for each processor if unset.
+        command: what puts up a wall of its own around them, such as bubblewrap.
+
+    Raises:
+        SandboxError: the wall cannot be put up here.
+    """
+
+    def __init__(
+        self, name: str, *, walls: str, count: int | None = None, command: Callable[[], Command] | None = None
+    ) -> None:
+        self._walls = walls
+        self._command = command
+        self._closed = threading.Event()
+        self.count = count or len(os.sched_getaffinity(0))
+        first = self._start()
+        self.wall = Wall(name, tuple(first.layers))
+        self._idle: queue.LifoQueue[_Warden | None] = queue.LifoQueue()
+        for warden_ in [None] * (self.count - 1) + [first]:
+            self._idle.put(warden_)
+
+    def run(self, program: Program) -> Outcome:
+        """Run a program to its end.
+
+        Raises:
+            SandboxError: the sandbox failed, twice; the program may not be blamed.
+        """
+        payload = {
+            "source": program.source,
+            "argv": program.argv,
+            "stdin": program.stdin.hex(),
+            "files": {name: content.hex() for name, content in program.files.items()},
+        }
+        found = self._ask("program", payload, program.limits)
+        return Outcome(
+            ending=found["ending"],
+            exit_code=found.get("exit_code", -9),
+            stdout=bytes.fromhex(found.get("stdout", "")),
+            stderr=bytes.fromhex(found.get("stderr", "")),
+            seconds=found["seconds"],
+        )
+
+    def test(self, tests: Tests) -> list[Verdict]:
+        """A verdict for each test; one that a limit came before has not passed. Raises as :meth:`run`."""
+        verdicts: list[Verdict] = []
+        limits, ending = tests.limits, "exited"
+        while len(verdicts) < len(tests.tests) and ending == "exited":
+            part = tests.tests[len(verdicts) : len(verdicts) + _TESTS_AT_A_TIME]
+            found = self._ask("tests", {"code": tests.code, "tests": part, "imports": tests.imports}, limits, len(part))
+            verdicts += [Verdict(one["passed"] is True, one["reason"]) for one in found["verdicts"]]
+            ending = found["ending"]
+            if ending == "left":
+                verdicts.append(Verdict(False, "the test ended its process"))
+                ending = "exited"
+            limits = replace(limits, wall_s=max(limits.wall_s - found["seconds"], 0.001))
+        missing = len(tests.tests) - len(verdicts)
+        return verdicts + [Verdict(False, _REASONS[ending].format(tests.limits)) for _ in range(missing)]
+
+    def close(self) -> None:
+        """End all wardens; what runs ends with them. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        for _ in range(self.count):
+            try:
+                one = self._idle.get(timeout=1.0)
+            except queue.Empty:
+                return
+            if one is not None:
+                one.close()
+
+    def _ask(self, kind: str, payload: Mapping[str, Any], limits: Limits, count: int = 0) -> Mapping[str, Any]:
+        end = time.monotonic() + 600.0
+        while True:
+            try:
+                warden_ = self._idle.get(timeout=1.0)
+                break
+            except queue.Empty:
+                if time.monotonic() > end:
+                    raise SandboxError("no sandbox became free in 600 s", remedy="lower the programs' limits") from None
+        try:
+            for attempt in range(2):
+                warden_ = warden_ or self._start()
+                try:
+                    return warden_.ask({"kind": kind, "count": count, "limits": asdict(limits)}, payload, limits.wall_s)
+                except LinkClosed as error:
+                    warden_.close()
+                    warden_ = None
+                    if attempt:
+                        raise SandboxError(
+                            f"the sandbox ended twice while it ran a {kind} ({error})",
+                            remedy="see what `lachesis doctor` says of it; this may be for want of memory",
+                        ) from error
+            raise AssertionError("unreachable")
+        finally:
+            self._idle.put(warden_)
+
+    def _start(self) -> _Warden:
+        if self._closed.is_set():
+            raise SandboxError("the sandbox is closed")
+        return _Warden(self._walls, self._command)
+
+
+class _Warden:
+    """One warden, seen from this process."""
+
+    def __init__(self, walls: str, command: Callable[[], Command] | None) -> None:
+        main, args = (keep, (walls,)) if command is None else (run_inside, (command(), walls))
+        self._child = ChildProcess(main, *args, timeout_s=_START_S, limits=ProcessLimits(), directory=Path("/"))
+        try:
+            self._child.link.settimeout(_START_S)
+            hello = receive(self._child.link)
+            if "error" in hello:
+                raise SandboxError(hello["error"])
+            self.layers: list[str] = hello["layers"]
+        except BaseException as error:
+            self._child.close()
+            if isinstance(error, LinkClosed):
+                raise SandboxError(f"it does not start ({self._child.ending()})") from error
+            raise
+
+    def ask(self, header: Mapping[str, Any], payload: Mapping[str, Any], wall_s: float) -> Mapping[str, Any]:
+        """Raises LinkClosed where the warden is gone, or does not answer in time."""
+        link = self._child.link
+        link.settimeout(wall_s + _GRACE_S)
+        send(link, header)
+        send(link, payload)
+        return receive(link)
+
+    def close(self) -> None:
+        self._child.close()

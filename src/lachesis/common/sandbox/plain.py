@@ -1,0 +1,183 @@
+"""Values as plain data, between a test and the code that it tests: what is compared is data, never a foreign object.
+
+What JSON has goes as it is; all else is a list that begins with a tag. A value of another type is a reference to it.
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import fractions
+import math
+import struct
+import sys
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+MAX_DEPTH = 150
+# Of two values, by their names in the module `operator`.
+OPERATORS = (
+    "add",
+    "sub",
+    "mul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "matmul",
+    "and_",
+    "or_",
+    "xor",
+    "lshift",
+    "rshift",
+)
+_SAFE = 1 << 53
+# Types whose values are read back from their text.
+_FROM_TEXT: dict[type, Callable[[str], Any]] = {
+    decimal.Decimal: decimal.Decimal,
+    fractions.Fraction: fractions.Fraction,
+    datetime.date: datetime.date.fromisoformat,
+    datetime.datetime: datetime.datetime.fromisoformat,
+    datetime.time: datetime.time.fromisoformat,
+    uuid.UUID: uuid.UUID,
+}
+_BY_NAME = {kind.__name__: kind for kind in _FROM_TEXT}
+_SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
+_MAPPINGS: dict[type, str] = {dict: "dict", collections.OrderedDict: "OrderedDict", collections.Counter: "Counter"}
+_MAKE: dict[str, Callable[[Iterable[Any]], Any]] = {
+    **{name: kind for kind, name in _SEQUENCES.items()},
+    **{name: kind for kind, name in _MAPPINGS.items()},
+    "Counter": lambda pairs: collections.Counter(dict(pairs)),
+}
+
+
+class NotPlain(ValueError):
+    """A value that is no data, or data that is none of ours."""
+
+
+def encode(value: Any, refer: Callable[[Any], Any], depth: int = 0) -> Any:
+    """As JSON; ``refer`` gives what stands for an object, or raises NotPlain."""
+    kind = type(value)
+    if value is None or kind is bool or kind is str or kind is float:
+        return value
+    if kind is int:
+        return value if -_SAFE < value < _SAFE else ["int", hex(value)]
+    if depth > MAX_DEPTH:
+        raise NotPlain("nested too deep")
+
+    def parts(values: Iterable[Any]) -> list[Any]:
+        return [encode(entry, refer, depth + 1) for entry in values]
+
+    if kind in _SEQUENCES:
+        return [_SEQUENCES[kind], parts(value)]
+    if kind in _MAPPINGS:
+        return [_MAPPINGS[kind], [parts(pair) for pair in value.items()]]
+    if kind is collections.defaultdict:
+        return ["dict", [parts(pair) for pair in value.items()]]
+    if kind is bytes or kind is bytearray:
+        return [kind.__name__, value.hex()]
+    if kind is complex:
+        return ["complex", value.real, value.imag]
+    if kind is range:
+        return ["range", *parts((value.start, value.stop, value.step))]
+    if kind is slice:
+        return ["slice", parts((value.start, value.stop, value.step))]
+    if kind is collections.deque:
+        return ["deque", parts(value), value.maxlen]
+    if kind in _FROM_TEXT:
+        return [kind.__name__, value.isoformat() if hasattr(value, "isoformat") else str(value)]
+    if kind is datetime.timedelta:
+        return ["timedelta", value.days, value.seconds, value.microseconds]
+    if kind is type(Ellipsis):
+        return ["ellipsis"]
+    if value is NotImplemented:
+        return ["notimplemented"]
+    return _encode_array(value) or refer(value)
+
+
+def decode(data: Any, resolve: Callable[[list[Any]], Any], depth: int = 0) -> Any:
+    """The value; ``resolve`` gives what a reference stands for.
+
+    Raises:
+        NotPlain: it is none that :func:`encode` makes.
+    """
+    if data is None or isinstance(data, bool | str | float | int):
+        return data
+    if not isinstance(data, list) or not data or not isinstance(data[0], str) or depth > MAX_DEPTH + 1:
+        raise NotPlain("no data")
+
+    def parts(values: Iterable[Any]) -> list[Any]:
+        return [decode(entry, resolve, depth + 1) for entry in values]
+
+    tag, *rest = data
+    try:
+        if tag in ("dict", "OrderedDict", "Counter"):
+            return _MAKE[tag]([(parts(pair)[0], parts(pair)[1]) for pair in rest[0]])
+        if tag in _MAKE:
+            return _MAKE[tag](parts(rest[0]))
+        if tag == "int":
+            return int(rest[0], 16)
+        if tag == "bytes":
+            return bytes.fromhex(rest[0])
+        if tag == "bytearray":
+            return bytearray.fromhex(rest[0])
+        if tag == "complex":
+            return complex(*rest)
+        if tag == "range":
+            return range(*parts(rest))
+        if tag == "slice":
+            return slice(*parts(rest[0]))
+        if tag == "deque":
+            return collections.deque(parts(rest[0]), rest[1])
+        if tag in _BY_NAME:
+            return _FROM_TEXT[_BY_NAME[tag]](rest[0])
+        if tag == "timedelta":
+            return datetime.timedelta(*rest)
+        if tag == "ellipsis":
+            return ...
+        if tag == "notimplemented":
+            return NotImplemented
+        if tag == "array":
+            return _decode_array(*rest)
+    except (TypeError, ValueError, IndexError, OverflowError, ArithmeticError, struct.error) as error:
+        raise NotPlain(str(error)) from error
+    return resolve(data)
+
+
+def base_value(value: Any) -> Any:
+    """The plain content of an object whose class derives from a plain type and compares as that does.
+
+    Raises:
+        NotPlain: it is none.
+    """
+    for kind in (str, int, float):
+        if isinstance(value, kind) and type(value).__eq__ is kind.__eq__:
+            return str.__str__(value) if isinstance(value, str) else kind.__pos__(value)  # type: ignore[attr-defined]
+    for kind in (tuple, list, set, frozenset, dict):
+        if isinstance(value, kind) and type(value).__eq__ is kind.__eq__:
+            return kind(dict.items(value) if isinstance(value, dict) else kind.__iter__(value))  # type: ignore
+    raise NotPlain("no plain data")
+
+
+def _encode_array(value: Any) -> Any:
+    """numpy's arrays and scalars of numbers, booleans and texts."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or (type(value) is not getattr(numpy, "ndarray", None) and not isinstance(value, numpy.generic)):
+        return None
+    array = numpy.asarray(value)
+    if array.dtype.kind not in "biufcSU":
+        return None
+    scalar = not isinstance(value, numpy.ndarray)
+    return ["array", array.dtype.str, list(array.shape), array.tobytes().hex(), scalar]
+
+
+def _decode_array(dtype: str, shape: list[int], content: str, scalar: bool) -> Any:
+    import numpy
+
+    kind = numpy.dtype(dtype)
+    if kind.kind not in "biufcSU" or math.prod(shape) * kind.itemsize != len(content) // 2:
+        raise ValueError("no array of numbers")
+    array = numpy.frombuffer(bytes.fromhex(content), dtype=kind).reshape(shape)
+    return array[()] if scalar else array.copy()

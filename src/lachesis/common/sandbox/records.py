@@ -1,0 +1,117 @@
+"""What is asked of a sandbox, what comes of it, and why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from lachesis.common.errors import LachesisError
+
+# Why a program ended. Not "exited": what it was refused more of.
+Ending: TypeAlias = Literal["exited", "cpu", "wall", "memory", "output", "scratch"]
+
+
+class SandboxError(LachesisError):
+    """There is no wall, or it fell: this says nothing of the code that was to run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a program and all that it starts may use together.
+
+    Args:
+        cpu_s: processor time of each process.
+        wall_s: time until all of it is killed.
+        memory_bytes: of all processes together, beside the interpreter's own; and address space of each.
+        processes: processes and threads at a time.
+        output_bytes: standard output and standard error, each.
+        scratch_bytes: files in its directory, and shared memory.
+    """
+
+    cpu_s: float = 10.0
+    wall_s: float = 10.0
+    memory_bytes: int = 1 << 30
+    processes: int = 64
+    output_bytes: int = 1 << 20
+    scratch_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Python source, or a command line of what the sandbox has, with its input.
+
+    Args:
+        source: run as a script, in an interpreter that is warm already.
+        argv: instead of a source.
+        stdin: its standard input.
+        files: by their names in its directory, in which it starts.
+    """
+
+    source: str | None = None
+    argv: tuple[str, ...] = ()
+    stdin: bytes = b""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a program did.
+
+    Args:
+        ending: how it ended; only ``exited`` was of its own will.
+        exit_code: negative: the signal that killed it.
+    """
+
+    ending: Ending
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    seconds: float
+
+    @property
+    def succeeded(self) -> bool:
+        """It ended by itself, with exit code 0."""
+        return self.ending == "exited" and self.exit_code == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tests:
+    """Statements that call what some code defines, as ``assert add(1, 2) == 3``.
+
+    Args:
+        code: of the model; run anew for each test, in a process of its own.
+        tests: each passes if all of it runs. The code's process never has it in its memory.
+        imports: statements of the reference solution, for names that tests take from there.
+        limits: ``wall_s`` is for all tests together.
+    """
+
+    code: str
+    tests: tuple[str, ...]
+    imports: str = ""
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What became of a test, and why it did not pass, in words."""
+
+    passed: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wall:
+    """What stands between a program and this machine.
+
+    Args:
+        name: of the backend.
+        layers: what it is made of, as ``user namespace`` or ``seccomp``.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} ({', '.join(self.layers)})" if self.layers else self.name
