@@ -13,7 +13,7 @@ from lachesis.common.sandbox import commands
 from lachesis.common.sandbox.escapes import try_escapes
 from lachesis.common.sandbox.fusion import FusionSandbox
 from lachesis.common.sandbox.local import LocalSandbox
-from lachesis.common.sandbox.records import Outcome, Program, SandboxError, Tests, Verdict, Wall
+from lachesis.common.sandbox.records import FunctionTests, Outcome, Program, SandboxError, Verdict, Wall
 
 # Which sandbox code rewards use, where no configuration says so; processes that a run starts have it from the run's.
 VARIABLE = "LACHESIS_SANDBOX"
@@ -40,7 +40,7 @@ class Sandbox(Protocol):
         """Run a program to its end."""
         ...
 
-    def test(self, tests: Tests) -> list[Verdict]:
+    def test(self, tests: FunctionTests) -> list[Verdict]:
         """A verdict for each test."""
         ...
 

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
-from lachesis.common.sandbox.records import Outcome, Program, SandboxError, Tests, Verdict, Wall
+from lachesis.common.sandbox.records import FunctionTests, Outcome, Program, SandboxError, Verdict, Wall
 
 _GRACE_S = 30.0
 _REMEDY = "see whether the sandbox's server is up, and its log"
@@ -57,7 +57,7 @@ class FusionSandbox:
             seconds=time.monotonic() - started,
         )
 
-    def test(self, tests: Tests) -> list[Verdict]:
+    def test(self, tests: FunctionTests) -> list[Verdict]:
         """Raises SandboxError: what such a server prints, the code could print as well."""
         raise SandboxError(
             "a remote sandbox cannot run tests of functions: nothing there keeps the test from the code",

@@ -234,7 +234,7 @@ def _enter(walls: Walls, limits: Limits, scratch: str) -> None:
 
 def _limit(limits: Limits) -> None:
     """What the subject, and each process that it starts, may use by itself."""
-    # Tests of a warden without users of its own count its processes too.
+    # Those of a warden without users of its own count its processes too.
     limit(resource.RLIMIT_NPROC, limits.processes + 4)
     limit(resource.RLIMIT_CPU, max(1, round(limits.cpu_s + 0.5)))
     limit(resource.RLIMIT_AS, limits.memory_bytes + _OWN_SPACE.get("bytes", 1 << 30))

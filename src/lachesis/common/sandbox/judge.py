@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib
+import operator
 import random
 import socket
 import sys
@@ -18,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from lachesis.common.sandbox.link import LinkClosed, receive, send
-from lachesis.common.sandbox.plain import NotPlain, decode, encode
+from lachesis.common.sandbox.plain import OPERATORS, NotPlain, decode, encode
 from lachesis.common.sandbox.subject import MODULE
 
 # Names that tests take for granted though the code imported them; theirs are this process's own.
@@ -99,7 +100,12 @@ class _Session:
         answer = self._answer(question)
         for place, data in answer.get("changed", {}).items():
             self._change(args, place, data)
-        return self._value(answer)
+        try:
+            return self._value(answer)
+        except StopIteration as error:
+            if operation == "next":
+                raise
+            raise RuntimeError("the code raised StopIteration") from error  # which would end a loop of the test
 
     def equal(self, left: Any, right: Any) -> bool:
         """Two objects of the code are equal by its own judgement, which must not take anything for equal."""
@@ -108,6 +114,20 @@ class _Session:
         order = self._random.sample(range(len(asked)), len(asked))
         found = {place: self.do("eq", *asked[place]) for place in order}
         return found[0] is True and found[1] is not True and found[2] is not True
+
+    def contains(self, container: Any, item: Any) -> bool:
+        """Likewise: a container has not just anything."""
+        asked = [item, self._random.getrandbits(62), hex(self._random.getrandbits(62))]
+        order = self._random.sample(range(len(asked)), len(asked))
+        found: dict[int, bool] = {}
+        for place in order:
+            try:
+                found[place] = self.do("contains", container, asked[place]) is True
+            except Exception:
+                if not place:
+                    raise
+                found[place] = False  # what it has may be of other types
+        return found[0] and not found[1] and not found[2]
 
     def data(self, value: StandIn) -> Any:
         """The plain content of an object there, whose class derives from a plain type. Raises NotPlain."""
@@ -169,8 +189,8 @@ class _Session:
     def _resolve(self, data: list[Any]) -> Any:
         if data[0] == "function" and isinstance(data[1], int) and 0 <= data[1] < len(self._functions):
             return self._functions[data[1]]
-        if data[0] == "type":
-            return getattr(builtins, str(data[1]))
+        if data[0] == "type" and isinstance(kind := getattr(builtins, str(data[1]), None), type):
+            return kind
         if data[0] != "ref" or not isinstance(data[1], int):
             raise NotPlain("no reference")
         if (known := self._stand_ins.get(data[1])) is None:
@@ -237,13 +257,14 @@ def _exception_class(number: int, name: str, bases: list[str]) -> type[BaseExcep
 class StandIn:
     """For an object in the code's process.
 
-    ``tainted``: it came of an operation with data of the test, which it may know since: it gives no data itself.
+    ``_kind``: a *class* that the test names in capitals makes *things*, whose operators are part of what is tested,
+    also with data of the test. An *other* object gets no such data: it may be what is expected.
     """
 
-    __slots__ = ("_number", "_session", "_tainted")
+    __slots__ = ("_kind", "_number", "_session")
 
-    def __init__(self, session: _Session, number: int, tainted: bool = False) -> None:
-        for name, value in (("_session", session), ("_number", number), ("_tainted", tainted)):
+    def __init__(self, session: _Session, number: int) -> None:
+        for name, value in (("_session", session), ("_number", number), ("_kind", "other")):
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -258,7 +279,8 @@ class StandIn:
         _do(self, "delattr", name)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
-        return _session(self).do("call", self, *args, **keywords)
+        made = _session(self).do("call", self, *args, **keywords)
+        return _as_thing(made) if _kind(self) == "class" else made
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, StandIn):
@@ -276,11 +298,13 @@ class StandIn:
         return hash(value) if isinstance(value, int) else 0
 
     def __bool__(self) -> bool:
-        return _number(self, "bool") is True
+        return _do(self, "bool") is True
 
     def __contains__(self, item: object) -> bool:
         if isinstance(item, StandIn):
             return _do(self, "contains", item) is True
+        if _kind(self) == "thing":
+            return _session(self).contains(self, item)
         return any(entry == item for entry in self)
 
     def __iter__(self) -> Iterator[Any]:
@@ -323,31 +347,31 @@ class StandIn:
         return _plain(_do(self, "format", how), str)
 
     def __int__(self) -> int:
-        return _plain(_number(self, "int"), int)
+        return _plain(_do(self, "int"), int)
 
     def __index__(self) -> int:
-        return _plain(_number(self, "index"), int)
+        return _plain(_do(self, "index"), int)
 
     def __float__(self) -> float:
-        return _plain(_number(self, "float"), float)
+        return _plain(_do(self, "float"), float)
 
     def __complex__(self) -> complex:
-        return _plain(_number(self, "complex"), complex)
+        return _plain(_do(self, "complex"), complex)
 
     def __round__(self, digits: int | None = None) -> Any:
-        return _number(self, "round", *([] if digits is None else [digits]))
+        return _do(self, "round", *([] if digits is None else [digits]))
 
     def __abs__(self) -> Any:
-        return _number(self, "abs")
+        return _do(self, "abs")
 
     def __neg__(self) -> Any:
-        return _number(self, "neg")
+        return _do(self, "neg")
 
     def __pos__(self) -> Any:
-        return _number(self, "pos")
+        return _do(self, "pos")
 
     def __invert__(self) -> Any:
-        return _number(self, "invert")
+        return _do(self, "invert")
 
     def __await__(self) -> Any:
         yield from _await(_session(self), self).__await__()
@@ -367,11 +391,14 @@ def _do(stand_in: StandIn, operation: str, *args: Any) -> Any:
     return _session(stand_in).do(operation, stand_in, *args)
 
 
-def _number(stand_in: StandIn, operation: str, *args: Any) -> Any:
-    """A conversion to what could be compared: not of what has seen data of the test."""
-    if object.__getattribute__(stand_in, "_tainted"):
-        raise TypeError("an object of the code that was combined with data of the test")
-    return _do(stand_in, operation, *args)
+def _kind(stand_in: StandIn) -> str:
+    return object.__getattribute__(stand_in, "_kind")
+
+
+def _as_thing(value: Any) -> Any:
+    if isinstance(value, StandIn):
+        object.__setattr__(value, "_kind", "thing")
+    return value
 
 
 def _plain(value: Any, kind: type) -> Any:
@@ -401,57 +428,32 @@ def _compare(name: str) -> Callable[[StandIn, Any], bool]:
 
 
 def _combine(name: str, *, reflected: bool) -> Callable[[StandIn, Any], Any]:
-    """An operator. With data of the test it gives an object that tells no data, or what the data alone gives."""
+    """An operator: between things there, or here on plain data."""
 
     def combine(self: StandIn, other: Any) -> Any:
         session = _session(self)
         pair = (other, self) if reflected else (self, other)
         if isinstance(other, StandIn):
-            return session.do(name, *pair)
+            result = session.do(name, *pair)
+            return _as_thing(result) if "thing" in (_kind(self), _kind(other)) else result
+        if _kind(self) == "thing":
+            return _as_thing(session.do(name, *pair))
         try:
             data = session.data(self)
         except NotPlain:
-            result = session.do(name, *pair)
-            if not isinstance(result, StandIn):
-                raise TypeError("an object of the code was combined with data of the test") from None
-            object.__setattr__(result, "_tainted", True)
-            return result
-        operation = session_operators[name]
+            raise TypeError("an object of the code cannot be combined with data of the test") from None
+        operation = _OPERATORS[name]
         return operation(other, data) if reflected else operation(data, other)
 
     return combine
 
 
-session_operators: dict[str, Callable[[Any, Any], Any]] = {}
-
-
-def _define_operators() -> None:
-    import operator
-
-    for name in ("lt", "le", "gt", "ge"):
-        setattr(StandIn, f"__{name}__", _compare(name))
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "truediv",
-        "floordiv",
-        "mod",
-        "pow",
-        "matmul",
-        "and_",
-        "or_",
-        "xor",
-        "lshift",
-        "rshift",
-    ]:
-        session_operators[name] = getattr(operator, name)
-        method = name.rstrip("_")
-        setattr(StandIn, f"__{method}__", _combine(name, reflected=False))
-        setattr(StandIn, f"__r{method}__", _combine(name, reflected=True))
-
-
-_define_operators()
+_OPERATORS = {name: getattr(operator, name) for name in OPERATORS}
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(StandIn, f"__{_name}__", _compare(_name))
+for _name in OPERATORS:
+    setattr(StandIn, f"__{_name.rstrip('_')}__", _combine(_name, reflected=False))
+    setattr(StandIn, f"__r{_name.rstrip('_')}__", _combine(_name, reflected=True))
 
 
 class _Names:
@@ -474,7 +476,8 @@ class _Names:
 
     def found(self) -> dict[str, Any]:
         asked = self._asked()
-        theirs = self._session.ask({"names": asked}) if asked else {}
+        found = self._session.ask({"names": asked}) if asked else {}
+        theirs = {name: _as_class(name, found[name]) for name in asked if name in found}
         namespace: dict[str, Any] = {"__name__": "test"}
         for name, called in self._free.items():
             if name in theirs:
@@ -496,6 +499,12 @@ class _Names:
         built_in = [name for name in free if hasattr(builtins, name)]
         certain = [name for name in free if name not in _USUAL and name not in built_in]
         return certain or usual or built_in[:1]
+
+
+def _as_class(name: str, value: Any) -> Any:
+    if isinstance(value, StandIn) and name[:1].isupper():
+        object.__setattr__(value, "_kind", "class")
+    return value
 
 
 def _import_statements(source: str, *, any_module: bool) -> list[ast.Import | ast.ImportFrom]:
@@ -558,7 +567,7 @@ def _module_of(session: _Session) -> types.ModuleType:
         found = {} if name.startswith("__") else session.ask({"names": [name]})
         if name not in found:
             raise AttributeError(name)
-        return found[name]
+        return _as_class(name, found[name])
 
     module.__getattr__ = look_up  # type: ignore[method-assign]
     return module

@@ -13,7 +13,7 @@ from typing import Any
 
 from lachesis.common.sandbox.commands import Command, run_inside
 from lachesis.common.sandbox.link import LinkClosed, receive, send
-from lachesis.common.sandbox.records import Limits, Outcome, Program, SandboxError, Tests, Verdict, Wall
+from lachesis.common.sandbox.records import FunctionTests, Limits, Outcome, Program, SandboxError, Verdict, Wall
 from lachesis.common.sandbox.warden import keep
 from lachesis.common.workers import ChildProcess
 from lachesis.common.workers import Limits as ProcessLimits
@@ -76,7 +76,7 @@ class LocalSandbox:
             seconds=found["seconds"],
         )
 
-    def test(self, tests: Tests) -> list[Verdict]:
+    def test(self, tests: FunctionTests) -> list[Verdict]:
         """A verdict for each test; one that a limit came before has not passed. Raises as :meth:`run`."""
         verdicts: list[Verdict] = []
         limits, ending = tests.limits, "exited"

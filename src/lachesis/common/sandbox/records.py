@@ -77,7 +77,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Tests:
+class FunctionTests:
     """Statements that call what some code defines, as ``assert add(1, 2) == 3``.
 
     Args:

@@ -148,6 +148,8 @@ class _Subject:
         if number == len(self._objects):
             self._objects.append(value)
         if isinstance(value, type):
+            if getattr(builtins, value.__name__, None) is value and not issubclass(value, BaseException):
+                return ["type", value.__name__]
             return ["ref", number, "class", value.__name__, _exception_bases(value)]
         if isinstance(value, types.ModuleType):
             return ["ref", number, "module", value.__name__]

@@ -63,8 +63,8 @@ def _enter_namespaces(link: socket.socket) -> None:
         os.waitpid(first, 0)
         return
     kernel.die_with_parent()
-    enter_view(view)
     use_real_paths()
+    enter_view(view)
     _serve(link, Walls(view, contained=True, nobody=root), layers)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lachesis.common.sandbox.choice import Sandbox, shared_sandbox
-from lachesis.common.sandbox.records import Limits, Program, Tests
+from lachesis.common.sandbox.records import FunctionTests, Limits, Program
 from lachesis.rollouts.rewards.code_tests import CodeTest, InputTest, same_output
 
 TIME_LIMIT_S = 10.0
@@ -37,7 +37,9 @@ def run_tests(
     code, imports = _text(code), _text(imports)
     calls = tuple(_text(test) for test in tests if isinstance(test, str))
     inputs = [test for test in tests if isinstance(test, InputTest)]
-    passed = sum(verdict.passed for verdict in sandbox.test(Tests(code, calls, imports, limits))) if calls else 0
+    passed = (
+        sum(verdict.passed for verdict in sandbox.test(FunctionTests(code, calls, imports, limits))) if calls else 0
+    )
     return passed + _count_inputs(sandbox, code, inputs, limits)
 
 
