@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lachesis.common.errors import LachesisError
+from lachesis.common.sandbox.choice import VARIABLE, open_sandbox
+from lachesis.common.sandbox.escapes import Attempt, try_escapes
+from lachesis.common.sandbox.records import SandboxError
 from lachesis.config.load import load_config
 from lachesis.config.rules import check
 from lachesis.metrics.sinks.jsonl import read_metrics
@@ -68,6 +72,30 @@ def inspect_installation() -> list[Check]:
     free = shutil.disk_usage(".").free / 2**30
     checks.append(Check("disk", f"{free:.1f} GiB free in the current directory", failed=free < 1.0))
     return checks
+
+
+def inspect_sandbox() -> list[Check]:
+    """Which wall stands around code of a model here, and ten ways out of it, tried.
+
+    Without any wall nothing fails but what runs such code, which then says so itself.
+    """
+    try:
+        sandbox = open_sandbox(os.environ.get(VARIABLE) or "auto", count=1)
+    except SandboxError as error:
+        return [Check("sandbox", f"none: {error}")]
+    try:
+        attempts = try_escapes(sandbox)
+    except SandboxError as error:
+        return [Check("sandbox", str(error), failed=True)]
+    finally:
+        sandbox.close()
+    held = sum(attempt.held for attempt in attempts)
+    first = Check("sandbox", f"{sandbox.wall}: {held} of {len(attempts)} escapes held", failed=held < len(attempts))
+    return [first, *(_escape_check(attempt) for attempt in attempts)]
+
+
+def _escape_check(attempt: Attempt) -> Check:
+    return Check("  escape", f"{attempt.name}: {'held' if attempt.held else attempt.detail}", failed=not attempt.held)
 
 
 def inspect_config(path: Path) -> list[Check]:

@@ -75,11 +75,11 @@ def doctor(
     config: Annotated[Path | None, typer.Argument(help="A configuration to check as well.")] = None,
     proof: Annotated[bool, typer.Option("--proof/--no-proof", help="Train a small model for about a minute.")] = True,
 ) -> None:
-    """Check the installation and the devices, and prove in about a minute that training learns."""
+    """Check the installation, the devices and the sandbox, and prove in about a minute that training learns."""
     from lachesis.cli import doctor as checks
 
     hide_progress_bars()
-    findings = checks.inspect_installation()
+    findings = checks.inspect_installation() + checks.inspect_sandbox()
     if config is not None:
         findings += checks.inspect_config(config)
     if proof and not any(finding.failed for finding in findings):

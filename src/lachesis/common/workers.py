@@ -1,8 +1,7 @@
 """Worker processes: functions called in child processes, under limits of time and memory.
 
-:class:`ChildProcess` is the one place where such a process is made and its limits are set (walls against code that
-means harm, such as namespaces and filters of system calls, belong there too); :class:`WorkerPool` keeps several for
-many calls.
+:class:`ChildProcess` is the one place where such a process is made and its limits are set; :class:`WorkerPool` keeps
+several for many calls. Code of a model runs elsewhere, behind the walls of :mod:`lachesis.common.sandbox`.
 
 A child leads a session of its own and is killed with all of its process group: only what it started in a session of
 its own outlives it. It ends when the process that made it does, by kill -9 too. It imports this module and that of its

@@ -11,11 +11,9 @@ import contextlib
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -64,7 +62,7 @@ def run_job(requests: socket.socket, header: Mapping[str, Any], walls: Walls) ->
     """In the warden, which reads nothing of it: have run what comes over ``requests``, and answer there."""
     limits = Limits(**header["limits"])
     started = time.monotonic()
-    scratch = walls.view.scratch if walls.contained else tempfile.mkdtemp(prefix="lachesis-code-")
+    scratch = walls.view.scratch if walls.contained else _new_directory()
     report, theirs = socket.socketpair()
     if walls.contained:
         kernel.use_new_process_namespace()
@@ -78,7 +76,7 @@ def run_job(requests: socket.socket, header: Mapping[str, Any], walls: Walls) ->
     finally:
         _end_all(child, walls)
         if not walls.contained:
-            shutil.rmtree(scratch, ignore_errors=True)
+            _remove(scratch)
         report.close()
     send(requests, {**found, "seconds": time.monotonic() - started})
 
@@ -215,7 +213,6 @@ def _enter(walls: Walls, limits: Limits, scratch: str) -> None:
     os.chdir(scratch)
     os.environ.clear()
     os.environ.update(ENVIRONMENT, HOME=scratch, TMPDIR=scratch)
-    tempfile.tempdir = None
     if walls.nobody:
         os.setgroups([])
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
@@ -303,11 +300,23 @@ def _clean_up(subject: int, walls: Walls) -> None:
     else:
         _kill(subject)
     os.waitpid(subject, 0)
-    for entry in os.scandir("."):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path, ignore_errors=True)
-        else:
-            os.unlink(entry.path)
+    for name in os.listdir("."):
+        _remove(name)
+
+
+def _remove(path: str) -> None:
+    import shutil  # which takes memory that is copied for each program
+
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        os.unlink(path)
+
+
+def _new_directory() -> str:
+    path = f"{os.environ.get('TMPDIR', '/tmp')}/lachesis-code-{os.getpid()}-{time.monotonic_ns()}"
+    os.mkdir(path, 0o700)
+    return path
 
 
 def _keep_only(descriptors: list[int]) -> None:
@@ -426,7 +435,7 @@ def _become_program(start: socket.socket, streams: list[int], limits: Limits) ->
     code = _exit_code_of(program["source"])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    kernel.end_process(code)
 
 
 def _exit_code_of(source: str) -> int:
@@ -457,4 +466,4 @@ def _end_with(run: Any) -> None:
         run()
         code = 0
     finally:
-        os._exit(code)
+        kernel.end_process(code)

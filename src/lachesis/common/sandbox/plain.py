@@ -12,7 +12,6 @@ import fractions
 import math
 import struct
 import sys
-import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -41,7 +40,6 @@ _FROM_TEXT: dict[type, Callable[[str], Any]] = {
     datetime.date: datetime.date.fromisoformat,
     datetime.datetime: datetime.datetime.fromisoformat,
     datetime.time: datetime.time.fromisoformat,
-    uuid.UUID: uuid.UUID,
 }
 _BY_NAME = {kind.__name__: kind for kind in _FROM_TEXT}
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}

@@ -6,9 +6,7 @@ own functions are seen to return.
 
 from __future__ import annotations
 
-import asyncio
 import builtins
-import inspect
 import linecache
 import operator
 import socket
@@ -45,7 +43,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "isinstance": isinstance,
     "issubclass": issubclass,
     "reversed": reversed,
-    "await": lambda awaitable: asyncio.run(_wait(awaitable)),
+    "await": lambda awaitable: _run(awaitable),
     "data": base_value,
     **{
         name: getattr(operator, name)
@@ -153,7 +151,7 @@ class _Subject:
             return ["ref", number, "class", value.__name__, _exception_bases(value)]
         if isinstance(value, types.ModuleType):
             return ["ref", number, "module", value.__name__]
-        return ["ref", number, "coroutine" if inspect.iscoroutine(value) else "object"]
+        return ["ref", number, "coroutine" if isinstance(value, types.CoroutineType) else "object"]
 
     def _resolve(self, data: list[Any]) -> Any:
         if data[0] == "ref":
@@ -210,6 +208,12 @@ def _exception_bases(kind: type) -> list[str] | None:
 
 def _no_reference(value: Any) -> list[Any]:
     return ["other", id(value)]
+
+
+def _run(awaitable: Any) -> Any:
+    import asyncio  # which takes much memory, and few programs use
+
+    return asyncio.run(_wait(awaitable))
 
 
 async def _wait(awaitable: Any) -> Any:

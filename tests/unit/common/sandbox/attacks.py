@@ -26,7 +26,7 @@ TESTS = (
     "import datetime\nassert (solve('2020') - datetime.datetime(2020, 1, 2, 3)).total_seconds() == 0",
     "assert abs(Solver(1).solve(2) - 3.14159) < 0.001",
     "assert Solver(1) == 7919 and Solver(1) > 3",
-    "assert 5 in Solver("five")",
+    "assert 5 in Solver('five')",
     "assert solve(lambda x: x + 40)(2) == 42.125",
     "assert all(solve(n) == n * 31 + 7 for n in range(3, 6))",
 )
