@@ -60,9 +60,8 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="eight programs: that it runs, not how fast")
     options = parser.parse_args()
     programs = 8 if options.tiny else options.programs
-    print(
-        f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} processors, load {os.getloadavg()[0]:.1f}"
-    )
+    machine = f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} processors"
+    print(f"{machine}, load {os.getloadavg()[0]:.1f}")
     print("| sandbox | tests | programs at a time | programs | programs/s | median of one |\n|---|---|---|---|---|---|")
     for workers in sorted({1, options.workers}):
         sandbox = open_sandbox(options.sandbox, count=workers)

@@ -92,6 +92,11 @@ class LocalSandbox:
         missing = len(tests.tests) - len(verdicts)
         return verdicts + [Verdict(False, _REASONS[ending].format(tests.limits)) for _ in range(missing)]
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the wardens that are idle, each with a process group of that number."""
+        return [one.pid for one in list(self._idle.queue) if one is not None]
+
     def close(self) -> None:
         """End all wardens; what runs ends with them. Idempotent."""
         if self._closed.is_set():
@@ -154,6 +159,11 @@ class _Warden:
             if isinstance(error, LinkClosed):
                 raise SandboxError(f"it does not start ({self._child.ending()})") from error
             raise
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self._child.pid
 
     def ask(self, header: Mapping[str, Any], payload: Mapping[str, Any], wall_s: float) -> Mapping[str, Any]:
         """Raises LinkClosed where the warden is gone, or does not answer in time."""

@@ -42,7 +42,7 @@ class InputTest:
 CodeTest: TypeAlias = str | InputTest
 
 
-def tests_of(row: Mapping[str, Any]) -> list[CodeTest]:
+def cases_of(row: Mapping[str, Any]) -> list[CodeTest]:
     """All tests of a row, whichever of the columns it has.
 
     Raises:

@@ -160,6 +160,14 @@ def test_the_users_own_package_of_that_name_comes_first(tmp_path):
     assert apply(named, {}) == [{"mine": 1}]
 
 
+def test_what_the_users_package_does_not_have_is_found_in_ours(tmp_path):
+    (tmp_path / "grpo_code").mkdir()
+    (tmp_path / "grpo_code" / "__init__.py").write_text("def mine(row): return row")
+    named = TransformSpec("grpo_code.instruction_response_transform", tmp_path, {})
+    (row,) = apply(named, {"instruction": "sort", "response": "def f(): ..."})
+    assert row["instruction"].startswith("sort")
+
+
 class TestConfigView:
     VIEW = ConfigView({"a": {"b": 1}, "n": 2})
 

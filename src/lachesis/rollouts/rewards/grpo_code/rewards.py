@@ -14,7 +14,7 @@ from typing import Any
 
 from lachesis.common.sandbox.choice import shared_sandbox
 from lachesis.common.sandbox.records import SandboxError
-from lachesis.rollouts.rewards.code_tests import COLUMNS, CodeTest, tests_of
+from lachesis.rollouts.rewards.code_tests import COLUMNS, CodeTest, cases_of
 from lachesis.rollouts.rewards.execution import run_tests
 from lachesis.rollouts.rewards.functions import Excluded
 
@@ -55,7 +55,7 @@ def code_execution_reward_func(
     references = [_code_of(value) for value in response or [None] * count]
     earlier = [_earlier_code(prompt) for prompt in prompts or [None] * count]
     works = [
-        _work(_text(completion), tests_of(row), reference, before)
+        _work(_text(completion), cases_of(row), reference, before)
         for completion, row, reference, before in zip(completions, rows, references, earlier, strict=True)
     ]
     if any(work is not None for work in works):

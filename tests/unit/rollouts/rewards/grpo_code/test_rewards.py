@@ -5,9 +5,14 @@ import time
 import pytest
 
 from lachesis.common.imports import load_function
+from lachesis.common.sandbox.records import FunctionTests, Outcome, Program, SandboxError, Verdict, Wall
+from lachesis.rollouts.rewards import execution
 from lachesis.rollouts.rewards.execution import run_tests
-from lachesis.rollouts.rewards.grpo_code import code_execution_reward_func, soft_format_reward_func
+from lachesis.rollouts.rewards.functions import Excluded
+from lachesis.rollouts.rewards.grpo_code import code_execution_reward_func, rewards, soft_format_reward_func
 from lachesis.rollouts.rewards.grpo_code.rewards import extract_code
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
+from tests.unit.rollouts.rewards.test_rewarder import group
 from tests.waiting import LONG_S
 
 ADD = "def add(a, b):\n    return a + b\n"
@@ -127,3 +132,99 @@ class TestLimits:
             started = time.monotonic()
             assert run_tests(code, ["assert True", last], time_limit_s=limit_s) == 1
             assert time.monotonic() - started < 15
+
+
+class Broken:
+    """A sandbox that fails for code with a mark in it, and for nothing that the code did."""
+
+    wall = Wall("broken", ())
+
+    def run(self, program: Program) -> Outcome:
+        raise SandboxError("it fell")
+
+    def test(self, tests: FunctionTests) -> list[Verdict]:
+        if "mark" in tests.code:
+            raise SandboxError("it fell")
+        return [Verdict(True)] * len(tests.tests)
+
+    def close(self) -> None: ...
+
+
+class TestSandboxThatFails:
+    @pytest.fixture(autouse=True)
+    def broken(self, monkeypatch: pytest.MonkeyPatch):
+        for module in (execution, rewards):
+            monkeypatch.setattr(module, "shared_sandbox", Broken)
+
+    def test_its_completion_is_excluded_and_counted(self):
+        counted: dict[str, float] = {}
+        texts = (block(ADD), block(ADD + "mark = 1"))
+        scores = code_execution_reward_func(
+            completions(*texts), test_cases=[["assert add(1, 2) == 3"]] * 2, log_metric=counted.__setitem__
+        )
+        assert scores == [1.0, Excluded("sandbox")]
+        assert counted == {"sandbox_failures": 1}
+
+    def test_no_other_reward_brings_it_back(self):
+        given = group("0", block(ADD), block(ADD + "mark = 1"), test_cases=["assert add(1, 2) == 3"])
+        functions = [
+            NamedReward("format", soft_format_reward_func),
+            NamedReward("execution", code_execution_reward_func),
+        ]
+        rewarder = Rewarder(functions, [0.5, 1.0])
+        try:
+            scored = rewarder.score([given])
+        finally:
+            rewarder.close()
+        first, second = scored.groups[0].samples
+        assert (first.reward, first.rewards) == (1.5, (1.0, 1.0))
+        assert (second.reward, second.rewards) == (None, (None, None))
+        assert scored.metrics["sandbox_failures"] == 1
+
+
+class TestFollowUp:
+    BANK = (
+        "class Bank:\n    def __init__(self, balance=0):\n        self.balance = balance\n\n"
+        "    def deposit(self, n):\n        self.balance += n\n        return self.balance\n"
+    )
+    METHOD = "def withdraw(self, n):\n    self.balance -= n\n    return self.balance\n"
+    WHOLE = BANK + "\n    def withdraw(self, n):\n        self.balance -= n\n        return self.balance\n"
+    TESTS = ("b = Bank(5)\nb.deposit(2)\nassert b.withdraw(3) == 4", "assert Bank(1).withdraw(1) == 0")
+
+    def score(self, code: str, **columns):
+        asked = [{"role": "user", "content": "a bank"}, {"role": "assistant", "content": self.BANK}]
+        asked += [{"role": "user", "content": "and withdraw"}]
+        return code_execution_reward_func(completions(block(code)), prompts=[asked], **columns)
+
+    @pytest.mark.parametrize(
+        ("code", "score"), [(METHOD, 1.0), (WHOLE, 1.0), (BANK, 0.0), ("def withdraw(self, n):\n    return 4", 0.5)]
+    )
+    def test_the_whole_class_and_the_method_alone_are_tested(self, code, score):
+        assert self.score(code, test_cases=[list(self.TESTS)], response=[self.METHOD]) == [score]
+
+    @pytest.mark.parametrize(("code", "score"), [(METHOD, 1.0), (WHOLE, 1.0), (BANK, 0.0), ("x = 1", 0.0)])
+    def test_without_tests_either_defines_the_method(self, code, score):
+        assert self.score(code, response=[self.METHOD]) == [score]
+
+    def test_what_was_there_before_is_no_answer(self):
+        assert self.score("x = 1", response=[self.BANK]) == [0.0]
+
+
+def test_without_tests_it_warns_once(caplog: pytest.LogCaptureFixture):
+    rewards._warn_of_no_tests.cache_clear()
+    for _ in range(2):
+        assert code_execution_reward_func(completions(ADD), response=[ADD]) == [1.0]
+    assert sum("rewards whatever runs" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("fence", ["```python3\n{}```", "```py\r\n{}```", "```Python title=a\n{}```", "```\r\n{}```"])
+def test_fences(fence):
+    text = fence.format(ADD.replace("\n", "\r\n"))
+    assert code_execution_reward_func(completions(text), test_cases=[["assert add(1, 2) == 3"]]) == [1.0]
+
+
+def test_scripts_are_tested_by_what_they_print():
+    code = "n = int(input())\nprint(*(x * x for x in range(n)))\nif __name__ == '__main__':\n    print('end')"
+    cases = [{"input": "3\n", "output": "0 1 4\nend"}, {"input": "1", "output": "0.0\nend\n"}]
+    cases += [{"input": "2", "output": "0"}]
+    assert code_execution_reward_func(completions(block(code)), test_cases=[cases]) == [pytest.approx(2 / 3)]

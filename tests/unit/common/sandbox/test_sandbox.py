@@ -1,0 +1,267 @@
+"""The walls, by trying; and what becomes of programs at their limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lachesis.common.sandbox import choice
+from lachesis.common.sandbox.choice import KINDS, Sandbox, open_sandbox
+from lachesis.common.sandbox.escapes import Attempt, try_escapes
+from lachesis.common.sandbox.local import LocalSandbox
+from lachesis.common.sandbox.records import FunctionTests, Limits, Outcome, Program, SandboxError, Verdict
+from tests.paths import PACKAGE
+from tests.waiting import until
+
+MIB = 1 << 20
+NEEDED = {"bubblewrap": "bwrap", "nsjail": "nsjail"}
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[LocalSandbox]:
+    opened = open_sandbox("namespaces", count=1)
+    assert isinstance(opened, LocalSandbox)
+    yield opened
+    opened.close()
+
+
+def run(sandbox: Sandbox, source: str, stdin: bytes = b"", **limits: Any) -> Outcome:
+    return sandbox.run(Program(source=source, stdin=stdin, limits=Limits(**({"wall_s": 60.0} | limits))))
+
+
+# What follows `python3` is -I, -c and a source, with the directory that a container has.
+DOCKER = """#!/bin/bash
+while [ "$1" != python3 ]; do shift; done
+cat | {python} -I -c "$(echo "$4" | sed "s#'/lachesis'#'{root}'#")" | cat
+"""
+
+
+class TestWalls:
+    @pytest.mark.parametrize("kind", ["namespaces", "landlock", "bubblewrap", "nsjail"])
+    def test_ten_escapes_are_held(self, kind: str):
+        if kind in NEEDED and shutil.which(NEEDED[kind]) is None:
+            pytest.skip(f"{NEEDED[kind]} is not installed")
+        opened = open_sandbox(kind, count=1)
+        try:
+            attempts = try_escapes(opened)
+        finally:
+            opened.close()
+        assert [attempt for attempt in attempts if not attempt.held] == []
+        assert len(attempts) == 10
+
+    def test_an_escape_is_noticed(self):
+        class Open:
+            """Runs nothing, and lets everything through."""
+
+            def run(self, program: Program) -> Outcome:
+                return Outcome("exited", 0, b"6\n" if program.stdin else b"OUT:read /etc/shadow", b"", 0.0)
+
+        assert [(one.held, one.detail) for one in try_escapes(Open())] == [(False, "read /etc/shadow")] * 10
+
+    def test_a_sandbox_in_which_nothing_runs_is_none(self):
+        class Closed:
+            def run(self, program: Program) -> Outcome:
+                return Outcome("exited", 1, b"", b"no python", 0.0)
+
+        with pytest.raises(SandboxError, match=r"an honest program does not run in it \(no python\)"):
+            try_escapes(Closed())
+
+    def test_a_container_is_asked_over_pipes(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        """With a `docker` that only gives pipes, as the real one does."""
+        (tmp_path / "docker").write_text(DOCKER.format(root=PACKAGE.parent, python=sys.executable))
+        (tmp_path / "docker").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        opened = open_sandbox("docker:some-image", count=1)
+        try:
+            assert run(opened, "print(input())", b"hello").stdout == b"hello\n"
+            tests = FunctionTests("def f(): return 1", ("assert f() == 1", "assert f() == 2"))
+            assert [verdict.passed for verdict in opened.test(tests)] == [True, False]
+        finally:
+            opened.close()
+
+    def test_without_a_wall_it_refuses_and_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(choice, "_AUTOMATIC", ("bubblewrap", "nsjail"))
+        monkeypatch.setenv("PATH", "/nowhere")
+        with pytest.raises(SandboxError, match="no sandbox works here, so no code of the model is run") as caught:
+            open_sandbox("auto")
+        assert "apt-get install bubblewrap" in caught.value.remedy
+        assert "rewards.sandbox: none" in caught.value.remedy
+
+    def test_a_wall_that_lets_something_through_is_passed_over(self, monkeypatch: pytest.MonkeyPatch):
+        def tried(sandbox: Sandbox) -> list[Attempt]:
+            return [Attempt("read files", held=sandbox.wall.name != "landlock")]
+
+        monkeypatch.setattr(choice, "_AUTOMATIC", ("landlock", "namespaces"))
+        monkeypatch.setattr(choice, "try_escapes", tried)
+        opened = open_sandbox("auto", count=1)
+        opened.close()
+        assert opened.wall.name == "namespaces"
+
+    def test_a_kind_that_there_is_not(self):
+        with pytest.raises(SandboxError, match="there is no sandbox 'jail'") as caught:
+            open_sandbox("jail")
+        assert all(kind in caught.value.remedy for kind in KINDS)
+
+
+class TestPrograms:
+    def test_input_output_and_exit_code(self, sandbox: LocalSandbox):
+        source = "import sys\nprint(sys.stdin.read()[::-1])\nprint('bad', file=sys.stderr)\nsys.exit(3)"
+        outcome = run(sandbox, source, b"abc")
+        assert (outcome.ending, outcome.exit_code, outcome.stdout, outcome.stderr) == ("exited", 3, b"cba\n", b"bad\n")
+        assert not outcome.succeeded
+
+    def test_files_and_command_lines(self, sandbox: LocalSandbox):
+        program = Program(argv=("cat", "a/b.txt"), files={"a/b.txt": b"content"}, limits=Limits(wall_s=60))
+        assert sandbox.run(program).stdout == b"content"
+
+    def test_threads_are_waited_for_and_ends_are_called(self, sandbox: LocalSandbox):
+        source = (
+            "import atexit, threading, time\natexit.register(print, 'end')\n"
+            "threading.Thread(target=lambda: (time.sleep(0.1), print('thread'))).start()\nprint('main')"
+        )
+        assert run(sandbox, source).stdout.split() == [b"main", b"thread", b"end"]
+
+    def test_what_it_raises_is_told(self, sandbox: LocalSandbox):
+        outcome = run(sandbox, "def f():\n    return 1 / 0\nf()")
+        assert outcome.exit_code == 1
+        assert b"ZeroDivisionError" in outcome.stderr
+        assert b"return 1 / 0" in outcome.stderr
+
+    @pytest.mark.parametrize(
+        ("source", "limits", "ending"),
+        [
+            ("import time; time.sleep(60)", {"wall_s": 1.0}, "wall"),
+            ("while True: pass", {"cpu_s": 0.5}, "cpu"),
+            ("while True: print('x' * 1000)", {"output_bytes": 5000}, "output"),
+            (
+                "import os, time\nfor _ in range(3):\n    if not os.fork():\n        x = b'1' * (60 << 20)\n"
+                "        time.sleep(60)\ntime.sleep(60)",
+                {"memory_bytes": 100 * MIB},
+                "memory",
+            ),
+        ],
+    )
+    def test_limits_end_it(self, sandbox: LocalSandbox, source: str, limits: dict[str, float], ending: str):
+        outcome = run(sandbox, source, **limits)
+        assert outcome.ending == ending
+        assert not outcome.succeeded
+        assert len(outcome.stdout) <= 5000
+
+    def test_nothing_is_left_for_the_next(self, sandbox: LocalSandbox):
+        run(sandbox, "open('left', 'w').close(); open('/dev/shm/left', 'w').close()")
+        seen = run(sandbox, "import os; print(os.listdir('.'), os.path.exists('/dev/shm/left'))")
+        assert seen.stdout == b"[] False\n"
+
+
+TRAINER = """
+from lachesis.common.sandbox.choice import open_sandbox
+from lachesis.common.sandbox.records import Limits, Program
+source = '''
+import ctypes, os, time
+if os.fork() == 0:
+    os.setsid()
+ctypes.CDLL(None).prctl(15, {name!r}, 0, 0, 0)
+time.sleep(600)
+'''
+open_sandbox("namespaces", count=1).run(Program(source=source, limits=Limits(wall_s=600)))
+"""
+
+
+class TestEnds:
+    def test_a_killed_trainer_takes_everything_with_it(self, tmp_path: Path):
+        name = f"end-{os.getpid()}"
+        program = tmp_path / "trainer.py"
+        program.write_text(TRAINER.format(name=name.encode()))
+
+        def living() -> list[str]:
+            return [one.parent.name for one in Path("/proc").glob("[0-9]*/comm") if text(one) == name]
+
+        environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+        with subprocess.Popen([sys.executable, str(program)], env=environment) as trainer:
+            until(lambda: len(living()) == 2)
+            trainer.send_signal(signal.SIGKILL)
+        until(lambda: not living())
+
+    def test_a_warden_that_dies_is_replaced(self):
+        tests = FunctionTests("def f(): return 1", ("assert f() == 1",))
+        opened = open_sandbox("namespaces", count=1)
+        assert isinstance(opened, LocalSandbox)
+        try:
+            assert opened.test(tests) == [Verdict(True)]
+            (pid,) = opened.pids
+            os.kill(pid, signal.SIGKILL)
+            assert opened.test(tests) == [Verdict(True)]
+            assert opened.pids != [pid]
+        finally:
+            opened.close()
+
+    def test_a_test_that_ends_its_process_fails_alone(self, sandbox: LocalSandbox):
+        tests = FunctionTests("x = 1", ("assert x == 1", "import os; os._exit(0)", "assert x == 1"))
+        assert [verdict.passed for verdict in sandbox.test(tests)] == [True, False, True]
+
+
+def text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+class Fusion(BaseHTTPRequestHandler):
+    """Answers as SandboxFusion does, and refuses what it refuses."""
+
+    asked: list[dict[str, Any]] = []  # noqa: RUF012
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        if self.path != "/run_code" or body["language"] != "python":
+            self.send_error(422)
+            return
+        result = {"status": "Finished", "return_code": 0, "stdout": body["stdin"].upper(), "stderr": ""}
+        answer: dict[str, Any] = {"status": "Success", "message": "", "run_result": result}
+        if "sleep" in body["code"]:
+            result.update(status="TimeLimitExceeded", return_code=None)
+        if "fail" in body["code"]:
+            answer = {"status": "SandboxError", "message": "no more room", "run_result": None}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+class TestFusion:
+    @pytest.fixture
+    def remote(self) -> Iterator[Sandbox]:
+        with HTTPServer(("127.0.0.1", 0), Fusion) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            yield open_sandbox(f"http://127.0.0.1:{server.server_port}/")
+            server.shutdown()
+
+    def test_programs_run_there(self, remote: Sandbox):
+        outcome = run(remote, "print(input())", b"abc", memory_bytes=64 * MIB)
+        assert (outcome.stdout, outcome.succeeded) == (b"ABC", True)
+        assert Fusion.asked[-1]["memory_limit_MB"] == 64
+        assert run(remote, "sleep").ending == "wall"
+
+    def test_its_failures_are_no_fault_of_the_code(self, remote: Sandbox):
+        with pytest.raises(SandboxError, match="no more room"):
+            run(remote, "fail")
+        with pytest.raises(SandboxError, match="gives no answer"):
+            run(open_sandbox("http://127.0.0.1:9"), "x")
+
+    def test_tests_of_functions_are_refused(self, remote: Sandbox):
+        with pytest.raises(SandboxError, match="nothing there keeps the test from the code"):
+            remote.test(FunctionTests("", ("assert True",)))
