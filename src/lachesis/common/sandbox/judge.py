@@ -16,6 +16,7 @@ import socket
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from lachesis.common.sandbox.link import LinkClosed, receive, send
@@ -507,6 +508,7 @@ def _as_class(name: str, value: Any) -> Any:
     return value
 
 
+@cache  # as all tests of a code ask for the same
 def _import_statements(source: str, *, any_module: bool) -> list[ast.Import | ast.ImportFrom]:
     """One for each name that is imported at the top."""
     found: list[ast.Import | ast.ImportFrom] = []
