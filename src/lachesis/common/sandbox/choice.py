@@ -6,7 +6,7 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from lachesis.common.sandbox import commands
@@ -38,6 +38,10 @@ class Sandbox(Protocol):
 
     def run(self, program: Program) -> Outcome:
         """Run a program to its end."""
+        ...
+
+    def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[Outcome]:
+        """With one input after the other, until a limit, which is for all together, ends it."""
         ...
 
     def test(self, tests: FunctionTests) -> list[Verdict]:

@@ -7,7 +7,8 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from lachesis.common.sandbox.records import FunctionTests, Outcome, Program, SandboxError, Verdict, Wall
@@ -56,6 +57,15 @@ class FusionSandbox:
             stderr=stderr[:limit],
             seconds=time.monotonic() - started,
         )
+
+    def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[Outcome]:
+        """With one input after the other, until one takes too long. Raises as :meth:`run`."""
+        outcomes: list[Outcome] = []
+        for stdin in inputs:
+            if outcomes and outcomes[-1].ending == "wall":
+                break
+            outcomes.append(self.run(replace(program, stdin=stdin)))
+        return outcomes
 
     def test(self, tests: FunctionTests) -> list[Verdict]:
         """Raises SandboxError: what such a server prints, the code could print as well."""

@@ -201,7 +201,7 @@ def _run_judge(
     kernel.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the only signal that would reach it
     _enter(walls, Limits(**header["limits"]), scratch)
-    run = _judge_tests if header["kind"] == "tests" else _run_program
+    run = _judge_tests if header["kind"] == "tests" else _run_programs
     run(requests, report, header, walls)
 
 
@@ -341,28 +341,53 @@ def _silence() -> None:
     os.close(nothing)
 
 
-def _run_program(requests: socket.socket, report: socket.socket, header: Mapping[str, Any], walls: Walls) -> None:
+def _run_programs(requests: socket.socket, report: socket.socket, header: Mapping[str, Any], walls: Walls) -> None:
+    """A program with each of its inputs, each time in a new process; nothing here is to be hidden from it."""
     limits = Limits(**header["limits"])
-    pipes = [os.pipe() for _ in range(3)]
-    start, started = socket.socketpair()
-    subject = os.fork()
-    if subject == 0:
-        _end_with(lambda: _become_program(started, [pipes[0][0], pipes[1][1], pipes[2][1]], limits))
-    started.close()
-    for descriptor in (pipes[0][0], pipes[1][1], pipes[2][1]):
-        os.close(descriptor)
     program = receive(requests)
     requests.close()
-    stdin = bytes.fromhex(program.pop("stdin"))
-    send(start, program)
-    stdout, stderr, ending = _exchange(pipes[0][1], (pipes[1][0], pipes[2][0]), stdin, limits.output_bytes, subject)
+    for number, stdin in enumerate(program["stdins"]):
+        if number:
+            _end_leftovers(walls)
+        started, used_s = time.monotonic(), _used_s()
+        outcome = _run_program(program, bytes.fromhex(stdin), report, limits)
+        if outcome["exit_code"] == -signal.SIGXCPU or (
+            outcome["exit_code"] == -signal.SIGKILL
+            and outcome["ending"] == "exited"
+            and _used_s() - used_s > limits.cpu_s
+        ):
+            outcome["ending"] = "cpu"
+        send(report, {"number": number, "outcome": outcome | {"seconds": time.monotonic() - started}})
+    send(report, {"ending": "exited"})
+
+
+def _end_leftovers(walls: Walls) -> None:
+    """Processes and files of the last input."""
+    if walls.contained and os.getpid() == 1:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)  # all of the namespace but this one
+    while _reap(-1):
+        pass
+    for name in os.listdir("."):
+        _remove(name)
+
+
+def _run_program(program: Mapping[str, Any], stdin: bytes, report: socket.socket, limits: Limits) -> dict[str, Any]:
+    pipes = [os.pipe() for _ in range(3)]
+    theirs = [pipes[0][0], pipes[1][1], pipes[2][1]]
+    subject = os.fork()
+    if subject == 0:
+        _end_with(lambda: _become_program(program, theirs, limits))
+    for descriptor in theirs:
+        os.close(descriptor)
+    outputs = (pipes[1][0], pipes[2][0])
+    stdout, stderr, ending = _exchange(pipes[0][1], outputs, stdin, limits.output_bytes, subject)
+    for descriptor in outputs:
+        os.close(descriptor)
     if ending == "output":
         _kill(subject)
-    status = os.waitpid(subject, 0)[1]
-    code = os.waitstatus_to_exitcode(status)
-    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and ending == "exited" and _used_s() > limits.cpu_s):
-        ending = "cpu"
-    send(report, {"ending": ending, "exit_code": code, "stdout": stdout.hex(), "stderr": stderr.hex()})
+    code = os.waitstatus_to_exitcode(os.waitpid(subject, 0)[1])
+    return {"ending": ending, "exit_code": code, "stdout": stdout.hex(), "stderr": stderr.hex()}
 
 
 def _used_s() -> float:
@@ -382,8 +407,8 @@ def _exchange(
     for output in outputs:
         poller.register(output, select.POLLIN)
     poller.register(stdin, select.POLLOUT)
-    open_outputs, written, ended = set(outputs), 0, False
-    while open_outputs:
+    open_outputs, left, ended, ending = set(outputs), memoryview(content), False, "exited"
+    while open_outputs and ending == "exited":
         ready = poller.poll(0 if ended else 1000 * _LOOK_S)
         if not ready:
             if ended:
@@ -393,12 +418,13 @@ def _exchange(
         for descriptor, _ in ready:
             if descriptor == stdin:
                 try:
-                    written += os.write(stdin, content[written : written + _CHUNK])
+                    left = left[os.write(stdin, left[:_CHUNK]) :]
                 except BrokenPipeError:
-                    written = len(content)
-                if written >= len(content):
+                    left = memoryview(b"")
+                if not left:
                     poller.unregister(stdin)
                     os.close(stdin)
+                    stdin = -1
                 continue
             part = os.read(descriptor, _CHUNK)
             found[descriptor] += part
@@ -406,18 +432,16 @@ def _exchange(
                 poller.unregister(descriptor)
                 open_outputs.discard(descriptor)
             if len(found[descriptor]) > limit:
-                return bytes(found[outputs[0]][:limit]), bytes(found[outputs[1]][:limit]), "output"
-    return bytes(found[outputs[0]]), bytes(found[outputs[1]]), "exited"
+                ending = "output"
+    if stdin >= 0:
+        os.close(stdin)
+    return bytes(found[outputs[0]][:limit]), bytes(found[outputs[1]][:limit]), ending
 
 
-def _become_program(start: socket.socket, streams: list[int], limits: Limits) -> None:
+def _become_program(program: Mapping[str, Any], streams: list[int], limits: Limits) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
-    os.dup2(start.fileno(), 3)
-    os.closerange(4, 1 << 16)
-    start = socket.socket(fileno=3)
-    program = receive(start)
-    start.close()
+    _keep_only([])
     for name, content in program["files"].items():
         path = Path(name)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,14 +6,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from lachesis.common.sandbox.commands import Command, run_inside
 from lachesis.common.sandbox.link import LinkClosed, receive, send
-from lachesis.common.sandbox.records import FunctionTests, Limits, Outcome, Program, SandboxError, Verdict, Wall
+from lachesis.common.sandbox.records import Ending, FunctionTests, Limits, Outcome, Program, SandboxError, Verdict, Wall
 from lachesis.common.sandbox.warden import keep
 from lachesis.common.workers import ChildProcess
 from lachesis.common.workers import Limits as ProcessLimits
@@ -23,6 +23,7 @@ _START_S = 60.0
 _GRACE_S = 20.0
 # Each has a socket.
 _TESTS_AT_A_TIME = 64
+_INPUTS_AT_A_TIME_BYTES = 8 << 20
 _REASONS = {
     "wall": "it took longer than {0.wall_s:g} s",
     "memory": "it used more than {0.memory_bytes} bytes of memory",
@@ -61,20 +62,26 @@ class LocalSandbox:
         Raises:
             SandboxError: the sandbox failed, twice; the program may not be blamed.
         """
-        payload = {
-            "source": program.source,
-            "argv": program.argv,
-            "stdin": program.stdin.hex(),
-            "files": {name: content.hex() for name, content in program.files.items()},
-        }
-        found = self._ask("program", payload, program.limits)
-        return Outcome(
-            ending=found["ending"],
-            exit_code=found.get("exit_code", -9),
-            stdout=bytes.fromhex(found.get("stdout", "")),
-            stderr=bytes.fromhex(found.get("stderr", "")),
-            seconds=found["seconds"],
-        )
+        return self.run_each(program, [program.stdin])[0]
+
+    def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[Outcome]:
+        """Run a program with one input after the other, each time in a new process, until a limit ends all of it.
+
+        The last outcome is then that of the limit. Raises as :meth:`run`.
+        """
+        outcomes: list[Outcome] = []
+        limits, files = program.limits, {name: content.hex() for name, content in program.files.items()}
+        while len(outcomes) < len(inputs):
+            part = _first_part(inputs[len(outcomes) :])
+            payload = {"source": program.source, "argv": program.argv, "stdins": part, "files": files}
+            found = self._ask("program", payload, limits)
+            now = [_outcome(**one["outcome"]) for one in found["verdicts"]]
+            outcomes += now
+            if found["ending"] != "exited":
+                left_s = found["seconds"] - sum(outcome.seconds for outcome in now)
+                return [*outcomes, Outcome(found["ending"], -9, b"", b"", left_s)]
+            limits = replace(limits, wall_s=max(limits.wall_s - found["seconds"], 0.001))
+        return outcomes
 
     def test(self, tests: FunctionTests) -> list[Verdict]:
         """A verdict for each test; one that a limit came before has not passed. Raises as :meth:`run`."""
@@ -140,6 +147,20 @@ class LocalSandbox:
         if self._closed.is_set():
             raise SandboxError("the sandbox is closed")
         return _Warden(self._walls, self._command)
+
+
+def _first_part(inputs: Sequence[bytes]) -> list[str]:
+    """As many of the inputs, at least one, as go into one message."""
+    part: list[str] = []
+    for stdin in inputs:
+        if part and sum(map(len, part)) + 2 * len(stdin) > _INPUTS_AT_A_TIME_BYTES:
+            break
+        part.append(stdin.hex())
+    return part
+
+
+def _outcome(ending: Ending, exit_code: int, stdout: str, stderr: str, seconds: float) -> Outcome:
+    return Outcome(ending, exit_code, bytes.fromhex(stdout), bytes.fromhex(stderr), seconds)
 
 
 class _Warden:

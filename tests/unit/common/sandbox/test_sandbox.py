@@ -158,6 +158,16 @@ class TestPrograms:
         assert not outcome.succeeded
         assert len(outcome.stdout) <= 5000
 
+    def test_many_inputs(self, sandbox: LocalSandbox):
+        inputs = [b"%d\n" % n for n in range(150)] + [b"x" * (6 * MIB) + b"\n"] * 3
+        found = sandbox.run_each(Program(source="print(input()[-5:])", limits=Limits(wall_s=120)), inputs)
+        assert [outcome.stdout.strip() for outcome in found] == [stdin.strip()[-5:] for stdin in inputs]
+
+    def test_a_limit_ends_the_inputs_after_it_too(self, sandbox: LocalSandbox):
+        source = "import time\ntime.sleep(int(input()))\nprint('slept')"
+        found = sandbox.run_each(Program(source=source, limits=Limits(wall_s=5.0)), [b"0", b"60", b"0"])
+        assert [outcome.ending for outcome in found] == ["exited", "wall"]
+
     def test_nothing_is_left_for_the_next(self, sandbox: LocalSandbox):
         run(sandbox, "open('left', 'w').close(); open('/dev/shm/left', 'w').close()")
         seen = run(sandbox, "import os; print(os.listdir('.'), os.path.exists('/dev/shm/left'))")

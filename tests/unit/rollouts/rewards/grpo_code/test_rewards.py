@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 
@@ -140,6 +141,9 @@ class Broken:
     wall = Wall("broken", ())
 
     def run(self, program: Program) -> Outcome:
+        raise SandboxError("it fell")
+
+    def run_each(self, program: Program, inputs: Sequence[bytes]) -> list[Outcome]:
         raise SandboxError("it fell")
 
     def test(self, tests: FunctionTests) -> list[Verdict]:
