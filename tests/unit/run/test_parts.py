@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from lachesis.common.sandbox.choice import VARIABLE
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import with_steps
-from lachesis.run.parts import build_reroll, load_data, pack_batch, repeated
+from lachesis.run.parts import build_reroll, build_reward_functions, load_data, pack_batch, repeated
 from lachesis.train.distributed.strategy import SingleDevice
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.pipeline.sources import ScriptedSource, group
@@ -136,3 +138,12 @@ def test_a_checkpoint_between_two_batches_fits_any_number_of_uses(config: Any, b
         second.next()
         second.advance(before + step + 1)
     assert inner.calls == ["next 2", f"advance {before + after}"]
+
+
+@pytest.mark.parametrize(("sandbox", "said"), [("auto", None), ("none", "none"), ("docker:image", "docker:image")])
+def test_rewards_use_the_sandbox_of_the_configuration(config, monkeypatch: pytest.MonkeyPatch, sandbox, said):
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE)
+    functions = ["grpo_code.code_execution_reward_func"]
+    build_reward_functions(config({"path": "train.jsonl"}, rewards={"functions": functions, "sandbox": sandbox}))
+    assert os.environ.get(VARIABLE) == said
