@@ -379,8 +379,8 @@ def test_a_changed_message_would_be_noticed():
     assert not matches("not reachable at … Atropos API")
 
 
-def test_the_exit_codes_of_the_readme_are_those_of_the_errors():
-    said = " ".join((ROOT / "README.md").read_text().split())
+def test_the_exit_codes_of_the_page_are_those_of_the_errors():
+    said = " ".join((ROOT / "docs" / "commands.md").read_text().split())
     listed = re.search(r"Exit codes: (.*?)\.", said)
     assert listed is not None
     numbers = {int(number) for number in re.findall(r"\b(\d+)\b", listed[1])}

@@ -21,7 +21,7 @@ from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.streaming import Overlap, StreamingSource
 from tests.fakes import FakeEngine
 from tests.unit.rollouts.test_local import FOREVER, PARAMS, decode, length, prompts
-from tests.waiting import LONG_S
+from tests.waiting import LONG_S, until
 
 
 class ShuffledEngine(FakeEngine):
@@ -128,8 +128,10 @@ class TestFailures:
         local = source(FakeEngine(), reward=lambda completions, answer: [math.nan if a < 4 else 1.0 for a in answer])
         assert ids(local.next_groups(2, deadline=FOREVER)) == [4, 5]
 
-    def test_a_failing_reward_calls_off_the_generation_and_changes_nothing(self):
-        fail, called, generated = [True], threading.Event(), []
+    def test_a_failing_reward_calls_off_the_generation_and_changes_nothing(self, monkeypatch: pytest.MonkeyPatch):
+        fail, called, generated, made = [True], threading.Event(), [], []
+        enter = Overlap.__enter__
+        monkeypatch.setattr(Overlap, "__enter__", lambda overlap: made.append(overlap) or enter(overlap))
 
         def reward(completions: list[Any]) -> list[float]:
             called.set()
@@ -138,9 +140,7 @@ class TestFailures:
         def before(place: int) -> None:
             if place:
                 assert called.wait(LONG_S)
-                for thread in threading.enumerate():
-                    if thread.name == "lachesis-scoring" and fail[0]:
-                        thread.join(LONG_S)
+                until(lambda: not fail[0] or made[-1]._error is not None, "the reward's error was not noticed")
             generated.append(place)
 
         engine = ShuffledEngine([0, 1, 2], before=before)
