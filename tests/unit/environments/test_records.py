@@ -66,7 +66,7 @@ def test_sound_group():
         ({"inference_logprobs": []}, "inference_logprobs has 0 entries"),
         ({"inference_logprobs": [[1.0, 1.0], [1.0, -1.0]]}, "inference_logprobs[0][1] is 1.0"),
         ({"inference_logprobs": [[1.0, 0.1], [1.0, -1.0]]}, "inference_logprobs[0][1] is 0.1"),
-        ({"inference_logprobs": [[1.0, -math.inf], [1.0, -1.0]]}, "is -inf"),
+        ({"inference_logprobs": [[1.0, -math.inf], [1.0, -1.0]]}, "inference_logprobs[0] has -inf"),
         ({"inference_logprobs": [[1.0, math.nan], [1.0, -1.0]]}, "is nan"),
         ({"overrides": [{}]}, "overrides has 1 entry"),
         ({"tokens": [], "masks": [], "scores": [], "inference_logprobs": []}, "tokens is empty"),
