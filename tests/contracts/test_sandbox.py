@@ -23,6 +23,9 @@ from lachesis.common.sandbox.local import LocalSandbox
 from lachesis.common.sandbox.records import FunctionTests, Limits, Outcome, Program, SandboxError, Verdict
 from tests.paths import PACKAGE
 from tests.waiting import until
+from tests.walls import needs_namespaces
+
+pytestmark = needs_namespaces
 
 MIB = 1 << 20
 NEEDED = {"bubblewrap": "bwrap", "nsjail": "nsjail"}

@@ -9,7 +9,10 @@ import pytest
 
 from lachesis.common.sandbox.choice import Sandbox, open_sandbox
 from lachesis.common.sandbox.records import FunctionTests, Limits
-from tests.unit.common.sandbox.attacks import ATTACKS, CORRECT, NUMPY, TESTS
+from tests.contracts.attacks import ATTACKS, CORRECT, NUMPY, TESTS
+from tests.walls import needs_namespaces
+
+pytestmark = needs_namespaces
 
 LIMITS = Limits(cpu_s=3, wall_s=12, memory_bytes=256 << 20, processes=16, scratch_bytes=4 << 20)
 # These end the whole of what is judged together, at a limit: each test alone would take that long.
