@@ -22,6 +22,8 @@ ROUTE = "/generate"
 _CONNECT_S = 10.0
 # httpcore goes through all connections of a pool for each request: many small pools stay cheap.
 _POOLS_PER_SERVER = 16
+# The trainer decodes what it needs itself.
+_WITHOUT_TEXT = {"text": False}
 _FINISH_REASONS = ("stop", "length", "abort")
 
 
@@ -92,7 +94,7 @@ class GenerationCalls:
             route = min(self._routes, key=lambda one: one.in_flight)
             route.in_flight += request.n
             try:
-                reply = await route.post(request_body(request))
+                reply = await route.post(request_body(request) | _WITHOUT_TEXT)
             finally:
                 route.in_flight -= request.n
         try:
@@ -157,7 +159,6 @@ def request_body(request: GenerationRequest) -> dict[str, Any]:
         "seed": request.seed,
         "temperature": params.temperature,
         "skip_special_tokens": False,
-        "text": False,
     }
     return body | changed | ({} if regex is None else {"structured_outputs": {"regex": regex}}) | extra
 
