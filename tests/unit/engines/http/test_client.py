@@ -142,6 +142,10 @@ class TestGeneration:
         assert engine.generate([], deadline=soon()) == []
         assert fake.state.requests == []
 
+    def test_no_texts_are_asked_for(self, fake: FakeServer, engine: HttpEngine):
+        engine.generate(asking(2), deadline=soon())
+        assert [body["text"] for body in fake.state.bodies("/generate")] == [False, False]
+
     def test_what_is_sent(self):
         def sent(request: GenerationRequest):
             return json.loads(json.dumps(request_body(request)))
@@ -154,7 +158,6 @@ class TestGeneration:
             "max_tokens": 7,
             "temperature": 0.5,
             "skip_special_tokens": False,
-            "text": False,
         }
         assert sent(plain) == body
         params = SamplingParams(
