@@ -5,13 +5,13 @@
 Prints a table row for each number of tests at a time, with the same programs in all rows.
 """
 
-# ruff: noqa: T201
 from __future__ import annotations
 
 import argparse
 import os
 import platform
 import statistics
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,8 +64,8 @@ def main() -> None:
     options = parser.parse_args()
     programs = 8 if options.tiny else options.programs
     machine = f"{platform.platform()}, Python {platform.python_version()}, {os.cpu_count()} processors"
-    print(f"{machine}, load {os.getloadavg()[0]:.1f}")
-    print("| sandbox | tests | programs at a time | programs | programs/s | median of one |\n|---|---|---|---|---|---|")
+    say(f"{machine}, load {os.getloadavg()[0]:.1f}")
+    say("| sandbox | tests | programs at a time | programs | programs/s | median of one |\n|---|---|---|---|---|---|")
     for workers in sorted({1, options.workers}):
         sandbox = open_sandbox(options.sandbox, count=workers)
         assert isinstance(sandbox, LocalSandbox), "a remote sandbox measures its server"
@@ -76,9 +76,7 @@ def main() -> None:
                     Path(f"/proc/{pid}/autogroup").write_text("-20")
             for kind, tests in (("4 calls", _CALLS), ("4 inputs", _INPUTS)):
                 rate, median = _measure(sandbox, tests, programs, workers)
-                print(
-                    f"| {sandbox.wall.name} | {kind} | {workers} | {programs} | {rate:.0f} | {1000 * median:.0f} ms |"
-                )
+                say(f"| {sandbox.wall.name} | {kind} | {workers} | {programs} | {rate:.0f} | {1000 * median:.0f} ms |")
         finally:
             sandbox.close()
 
@@ -97,6 +95,11 @@ def _measure(sandbox: Sandbox, tests: tuple[CodeTest, ...], programs: int, worke
         started = time.perf_counter()
         seconds = list(pool.map(judged, range(programs)))
         return programs / (time.perf_counter() - started), statistics.median(seconds)
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lachesis.common.sandbox.link import LinkClosed, receive, send
-from lachesis.common.sandbox.plain import NotPlain, base_value, decode, encode
+from lachesis.common.sandbox.plain import OPERATORS, NotPlain, base_value, decode, encode
 
 # The code's module: what it pickles is found there, and the main part of a script is not run.
 MODULE = "solution"
@@ -45,37 +45,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "reversed": reversed,
     "await": lambda awaitable: _run(awaitable),
     "data": base_value,
-    **{
-        name: getattr(operator, name)
-        for name in [
-            "getitem",
-            "setitem",
-            "delitem",
-            "contains",
-            "eq",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "neg",
-            "pos",
-            "abs",
-            "invert",
-            "add",
-            "sub",
-            "mul",
-            "truediv",
-            "floordiv",
-            "mod",
-            "pow",
-            "matmul",
-            "and_",
-            "or_",
-            "xor",
-            "lshift",
-            "rshift",
-        ]
-    },
+    **{name: getattr(operator, name) for name in (*_SIMPLE, *OPERATORS)},
 }
 
 
