@@ -19,6 +19,7 @@ from lachesis.common.deadline import Wait, waits_now
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
+from lachesis.metrics.sinks.jsonl import read_metrics
 
 logger = logging.getLogger("lachesis")
 
@@ -146,8 +147,8 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
     """Find out whether a run may use a directory; nothing is written or deleted.
 
     Raises:
-        ConfigError: it holds a run and neither ``resume`` nor ``overwrite`` says what to do with it, or other
-            files; a process works in it; or there is nothing to resume.
+        ConfigError: it holds a run that has trained, and neither ``resume`` nor ``overwrite`` says what to do with
+            it, or other files; a process works in it; or there is nothing to resume.
     """
     run = RunDirectory(path)
     if path.exists() and not path.is_dir():
@@ -163,12 +164,29 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
     if path.is_dir() and any(entry.name != LEFT_BEHIND for entry in path.iterdir()):
         if not holds_run:
             raise ConfigError(f"{path} is not empty and holds no run", remedy="choose another run.name or run.dir")
-        if not overwrite:
+        if not overwrite and not _has_no_step(run):
             raise ConfigError(
                 f"{path} holds a run already ({run.state.get('status')} at step {run.state.get('step', 0)})",
                 remedy="go on with --resume, start anew with --overwrite, or choose another run.name",
             )
     return run
+
+
+def _has_no_step(run: RunDirectory) -> bool:
+    """Whether a run ended before its first step, and nothing is there but what it wrote until then."""
+    state, files = run.state, run.files
+    if state.get("status") in ("starting", "running") and state.get("host") != socket.gethostname():
+        return False  # it may go on there
+    known = {path.name for path in files.values()} | {LEFT_BEHIND, "wandb", "api"}
+    if any(entry.name not in known for entry in run.path.iterdir()) or files["final"].exists():
+        return False
+    has_checkpoint = files["checkpoints"].is_dir() and any(files["checkpoints"].iterdir())
+    return state.get("step", 0) == 0 and not has_checkpoint and not _has_metrics(files["metrics"])
+
+
+def _has_metrics(path: Path) -> bool:
+    """The state is written once a second, the metrics at each step."""
+    return path.is_file() and bool(read_metrics(path).steps)
 
 
 def _refuse_running(run: RunDirectory) -> None:

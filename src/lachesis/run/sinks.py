@@ -21,7 +21,7 @@ from lachesis.metrics.sinks.console import CompletionPicker, CompletionsSink, Co
 from lachesis.metrics.sinks.jsonl import JsonlSink, read_metrics
 from lachesis.metrics.sinks.tape import TapeSink, token_texts
 from lachesis.metrics.sinks.tensorboard import TensorBoardSink
-from lachesis.metrics.sinks.wandb import WandbSink
+from lachesis.metrics.sinks.wandb import WandbSink, is_wanted
 from lachesis.rollouts.generation import text_decoder
 from lachesis.run.directory import RunDirectory
 
@@ -58,7 +58,7 @@ def build_sinks(
         sinks.append(TapeSink(files["rollouts"], resume_step=resume_step, report_groups=report_groups, texts=texts))
     if logging_config.tensorboard:
         sinks.append(TensorBoardSink(files["tensorboard"], resume_step=resume_step))
-    if logging_config.wandb is not None:
+    if logging_config.wandb is not None and is_wanted(logging_config.wandb):
         sinks.append(
             WandbSink(
                 logging_config.wandb,

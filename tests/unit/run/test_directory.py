@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ import pytest
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.run.directory import LEFT_BEHIND, RunDirectory, claim_run
 from lachesis.transport.bridge_file import BRIDGE_FILE
+
+# No process can have it.
+NO_PROCESS = 2**30
 
 
 @pytest.fixture
@@ -106,6 +110,35 @@ class TestARunThatIsThere:
         assert "--resume" in caught.value.remedy
         assert "--overwrite" in caught.value.remedy
         assert content(path) == before
+
+    @pytest.mark.parametrize("status", ["failed", "stopped", "running"])
+    def test_one_that_ended_before_its_first_step_leaves_the_directory_free(self, path: Path, status: str):
+        held_run(path, status=status, step=0, pid=NO_PROCESS, host=socket.gethostname())
+        (path / "metrics.jsonl").write_text("")
+        start(path)
+        assert state_of(path)["status"] == "starting"
+
+    @pytest.mark.parametrize("kept", ["checkpoints/step_1/weights", "final/model", "thesis.tex"])
+    def test_what_it_left_besides_is_kept(self, path: Path, kept: str):
+        held_run(path, status="failed", step=0)
+        (path / "metrics.jsonl").write_text("")
+        (path / kept).parent.mkdir(parents=True, exist_ok=True)
+        (path / kept).write_text("ten years")
+        with pytest.raises(ConfigError, match="holds a run already"):
+            claim(path)
+
+    def test_a_step_that_only_the_metrics_know_counts(self, path: Path):
+        held_run(path, status="failed", step=0)
+        line = {"type": "step", "step": 1, "time": 0.0, "values": {}}
+        (path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+        with pytest.raises(ConfigError, match="holds a run already"):
+            claim(path)
+
+    def test_a_run_of_another_machine_may_go_on(self, path: Path):
+        held_run(path, status="running", step=0, host="elsewhere")
+        (path / "metrics.jsonl").write_text("")
+        with pytest.raises(ConfigError, match="holds a run already"):
+            claim(path)
 
     def test_overwriting_deletes_it_only_when_the_new_run_begins(self, path: Path):
         held_run(path)

@@ -51,7 +51,11 @@ class WandbConfig(Section):
     project: str = Field(description="Project name.")
     group: str | None = Field(default=None, description="Group name.")
     name: str | None = Field(default=None, description="Run name; the run's own if unset.")
-    mode: Literal["online", "offline", "disabled"] = Field(default="online", description="As wandb's own WANDB_MODE.")
+    mode: Literal["auto", "online", "offline", "disabled"] = Field(
+        default="auto",
+        description="As wandb's own WANDB_MODE, which auto follows; where that is unset too, auto is online with a "
+        "login, offline without one, and without the package wandb nothing but a warning.",
+    )
 
 
 class LoggingConfig(Section):

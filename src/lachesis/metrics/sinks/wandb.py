@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import logging
+import os
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.files import write_atomic
@@ -16,6 +19,10 @@ from lachesis.config.schema import WandbConfig
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import evaluation_values
 from lachesis.metrics.sinks.console import CompletionPicker
+
+logger = logging.getLogger("lachesis")
+
+_INSTALL = 'pip install "lachesis[wandb]"'
 
 
 class WandbSink(Sink):
@@ -32,7 +39,7 @@ class WandbSink(Sink):
         completions: which completions are logged, as the table ``completions``; ``None`` logs none.
 
     Raises:
-        DependencyError: the package wandb is not installed.
+        DependencyError: the package wandb is not installed (see :func:`is_wanted`).
         ConfigError: W&B refused to start, for example because nobody is logged in.
     """
 
@@ -52,7 +59,7 @@ class WandbSink(Sink):
         except ImportError as error:
             raise DependencyError(
                 f"logging.wandb is set but wandb cannot be imported: {error}",
-                remedy='pip install "lachesis[wandb]", or remove logging.wandb',
+                remedy=f"{_INSTALL}, or remove logging.wandb",
             ) from error
         self._wandb = wandb
         run_id = _run_id(Path(run_dir), resumed=resume_step is not None)
@@ -61,7 +68,7 @@ class WandbSink(Sink):
                 project=config.project,
                 group=config.group,
                 name=config.name or run_name,
-                mode=config.mode,
+                mode=_mode(wandb, config, run_dir=run_dir),
                 dir=str(run_dir),
                 config=dict(settings),
                 id=run_id,
@@ -103,6 +110,31 @@ class WandbSink(Sink):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def is_wanted(config: WandbConfig) -> bool:
+    """Whether the run logs to W&B at all: with mode auto not where the package is missing, which is said."""
+    if config.mode != "auto" or importlib.util.find_spec("wandb") is not None:
+        return True
+    logger.warning("nothing is logged to Weights & Biases: the package wandb is not installed (%s)", _INSTALL)
+    return False
+
+
+def _mode(wandb: Any, config: WandbConfig, *, run_dir: Path) -> Literal["online", "offline", "disabled"] | None:
+    """For wandb.init; None leaves it to WANDB_MODE."""
+    if config.mode != "auto":
+        return config.mode
+    if os.environ.get("WANDB_MODE"):
+        return None
+    # Neither asks the terminal nor the server.
+    if wandb.login(prompt=False, verify=False):
+        return "online"
+    logger.warning(
+        "nobody is logged in at Weights & Biases: the run is logged offline; "
+        "`wandb login` and `wandb sync %s/wandb/offline-run-*` send it there",
+        run_dir,
+    )
+    return "offline"
 
 
 def _run_id(run_dir: Path, *, resumed: bool) -> str:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 import sys
 import types
 from pathlib import Path
@@ -12,7 +14,7 @@ from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.types import EvalResult, Finding, Group, Prompt, Sample, StepRecord, VersionSpan
 from lachesis.config.schema import WandbConfig
 from lachesis.metrics.sinks.console import CompletionPicker
-from lachesis.metrics.sinks.wandb import WandbSink
+from lachesis.metrics.sinks.wandb import WandbSink, is_wanted
 
 CONFIG = WandbConfig(project="fates", group="quick", mode="offline")
 
@@ -44,7 +46,12 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
         made.append(FakeRun(options))
         return made[-1]
 
+    def login(*, prompt: bool, verify: bool) -> bool:
+        assert not prompt and not verify, "neither the terminal nor the network is asked"
+        return "WANDB_API_KEY" in os.environ
+
     module.init = init  # type: ignore[attr-defined]
+    module.login = login  # type: ignore[attr-defined]
     module.Table = lambda columns, data: (columns, data)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", module)
     return made
@@ -127,3 +134,35 @@ def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     real.write(StepRecord(step=1, values={"reward": 0.5}))
     real.close()
     assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "mode"),
+    [({}, "offline"), ({"WANDB_API_KEY": "k"}, "online"), ({"WANDB_MODE": "disabled"}, None)],
+)
+def test_without_a_login_the_run_is_logged_offline_and_says_so_once(
+    tmp_path: Path,
+    runs: list[FakeRun],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    environment: dict[str, str],
+    mode: str | None,
+) -> None:
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level(logging.WARNING):
+        WandbSink(WandbConfig(project="fates"), run_dir=tmp_path, run_name="quickstart", settings={})
+    assert runs[0].options["mode"] == mode
+    assert caplog.text.count("wandb login") == (mode == "offline")
+
+
+@pytest.mark.parametrize("mode", ["auto", "online"])
+def test_without_the_package_only_what_was_asked_for_is_missed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    wanted = is_wanted(WandbConfig.model_validate({"project": "fates", "mode": mode}))
+    assert wanted == (mode == "online")
+    assert ("not installed" in caplog.text) == (mode == "auto")
