@@ -19,7 +19,7 @@ from lachesis.bridges.base import PolicyT
 from lachesis.bridges.external import ExternalBridge, Servers
 from lachesis.bridges.extract import (
     Whole,
-    as_it_is,
+    as_they_are,
     base_parameters,
     full_weights,
     lora_spec,
@@ -57,9 +57,9 @@ class TravellingWeights(Generic[PolicyT]):
 
 
 def lora_source(
-    model_of: Callable[[PolicyT], nn.Module], whole_of: Callable[[PolicyT], Whole] = lambda policy: as_it_is
+    model_of: Callable[[PolicyT], nn.Module], whole_of: Callable[[PolicyT], Whole] = lambda policy: as_they_are
 ) -> TravellingWeights[PolicyT]:
-    """The adapter of a policy's model; ``whole_of`` gives what makes a sharded parameter whole."""
+    """The adapter of a policy's model; ``whole_of`` gives what makes sharded parameters whole."""
     return TravellingWeights(
         capabilities=LoraBroadcastBridgeConfig.capabilities,
         transfer="lora",
@@ -70,7 +70,7 @@ def lora_source(
 
 
 def full_source(
-    model_of: Callable[[PolicyT], nn.Module], whole_of: Callable[[PolicyT], Whole] = lambda policy: as_it_is
+    model_of: Callable[[PolicyT], nn.Module], whole_of: Callable[[PolicyT], Whole] = lambda policy: as_they_are
 ) -> TravellingWeights[PolicyT]:
     """All weights of a policy's model, an adapter merged into them; ``whole_of`` as in :func:`lora_source`."""
     return TravellingWeights(

@@ -7,7 +7,7 @@ ModelError where the model has none, or one of a kind that engines cannot take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,13 +25,14 @@ from lachesis.transport.shared_tensors import dtype_name
 
 _WRAPPER = "base_model.model."
 
-# All of a parameter, also where it is sharded over ranks: a policy's ``whole``.
-Whole = Callable[[Tensor], Tensor]
+# All of each parameter, one after the other, also where they are sharded over ranks: a policy's ``whole``. It is asked
+# for many at once, since ranks have to meet for it.
+Whole = Callable[[Sequence[Tensor]], Iterator[Tensor]]
 
 
-def as_it_is(parameter: Tensor) -> Tensor:
-    """The parameter, where it is whole."""
-    return parameter.detach()
+def as_they_are(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The parameters, where they are whole."""
+    return (parameter.detach() for parameter in parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +49,32 @@ class LoraPair:
     scaling: float
     transposed: bool
 
-    def delta(self, whole: Whole = as_it_is) -> Tensor:
-        """``scaling * B @ A`` in float32 and in the layout of the layer's weight (Hu et al. 2021, LoRA, eq. 3)."""
-        delta = (whole(self.b).float() @ whole(self.a).float()) * self.scaling
+    def delta(self, a: Tensor, b: Tensor) -> Tensor:
+        """``scaling * B @ A`` in float32 and in the layout of the layer's weight (Hu et al. 2021, LoRA, eq. 3).
+
+        ``a`` and ``b`` are the pair's own, whole.
+        """
+        delta = (b.float() @ a.float()) * self.scaling
         return delta.T if self.transposed else delta
 
 
 @torch.no_grad()
-def full_weights(model: nn.Module, *, whole: Whole = as_it_is) -> Iterator[tuple[str, Tensor]]:
+def full_weights(model: nn.Module, *, whole: Whole = as_they_are) -> Iterator[tuple[str, Tensor]]:
     """All weights under Hugging Face's names, tied ones once; an adapter is merged in float32 and rounded once.
 
-    Unchanged weights are the live parameters, merged and gathered ones are new: at most one of those exists at a
-    time if the caller keeps none."""
+    Unchanged weights are the live parameters, merged and gathered ones are new, and few of those exist at a time if the
+    caller keeps none.
+    """
     merged = {f"{pair.module}.weight": pair for pair in lora_pairs(model)} if is_adapted(model) else {}
-    for name, parameter in base_parameters(model).items():
-        pair = merged.get(name)
-        tensor = whole(parameter)
-        yield name, tensor if pair is None else (tensor.float() + pair.delta(whole)).to(tensor.dtype)
+    base = base_parameters(model)
+    added = {name: (merged[name].a, merged[name].b) if name in merged else () for name in base}
+    stream = whole([part for name, parameter in base.items() for part in (parameter, *added[name])])
+    for name in base:
+        tensor = next(stream)
+        if name in merged:
+            delta = merged[name].delta(next(stream), next(stream))
+            tensor = (tensor.float() + delta).to(tensor.dtype)
+        yield name, tensor
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -77,13 +87,14 @@ def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def lora_tensors(model: nn.Module, *, whole: Whole = as_it_is) -> dict[str, Tensor]:
+def lora_tensors(model: nn.Module, *, whole: Whole = as_they_are) -> dict[str, Tensor]:
     """The adapter's tensors A and B by name, live and unscaled, sorted by name."""
-    tensors: dict[str, Tensor] = {}
+    live: dict[str, Tensor] = {}
     for pair in lora_pairs(model):
-        tensors[f"{pair.module}.lora_A.weight"] = whole(pair.a)
-        tensors[f"{pair.module}.lora_B.weight"] = whole(pair.b)
-    return dict(sorted(tensors.items()))
+        live[f"{pair.module}.lora_A.weight"] = pair.a
+        live[f"{pair.module}.lora_B.weight"] = pair.b
+    names = sorted(live)
+    return dict(zip(names, whole([live[name] for name in names]), strict=True))
 
 
 def lora_pairs(model: nn.Module) -> list[LoraPair]:
@@ -139,18 +150,20 @@ def tensor_list(tensors: Mapping[str, Tensor]) -> tuple[ReceivedTensor, ...]:
     return tuple(ReceivedTensor(name, tuple(t.shape), dtype_name(t.dtype)) for name, t in tensors.items())
 
 
-def adapter_digests(model: nn.Module, *, dtype: torch.dtype, whole: Whole = as_it_is) -> dict[str, int]:
+def adapter_digests(model: nn.Module, *, dtype: torch.dtype, whole: Whole = as_they_are) -> dict[str, int]:
     """Digests of the adapter as an engine of that dtype holds it: A rounded, B rounded and then scaled."""
+    tensors = lora_tensors(model, whole=whole)
     held: dict[str, Tensor] = {}
     for pair in lora_pairs(model):
-        held[f"{pair.module}.lora_A.weight"] = whole(pair.a).to(dtype)
-        held[f"{pair.module}.lora_B.weight"] = served_lora_b(whole(pair.b), scaling=pair.scaling, dtype=dtype)
+        a, b = f"{pair.module}.lora_A.weight", f"{pair.module}.lora_B.weight"
+        held[a] = tensors[a].to(dtype)
+        held[b] = served_lora_b(tensors[b], scaling=pair.scaling, dtype=dtype)
     return digests(held)
 
 
-def full_digests(model: nn.Module, *, whole: Whole = as_it_is) -> dict[str, int]:
+def full_digests(model: nn.Module, *, whole: Whole = as_they_are) -> dict[str, int]:
     """Digests of :func:`full_weights` by the same names. Merged and gathered ones are made and dropped one by one."""
-    if whole is as_it_is and not is_adapted(model):
+    if whole is as_they_are and not is_adapted(model):
         return digests(dict(full_weights(model)))
     return {name: digests({name: tensor})[name] for name, tensor in full_weights(model, whole=whole)}
 

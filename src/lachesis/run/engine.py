@@ -14,7 +14,7 @@ import torch
 from lachesis.bridges.base import Bridge
 from lachesis.bridges.build import BridgeParts, build_bridge, engine_weights
 from lachesis.bridges.external import OwnedEngine
-from lachesis.bridges.extract import Whole, as_it_is
+from lachesis.bridges.extract import Whole, as_they_are
 from lachesis.bridges.in_process import InProcessBridge
 from lachesis.bridges.names import check_same_model
 from lachesis.bridges.proof import local_proof
@@ -156,8 +156,8 @@ def build_servers(config: LachesisConfig, *, place: RunPlace, watch: Callable[[]
 
 
 def whole_of(policy: Policy) -> Whole:
-    """What makes a parameter of the policy whole before it travels."""
-    return policy.whole if policy.strategy.sharded else as_it_is
+    """What makes parameters of the policy whole before they travel."""
+    return policy.whole if policy.strategy.sharded else as_they_are
 
 
 def check_model(config: LachesisConfig, engine: HttpEngine, *, deadline: Deadline) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -164,28 +164,32 @@ class Policy:
         ]
         return replace(batch, micro_batches=tuple(fixed[: len(batch.micro_batches)]))
 
-    def whole(self, parameter: Tensor) -> Tensor:
-        """All of a parameter of the model, also where it is sharded over ranks; not to be written to."""
-        return self.strategy.whole(parameter.detach())
+    def whole(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+        """All of each of these parameters of the model, also where they are sharded over ranks; not to be written to.
 
-    def full_parameter(self, name: str) -> Tensor:
-        """As :meth:`whole`, of the parameter of that name."""
-        return self.strategy.whole(self.model.get_parameter(name).detach())
+        They come as they are asked for, and few are in memory at a time if the caller keeps none. Ranks are in the
+        midst of it until the last has come, or the caller lets go of the iterator: nothing else is theirs meanwhile.
+        """
+        return self.strategy.gather([parameter.detach() for parameter in parameters])
+
+    def full_parameters(self, names: Sequence[str]) -> Iterator[Tensor]:
+        """As :meth:`whole`, of the parameters of these names."""
+        return self.strategy.gather([self.model.get_parameter(name).detach() for name in names])
 
     def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
         """Every trained tensor, whole, by name; with ``frozen`` all others too. On the CPU where they are sharded."""
         chosen = {name: p for name, p in self.model.named_parameters() if frozen or p.requires_grad}
         if not self.strategy.sharded:
             return {name: parameter.detach() for name, parameter in chosen.items()}
-        return {name: self.whole(parameter).cpu() for name, parameter in chosen.items()}
+        return {name: tensor.cpu() for name, tensor in zip(chosen, self.whole([*chosen.values()]), strict=True)}
 
     @torch.no_grad()
     def copy_to(self, model: torch.nn.Module) -> None:
         """Copy what the policy has learned into a whole model that was loaded as its own was, in place."""
         own = dict(model.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                own[name].copy_(self.whole(parameter))
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        for name, tensor in zip(trained, self.whole([*trained.values()]), strict=True):
+            own[name].copy_(tensor)
 
     @torch.no_grad()
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
@@ -209,7 +213,7 @@ class Policy:
     def reference_state(self) -> dict[str, Tensor]:
         """The reference's tensors, whole, by name; none where there is no reference."""
         reference = {} if self.reference is None else self.reference.state_dict()
-        return {name: self.strategy.whole(tensor) for name, tensor in reference.items()}
+        return dict(zip(reference, self.strategy.gather([*reference.values()]), strict=True))
 
     def old_logprobs(self) -> list[Tensor]:
         """Log π_old in use, of each micro-batch."""

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError, first_line
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
-from lachesis.train.distributed.leader import BUILD, END, METHODS, of_a_collective
+from lachesis.train.distributed.leader import BUILD, END, METHODS, exhaust, of_a_collective
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
 from lachesis.train.policy import Policy
 
@@ -98,7 +98,11 @@ class Follower:
         assert self._policy is not None, "the first turn is to build it"
         # Ranks drop other units of an adapter; no state has to be kept for it.
         torch.manual_seed(hash((self._seed, self._control.rank, self._policy.optimizer.steps_taken)) % 2**63)
-        return getattr(self._policy, turn.method)(*arguments)
+        value = getattr(self._policy, turn.method)(*arguments)
+        if isinstance(value, Iterator):  # what it streams is the leader's: this rank only takes part
+            exhaust(cast(Iterator[Any], value))
+            return None
+        return value
 
     def _explained(self, error: Exception) -> LachesisError:
         """What to raise, once the leader knows or is known to be gone."""

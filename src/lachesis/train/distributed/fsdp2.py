@@ -8,10 +8,12 @@ backward. The policy reads the head's weight itself, so that the whole pass is r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import MethodType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -22,11 +24,16 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from lachesis.config.schema import DistributedConfig
-from lachesis.train.distributed.strategy import FORWARD_METHOD, Ranks, T, decoder_layers
+from lachesis.train.distributed.strategy import BUFFER_ELEMENTS, FORWARD_METHOD, Ranks, T, by_size, decoder_layers
+
+# The dimension of the mesh over which tensors are cut.
+_SHARD = "shard"
+# As torch calls it since 2.13, or before.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Fsdp2(Ranks):
@@ -35,12 +42,16 @@ class Fsdp2(Ranks):
     Args:
         device: of this rank.
         config: how to shard.
+        buffer_elements: how much is gathered at once; two such buffers are under way at a time.
     """
 
     sharded = True
 
-    def __init__(self, device: torch.device, config: DistributedConfig) -> None:
+    def __init__(
+        self, device: torch.device, config: DistributedConfig, *, buffer_elements: int = BUFFER_ELEMENTS
+    ) -> None:
         super().__init__(device)
+        self._buffer_elements = buffer_elements
         self._config = config
         self.mesh = _mesh(device.type, self.world_size, shard_size=config.shard_size or self.world_size)
 
@@ -66,16 +77,40 @@ class Fsdp2(Ranks):
         register_fsdp_forward_method(model, FORWARD_METHOD)
         setattr(model, FORWARD_METHOD, _Resharding(model, getattr(model, FORWARD_METHOD)))
 
-    @torch.no_grad()
     def whole(self, tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        if tensor.device.type != self._device.type:  # offloaded: the mesh is where collectives run
-            local = tensor.to_local().to(self._device)
-            tensor = DTensor.from_local(
-                local, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride()
-            )
-        return tensor.full_tensor()
+        return next(self.gather([tensor]))
+
+    def gather(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """As :meth:`Strategy.gather`; while one buffer's tensors are used, the next buffer travels."""
+        cut = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        whole = _ahead(self._begin(bucket) for bucket in by_size(cut, elements=self._buffer_elements))
+        arrived = (tensor for finish in whole for tensor in finish())
+        return (next(arrived) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+
+    @torch.no_grad()
+    def _begin(self, bucket: Sequence[DTensor]) -> Callable[[], Iterator[Tensor]]:
+        """Send for what other ranks have of some tensors of one dtype; the result waits for it.
+
+        Rank r of n has the rows [r * k, (r + 1) * k) of a tensor [rows, ...], where k = ceil(rows / n); the last ranks
+        may have fewer, or none.
+        """
+        mesh = bucket[0].device_mesh
+        assert all(tensor.device_mesh == mesh and tensor.placements[-1] == Shard(0) for tensor in bucket)
+        ranks = mesh.size(-1)
+        sizes = [-(-tensor.shape[0] // ranks) * tensor.shape[1:].numel() for tensor in bucket]
+        own = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=self._device)
+        for room, tensor in zip(own.split(sizes), bucket, strict=True):
+            local = tensor.to_local().reshape(-1)
+            room[: local.numel()].copy_(local)
+        buffer = own.new_empty(ranks * own.numel())
+        work = _all_gather(buffer, own, group=mesh.get_group(_SHARD), async_op=True)
+
+        def finish() -> Iterator[Tensor]:
+            work.wait()
+            for part, tensor in zip(buffer.view(ranks, -1).split(sizes, dim=1), bucket, strict=True):
+                yield part.flatten()[: tensor.numel()].view(tensor.shape)
+
+        return finish
 
     @torch.no_grad()
     def spread(self, like: Tensor, whole: Tensor) -> Tensor:
@@ -87,8 +122,18 @@ class Fsdp2(Ranks):
 
 def _mesh(device_type: str, ranks: int, *, shard_size: int) -> DeviceMesh:
     if shard_size == ranks:
-        return init_device_mesh(device_type, (ranks,), mesh_dim_names=("shard",))
-    return init_device_mesh(device_type, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(device_type, (ranks,), mesh_dim_names=(_SHARD,))
+    return init_device_mesh(device_type, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", _SHARD))
+
+
+def _ahead(items: Iterable[T]) -> Iterator[T]:
+    """The items; each next one is made before the one before it is used."""
+    stream = iter(items)
+    held = next(stream, None)
+    while held is not None:
+        following = next(stream, None)
+        yield held
+        held = following
 
 
 def _call(self: torch.nn.Module, function: Callable[[], T]) -> T:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -60,6 +62,11 @@ class Leader:
     def size(self) -> int:
         """All ranks, the leader included."""
         return self._control.size
+
+    @property
+    def turns(self) -> int:
+        """How many have been announced."""
+        return self._number
 
     def check(self) -> None:
         """Raise what is known to be wrong with a follower, also between turns."""
@@ -225,12 +232,18 @@ class LeadingPolicy(Policy):
         parts = [part.micro_batches for part in (first, *answers)]
         return replace(batch, micro_batches=tuple(collect(parts)))
 
-    def whole(self, parameter: Tensor) -> Tensor:
-        return self.full_parameter(self._names[id(parameter)]) if self.strategy.sharded else super().whole(parameter)
+    def whole(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+        if not self.strategy.sharded:
+            return super().whole(parameters)
+        return self.full_parameters([self._names[id(parameter)] for parameter in parameters])
 
-    def full_parameter(self, name: str) -> Tensor:
-        with self._leader.turn("full_parameter", name, what=f"gathering {name}"):
-            return super().full_parameter(name)
+    def full_parameters(self, names: Sequence[str]) -> Iterator[Tensor]:
+        with self._leader.turn("full_parameters", names, what=f"gathering {len(names)} parameters"):
+            stream = super().full_parameters(names)
+            try:
+                yield from chain(stream)  # which, unlike the stream, is not closed with this generator
+            except GeneratorExit:
+                exhaust(stream)  # nobody asks for more, and the others are in the midst of it
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         with self._leader.turn("load_weights", _shapes(dict(tensors)), what="loading weights"):
@@ -266,6 +279,11 @@ class LeadingPolicy(Policy):
         parts = [{"reference": reference, "old_logprobs": part} for part in others]
         with self._leader.turn("load_state_dict", what="loading the policy's state", parts=parts):
             super().load_state_dict({**state, "old_logprobs": own})
+
+
+def exhaust(stream: Iterator[Any]) -> None:
+    """Take what is left of a stream and let it go."""
+    deque(stream, maxlen=0)
 
 
 # What a turn may be.

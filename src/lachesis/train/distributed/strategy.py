@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-# Gradients are added up in buffers of about this many elements: one collective for many small tensors.
-_BUFFER_ELEMENTS = 2**25
+# Tensors travel in buffers of about this many elements: one collective for many small ones.
+BUFFER_ELEMENTS = 2**25
 T = TypeVar("T")
+TensorT = TypeVar("TensorT", bound=Tensor)
 # The method that a strategy gives a model whose parameters are whole during its forward only.
 FORWARD_METHOD = "run_within"
 
@@ -62,8 +63,15 @@ class Strategy:
         """All of a tensor of the model; the tensor itself where it is not sharded. Only rank 0 may use the result."""
         return tensor
 
+    def gather(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+        """:meth:`whole` of each, in order, as they are asked for; several small ones travel together.
+
+        Other ranks have to ask for all of them too.
+        """
+        return (self.whole(tensor) for tensor in tensors)
+
     def spread(self, like: Tensor, whole: Tensor) -> Tensor:
-        """The reverse: what this rank has to copy into ``like``.
+        """The reverse of :meth:`whole`: what this rank has to copy into ``like``.
 
         Other ranks than 0 may give a tensor of the same shape and dtype on the meta device.
         """
@@ -142,7 +150,7 @@ class Replicate(Ranks):
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        for group in _by_size([p.grad for p in parameters if p.grad is not None]):
+        for group in by_size([p.grad for p in parameters if p.grad is not None], elements=BUFFER_ELEMENTS):
             flat = torch.cat([gradient.reshape(-1) for gradient in group])
             # 16-bit sums would lose what a rank adds.
             total = flat.to(torch.promote_types(flat.dtype, torch.float32))
@@ -152,17 +160,17 @@ class Replicate(Ranks):
                 gradient.copy_(part.view_as(gradient))
 
 
-def _by_size(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Runs of one dtype, of at most :data:`_BUFFER_ELEMENTS` elements or a single tensor."""
-    group: list[Tensor] = []
+def by_size(tensors: Sequence[TensorT], *, elements: int) -> Iterator[list[TensorT]]:
+    """Runs of one dtype, of at most so many elements or a single tensor."""
+    group: list[TensorT] = []
     held = 0
-    for gradient in gradients:
-        full = held + gradient.numel() > _BUFFER_ELEMENTS
-        if group and (full or gradient.dtype != group[0].dtype):
+    for tensor in tensors:
+        full = held + tensor.numel() > elements
+        if group and (full or tensor.dtype != group[0].dtype):
             yield group
             group, held = [], 0
-        group.append(gradient)
-        held += gradient.numel()
+        group.append(tensor)
+        held += tensor.numel()
     if group:
         yield group
 

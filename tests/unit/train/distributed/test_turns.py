@@ -87,8 +87,13 @@ class FakePolicy:
 
     def __init__(self, step: Callable[[], object]) -> None:
         self.step = step
-        self.read: list[tuple[int, ...]] = []
+        self.read: list[tuple[Any, ...]] = []
         self.optimizer = SimpleNamespace(steps_taken=0)
+
+    def full_parameters(self, names: tuple[str, ...]) -> Iterator[str]:
+        for name in names:
+            self.read.append((name,))
+            yield name
 
     def canary(self, token_ids: tuple[int, ...]) -> list[int]:
         self.read.append(token_ids)
@@ -154,6 +159,14 @@ def test_all_take_part_until_the_end():
     assert {rank: policy.read for rank, policy in running.policies.items()} == {1: [(1, 2)], 2: [(3,)]}
 
 
+def test_a_follower_takes_part_in_a_stream_to_its_end():
+    with ranks() as running:
+        with running.leader.turn("full_parameters", ("a", "b"), what="gathering"):
+            pass
+        assert [policy.read for policy in running.policies.values()] == [[("a",), ("b",)]] * 2
+        assert running.leader.turns == 2
+
+
 def test_answers_come_in_the_order_of_ranks_if_asked_for():
     """Rank 1 answers last."""
     second = threading.Event()
@@ -166,7 +179,7 @@ def test_answers_come_in_the_order_of_ranks_if_asked_for():
 
 
 def test_what_the_leaders_policy_overrides_may_be_a_turn_and_nothing_else():
-    assert {"accumulate", "step", "canary", "full_parameter", "load_state_dict"} <= METHODS
+    assert {"accumulate", "step", "canary", "full_parameters", "load_state_dict"} <= METHODS
     with (
         ranks() as running,
         pytest.raises(TrainingError, match=r"rank [12]: turn 1 is read, which is no method for all ranks"),
