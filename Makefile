@@ -59,7 +59,7 @@ contracts: DEAL := --dist loadgroup --no-loadscope-reorder
 e2e: DEAL := --dist loadfile
 contracts e2e: export ATROPOS_PYTHON = $(CURDIR)/$(ORIGINAL)/bin/python
 contracts e2e: install original
-	$(BIN)/python -m pytest tests/$@ --numprocesses 2 $(DEAL)
+	$(BIN)/python -m pytest tests/$@ --numprocesses 2 $(DEAL) --durations 15
 
 browser: install chromium
 	$(BIN)/python -m pytest tests/browser

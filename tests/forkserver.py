@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+from collections.abc import Sequence
+from multiprocessing import forkserver as servers
 from multiprocessing.context import ForkServerContext
 
-# One server serves all tests of a process, and what it imports is settled when the first of them starts it.
-_PRELOAD = ["tests.unit.transport.sharing", "tests.unit.transport.test_channel"]
+from tests.paths import ROOT
+
+TENSORS = ("tests.unit.transport.sharing", "tests.unit.transport.test_channel")
 
 
-def forkserver() -> ForkServerContext:
+def forkserver(preload: Sequence[str] = TENSORS) -> ForkServerContext:
+    """One server serves all tests of a process, and what it imports is settled when the first of them starts it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(list(preload))
+    with contextlib.chdir(ROOT):  # it finds the modules from here
+        servers._forkserver.ensure_running()
     return context

@@ -16,6 +16,7 @@ import httpx
 from transformers import PreTrainedModel
 
 from lachesis.engines.options import ServeOptions
+from tests import warm
 from tests.paths import SOURCE
 from tests.ports import free_port
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -103,10 +104,18 @@ def python_path(*before: Path) -> str:
 
 
 @contextmanager
-def process(command: list[str], *, url: str, log: Path, start_s: float, **environment: str) -> Iterator[str]:
+def process(
+    command: list[str],
+    *,
+    url: str,
+    log: Path,
+    start_s: float,
+    popen: type[subprocess.Popen[bytes]] = subprocess.Popen,
+    **environment: str,
+) -> Iterator[str]:
     """The command as a process until the block ends; yields once ``/health`` answers."""
     with log.open("wb") as output:
-        started = subprocess.Popen(
+        started = popen(
             command, env={**os.environ, "PYTHONPATH": python_path(), **environment}, stdout=output, stderr=output
         )
         try:
@@ -143,7 +152,7 @@ def start_embedded(model: Path, root: Path, session_dir: Path, log: Path) -> Ite
         "LACHESIS_SESSION_DIR": str(session_dir), "LACHESIS_SESSION_TOKEN": TOKEN, "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     url = options.url
-    with process(command, url=url, log=log, start_s=60, **environment):
+    with process(command, url=url, log=log, start_s=60, popen=warm.Popen, **environment):
         yield url
 
 

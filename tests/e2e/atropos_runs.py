@@ -19,6 +19,7 @@ import yaml
 
 from lachesis.environments.shipped.arithmetic import problems
 from lachesis.metrics.sinks.tape import read_groups, tape_files
+from tests import warm
 from tests.e2e.runs import environment, metrics, rewards
 from tests.ports import free_port
 from tests.tiny import EOS_ID, tiny_model, tiny_tokenizer
@@ -116,12 +117,18 @@ class Stage:
         path.write_text(yaml.safe_dump(config))
         return path
 
-    def start(self, name: str, *words: str | Path, python: Sequence[str] = (sys.executable, "-m", "lachesis")) -> None:
+    def start(
+        self,
+        name: str,
+        *words: str | Path,
+        python: Sequence[str] = (sys.executable, "-m", "lachesis"),
+        forked: bool = True,
+    ) -> None:
         """A process with a log of its own, which goes on where it was started before."""
         log = (self.directory / f"{name}.log").open("a")
         sessions = {"LACHESIS_SESSION_DIR": str(self.sessions)}
         with log:
-            self.processes[name] = subprocess.Popen(
+            self.processes[name] = (warm.Popen if forked and python[0] == sys.executable else subprocess.Popen)(
                 [*python, *map(str, words)],
                 env=environment(**sessions),
                 stdin=subprocess.DEVNULL,

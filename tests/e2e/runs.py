@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,20 @@ from lachesis.cli.doctor import write_proof
 from lachesis.config.load import load_config
 from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
 from lachesis.run.train import RunSummary, train
+from tests import warm
 from tests.waiting import LONG_S
 
 # What a run measures with a clock; all else has to be the same in two equal runs.
 _TIMED = ("_time", "_per_s")
 COMMAND = "from lachesis.cli import main; main()"
+# torchrun, but that its ranks are forked as it is itself.
+_TORCHRUN = """
+import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as ranks
+from torch.distributed.run import main
+from tests import warm
+ranks.Popen = warm.Popen
+main()
+"""
 
 
 def write_run(directory: Path, **sections: dict[str, Any]) -> Path:
@@ -121,32 +131,19 @@ def environment(**extra: str) -> dict[str, str]:
 
 def command(*arguments: str | Path, code: str = COMMAND, cwd: Path | None = None) -> Outcome:
     """`lachesis ARGUMENTS` in a process of its own; ``code`` may do something first."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=environment(),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=4 * LONG_S,
-    )
+    words = [sys.executable, "-c", code, *map(str, arguments)]
+    done = warm.run(words, env=environment(), cwd=cwd, timeout=4 * LONG_S)
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
-def torchrun(ranks: int, *arguments: str | Path, max_restarts: int = 0) -> Outcome:
+def torchrun(ranks: int, *arguments: str | Path, max_restarts: int = 0, forked: bool = True) -> Outcome:
     """`torchrun --nproc-per-node RANKS -m MODULE ARGUMENTS`; a module of these tests too."""
     own = [Path(lachesis.__file__).parents[1], Path(__file__).parents[2]]
     paths = os.pathsep.join([*map(str, own), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--max-restarts", str(max_restarts)),
-            *("--nproc-per-node", str(ranks), "-m", *map(str, arguments)),
-        ],
-        env=environment(PYTHONPATH=paths),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    words = ["--standalone", "--max-restarts", str(max_restarts), "--nproc-per-node", str(ranks), "-m", *arguments]
+    kind = ("-c", _TORCHRUN) if forked else ("-m", "torch.distributed.run")
+    run = warm.run if forked else partial(subprocess.run, capture_output=True, text=True)
+    done = run([sys.executable, *kind, *words], env=environment(PYTHONPATH=paths), timeout=240)
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 

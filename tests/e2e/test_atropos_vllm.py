@@ -25,7 +25,7 @@ def start_vllm(job: Stage) -> None:
     """`lachesis serve --model ... --enable-lora`, and what makes vLLM small on a CPU."""
     job.start("engine", "serve", "--model", job.model, "--port", str(job.engine_port), "--dtype", "float32",
               "--max-model-len", "32", "--enforce-eager", "--enable-lora", "--max-lora-rank", str(RANK),
-              "--adapter-root", job.directory)  # fmt: skip
+              "--adapter-root", job.directory, forked=False)  # fmt: skip
 
     def serves() -> bool:
         assert job.processes["engine"].poll() is None, job.log("engine")[-3000:]

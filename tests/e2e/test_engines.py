@@ -21,6 +21,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lachesis.common.deadline import Deadline
 from lachesis.engines.http.control import ServerControl
+from tests import warm
 from tests.contracts.servers import SOURCE, process
 from tests.contracts.vllm_server import ENVIRONMENT, entry_point, needs_vllm
 from tests.e2e.runs import Main, Outcome, environment, files, metrics, rewards, state, write_reward, write_run
@@ -55,7 +56,7 @@ def write(directory: Path, *, engine: dict[str, Any], bridge: dict[str, Any], **
 @contextmanager
 def training(config: Path, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """`lachesis train CONFIG`, as a user starts it; it is not left running."""
-    run = subprocess.Popen(
+    run = warm.Popen(
         [sys.executable, "-m", "lachesis", "train", str(config), *arguments],
         env=environment(**variables),
         stdout=subprocess.PIPE,
@@ -242,9 +243,7 @@ def served(model: Path, *, root: Path, log: Path, **variables: str) -> Iterator[
     port = free_port()
     command = [sys.executable, "-m", "lachesis", "serve", "--engine", "embedded", "--model", str(model)]
     command += ["--port", str(port), "--adapter-root", str(root), "--enable-lora", "--device", "cpu"]
-    with process(
-        command, url=f"http://127.0.0.1:{port}", log=log, start_s=100, OMP_NUM_THREADS="1", **variables
-    ) as url:
+    with process(command, url=f"http://127.0.0.1:{port}", log=log, start_s=100, popen=warm.Popen, **variables) as url:
         yield url
 
 

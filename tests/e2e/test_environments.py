@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.contracts.servers import CHAT_TEMPLATE, EMBEDDED
 from tests.contracts.servers import process as server_process
 from tests.e2e.runs import environment
@@ -62,7 +63,7 @@ def inference(model: Path, directory: Path, *, port: int | None = None) -> Itera
     command = [sys.executable, "-c", EMBEDDED, json.dumps(options)]
     with server_process(
         command, url=f"http://127.0.0.1:{port}", log=directory / f"server_{time.monotonic_ns()}.log", start_s=120,
-        OMP_NUM_THREADS="1", LACHESIS_SESSION_DIR=str(directory / "sessions"),
+        popen=warm.Popen, LACHESIS_SESSION_DIR=str(directory / "sessions"),
     ) as url:  # fmt: skip
         yield url
 
@@ -85,7 +86,7 @@ class Running:
     def __init__(self, directory: Path, *arguments: str) -> None:
         self.log = directory / f"env_{time.monotonic_ns()}.log"
         with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
+            self.process = warm.Popen(
                 [sys.executable, "-c", CODE, *arguments], cwd=directory, env=environment(), stdout=output, stderr=output
             )
 
@@ -110,10 +111,7 @@ def started(directory: Path, *arguments: str) -> Iterator[Running]:
 
 
 def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", CODE, *arguments], cwd=directory, env=environment(), capture_output=True, text=True,
-        timeout=180,
-    )  # fmt: skip
+    return warm.run([sys.executable, "-c", CODE, *arguments], cwd=directory, env=environment(), timeout=180)
 
 
 def until(condition: Callable[[], Any], running: Running, *, seconds: float = 3 * LONG_S) -> Any:

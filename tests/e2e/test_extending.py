@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.e2e.runs import environment, metrics, state, write_run
 from tests.paths import DOCS, ROOT, SOURCE
 from tests.ports import free_port
@@ -30,13 +31,8 @@ def extended(request: pytest.FixtureRequest, tmp_path: Path) -> Extended:
     subprocess.run(["git", "apply", "--unsafe-paths", "change.diff"], cwd=tmp_path, check=True, timeout=LONG_S)
 
     def run(code: str, *arguments: str | Path) -> str:
-        done = subprocess.run(
-            [sys.executable, "-c", code, *map(str, arguments)],
-            env=environment(PYTHONPATH=f"{tmp_path / 'src'}:{ROOT}"),
-            capture_output=True,
-            text=True,
-            timeout=4 * LONG_S,
-        )
+        own = environment(PYTHONPATH=f"{tmp_path / 'src'}:{ROOT}")
+        done = warm.run([sys.executable, "-c", code, *map(str, arguments)], env=own, timeout=4 * LONG_S)
         assert done.returncode == 0, done.stderr
         return done.stdout
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from tests import warm
 from tests.e2e.runs import (
     Main,
     checkpoints,
@@ -102,10 +103,17 @@ def test_a_final_model_that_cannot_be_written_can_be_had_later(main: Main, tmp_p
     assert_equal_runs(run_dir, straight)
 
 
-# In namespaces of its own a process may mount a disk of any size.
+# In namespaces of its own, as root of them, a process may mount a disk of any size.
 FULL_DISK = """
-import os, sys
+import ctypes, os, sys
 from lachesis import cli
+
+CLONE_NEWNS, CLONE_NEWUSER = 0x20000, 0x10000000
+maps = {"setgroups": "deny", "uid_map": f"0 {os.getuid()} 1", "gid_map": f"0 {os.getgid()} 1"}
+assert ctypes.CDLL(None).unshare(CLONE_NEWNS | CLONE_NEWUSER) == 0
+for name, value in maps.items():
+    with open(f"/proc/self/{name}", "w") as file:
+        file.write(value)
 
 def lachesis(*arguments):
     sys.argv = ["lachesis", *arguments]
@@ -142,13 +150,8 @@ def test_a_full_disk_stops_the_run_and_it_goes_on_once_there_is_room(
     config = write_run(tmp_path, **STEPS)
     runs = tmp_path / "runs"
     runs.mkdir()
-    done = subprocess.run(
-        ["unshare", "-rm", sys.executable, "-c", FULL_DISK, str(config), str(runs), str(tmp_path), size],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=4 * LONG_S,
-    )
+    words = [sys.executable, "-c", FULL_DISK, config, runs, tmp_path, size]
+    done = warm.run(words, env=environment(), timeout=4 * LONG_S)
     codes = [line for line in done.stdout.splitlines() if line.startswith("code")]
     assert codes == ["code 9", "code 0"], done.stderr
     (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
@@ -187,7 +190,7 @@ def test_resuming_with_something_else_is_refused_and_spoils_nothing(
 def test_a_reader_that_goes_does_not_stop_the_training(tmp_path: Path, straight: Path):
     """As in `lachesis train config.yaml | head -1`."""
     config = write_run(tmp_path, **STEPS)
-    process = subprocess.Popen(
+    process = warm.Popen(
         [sys.executable, "-c", "from lachesis.cli import main; main()", "train", str(config)],
         env=environment(),
         stdout=subprocess.PIPE,

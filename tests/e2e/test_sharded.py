@@ -70,7 +70,7 @@ def test_a_rank_that_is_killed_ends_all_of_them_with_a_sentence(tmp_path: Path, 
     """The others wait for it in the midst of a backward pass then."""
     loss = write_dying_loss(tmp_path, rank=rank, at_call=4)
     config = write_run(tmp_path / "run", **SECTIONS | {"algorithm": {"loss": loss}})
-    done = torchrun(2, "lachesis", "train", config)
+    done = torchrun(2, "lachesis", "train", config, forked=rank == 0)
     assert done.code != 0
     (error,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert name in error
@@ -81,18 +81,25 @@ def test_a_rank_that_is_killed_ends_all_of_them_with_a_sentence(tmp_path: Path, 
         assert name in stands["error"]
 
 
+def run_that_may_restart(directory: Path, *, killed: int) -> Path:
+    """Of two ranks, one of which is killed in step 5, or none by -1."""
+    loss = write_dying_loss(directory, rank=killed, at_call=9)
+    config = write_run(directory, **SECTIONS | {"algorithm": {"loss": loss}})
+    done = torchrun(2, "lachesis", "train", config, max_restarts=1)
+    assert done.code == 0, done.err
+    assert ("the run goes on from its last checkpoint" in done.err) == (killed >= 0), done.err
+    return directory / "runs/proof"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_that_may_restart(tmp_path_factory.mktemp("undisturbed"), killed=-1)
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_torchrun_starts_again_goes_on_from_its_last_checkpoint(tmp_path: Path, rank: int):
+def test_what_torchrun_starts_again_goes_on_from_its_last_checkpoint(tmp_path: Path, undisturbed: Path, rank: int):
     """Rank 0 or another is killed in step 5; the attempt after it finds a store with the keys of the one before."""
-    found, expected = tmp_path / "killed/runs/proof", tmp_path / "undisturbed/runs/proof"
-    for directory, killed in ((found, rank), (expected, -1)):
-        place = directory.parents[1]
-        place.mkdir()
-        loss = write_dying_loss(place, rank=killed, at_call=9)
-        config = write_run(place, **SECTIONS | {"algorithm": {"loss": loss}})
-        done = torchrun(2, "lachesis", "train", config, max_restarts=1)
-        assert done.code == 0, done.err
-        assert ("the run goes on from its last checkpoint" in done.err) == (killed >= 0), done.err
+    found, expected = run_that_may_restart(tmp_path, killed=rank), undisturbed
     assert state(found)["status"] == "finished"
     assert untimed(found) == untimed(expected)
     assert completions(found) == completions(expected)

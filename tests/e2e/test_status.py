@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from lachesis.run.status import read_status
+from tests import warm
 from tests.e2e.atropos_runs import wait_for
 from tests.e2e.runs import COMMAND, Main, environment, write_reward, write_run
 from tests.ports import free_port
@@ -20,7 +21,7 @@ def start_trainer(config: Path, log: Path) -> subprocess.Popen:
     """What it says goes to ``log``."""
     with log.open("w") as output:
         command = [sys.executable, "-c", COMMAND, "train", str(config)]
-        return subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
+        return warm.Popen(command, env=environment(), stdout=output, stderr=output)
 
 
 def test_a_run_that_hangs_says_in_what_and_one_that_is_gone_in_what_it_was(tmp_path: Path, main: Main):

@@ -1,0 +1,28 @@
+"""What most commands of ours come to import, for processes that are forked."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+
+# As the command line has it before torch is loaded.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import transformers.models.qwen2.modeling_qwen2
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import lachesis.cli
+import lachesis.engines.embedded.server.app
+import lachesis.environments.shipped.arithmetic
+import lachesis.environments.shipped.gsm8k
+import lachesis.run.serve
+import lachesis.run.services
+import lachesis.run.train
+
+__all__ = ["AutoModelForCausalLM", "AutoTokenizer", "PreTrainedTokenizerFast", "lachesis", "transformers"]
+
+# The garbage collector writes into what it looks through, which then would be no longer shared.
+gc.freeze()
+# Libraries that are taken down at the end say at length what they have leaked.
+atexit.register(os._exit, 0)

@@ -1,0 +1,169 @@
+"""Commands of ours as processes that have their imports behind them: torch, transformers and peft take seconds each."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver as servers
+from multiprocessing import reduction
+from multiprocessing.process import current_process
+from types import ModuleType
+from typing import Any
+
+from tests.forkserver import forkserver
+
+_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+
+
+class Popen(subprocess.Popen):
+    """``subprocess.Popen`` of ``[sys.executable, "-c" or "-m", what, *arguments]``, which is forked by a server.
+
+    Environment, directory, arguments, streams, signals and exit are its own, and where its ``PYTHONPATH`` has another
+    ``lachesis``, that is imported. What differs: its parent is the server, and so is its command line.
+    """
+
+    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,
+                       env: Any, startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int,
+                       c2pread: int, c2pwrite: int, errread: int, errwrite: int, *rest: Any) -> None:  # fmt: skip
+        words = [os.fspath(word) for word in args]
+        assert words[0] == sys.executable and not (preexec_fn or pass_fds or shell or executable), words
+        streams = [_Stream(given if given >= 0 else own) for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        variables = dict(os.environ if env is None else env)
+        # A daemon, so that this process ends it and does not wait for it, should a test leave it behind.
+        self._forked = forkserver(["tests.imports"]).Process(
+            target=_become, args=(words[1:], variables, os.fspath(cwd or os.getcwd()), streams, rest[5]), daemon=True
+        )
+        self._forked.start()
+        assert self._forked.pid is not None
+        self.pid, self._child_created = self._forked.pid, True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forked.exitcode
+        return self.returncode
+
+    def _wait(self, timeout: float | None) -> int:
+        self._forked.join(timeout)
+        if self._internal_poll() is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+
+def run(command: Sequence[str | os.PathLike[str]], *, timeout: float, **options: Any) -> subprocess.CompletedProcess:
+    """``subprocess.run``, with what it writes captured as text."""
+    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+class _Stream:
+    """A file descriptor that goes to the other process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Callable[[Any], int], tuple[Any]]:
+        return _detach, (reduction.DupFd(self._descriptor),)
+
+
+def _detach(sent: Any) -> int:
+    return sent.detach()
+
+
+def _become(
+    words: Sequence[str], environment: Mapping[str, str], directory: str, streams: Sequence[int], session: bool
+) -> None:
+    """In the new process: be what ``python WORDS`` would be, to the end."""
+    atexit.unregister(os._exit)
+    current_process()._config["daemon"] = False
+    # Processes that this one starts are forked by the same server; Python's own would start another.
+    servers._forkserver.ensure_running = lambda: None
+    if session:
+        os.setsid()
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(directory)
+    unbuffered = "-u" in words[:1]
+    _take(streams, unbuffered=unbuffered or bool(environment.get("PYTHONUNBUFFERED")))
+    code = 1
+    try:
+        _look_in([directory, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))])
+        _execute(words[unbuffered:])
+        code = 0
+    except SystemExit as end:
+        code = _code(end)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.stderr.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:
+        traceback.print_exc()
+    _end(code)
+
+
+def _take(streams: Sequence[int], *, unbuffered: bool) -> None:
+    for number, (descriptor, (name, mode)) in enumerate(zip(streams, _STREAMS, strict=True)):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+        errors = "backslashreplace" if name == "stderr" else "strict"
+        stream = open(number, mode, encoding="utf-8", errors=errors, closefd=False)  # noqa: SIM115
+        if mode == "w" and (unbuffered or name == "stderr"):
+            stream.reconfigure(line_buffering=True, write_through=unbuffered)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _look_in(paths: Sequence[str]) -> None:
+    """Modules come from there first; what was imported of ours from elsewhere is forgotten."""
+    sys.path[:] = [*paths, *(path for path in sys.path if path not in paths)]
+    importlib.invalidate_caches()
+    known = importlib.import_module("lachesis").__file__ or ""
+    ours = [name for name in sys.modules if name.partition(".")[0] == "lachesis"]
+    kept = {name: sys.modules.pop(name) for name in ours}
+    spec = importlib.util.find_spec("lachesis")
+    if spec is not None and spec.origin == known:
+        sys.modules.update(kept)
+
+
+def _execute(words: Sequence[str]) -> None:
+    kind, what, *arguments = words
+    sys.argv = ["-c" if kind == "-c" else what, *arguments]
+    if kind == "-m":
+        runpy.run_module(what, run_name="__main__", alter_sys=True)
+        return
+    assert kind == "-c", words
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(what, "<string>", "exec"), main.__dict__)
+
+
+def _code(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return (end.code or 0) & 0xFF
+    sys.stderr.write(f"{end.code}\n")
+    return 1
+
+
+def _end(code: int) -> None:
+    """As an interpreter ends."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            code = code or 120
+    os._exit(code)
