@@ -103,6 +103,12 @@ VLLM = [
     Case("vllm", {"kind": "lora_restart", "every_steps": 3}, lora=True),
     Case("vllm", {"kind": "none", "every_steps": 3}, exact=False),
 ]
+# Once through, with two real servers of vLLM.
+TWO_VLLM = [
+    Case("vllm", {"kind": "broadcast"}, exact=False, two=True),
+    Case("vllm", {"kind": "lora_nccl"}, lora=True, two=True),
+    Case("vllm", {"kind": "lora_only"}, lora=True, two=True),
+]
 
 
 def configuration(case: Case, *, model: Path, directory: Path, urls: list[str]) -> LachesisConfig:

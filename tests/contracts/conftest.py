@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.contracts.servers import EMBEDDED_SERVER, TOKEN, Server, running
+from tests.contracts.servers import EMBEDDED_SERVER, TOKEN, Server, ServerFactory, running
 from tests.contracts.vllm_server import VLLM_SERVER, needs_vllm
 
 HERE = Path(__file__).parent
@@ -51,11 +52,15 @@ def embedded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
 
 @pytest.fixture(scope="session")
 def second_embedded_server(embedded_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Beside the first, with the same model and the same root."""
-    directory = tmp_path_factory.mktemp("second")
+    with _beside(embedded_server, EMBEDDED_SERVER, tmp_path_factory.mktemp("second")) as server:
+        yield server
+
+
+@contextmanager
+def _beside(first: Server, factory: ServerFactory, directory: Path) -> Iterator[Server]:
+    """A server of the same model and the same root."""
     log = directory / "server.log"
-    first = embedded_server
-    with EMBEDDED_SERVER.start(first.model, first.root, directory / "sessions", log) as url:
+    with factory.start(first.model, first.root, directory / "sessions", log) as url:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         with (
             httpx.Client(base_url=url, timeout=60, headers=headers, trust_env=False) as http,
@@ -67,6 +72,12 @@ def second_embedded_server(embedded_server: Server, tmp_path_factory: pytest.Tem
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with running(VLLM_SERVER, tmp_path_factory.mktemp("vllm")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def second_vllm_server(vllm_server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with _beside(vllm_server, VLLM_SERVER, tmp_path_factory.mktemp("second-vllm")) as server:
         yield server
 
 

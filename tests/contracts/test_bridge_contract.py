@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from tests.contracts.bridge_cases import (
     PROMPT,
     TINY,
     TOLERANCE,
+    TWO_VLLM,
     VLLM,
     Case,
     Live,
@@ -92,7 +94,15 @@ def live(
     request: pytest.FixtureRequest, models: dict[str, Path], environment: pytest.MonkeyPatch, tmp_path_factory
 ) -> Iterator[Live]:
     """The bridge of a case after its first synchronization."""
-    case: Case = request.param
+    with bridged(request.param, request, models, tmp_path_factory) as built:
+        yield built
+
+
+@contextmanager
+def bridged(
+    case: Case, request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Live]:
+    """The case's bridge after its first synchronization."""
     directory, model = tmp_path_factory.mktemp("run"), models[case.engine]
     servers: list[Server] = [request.getfixturevalue(name) for name in case.servers]
     for server in servers:
@@ -150,6 +160,21 @@ def test_three_updates_each_reach_the_engine_when_they_are_due(live: Live):
         assert report.canary_error is not None and 0 <= report.canary_error < TOLERANCE
         assert report.seconds > 0 and report.proof_seconds > 0
     assert live.served == 3
+
+
+@pytest.mark.parametrize("case", params(*TWO_VLLM))
+@pytest.mark.usefixtures("environment")
+def test_two_servers_of_vllm_take_each_update(
+    case: Case, request: pytest.FixtureRequest, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+):
+    with bridged(case, request, models, tmp_path_factory) as live:
+        for _ in range(2):
+            live.update()
+            check_engine(live)
+            for control in live.remote.controls:
+                reading = control.canary(CANARY, deadline=soon("one server's canary"))
+                assert reading.version == live.version
+                assert reading.logprobs == pytest.approx(live.policy.canary(CANARY), abs=TOLERANCE)
 
 
 def test_a_step_that_fails_transfers_nothing_and_generation_goes_on(live: Live):

@@ -35,11 +35,10 @@ from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
 from lachesis.transport.bridge_file import write_channel_file
 from lachesis.transport.channel import Channel
 from lachesis.transport.layout import ChannelBackend, ReceivedTensor
-from lachesis.transport.rendezvous import Aborted, Rendezvous, listen
+from lachesis.transport.rendezvous import Aborted, Rendezvous, address_towards, listen
 
 logger = logging.getLogger(__name__)
 
-ANY_LOCAL_PORT = "tcp://127.0.0.1:0"
 _POLL_S = 0.1
 # How long the side that did not fail first gets to say what it saw.
 _LAST_WORD_S = 5.0
@@ -90,7 +89,8 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         source: what travels, :func:`lora_source` or :func:`full_source`.
         backend: ``nccl`` between GPUs, ``ipc`` on one GPU, ``gloo`` on the CPU.
         device: the trainer's.
-        init_method: where the workers meet the trainer, "tcp://HOST:PORT"; a free local port by default.
+        init_method: where the workers meet the trainer, "tcp://HOST:PORT"; by default a free port of the address by
+            which this machine reaches the servers.
         directory: where ``nccl_bridge_config.json`` goes, as the run's.
     """
 
@@ -109,7 +109,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._backend: ChannelBackend = backend
         self._device = torch.device(device)
         self._directory = Path(directory)
-        self._init_method = init_method or ANY_LOCAL_PORT
+        self._init_method = init_method
         self._specs: tuple[ReceivedTensor, ...] = ()
         self._channel: Channel | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="lachesis-broadcast")
@@ -162,7 +162,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._specs = tuple(self._source.specs(self.policy))
         ranks, world_size = _ranks(self._infos(deadline))
         self._stop_receivers(deadline)
-        rendezvous = listen(self._init_method)
+        rendezvous = listen(self._init_method or f"tcp://{address_towards(self.engine.urls)}:0")
         cancel, made = threading.Event(), list[Channel]()
 
         def connect() -> Channel:

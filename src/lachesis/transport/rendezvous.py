@@ -10,6 +10,7 @@ died. The operating system closes a dead process's connections, and the others s
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import socket
 import struct
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
@@ -64,7 +65,41 @@ def listen(init_method: str) -> Rendezvous:
             f"Failed to setup NCCL bridge: the trainer cannot listen at {init_method} ({error.strerror or error})",
             remedy="name an address of the trainer's host and a port that is free (port 0 takes any)",
         ) from error
-    return Rendezvous(f"tcp://{host}:{listener.getsockname()[1]}", listener)
+    shown = f"[{host}]" if ":" in host else host
+    return Rendezvous(f"tcp://{shown}:{listener.getsockname()[1]}", listener)
+
+
+def address_towards(urls: Sequence[str]) -> str:
+    """This machine's address as servers at ``urls`` reach it: the local one where all of them are here.
+
+    Raises:
+        EngineError: a server's name is unknown, or no one address will do for all.
+    """
+    found = {_own_address(urlsplit(url)) for url in urls}
+    # Servers on this machine reach it by any of its addresses.
+    apart = {address for address in found if not ipaddress.ip_address(address).is_loopback} or found
+    if len(apart) == 1:
+        address = apart.pop()
+        return f"[{address}]" if ":" in address else address
+    raise EngineError(
+        f"the servers reach this machine by different addresses ({', '.join(sorted(apart))})",
+        remedy="set bridge.init_method to one that all of them can reach, as tcp://HOST:0",
+    )
+
+
+def _own_address(url: SplitResult) -> str:
+    """By which this machine would talk to the server; nothing is sent."""
+    port = url.port or (443 if url.scheme == "https" else 80)
+    try:
+        family, _, _, _, address = socket.getaddrinfo(url.hostname, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as unsent:
+            unsent.connect(address)
+            return str(unsent.getsockname()[0])
+    except OSError as error:
+        raise EngineError(
+            f"this machine has no way to the inference server at {url.netloc}: {error.strerror or error}",
+            remedy="correct engine.urls, or set bridge.init_method",
+        ) from error
 
 
 def parse_init_method(init_method: str) -> tuple[str, int]:

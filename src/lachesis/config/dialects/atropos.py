@@ -100,7 +100,7 @@ def _engine() -> Iterator[Entry]:
         "vllm-gpu", "engine.devices", "together", convert=devices, note="where the run starts the engine itself"
     )
     yield together("vllm-restart-interval", "bridge.every_steps", "3 there")
-    yield together("nccl-init-method", "bridge.init_method", "a free local port if unset")
+    yield together("nccl-init-method", "bridge.init_method", "a free port if unset")
     yield together("init-method", "bridge.init_method", "as --nccl-init-method if it is tcp://; env:// is torchrun's")
     yield together("nccl-sync-every-step", "bridge.every_steps", "true is 1")
     yield together("no-nccl-sync-every-step", "bridge.every_steps", "takes --vllm-restart-interval in its place")

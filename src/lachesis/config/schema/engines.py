@@ -177,7 +177,9 @@ class ChannelBridgeSection(BridgeSection):
 
     every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
     init_method: str | None = Field(
-        default=None, description="Where trainer and engine meet, tcp://HOST:PORT; a free local port if unset."
+        default=None,
+        description="Where trainer and engine meet, tcp://HOST:PORT; if unset a free port of the address by which "
+        "this machine reaches the engine.",
     )
     transport: Literal["auto", "nccl", "gloo", "ipc"] = Field(
         default="auto",

@@ -110,6 +110,11 @@ class HttpEngine(Engine):
                 time.sleep(pause_s)
 
     @property
+    def urls(self) -> tuple[str, ...]:
+        """The servers' addresses, in order."""
+        return tuple(control.url for control in self.controls)
+
+    @property
     def session_ids(self) -> tuple[str, ...]:
         """The servers' sessions, in the order of their addresses. Connects if need be."""
         if not self._sessions:

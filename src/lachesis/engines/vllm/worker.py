@@ -190,12 +190,12 @@ class WorkerWeights:
         parsed = ReceiverSpec.model_validate(spec)
         if self._receiver is not None:
             self._receiver.check_free()
-        if parsed.rank + self._tensor_parallel_size != parsed.world_size:
+        if parsed.rank + self._tensor_parallel_size > parsed.world_size:  # other servers' workers may come after ours
             raise Refused(
                 f"the channel has world_size {parsed.world_size} and starts at rank {parsed.rank} here, but this "
                 f"engine has {self._tensor_parallel_size} workers, each of which is a rank of its own",
                 status=422,
-                remedy=f"send world_size {parsed.rank + self._tensor_parallel_size}",
+                remedy=f"send a world_size of at least {parsed.rank + self._tensor_parallel_size}",
             )
         if parsed.backend != "gloo" and self._device.type != "cuda":
             raise Refused(f"this engine runs on the CPU, without {parsed.backend}", status=422, remedy="send gloo")
