@@ -1,11 +1,137 @@
 """Lachesis: a GRPO trainer for language models.
 
+What Python programs use is here by name, and loaded when it is asked for: ``lachesis.train``, ``lachesis.load``,
+``lachesis.parts`` and the classes and functions of :data:`__all__`; docs/python.md shows them.
+
 Its rooms, from the top down; each imports from those below it:
 cli, run, config, train, bridges, pipeline, rollouts, environments, engines, transport, api, metrics, web, common.
 """
 
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import lachesis.train as _train_room
 from lachesis.common.renamed import keep_old_names
 
+if TYPE_CHECKING:
+    from lachesis.bridges.base import Bridge
+    from lachesis.common.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        DeadlineExceeded,
+        DependencyError,
+        EngineError,
+        LachesisError,
+        ModelError,
+        RewardError,
+        StaleWeights,
+        TrainingError,
+    )
+    from lachesis.common.types import Completion, Group, Prompt, Sample, SamplingParams
+    from lachesis.engines.base import Engine
+    from lachesis.pipeline.feed import Feed
+    from lachesis.run.handle import Run
+    from lachesis.run.library import load, train
+    from lachesis.run.pieces import Pieces, parts
+    from lachesis.train.losses.advantage import assign_advantages, group_advantages
+    from lachesis.train.losses.loss import policy_loss
+    from lachesis.train.policy import Policy
+
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    "Bridge": "bridges.base",
+    "CheckpointError": "common.errors",
+    "Completion": "common.types",
+    "ConfigError": "common.errors",
+    "DataError": "common.errors",
+    "DeadlineExceeded": "common.errors",
+    "DependencyError": "common.errors",
+    "Engine": "engines.base",
+    "EngineError": "common.errors",
+    "Feed": "pipeline.feed",
+    "Group": "common.types",
+    "LachesisError": "common.errors",
+    "ModelError": "common.errors",
+    "Pieces": "run.pieces",
+    "Policy": "train.policy",
+    "Prompt": "common.types",
+    "RewardError": "common.errors",
+    "Run": "run.handle",
+    "Sample": "common.types",
+    "SamplingParams": "common.types",
+    "StaleWeights": "common.errors",
+    "TrainingError": "common.errors",
+    "assign_advantages": "train.losses.advantage",
+    "group_advantages": "train.losses.advantage",
+    "load": "run.library",
+    "parts": "run.pieces",
+    "policy_loss": "train.losses.loss",
+}
+
+__all__ = [
+    "Bridge",
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "DataError",
+    "DeadlineExceeded",
+    "DependencyError",
+    "Engine",
+    "EngineError",
+    "Feed",
+    "Group",
+    "LachesisError",
+    "ModelError",
+    "Pieces",
+    "Policy",
+    "Prompt",
+    "RewardError",
+    "Run",
+    "Sample",
+    "SamplingParams",
+    "StaleWeights",
+    "TrainingError",
+    "__version__",
+    "assign_advantages",
+    "group_advantages",
+    "load",
+    "parts",
+    "policy_loss",
+    "train",
+]
+
+
+class _TrainRoom(ModuleType):
+    """The room ``lachesis.train`` has the name of the function, so it is both: importing from it sets that name."""
+
+    def __call__(self, *args: Any, **keys: Any) -> Run:
+        return _loaded("run.library").train(*args, **keys)
+
+
+_train_room.__class__ = _TrainRoom  # pyright: ignore[reportAttributeAccessIssue]  # modules allow it
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'lachesis' has no attribute {name!r}")
+    return getattr(_loaded(_PUBLIC[name]), name)
+
+
+def _loaded(module: str) -> ModuleType:
+    # Read when torch is loaded, if that comes later: threads that spin while they wait for each other make small models
+    # several times slower as soon as anything else runs on the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return import_module(f"lachesis.{module}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 keep_old_names()

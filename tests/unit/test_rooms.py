@@ -60,7 +60,7 @@ def folders(path: Path) -> list[Path]:
 
 def test_the_rooms_are_the_folders():
     assert {entry.name for entry in folders(PACKAGE)} == set(ROOMS)
-    assert {entry.name for entry in PACKAGE.iterdir() if entry.is_file()} == {"__init__.py", "__main__.py"}
+    assert {entry.name for entry in PACKAGE.iterdir() if entry.is_file()} == {"__init__.py", "__main__.py", "py.typed"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

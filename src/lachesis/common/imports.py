@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from lachesis.common.errors import ConfigError, nearest
+from lachesis.common.given import given, is_given
 
 # Examples name the functions of this module; who has written it has others under the same names.
 _BUILT_IN = "grpo_code"
@@ -27,7 +28,7 @@ def load_function(spec: str, base_dir: Path | None = None) -> Callable[..., Any]
     Args:
         spec: ``package.module.function``, or ``FILE.py:FUNCTION`` with FILE relative to ``base_dir``.
             A module ``grpo_code`` that is nowhere to be found is this package's own, and so is a function that it
-            does not have.
+            does not have. A name that stands for an object (:mod:`lachesis.common.given`) is that object.
         base_dir: usually the directory of the configuration, the current one if unset; its modules win over
             installed ones of the same name while the import runs.
 
@@ -35,6 +36,8 @@ def load_function(spec: str, base_dir: Path | None = None) -> Callable[..., Any]
         ConfigError: the spec has neither form, the module cannot be found or imported, or it has no such
             function.
     """
+    if is_given(spec):
+        return given(spec)
     base_dir = (base_dir or Path()).resolve()
     if ":" in spec:
         file_name, _, attribute = spec.rpartition(":")

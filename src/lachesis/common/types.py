@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -144,6 +144,14 @@ class Group:
     def rewards(self) -> tuple[float | None, ...]:
         """The total reward of each sample."""
         return tuple(sample.reward for sample in self.samples)
+
+    def scored(self, rewards: Sequence[float | None]) -> Group:
+        """The group with a reward for each sample, in their order. Raises ValueError where the lengths differ."""
+        samples = tuple(
+            replace(sample, rewards=(reward,), reward=reward)
+            for sample, reward in zip(self.samples, rewards, strict=True)
+        )
+        return replace(self, samples=samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pydantic import ValidationError
 
@@ -57,19 +57,49 @@ def load_config(path: str | Path, *, overrides: Sequence[str] = (), processes: i
             with its key and line.
     """
     path = Path(path)
-    document = read_document(path)
-    base_dir, cwd = path.absolute().parent, Path.cwd()
+    return load_document(read_document(path), base_dir=path.absolute().parent, overrides=overrides, processes=processes)
+
+
+def load_document(
+    document: Document,
+    *,
+    base_dir: Path,
+    overrides: Sequence[str] = (),
+    processes: int | None = None,
+    keys: Mapping[str, Any] | None = None,
+    complete: bool = True,
+) -> LoadedConfig:
+    """As :func:`load_config`, of a document that is read; relative paths in it are those of ``base_dir``.
+
+    Args:
+        keys: canonical sections that are laid over what the document says, as it is or as it was translated.
+        complete: whether it has to say all that a run needs; else what the schema needs is enough.
+    """
+    cwd = Path.cwd()
     dialect = recognize(document.data)
     if dialect == "canonical":
+        lay_over(document.data, keys or {})
         apply_overrides(document, overrides)
-        return LoadedConfig(resolve_all(validate(document), base_dir=base_dir, cwd=cwd), base_dir)
+        return LoadedConfig(resolve_all(validate(document, complete=complete), base_dir=base_dir, cwd=cwd), base_dir)
     theirs = [override for override in overrides if _is_theirs(override, dialect)]
     apply_overrides(document, theirs)
     processes = processes if processes is not None else world_size(os.environ)
     translation = translate(document, dialect=dialect, processes=processes)
+    lay_over(translation.document.data, keys or {})
     apply_overrides(translation.document, [override for override in overrides if override not in theirs])
-    config = resolve_all(validate(translation.document), base_dir=base_dir, cwd=cwd, like_theirs=True)
+    config = validate(translation.document, complete=complete)
+    config = resolve_all(config, base_dir=base_dir, cwd=cwd, like_theirs=True)
     return LoadedConfig(config, base_dir, dialect=dialect, findings=tuple(translation.findings))
+
+
+def lay_over(data: dict[str, Any], keys: Mapping[str, Any]) -> None:
+    """Put ``keys`` into ``data``, section by section; what is no section replaces what was there."""
+    for name, value in keys.items():
+        below = data.get(name)
+        if isinstance(value, dict) and isinstance(below, dict):
+            lay_over(cast(dict[str, Any], below), cast(dict[str, Any], value))
+        else:
+            data[name] = value
 
 
 def load_argv(
@@ -102,13 +132,15 @@ def dump_config(config: LachesisConfig) -> str:
     return to_yaml(config.model_dump(mode="python"))
 
 
-def validate(document: Document) -> LachesisConfig:
+def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
     """Check a document against the schema, strictly: text is no number, a number is no text.
+
+    ``complete`` asks for all that a run needs: its length, and for the local source data and rewards.
 
     Raises:
         ConfigError: with everything that is wrong, a line each.
     """
-    problems = [*document.problems, *missing_problems(document)]
+    problems = [*document.problems, *(missing_problems(document) if complete else [])]
     # Through JSON, because only there strict validation takes a list for a tuple.
     text = json.dumps(_with_default_kinds(document.data))
     try:

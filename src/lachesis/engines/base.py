@@ -6,10 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
+from lachesis.common.types import (
+    CanaryReading,
+    Completion,
+    EngineHealth,
+    GenerationRequest,
+    Group,
+    Prompt,
+    Sample,
+    SamplingParams,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -36,6 +45,43 @@ class Engine(ABC):
             EngineError: the engine cannot serve (closed, paused, a prompt longer than its context).
             DeadlineExceeded: the deadline passed; nothing of the call is returned.
         """
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        n: int = 1,
+        max_tokens: int,
+        seed: int = 0,
+        timeout_s: float | None = None,
+        **params: Any,
+    ) -> list[Group]:
+        """``n`` completions of each prompt, as groups with neither texts nor rewards.
+
+        Args:
+            prompts: token ids.
+            seed: equal seeds give equal completions under equal weights.
+            timeout_s: longest wait; no limit if unset.
+            **params: further fields of :class:`SamplingParams`, such as ``temperature``.
+
+        Raises:
+            EngineError: as :meth:`generate`.
+            DeadlineExceeded: not all are there in time.
+        """
+        asked = SamplingParams(max_tokens=max_tokens, **params)
+        requests = [
+            GenerationRequest(prompt_ids=tuple(ids), params=asked, n=n, seed=(seed * len(prompts) + number) % 2**63)
+            for number, ids in enumerate(prompts)
+        ]
+        deadline = Deadline(f"sampling of {len(prompts)} prompts x {n} completions", timeout_s)
+        answers = self.generate(requests, deadline=deadline)
+        return [
+            Group(
+                prompt=Prompt(id=str(number), token_ids=request.prompt_ids, text=""),
+                samples=tuple(_sample(request, completion) for completion in answer),
+            )
+            for number, (request, answer) in enumerate(zip(requests, answers, strict=True))
+        ]
 
     @abstractmethod
     def canary(self, token_ids: Sequence[int]) -> CanaryReading:
@@ -64,6 +110,17 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give everything back. Idempotent; later calls of other methods raise EngineError."""
+
+
+def _sample(request: GenerationRequest, completion: Completion) -> Sample:
+    return Sample(
+        prompt_ids=request.prompt_ids,
+        completion_ids=completion.token_ids,
+        logprobs=completion.logprobs,
+        finish_reason=completion.finish_reason,
+        versions=completion.versions,
+        temperature=1.0 if request.params.greedy else request.params.temperature,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

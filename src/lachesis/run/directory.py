@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from lachesis.common.deadline import Wait, waits_now
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.common.files import write_atomic
@@ -27,6 +29,8 @@ logger = logging.getLogger("lachesis")
 # as a sign of life: seconds.
 _WORTH_NAMING_S = 1.0
 _SIGN_OF_LIFE_S = 30.0
+# A process with the run's id that began later than the run is another one, if by more than clocks are put right.
+CLOCK_SLACK_S = 60.0
 # Written by an engine for a run that is being built (engines.bridge_file, which loads torch): all that is left of one
 # that failed there.
 LEFT_BEHIND = "vllm_bridge_config.json"
@@ -193,18 +197,21 @@ def _refuse_running(run: RunDirectory) -> None:
     pid = run.state.get("pid")
     if run.state.get("status") not in ("starting", "running") or not isinstance(pid, int) or pid == os.getpid():
         return
-    if "lachesis" in _command_line(pid):
+    if run.state.get("host", socket.gethostname()) == socket.gethostname() and _is_alive(pid, run.state.get("began")):
         raise ConfigError(
             f"process {pid} is training in {run.path} right now", remedy="wait for it, or choose another run.name"
         )
 
 
-def _command_line(pid: int) -> str:
-    """What a process was started as; empty where there is none (a pid may belong to another program by now)."""
+def _is_alive(pid: int, began: float | None) -> bool:
+    """Whether the process that began a run is there: a pid may belong to another program by now, begun later."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
+        process = psutil.Process(pid)
+        if began is None:
+            return "lachesis" in " ".join(process.cmdline())
+        return process.create_time() <= began + CLOCK_SLACK_S
+    except (psutil.Error, ValueError, OverflowError):
+        return False
 
 
 def _read_state(path: Path) -> dict[str, Any]:

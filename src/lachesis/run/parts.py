@@ -137,7 +137,7 @@ def build_policy(
     length, loss = config.sampling.max_completion_length, config.algorithm.loss
     loaded = load_model(config.model, config.adapter, weights=weights, on_cpu=strategy.sharded)
     on_gpu = strategy.device(loaded.transformer).type == "cuda"
-    return make(
+    policy = make(
         loaded,
         strategy=strategy,
         optimizer_builder=partial(
@@ -153,6 +153,8 @@ def build_policy(
         compile_layers=config.model.compile == "on" or (config.model.compile == "auto" and on_gpu),
         custom_loss=load_custom_loss(loss, max_completion_length=length) if loss else None,
     )
+    policy.pack = partial(pack_batch, config=config, policy=policy)
+    return policy
 
 
 def build_atropos_feed(

@@ -20,6 +20,7 @@ from lachesis.common.run_files import run_paths
 from lachesis.common.types import Finding
 from lachesis.metrics.names import format_number, format_seconds
 from lachesis.metrics.sinks.jsonl import StepLine, read_metrics
+from lachesis.run.directory import CLOCK_SLACK_S
 
 RunState = Literal["loading", "running", "suspended", "finished", "stopped", "failed", "gone"]
 _GOING_ON = ("loading", "running")
@@ -38,8 +39,6 @@ SECONDS = {
 }
 # The expected remaining time is from the mean of so many steps.
 _RECENT_STEPS = 20
-# A process with the run's id that began later than the run is another one, if by more than clocks are put right.
-_CLOCK_SLACK_S = 60.0
 
 # A bool is no number here, and text none either.
 _STRICT = ConfigDict(strict=True)
@@ -222,7 +221,7 @@ def _condition(pid: int, *, began: float | None) -> Literal["alive", "suspended"
     """Of the process that has worked as ``pid`` since ``began``. A process of another program with its id is none."""
     try:
         process = psutil.Process(pid)
-        if began is not None and process.create_time() > began + _CLOCK_SLACK_S:
+        if began is not None and process.create_time() > began + CLOCK_SLACK_S:
             return "gone"
         status = process.status()
     except (psutil.NoSuchProcess, ValueError, OverflowError):  # the latter two: no number of a process

@@ -45,7 +45,7 @@ from lachesis.run.parts import (
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.sinks import build_sinks
 from lachesis.train.batch import Batch
-from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints, save_model
+from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints
 from lachesis.train.loop import Evaluation, Trainer
 from lachesis.train.policy import Policy
 
@@ -293,17 +293,11 @@ def run_to_end(
     seconds = time.perf_counter() - started
     finished = step >= total_steps(config)
     if finished and config.checkpoint.save_final:
-        save_policy(trainer.policy, run.files["final"])
+        trainer.policy.save(run.files["final"])
     hub.close()  # which also writes the report
     run.update(status="finished" if finished else "stopped", step=step)
     evaluations = read_metrics(run.files["metrics"]).evaluations
     return RunSummary(run.path, run.files["report"], step, finished, seconds, evaluations)
-
-
-def save_policy(policy: Policy, directory: Path) -> None:
-    """Save the model, or the adapter alone where it has one, and the tokenizer."""
-    weights = policy.weights(frozen=policy.model is policy.transformer) if policy.strategy.sharded else None
-    save_model(policy.model, policy.loaded.tokenizer, directory, weights=weights)
 
 
 @contextmanager

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lachesis.config.schema import AlgorithmConfig
-from lachesis.metrics.values import Max, Mean, MetricValue, Sum
-from lachesis.train.batch import Batch, MicroBatch, idle_micro_batch
+from lachesis.common.types import Group
+from lachesis.config.schema import AlgorithmConfig, BatchConfig
+from lachesis.metrics.values import Max, Mean, MetricValue, Sum, reduce_metrics
+from lachesis.train.batch import Batch, MicroBatch, idle_micro_batch, pack
 from lachesis.train.canary import CanaryReader
+from lachesis.train.checkpoint import save_model
 from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.custom import CustomLoss
@@ -23,6 +28,9 @@ from lachesis.train.model.forward import ForwardPlan, Packing, loss_token_logpro
 from lachesis.train.model.head import TokenLogprobs
 from lachesis.train.model.loading import LoadedModel
 from lachesis.train.optim.optimizer import PolicyOptimizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 OptimizerBuilder = Callable[[Sequence[tuple[str, torch.nn.Parameter]]], PolicyOptimizer]
 """Makes the optimizer over the parameters that are trained."""
@@ -99,11 +107,59 @@ class Policy:
         # Whoever else computes with these modules, as an engine that generates ahead does from a thread of its own,
         # waits meanwhile: training mode, float8 and an adapter that is switched off are states of the modules.
         self.alone: Callable[[], AbstractContextManager[object]] = nullcontext
+        # How groups become a batch: whoever knows the batch section sets it.
+        self.pack: Callable[[Sequence[Group]], Batch] = partial(
+            pack, max_tokens=BatchConfig().max_tokens_per_microbatch, share_prompts=self.plan.packed
+        )
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's own."""
+        return self.loaded.tokenizer
 
     @property
     def ignores_zero_advantage(self) -> bool:
         """Whether leaving out rows whose advantage is 0 changes nothing; a custom loss may do anything with them."""
         return self.options.ignores_zero_advantage and self.custom_loss is None
+
+    def forward_backward(self, groups: Sequence[Group]) -> dict[str, float]:
+        """As :meth:`accumulate`, of groups whose advantages are set; the metrics as numbers.
+
+        Raises:
+            TrainingError: no sample has a token to learn from.
+        """
+        return reduce_metrics(self.accumulate(self.pack(groups)))
+
+    def logprobs(self, groups: Sequence[Group]) -> list[list[Tensor]]:
+        """Of all completion tokens of each sample of each group, under the weights of now: float [tokens], on the CPU.
+
+        They are those of log-softmax(logits / temperature) with the sample's temperature, as the loss takes them.
+
+        Raises:
+            TrainingError: no sample has a token.
+        """
+        numbered = _numbered(groups)
+        packed = self.pack(numbered)
+        fresh = [
+            replace(micro, old_logprobs=torch.full_like(micro.old_logprobs, torch.nan))
+            for micro in packed.micro_batches
+        ]
+        found: dict[int, Tensor] = {}
+        for micro in self.recompute_logprobs(replace(packed, micro_batches=tuple(fresh))).micro_batches:
+            for row, number in enumerate(micro.advantages.tolist()):
+                found[int(number)] = micro.old_logprobs[micro.row == row]
+        return [
+            [found.get(int(sample.advantage or 0), torch.empty(0)) for sample in group.samples] for group in numbered
+        ]
+
+    def save(self, directory: str | Path) -> None:
+        """Save the model where transformers loads it from, or the adapter where peft does, with the tokenizer.
+
+        Raises:
+            CheckpointError: the disk is full, or the directory holds something else.
+        """
+        weights = self.weights(frozen=self.model is self.transformer) if self.strategy.sharded else None
+        save_model(self.model, self.tokenizer, Path(directory), weights=weights)
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
         """Forward and backward over all micro-batches; gradients add up, nothing is updated.
@@ -295,6 +351,25 @@ class Policy:
 
     def _scores(self, micro: MicroBatch) -> TokenLogprobs:
         return loss_token_logprobs(self.transformer, micro, plan=self.plan)
+
+
+def _numbered(groups: Sequence[Group]) -> list[Group]:
+    """The groups with every token counted, and each sample's number, from 1, in the place of its advantage.
+
+    The number is how a packed row is found again: packing changes the order, and puts equal completions together.
+    """
+    number = count(1)
+    return [
+        replace(
+            group,
+            replaces=None,
+            samples=tuple(
+                replace(sample, mask=None, finish_reason="stop", token_advantages=None, advantage=float(next(number)))
+                for sample in group.samples
+            ),
+        )
+        for group in groups
+    ]
 
 
 def _fetch(parts: Sequence[dict[str, Tensor]]) -> dict[str, MetricValue]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lachesis.common.errors import DataError
+from lachesis.common.given import given, is_given
 from lachesis.common.types import Prompt
 from lachesis.rollouts.datasets.formats import Format, Problem, detect_format, to_problems
 from lachesis.rollouts.datasets.prepared import Prepared, key_of, load_prepared, save_prepared, tokenizer_digest
@@ -26,6 +27,7 @@ from lachesis.rollouts.datasets.rows import (
     read_bytes,
     read_file,
     read_library,
+    read_object,
     select,
 )
 from lachesis.rollouts.datasets.stream import FOLLOW_UP
@@ -131,7 +133,10 @@ def load_problems(
 
 
 def read_rows(dataset: Dataset) -> tuple[list[Row], str]:
-    """The rows of a dataset as they are, and a digest of their content. Raises DataError."""
+    """The rows of a dataset as they are, and a digest of their content. Raises DataError, ConfigError."""
+    if is_given(dataset.path):
+        rows, digest = read_object(given(dataset.path), name=dataset.path.rpartition(".")[2])
+        return aligned(select(rows, dataset.split, Path(dataset.path))), digest
     path = Path(dataset.path).expanduser()
     if path.is_dir() or is_hub_name(dataset.path):
         rows, digest = read_library(dataset.path, name=dataset.name, split=dataset.split)

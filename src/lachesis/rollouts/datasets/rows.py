@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -243,6 +245,46 @@ def read_library(path: str, *, name: str | None, split: str) -> tuple[list[Row],
         raise DataError(f"the split {split!r} of the dataset {path} is empty", remedy="name another split")
     rows = [Row(f"{path} ({split}), row {number}", record) for number, record in enumerate(records, start=1)]
     return rows, str(loaded._fingerprint)
+
+
+def read_object(value: Any, *, name: str) -> tuple[list[Row], str]:
+    """Rows of a dataset that is an object here, and a digest of their content.
+
+    Args:
+        value: a list of dictionaries, a ``datasets.Dataset``, or a pandas ``DataFrame``, whose NaN are ``None``.
+        name: what messages call it.
+
+    Raises:
+        DataError: it is something else, or empty.
+    """
+    records = _records(value)
+    if not isinstance(records, list | tuple):
+        raise DataError(
+            f"{name} is {describe_type(value)}, no dataset",
+            remedy="give a list of dictionaries, a datasets.Dataset (one split of it), a DataFrame, or a path",
+        )
+    if not records:
+        raise DataError(f"{name} is empty", remedy="give at least one problem")
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, Mapping):
+            raise DataError(
+                f"{name}, row {number}: {describe_type(record)}, not a dictionary", remedy=f"give rows {_EXAMPLE}"
+            )
+    rows = [Row(f"{name}, row {number}", dict(record)) for number, record in enumerate(records, start=1)]
+    content = json.dumps([dict(record) for record in records], sort_keys=True, default=repr)
+    return rows, hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _records(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return value
+    if hasattr(value, "iloc"):  # pandas writes NaN for a missing cell, whatever the column holds
+        return [
+            {name: None if isinstance(cell, float) and math.isnan(cell) else cell for name, cell in record.items()}
+            for record in value.to_dict("records")
+        ]
+    to_list = getattr(value, "to_list", None)
+    return to_list() if callable(to_list) else value
 
 
 def select(rows: Sequence[Row], split: str, path: Path) -> list[Row]:

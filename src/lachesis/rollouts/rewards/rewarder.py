@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 from lachesis.common.errors import ConfigError, RewardError
+from lachesis.common.given import is_given
 from lachesis.common.imports import load_function
 from lachesis.common.threads import CallThread
 from lachesis.common.types import Group, Sample
@@ -105,6 +106,12 @@ def load_reward(
         model = RewardModel(path, device=model_device, batch_size=model_batch_size)
         return NamedReward(Path(path).name, model)
     name = spec.replace(":", ".").rpartition(".")[2]
+    if num_workers and is_given(spec):
+        raise ConfigError(
+            f"rewards.num_workers is {num_workers}, and {name} is a function of this program, which other processes "
+            "cannot import",
+            remedy=f"write it in a file and name that (FILE.py:{name}), or leave rewards.num_workers out",
+        )
     return NamedReward(name, ImportPath(spec, base_dir) if num_workers else load_function(spec, base_dir))
 
 

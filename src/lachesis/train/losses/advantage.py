@@ -46,8 +46,11 @@ def advantage_function(algorithm: AlgorithmConfig, *, weights: Sequence[float] |
     return compute
 
 
-def assign_advantages(groups: Sequence[Group], *, compute: AdvantageFunction) -> list[Group]:
+def assign_advantages(groups: Sequence[Group], *, compute: AdvantageFunction | None = None) -> list[Group]:
     """Set every sample's advantage from the rewards of all groups, which some normalizations need at once.
+
+    Args:
+        compute: from rewards to advantages; if unset GRPO's, of the unweighted sum of rewards.
 
     Raises:
         RewardError: no sample has any reward.
@@ -58,6 +61,7 @@ def assign_advantages(groups: Sequence[Group], *, compute: AdvantageFunction) ->
             f"every reward function abstained on all {len(rewards)} completions of this step",
             remedy="let at least one function judge, or train on more prompts a step (batch.prompts_per_step)",
         )
+    compute = compute or advantage_function(AlgorithmConfig(), weights=None)
     number = [i for i, group in enumerate(groups) for _ in group.samples]
     advantages = iter([value for _, value in zip(number, compute(rewards, number), strict=True)])
     return [

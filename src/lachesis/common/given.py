@@ -1,0 +1,75 @@
+"""Objects of the program that calls us, in the place of what a configuration names: functions and datasets.
+
+A configuration holds text. An object gets a name, ``given.CALL.NAME``, which stands in the configuration for it as long
+as the :class:`Given` that :func:`give` returned is kept, in this process.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+from lachesis.common.errors import ConfigError
+
+_SPEC = re.compile(r"given\.call\d+\.\w+")
+_calls = count(1)
+
+
+class Given:
+    """An object under its name; it is forgotten with this record."""
+
+    __slots__ = ("__weakref__", "spec", "value")
+
+    def __init__(self, spec: str, value: Any) -> None:
+        self.spec = spec
+        self.value = value
+
+
+_KNOWN: WeakValueDictionary[str, Given] = WeakValueDictionary()
+
+
+class Giving:
+    """The objects of one call: equal names in two calls are two objects."""
+
+    def __init__(self) -> None:
+        self._call = f"given.call{next(_calls)}"
+        self.kept: list[Given] = []
+
+    def give(self, name: str, value: Any) -> str:
+        """What to write in place of ``value``; the same for the same object."""
+        for known in self.kept:
+            if known.value is value:
+                return known.spec
+        plain = re.sub(r"\W", "", name) or "object"
+        taken = {known.spec for known in self.kept}
+        spec = f"{self._call}.{plain}"
+        for number in count(2):
+            if spec not in taken:
+                break
+            spec = f"{self._call}.{plain}_{number}"
+        given = Given(spec, value)
+        _KNOWN[given.spec] = given
+        self.kept.append(given)
+        return given.spec
+
+
+def is_given(spec: str) -> bool:
+    """Whether a name stands for an object."""
+    return _SPEC.fullmatch(spec) is not None
+
+
+def given(spec: str) -> Any:
+    """The object.
+
+    Raises:
+        ConfigError: it was given in another process, or its run is no more.
+    """
+    found = _KNOWN.get(spec)
+    if found is None:
+        raise ConfigError(
+            f"{spec!r} is an object that a Python program gave, and this process has not got it",
+            remedy="give it again from Python (lachesis.load), or write it in a file and name that file",
+        )
+    return found.value

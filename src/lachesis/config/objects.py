@@ -1,0 +1,127 @@
+"""A configuration from Python: the keys of the YAML, with functions and datasets as objects in their values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from lachesis.common.errors import ConfigError
+from lachesis.common.given import Given, Giving
+from lachesis.common.run_files import run_paths
+from lachesis.config.document import Document, Place, describe, dotted, read_document
+from lachesis.config.load import LoadedConfig, lay_over, load_document
+from lachesis.config.schema import LachesisConfig
+
+# What may be given as it is, in place of its section: the section's key for it.
+_SHORT = {"model": "path", "data": "path", "rewards": "functions"}
+_DATASETS = {"path", "eval_path"}
+# What the errors call keys that are in no file.
+_NAME = "the keys given from Python"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenConfig:
+    """A configuration, and the objects that it names, which are there as long as ``given`` is kept."""
+
+    loaded: LoadedConfig
+    given: tuple[Given, ...]
+
+
+def load_objects(
+    config: str | Path | Mapping[str, Any] | None, keys: Mapping[str, Any], *, complete: bool = True
+) -> GivenConfig:
+    """Read a configuration from a file or a mapping, lay ``keys`` over it, and check it as a file is checked.
+
+    Args:
+        config: a YAML file in any dialect, the directory of a run (its config.yaml), or a mapping of the same keys;
+            ``None`` where ``keys`` are all. Paths in a file are relative to it, others to the current directory.
+        keys: sections of the canonical tree, or ``"section.key"``. ``model`` and ``data`` may be the path alone,
+            ``rewards`` the functions alone. Where a path to data or the name of a function belongs, the object may
+            stand. Keys of another trainer's are taken where ``config`` is in that trainer's.
+        complete: whether a run has to be possible with it.
+
+    Raises:
+        ConfigError: as :func:`lachesis.config.load.load_config`, or a value is an object that no key takes.
+    """
+    giving = Giving()
+    document, base_dir = _document(config, giving)
+    laid = _plain_keys(keys, document, giving)
+    ours = {name: value for name, value in laid.items() if name in LachesisConfig.model_fields}
+    lay_over(document.data, {name: value for name, value in laid.items() if name not in ours})
+    if not complete:
+        ours.setdefault("run", {})  # all of it has a default but the length
+    if not document.data:
+        document.data = ours
+    return GivenConfig(load_document(document, base_dir=base_dir, keys=ours, complete=complete), tuple(giving.kept))
+
+
+def _document(config: str | Path | Mapping[str, Any] | None, giving: Giving) -> tuple[Document, Path]:
+    if config is None:
+        return Document(_NAME, {}), Path.cwd()
+    if isinstance(config, Mapping):
+        document = Document(_NAME, {})
+        document.data = _plain_keys(config, document, giving)
+        return document, Path.cwd()
+    path = Path(config)
+    if path.is_dir():
+        path = run_paths(path)["config"]
+    return read_document(path), path.absolute().parent
+
+
+def _plain_keys(keys: Mapping[str, Any], document: Document, giving: Giving) -> dict[str, Any]:
+    """The keys as plain data; objects are named. What cannot be is added to the document's problems."""
+    data: dict[str, Any] = {}
+    for name, value in keys.items():
+        parts = tuple(name.split("."))
+        if len(parts) == 1 and name in _SHORT and not isinstance(value, Mapping):
+            parts = (name, _SHORT[name])
+            value = _listed(value) if name == "rewards" else value
+        plain: Any = _plain(value, parts, document, giving)
+        for part in reversed(parts):
+            plain = {part: plain}
+        lay_over(data, plain)
+    return data
+
+
+def _listed(value: Any) -> Any:
+    return cast(Any, value) if isinstance(value, list | tuple) else [value]
+
+
+def _plain(value: Any, place: Place, document: Document, giving: Giving) -> Any:
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if place[0] in ("data", "datasets") and place[-1] in _DATASETS:
+        return giving.give("data" if place[-1] == "path" else "eval_data", value)
+    if isinstance(value, Mapping):
+        entries = cast(Mapping[object, Any], value)
+        return {str(key): _plain(item, (*place, str(key)), document, giving) for key, item in entries.items()}
+    if isinstance(value, list | tuple | set | frozenset | range):
+        items = cast("list[Any]", list(value))  # pyright: ignore[reportUnknownArgumentType]
+        return [_plain(item, (*place, index), document, giving) for index, item in enumerate(items)]
+    if callable(value):
+        return giving.give(str(getattr(value, "__name__", type(value).__name__)), value)
+    if getattr(value, "ndim", None) == 0:  # a number of numpy's or torch's
+        return value.item()
+    document.problems.append(f"{dotted(place)}: {describe(value)} ({type(value).__name__}) is nothing that a key takes")
+    return None
+
+
+def require_steps(config: LachesisConfig) -> LachesisConfig:
+    """The configuration with a number of steps, for those who write the loop themselves and count their own.
+
+    Raises:
+        ConfigError: the learning rate depends on the number of steps, and there is none.
+    """
+    run, optimizer = config.run, config.optimizer
+    if run.steps is not None:
+        return config
+    if optimizer.schedule != "constant" or optimizer.warmup_ratio:
+        raise ConfigError(
+            f"optimizer.schedule is {optimizer.schedule}, which needs to know how many steps there will be",
+            remedy='give run={"steps": ...}, or optimizer.schedule: constant without a warmup_ratio',
+        )
+    return config.model_copy(update={"run": run.model_copy(update={"steps": max(1, optimizer.warmup_steps)})})

@@ -1,0 +1,151 @@
+"""The parts of a run for those who write the loop themselves: policy, engine, bridge, and the feed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lachesis.bridges.base import Bridge
+from lachesis.common.errors import ConfigError
+from lachesis.common.given import Given
+from lachesis.config.objects import load_objects, require_steps
+from lachesis.config.rules import check
+from lachesis.config.schema import LachesisConfig
+from lachesis.engines.base import Engine
+from lachesis.pipeline.feed import Feed
+from lachesis.run.directory import RunDirectory
+from lachesis.run.engine import build_engine_side, unclaimed_on_error
+from lachesis.run.library import RewardArgument
+from lachesis.run.parts import build_policy, set_up
+from lachesis.run.train import build_parts, run_place, seed_everything
+from lachesis.train.batch import Batch
+from lachesis.train.policy import Policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pieces:
+    """What a loop is made of; ``close`` it, or use it in a ``with`` block.
+
+    ``feed`` gives packed batches of scored groups; it is there where the configuration has data and rewards, or
+    environments.
+    """
+
+    config: LachesisConfig
+    policy: Policy
+    engine: Engine
+    bridge: Bridge[Policy]
+    feed: Feed[Batch] | None
+    _closing: ExitStack = field(repr=False)
+    _given: tuple[Given, ...] = field(repr=False)
+
+    def close(self) -> None:
+        """Stop the engine and whatever else was started. Idempotent."""
+        self._closing.close()
+
+    def __enter__(self) -> Pieces:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def parts(
+    config: str | Path | Mapping[str, Any] | None = None,
+    *,
+    model: str | Path | Mapping[str, Any] | None = None,
+    data: Any = None,
+    rewards: RewardArgument | None = None,
+    **keys: Any,
+) -> Pieces:
+    """The policy with its engine and the bridge between them, built as a configuration says; nothing trains yet.
+
+    No run directory is made: what is measured and kept is up to the loop. With a learning rate that does not depend on
+    the number of steps, ``run.steps`` may be left out.
+
+    Args:
+        config, model, data, rewards, **keys: as :func:`lachesis.train`; ``data`` and ``rewards`` for a feed.
+
+    Raises:
+        ConfigError: the keys are wrong, as in a file, or only one of data and rewards is there.
+        LachesisError: another of its subclasses, where a part cannot be built.
+    """
+    short = {"model": model, "data": data, "rewards": rewards}
+    found = load_objects(
+        config, {name: value for name, value in short.items() if value is not None} | keys, complete=False
+    )
+    feeds = _feeds(found.loaded.config)
+    built = found.loaded.config if feeds and found.loaded.config.run.epochs else require_steps(found.loaded.config)
+    check(built)
+    seed_everything(built.run.seed)
+    set_up(built)
+    with ExitStack() as closing:
+        build = _with_feed if feeds else _without_feed
+        return build(built, closing=closing, given=found.given)
+
+
+def _feeds(config: LachesisConfig) -> bool:
+    """Whether there is a source of groups. Raises ConfigError where there is half of one."""
+    if config.source.kind == "atropos":
+        return True
+    has_data, has_rewards = config.data.path is not None, bool(config.rewards.functions)
+    if has_data != has_rewards:
+        there, missing = ("data", "rewards") if has_data else ("rewards", "data")
+        raise ConfigError(
+            f"{there} without {missing}: a feed needs both",
+            remedy=f"give {missing} as well, or leave {there} out and make the groups in the loop",
+        )
+    return has_data
+
+
+def _directory(config: LachesisConfig) -> RunDirectory:
+    """Where servers and bridges that save exchange files with this process."""
+    run = RunDirectory(Path(config.run.dir) / config.run.name)
+    if config.engine.place != "trainer":
+        run.path.mkdir(parents=True, exist_ok=True)
+    return run
+
+
+def _with_feed(config: LachesisConfig, *, closing: ExitStack, given: Sequence[Given]) -> Pieces:
+    config, built = build_parts(
+        config,
+        run=_directory(config),
+        closing=closing,
+        stop_requested=lambda: False,
+        companions=None,
+        leadership=None,
+    )
+    return _pieces(config, built.policy, built.side.bridge, built.feed, closing=closing, given=given)
+
+
+def _without_feed(config: LachesisConfig, *, closing: ExitStack, given: Sequence[Given]) -> Pieces:
+    place = run_place(_directory(config))
+    with unclaimed_on_error(config, owner=place.owner, claimed_before=False):
+        side = build_engine_side(config, place=place)
+        closing.callback(side.close)
+        policy = side.bridge.prepare(partial(build_policy, config, weights=side.weights))
+    return _pieces(config, policy, side.bridge, None, closing=closing, given=given)
+
+
+def _pieces(
+    config: LachesisConfig,
+    policy: Policy,
+    bridge: Bridge[Policy],
+    feed: Feed[Batch] | None,
+    *,
+    closing: ExitStack,
+    given: Sequence[Given],
+) -> Pieces:
+    return Pieces(
+        config=config,
+        policy=policy,
+        engine=bridge.engine,
+        bridge=bridge,
+        feed=feed,
+        _closing=closing.pop_all(),
+        _given=tuple(given),
+    )

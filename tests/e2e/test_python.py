@@ -1,0 +1,181 @@
+"""Training from Python: the page's own code, the example's loop, and a run in the background."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import threading
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import datasets
+import pandas
+import pytest
+
+import lachesis
+from lachesis.cli.doctor import write_proof
+from tests.e2e.test_quickstart import load
+from tests.paths import EXAMPLES, ROOT
+from tests.waiting import LONG_S
+
+ROWS = [{"prompt": f"{a}{b}", "answer": "aaaaa"} for a in "abcd" for b in "abcd"]
+
+
+def share_of_a(completions: list[Any], **columns: Any) -> list[float]:
+    texts = [completion[0]["content"] for completion in completions]
+    return [text.count("a") / max(len(text), 1) for text in texts]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory to work in, with a model in it."""
+    write_proof(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def keys(model: Path) -> dict[str, Any]:
+    """A run of three short steps."""
+    return {
+        "model": model,
+        "data": ROWS,
+        "rewards": [share_of_a],
+        "run": {"steps": 3},
+        "sampling": {"num_generations": 4, "max_completion_length": 6},
+        "batch": {"prompts_per_step": 8},
+        "optimizer": {"learning_rate": 3e-3},
+        "checkpoint": {"save_final": False},
+    }
+
+
+def test_the_code_of_the_page_runs(model: Path):
+    page = (ROOT / "docs" / "python.md").read_text()
+    names: dict[str, Any] = {}
+    for code in re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL):
+        exec(compile(code.replace("Qwen/Qwen2.5-0.5B-Instruct", str(model)), "docs/python.md", "exec"), names)
+    assert names["run"].directory == Path("runs/first").absolute()
+    assert len(names["run"].metrics) == 3
+    assert (model.parent / "after-one-step" / "config.json").is_file()
+    assert names["now"].shape == (len(names["groups"][0].samples[0].completion_ids),)
+
+
+def test_the_loop_of_the_example_learns(model: Path):
+    means = load("loop", EXAMPLES).train(str(model), ROWS, steps=12, learning_rate=5e-3)
+    assert len(means) == 12
+    assert fmean(means[-3:]) - fmean(means[:3]) > 0.15
+    assert (model.parent / "loop-model" / "model.safetensors").is_file()
+
+
+def test_where_an_event_loop_runs(keys: dict[str, Any]):
+    async def cell() -> lachesis.Run:
+        ticks = 0
+
+        async def others() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.001)
+                ticks += 1
+
+        beside = asyncio.ensure_future(others())
+        run = lachesis.train(**keys | {"data": datasets.Dataset.from_list(ROWS)})
+        summary = await run
+        beside.cancel()
+        assert summary.finished
+        assert ticks > 3, "the loop went on meanwhile"
+        return run
+
+    run = asyncio.run(cell())
+    assert run.done
+    assert run.error is None
+    assert run.status.state == "finished"
+    assert list(run.metrics["step"]) == [1, 2, 3]
+    assert set(run.rollouts) >= {"step", "prompt", "completion", "reward", "advantage", "reward/share_of_a"}
+    assert len(run.rollouts) == 3 * 8 * 4
+    assert run.report.is_file()
+    with pytest.raises(lachesis.DataError, match="save_final is off"):
+        _ = run.model
+
+
+def test_one_that_is_stopped_is_gone_on_with(keys: dict[str, Any]):
+    asked = threading.Event()
+
+    def slow(completions: list[Any], **columns: Any) -> list[float]:
+        asked.set()
+        return share_of_a(completions)
+
+    frame = pandas.DataFrame(ROWS)
+    keys |= {"data": frame, "rewards": slow, "run": {"steps": 500}, "checkpoint": {"every_steps": 500}}
+    run = lachesis.train(**keys)
+    assert asked.wait(LONG_S)
+    with pytest.raises(lachesis.ConfigError, match="this process is training already"):
+        lachesis.train(**keys | {"run": {"name": "other", "steps": 1}})
+    with pytest.raises(lachesis.DeadlineExceeded, match=r"goes on after 0\.01 s"):
+        run.wait(0.01)
+    run.stop()
+    stopped = run.wait(LONG_S)
+    assert not stopped.finished
+    assert repr(run).endswith(f"stopped, step {stopped.steps} of 500>")
+    with pytest.raises(
+        lachesis.ConfigError, match=r"holds a run already .* resume=True, start anew with overwrite=True"
+    ):
+        lachesis.train(**keys)
+    again = lachesis.load(run.directory, data=frame, rewards=slow, run={"steps": stopped.steps + 2})
+    assert again.start(resume=True).wait(LONG_S).steps == stopped.steps + 2
+
+
+def test_what_goes_wrong_is_ours_and_raised_by_who_waits(keys: dict[str, Any], caplog: pytest.LogCaptureFixture):
+    def broken(completions: list[Any], **columns: Any) -> list[float]:
+        raise KeyError("answr")
+
+    with caplog.at_level(logging.ERROR):
+        run = lachesis.train(**keys | {"rewards": broken})
+        with pytest.raises(lachesis.RewardError, match="reward function 'broken' raised KeyError: 'answr'"):
+            run.wait(LONG_S)
+    assert isinstance(run.error, lachesis.RewardError)
+    assert "answr" in caplog.text
+    with (
+        pytest.raises(RuntimeError, match="of the block"),
+        lachesis.train(**keys | {"run": {"steps": 900}}, overwrite=True),
+    ):
+        raise RuntimeError("of the block")
+    with pytest.raises(lachesis.ConfigError, match="was not started by this handle"):
+        lachesis.load(**keys).wait()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "data is empty"),
+        ([1], "data, row 1: a number, not a dictionary"),
+        ({"path": object()}, "data is a object, no dataset"),
+    ],
+)
+def test_what_is_no_dataset(keys: dict[str, Any], data: Any, message: str):
+    with pytest.raises(lachesis.DataError, match=message):
+        lachesis.train(**keys | {"data": data}).wait(LONG_S)
+
+
+def test_functions_that_other_processes_are_to_run(keys: dict[str, Any]):
+    run = lachesis.train(**keys | {"rewards": {"functions": [share_of_a], "num_workers": 1}})
+    with pytest.raises(lachesis.ConfigError, match="share_of_a is a function of this program, which other processes"):
+        run.wait(LONG_S)
+
+
+def test_half_a_feed_is_refused(model: Path):
+    with pytest.raises(lachesis.ConfigError, match="data without rewards"):
+        lachesis.parts(model=model, data=ROWS)
+
+
+def test_logprobs_are_those_of_sampling(model: Path):
+    with lachesis.parts(model=model) as parts:
+        parts.bridge.sync(0)
+        prompts = [parts.policy.tokenizer.encode(row["prompt"]) for row in ROWS[:3]]
+        groups = parts.engine.sample(prompts, n=5, max_tokens=3, seed=4, temperature=0.7)
+        assert groups == parts.engine.sample(prompts, n=5, max_tokens=3, seed=4, temperature=0.7)
+        found = parts.policy.logprobs(groups)
+    for group, logprobs in zip(groups, found, strict=True):
+        for sample, own in zip(group.samples, logprobs, strict=True):
+            assert own.tolist() == pytest.approx(sample.logprobs, abs=1e-4)
