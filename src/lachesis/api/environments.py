@@ -16,7 +16,10 @@ _SMOOTHING = 0.05
 
 @dataclass(slots=True)
 class Environment:
-    """One registration. ``last_seen`` and ``last_post`` are seconds on the server's monotonic clock."""
+    """One registration. ``last_seen`` and ``last_post`` are seconds on the server's monotonic clock.
+
+    ``reason`` is what ended one that has left, where it said so.
+    """
 
     id: int
     name: str
@@ -24,6 +27,7 @@ class Environment:
     last_seen: float
     last_post: float
     connected: bool = True
+    reason: str = ""
     groups: int = 0
     tokens: int = 0
     set_aside: int = 0
@@ -75,6 +79,11 @@ class Environments:
     def present(self, now: float) -> list[Environment]:
         """Those that count."""
         return [env for env in self._all if env.connected and now - env.last_seen <= self._timeout_s]
+
+    def ended(self) -> str:
+        """Why the one that came last has left; empty unless it said so."""
+        last = self._all[-1] if self._all else None
+        return "" if last is None or last.connected or not last.reason else f"{last.name} ended: {last.reason}"
 
     def demand(self, batch_size: int, now: float) -> Demand:
         """What the next batch owes to whom, and which group sizes may still arrive."""

@@ -26,8 +26,10 @@ from lachesis.api.wire import (
     Acknowledgement,
     EnvIdentifier,
     EnvRegistration,
+    Goodbye,
     Refusal,
     Registration,
+    TrainerIdentifier,
     parse_group,
     parse_groups,
     parse_record,
@@ -77,6 +79,7 @@ class Endpoints:
             ("POST", "/scored_data_list", self.scored_data_list),
             ("GET", "/batch", self.batch),
             ("POST", "/batch/ack", self.acknowledge),
+            ("POST", "/disconnect", self.disconnect),
             ("GET", "/latest_example", self.latest_example),
             ("GET", "/reset_data", self.reset_data),
             ("GET", "/set_aside", self.set_aside),
@@ -152,6 +155,11 @@ class Endpoints:
         asked = parse_record(Acknowledgement, (await self._body(request)).content)
         return reply_with(self._apply(lambda: self.state.acknowledge(asked.uuid, asked.batch_ids)))
 
+    async def disconnect(self, request: Request) -> Response:
+        asked = parse_record(TrainerIdentifier, (await self._body(request)).content)
+        self._apply(lambda: (None, self.state.forget_trainer(asked.uuid)))
+        return reply_with({"status": "success"})
+
     # -- the protocol: environments
 
     async def register_env(self, request: Request) -> Response:
@@ -163,8 +171,8 @@ class Endpoints:
         return reply_with(self.state.status_env(asked.env_id, _now()))
 
     async def disconnect_env(self, request: Request) -> Response:
-        asked = parse_record(EnvIdentifier, (await self._body(request)).content)
-        return reply_with(self._apply(lambda: self.state.disconnect_env(asked.env_id)))
+        asked = parse_record(Goodbye, (await self._body(request)).content)
+        return reply_with(self._apply(lambda: self.state.disconnect_env(asked.env_id, reason=asked.reason)))
 
     async def scored_data(self, request: Request) -> Response:
         return await self._post(request, single=True)

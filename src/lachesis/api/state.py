@@ -134,6 +134,17 @@ class RolloutState:
             self._dissolve_returned()
         return trainer, self._and_summary(Change())
 
+    def forget_trainer(self, trainer: int) -> Change:
+        """The trainer ends: what it asked for binds nobody any more. The queue and the step stay.
+
+        Raises:
+            Refusal: 409, another trainer registered since.
+        """
+        self._check_trainer(trainer)
+        self.registration = self.trainer = None
+        self.started = False
+        return self._and_summary(Change())
+
     def next_batch(self, now: float) -> tuple[RolloutBatch | None, Change | None]:
         """The next batch for a trainer of the plain protocol; it leaves the state for good."""
         batch, started = self._take(now), self._start()
@@ -195,7 +206,10 @@ class RolloutState:
         lanes, demand = self.backlog.queue.lanes, self.environments.demand(self.registration.batch_size, now)
         if self.deliveries.returned or plan_batch(lanes, demand) is not None:
             return ""
-        return waiting_for(lanes, demand, {env.id: env.name for env in self.environments})
+        reason = waiting_for(lanes, demand, {env.id: env.name for env in self.environments})
+        if self.environments.present(now) or not (ended := self.environments.ended()):
+            return reason
+        return f"{reason}, and no environment is left; {ended}"
 
     def _check_trainer(self, trainer: int) -> None:
         if trainer != self.trainer:
@@ -242,14 +256,16 @@ class RolloutState:
             "checkpoint_interval": self.registration.save_checkpoint_interval,
             "num_steps": self.registration.num_steps,
         }
+        if asked.group_size > self.registration.batch_size:
+            reply["takes_larger_groups"] = True  # the original never hands them out
         return reply, self._and_summary(Change())
 
-    def disconnect_env(self, env_id: int) -> tuple[dict[str, Any], Change | None]:
+    def disconnect_env(self, env_id: int, *, reason: str = "") -> tuple[dict[str, Any], Change | None]:
         """An environment leaves: its weight and minimum no longer count. What it queued stays, not what is buffered."""
         environment = self.environments.get(env_id)
         if environment is None:
             return {"status": "failure", "error": f"no environment has the id {env_id}"}, None
-        environment.connected = False
+        environment.connected, environment.reason = False, reason
         return {"status": "success"}, self._and_summary(Change(removed=self.backlog.leave(environment)))
 
     def status_env(self, env_id: int, now: float) -> dict[str, Any]:

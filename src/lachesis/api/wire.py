@@ -88,6 +88,18 @@ class EnvIdentifier(WireRecord):
     env_id: Id
 
 
+class Goodbye(EnvIdentifier):
+    """The body of POST /disconnect-env. ``reason`` is Lachesis's own: what ended the environment."""
+
+    reason: str = ""
+
+
+class TrainerIdentifier(WireRecord):
+    """Lachesis's own POST /disconnect: the trainer ends."""
+
+    uuid: int
+
+
 class Acknowledgement(WireRecord):
     """Lachesis's own POST /batch/ack: batches that the trainer has and will not ask for again."""
 

@@ -8,7 +8,7 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -52,7 +52,10 @@ class QueueFull(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What the API tells an environment that it took up. ``batch_size`` and ``max_token_len`` are the trainer's."""
+    """What the API tells an environment that it took up. ``batch_size`` and ``max_token_len`` are the trainer's.
+
+    ``takes_larger``: groups that are larger than a batch go out alone; the original keeps them for ever.
+    """
 
     env_id: int
     name: str
@@ -60,6 +63,7 @@ class Registered:
     num_steps: int
     batch_size: int
     max_token_len: int
+    takes_larger: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +120,21 @@ class RolloutApi:
             if reply.get("status") == "success":
                 break
             await asyncio.sleep(retry.after(f"the API says {reply.get('status')!r}"))
-        info = await self._request("GET", "/info")
+        batch_size, max_token_len = await self.trainer()
         return Registered(
             env_id=reply["env_id"],
             name=reply["wandb_name"],
             step=reply["starting_step"],
             num_steps=reply["num_steps"],
-            batch_size=info["batch_size"],
-            max_token_len=info["max_token_len"],
+            batch_size=batch_size,
+            max_token_len=max_token_len,
+            takes_larger=bool(reply.get("takes_larger_groups")),
         )
+
+    async def trainer(self) -> tuple[int, int]:
+        """Sequences of a batch, and tokens of a sequence, of the trainer that is registered; -1 where none is."""
+        info = await self._request("GET", "/info")
+        return info["batch_size"], info["max_token_len"]
 
     async def status(self, env_id: int) -> QueueStatus:
         """The queue as this environment sees it.
@@ -158,10 +168,10 @@ class RolloutApi:
         info = await self._request("GET", "/wandb_info")
         return info["project"], info["group"]
 
-    async def disconnect(self, env_id: int, *, limit_s: float) -> None:
-        """Say goodbye, if the API can be told within ``limit_s`` seconds; otherwise it will notice by itself."""
+    async def disconnect(self, env_id: int, *, reason: str, limit_s: float) -> None:
+        """Say goodbye, and why, if the API can be told within ``limit_s`` seconds; otherwise it will notice."""
         try:
-            await self._http.post("/disconnect-env", json={"env_id": env_id}, timeout=limit_s)
+            await self._http.post("/disconnect-env", json={"env_id": env_id, "reason": reason}, timeout=limit_s)
         except httpx.HTTPError as error:
             logger.info(f"the rollout API at {self.url} could not be told that this environment ends: {error}")
 
@@ -262,6 +272,12 @@ class Membership:
             if self.current is None or self.current is lost:
                 self.current = await self._api.register(self._asked)
             return self.current
+
+    async def look(self) -> None:
+        """Learn what the trainer of now asks for: one that ended may have given way to another."""
+        batch_size, max_token_len = await self._api.trainer()
+        if self.current is not None and batch_size > 0:
+            self.current = replace(self.current, batch_size=batch_size, max_token_len=max_token_len)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.errors import ConfigError, DataError, LachesisError
 from lachesis.environments.base import Environment
 from lachesis.environments.outputs import Counters, Outputs
 from lachesis.environments.rollout_api import (
@@ -30,6 +30,7 @@ logger = logging.getLogger("lachesis.environments")
 _POLL_S = 0.1
 _GOODBYE_S = 5.0
 _REPORT_S = 30.0
+_LOOK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +74,14 @@ class Runner:
         self._workers = WorkerPool(environment=environment, deliver=self._sender.put, counters=counters)
         self._evaluation: asyncio.Task[None] | None = None
         self._joined = False
+        self._looked = time.monotonic()
+        self._reason = ""
 
     async def serve(self, *, stop: asyncio.Event) -> Summary:
         """Serve until the trainer has what it wanted, problems run out, or ``stop`` is set.
 
         However it ends, groups that are finished are sent, if that takes no longer than a few seconds, and the
-        environment disconnects.
+        environment disconnects, with the reason where that is an error.
 
         Raises:
             ConfigError, DataError, EngineError: it cannot go on; the message says why.
@@ -88,6 +91,9 @@ class Runner:
         try:
             await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
             ended = serving.result() if serving.done() else "it was asked to stop"
+        except LachesisError as error:
+            self._reason = str(error)
+            raise
         finally:
             for task in (serving, stopped):
                 task.cancel()
@@ -118,6 +124,7 @@ class Runner:
                 continue
             if self._advance(status):
                 idle = self._idle()
+            member = await self._look(member)
             if self._has_all(member):
                 return f"the trainer has taken its {self._progress.step} batches"
             await self._workers.fill(self._room(status, member) - pending)
@@ -127,6 +134,31 @@ class Runner:
                 idle = self._idle()
             self._check_idle(idle, status)
             await self._next_event(sending)
+
+    async def _look(self, member: Registered) -> Registered:
+        """From time to time see whether another trainer has come, which may want other batches."""
+        if time.monotonic() - self._looked < _LOOK_S:
+            return member
+        await self._membership.look()
+        self._looked = time.monotonic()
+        now = self._membership.current or member
+        if now.batch_size != member.batch_size:
+            logger.info(f"the trainer of now wants batches of {now.batch_size} sequences, not {member.batch_size}")
+            self._check_size(now)
+        return now
+
+    def _check_size(self, member: Registered) -> None:
+        """Raises ConfigError where no batch could hold a group."""
+        size, batch = self._config.group_size, member.batch_size
+        if 0 < batch < size and member.takes_larger:
+            logger.info(f"groups of {size} are larger than the trainer's batches of {batch}: each goes out alone")
+        elif 0 < batch < size:
+            raise ConfigError(
+                f"groups of {size} do not fit into the trainer's batches of {batch} sequences",
+                remedy="lower --env.group_size or raise the trainer's batch size",
+            )
+        elif batch > 0 and batch % size:
+            logger.info(f"the trainer's batches of {batch} sequences are no multiple of the group size {size}")
 
     def _check_idle(self, idle: Deadline, status: QueueStatus) -> None:
         """Say that the trainer takes nothing, from time to time, and raise once it has taken nothing for too long."""
@@ -150,18 +182,12 @@ class Runner:
     async def _join(self, *, lost: Registered | None = None) -> Registered:
         first = not self._joined
         member = await self._membership.join(lost=lost)
-        size, batch = self._config.group_size, member.batch_size
-        if 0 < batch < size:
-            raise ConfigError(
-                f"groups of {size} do not fit into the trainer's batches of {batch} sequences",
-                remedy="lower --env.group_size or raise the trainer's batch size",
-            )
-        if batch > 0 and batch % size:
-            logger.info(f"the trainer's batches of {batch} sequences are no multiple of the group size {size}")
+        self._check_size(member)
         self._progress.step = self._environment.step = member.step
         self._progress.changed = time.monotonic()
         logger.info(
-            f"registered at {self._api.url} as {member.name} (step {member.step}, batches of {batch} sequences)"
+            f"registered at {self._api.url} as {member.name} "
+            f"(step {member.step}, batches of {member.batch_size} sequences)"
         )
         self._joined = True
         if first and self._config.use_wandb:
@@ -226,7 +252,8 @@ class Runner:
         if self._sender.pending:
             logger.info(f"{self._sender.pending} finished groups could not be sent")
         if self._membership.current is not None:
-            await self._api.disconnect(self._membership.current.env_id, limit_s=_GOODBYE_S)
+            env_id = self._membership.current.env_id
+            await self._api.disconnect(env_id, reason=self._reason, limit_s=_GOODBYE_S)
 
 
 def room_for_groups(status: QueueStatus, config: EnvironmentConfig, *, batch_size: int) -> int:

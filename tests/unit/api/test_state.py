@@ -288,3 +288,45 @@ def test_an_environment_of_number_minus_1_is_nobody():
     add_env(state, group_size=4)
     assert post(state, group(3, env_id=-1)) == [{"status": "received"}]
     assert state.status() == {"current_step": 0, "queue_size": 1}
+
+
+class TestATrainerThatEnds:
+    def test_what_it_asked_for_binds_no_environment_any_more(self):
+        state = new_state()
+        uuid, _ = state.register(registration(acknowledge=True, batch_size=2))
+        add_env(state)
+        post(state, group(4))
+        state.forget_trainer(uuid)
+        assert state.register_env(EnvRegistration(**ENVIRONMENT), NOW) == (
+            {"status": "wait for trainer to start"},
+            None,
+        )
+        again, _ = state.register(registration(acknowledge=True, batch_size=4))
+        batch, _ = state.next_batch_for(again, (), NOW)
+        assert batch is not None and batch.sequences == 4, "what was queued stays"
+
+    def test_only_the_one_that_registered_last_may_leave(self):
+        state = new_state()
+        earlier, _ = state.register(registration(acknowledge=True))
+        state.register(registration(acknowledge=True))
+        with pytest.raises(Refusal, match="another trainer"):
+            state.forget_trainer(earlier)
+
+
+def test_a_trainer_is_told_what_ended_the_last_environment():
+    state = new_state()
+    env_id = add_env(state, desired_name="sums")
+    state.disconnect_env(env_id, reason="its tokenizer is another -> give the trainer's")
+    assert "no environment is left; sums_0 ended: its tokenizer is another" in state.waiting(NOW)
+    add_env(state)
+    assert "ended" not in state.waiting(NOW)
+
+
+def test_groups_larger_than_a_batch_are_promised_and_handed_out_alone():
+    state = new_state(batch_size=2)
+    state.started = True
+    reply, _ = state.register_env(EnvRegistration(**ENVIRONMENT | {"group_size": 4}), NOW)
+    assert reply["takes_larger_groups"]
+    post(state, group(4, mark=1, env_id=reply["env_id"]), group(4, mark=2, env_id=reply["env_id"]))
+    batch, _ = state.next_batch(NOW)
+    assert marks(batch) == [1]

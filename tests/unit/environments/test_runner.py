@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from lachesis.environments.runner import Runner, Summary
 from lachesis.environments.settings import EnvironmentConfig, ServerConfig
 from tests.ports import free_port
 from tests.tiny import tiny_tokenizer
+from tests.unit.api.processes import REGISTRATION
 from tests.unit.environments.servers import Api, inference, logged_lines, rollout_api
 from tests.waiting import LONG_S, until
 
@@ -425,10 +427,7 @@ def test_no_logprobs_end_it(serve: Serve, api: Api) -> None:
     assert [environment["state"] for environment in api.get("/dashboard/data")["environments"]] == ["left"]
 
 
-def test_groups_that_fit_into_no_batch(serve: Serve, api: Api) -> None:
-    api.start(batch_size=2)
-    with pytest.raises(ConfigError, match="groups of 4 do not fit"):
-        serve(api.url).ended()
+def test_a_batch_that_no_number_of_groups_fills_is_said(serve: Serve, api: Api) -> None:
     api.start(batch_size=6)
     serving = serve(api.url, max_num=1)
     serving.ended()
@@ -511,3 +510,42 @@ class TestTheOriginalsAnswers:
 
         with pytest.raises(api_module.PostRefused, match="masks"):
             self.call(reply, lambda api: api.post([{}]))
+
+
+def test_groups_larger_than_a_batch_are_sent_one_a_batch(serve: Serve, api: Api) -> None:
+    api.start(batch_size=2, num_steps=2)
+    serving = serve(api.url, linger=0.0)
+    batches = [until(api.batch) for _ in range(2)]
+    assert [[len(group["tokens"]) for group in batch] for batch in batches] == [[4], [4]]
+    assert serving.ended().step == 2
+    assert serving.heard("groups of 4 are larger than the trainer's batches of 2")
+
+
+def test_where_the_api_would_keep_them_for_ever_it_ends_and_the_api_hears_why(
+    serve: Serve, api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join = Membership.join
+
+    async def as_the_original(self: Membership, **how: Any) -> Any:
+        return replace(await join(self, **how), takes_larger=False)
+
+    monkeypatch.setattr(Membership, "join", as_the_original)
+    api.start(batch_size=2)
+    with pytest.raises(ConfigError, match="groups of 4 do not fit into the trainer's batches of 2"):
+        serve(api.url).ended()
+    trainer = api.http.post("/register", json=REGISTRATION | {"acknowledge": True}).json()["uuid"]
+    waiting = api.http.get("/batch", headers={"X-Lachesis-Trainer": str(trainer)}).json()["waiting"]
+    assert "ended: groups of 4 do not fit" in waiting
+
+
+def test_it_follows_the_next_trainer_s_batch_size(
+    serve: Serve, api: Api, monkeypatch: pytest.MonkeyPatch, statuses: list[QueueStatus]
+) -> None:
+    monkeypatch.setattr(runner_module, "_LOOK_S", 0.05)
+    api.start(batch_size=4)
+    serving = serve(api.url, max_batches_offpolicy=1)
+    looked_at_full(statuses, 1)
+    api.http.post("/register", json=REGISTRATION | {"batch_size": 16}).raise_for_status()
+    looked_at_full(statuses, 4)
+    serving.stop()
+    assert serving.heard("batches of 16 sequences, not 4")

@@ -146,6 +146,14 @@ class RolloutApiClient:
         """
         self._ask("POST", "/batch/ack", deadline=deadline, body={"uuid": trainer.uuid, "batch_ids": list(ids)})
 
+    def leave(self, trainer: Registered, *, limit_s: float) -> None:
+        """Say goodbye, so that what this trainer asked for binds no environment; an API that is away needs none."""
+        try:
+            timeout = httpx.Timeout(limit_s)
+            self._http.post(f"{self.url}/disconnect", json={"uuid": trainer.uuid}, timeout=timeout)
+        except httpx.HTTPError as error:
+            logger.debug("the rollout API at %s could not be told that the trainer ends: %s", self.url, error)
+
     def situation(self) -> str:
         """What the API says of itself, for a line while the trainer waits; it may be away."""
         try:
@@ -157,7 +165,7 @@ class RolloutApiClient:
         if metrics.is_success and "lachesis_api_environment_groups_total{" not in metrics.text:
             return "no environment has registered yet"
         if not queued:
-            return "the queue is empty: no environment has sent a group yet, or none is left"
+            return "the queue is empty: no environment has sent a group yet, or none is left; their logs say why"
         return f"{queued} groups are queued, whose sizes do not add up to a batch yet"
 
     def close(self) -> None:

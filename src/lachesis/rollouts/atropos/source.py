@@ -40,6 +40,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _FIRST_WORD_S, _REPEAT_S = 10.0, 30.0
 _REACH_S = 30.0
 _ACKNOWLEDGE_S = 10.0
+_GOODBYE_S = 2.0
 _LOOK_EVERY_S = 5.0
 
 
@@ -105,6 +106,7 @@ class AtroposSource(RolloutSource):
                 continue
             groups, unusable = self._convert(delivery)
             if groups:
+                self._check_size(delivery)
                 self._current = delivery, groups
                 return groups
             reasons += unusable[-1:]
@@ -183,6 +185,14 @@ class AtroposSource(RolloutSource):
         self._counts["dropped_groups"] += len(reasons)
         return groups, reasons
 
+    def _check_size(self, delivery: Delivery) -> None:
+        wanted, sizes = self.registration.batch_size, [len(group.get("tokens", ())) for group in delivery.groups]
+        if len(sizes) == 1 and sizes[0] > wanted:
+            self._say_once(
+                f"a group of {sizes[0]} sequences is larger than the batch of {wanted} that was asked for, and is a "
+                "step's batch by itself; source.batch_size (--batch-size x --gradient-accumulation-steps) says how many"
+            )
+
     def _check_logprobs(self, data: Mapping[str, Any]) -> None:
         if data.get("inference_logprobs"):
             return
@@ -260,7 +270,10 @@ class AtroposSource(RolloutSource):
         self._trained = {int(number): str(digest) for number, digest in state["trained"].items()}
 
     def close(self) -> None:
-        """Close the connections. What is not acknowledged goes to the next trainer. Idempotent."""
+        """Leave, and close the connections. What is not acknowledged goes to the next trainer. Idempotent."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None and trainer.acknowledges:
+            self.client.leave(trainer, limit_s=_GOODBYE_S)
         self.client.close()
 
 

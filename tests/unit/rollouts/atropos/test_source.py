@@ -276,6 +276,22 @@ def test_another_trainer_ends_this_one(api: Api, make: Make):
         take(first)
 
 
+def test_a_trainer_that_ends_gives_way(api: Api, make: Make):
+    first = make(api.url)
+    api.post(3, 4)
+    take(first)
+    first.close()
+    assert HTTP.get(f"{api.url}/info").json()["batch_size"] == -1
+    assert take(make(api.url)) == ["3", "4"], "it was not trained on"
+
+
+def test_a_group_larger_than_the_batch_is_trained_on_and_said(api: Api, make: Make, caplog: pytest.LogCaptureFixture):
+    source = make(api.url, registration=REGISTRATION.model_copy(update={"batch_size": 1}))
+    api.post(3)
+    assert take(source) == ["3"]
+    assert "a group of 2 sequences is larger than the batch of 1" in caplog.text
+
+
 def test_a_wait_says_what_for_and_ends(api: Api, make: Make, caplog: pytest.LogCaptureFixture):
     source = make(api.url, wait_s=0.4, first_word_s=0.0)
     with pytest.raises(DeadlineExceeded) as raised:
