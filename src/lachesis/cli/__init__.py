@@ -8,12 +8,12 @@ import sys
 
 import typer
 
-from lachesis.cli import environments, grpo, inspection, serving, training
+from lachesis.cli import environments, grpo, inspection, scripts, serving, training
 from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, app, fail
 from lachesis.common.errors import LachesisError, TrainingError
 
 # Importing them makes their commands known.
-__all__ = ["app", "environments", "grpo", "inspection", "main", "run_api_main", "serving", "training"]
+__all__ = ["app", "environments", "grpo", "inspection", "main", "run_api_main", "scripts", "serving", "training"]
 
 
 def run_api_main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
@@ -126,17 +127,26 @@ def init(directory: str | Path) -> list[Path]:
         directory / "train.jsonl": _PROBLEMS * 9,
         directory / "eval.jsonl": _PROBLEMS,
     }
+    return write_new(files)
+
+
+def write_new(files: Mapping[Path, str]) -> list[Path]:
+    """Write files, their directories too, where none of them is.
+
+    Raises:
+        ConfigError: one of them is there already (then nothing is written), or cannot be written.
+    """
     there = [path for path in files if path.exists()]
     if there:
         raise ConfigError(
             f"{', '.join(map(str, there))} would be overwritten", remedy="choose another directory, or move them away"
         )
     try:
-        directory.mkdir(parents=True, exist_ok=True)
         for path, text in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"cannot write to {directory}: {error.strerror}", remedy="choose another directory"
+            f"cannot write {error.filename}: {error.strerror}", remedy="choose another directory"
         ) from error
     return list(files)

@@ -1,0 +1,147 @@
+"""Commands of other trainers as ours: ``axolotl train config.yaml`` is ``lachesis train config.yaml``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from lachesis.common.errors import ConfigError
+from lachesis.config.document import read_document, to_yaml
+
+Words = Sequence[str]
+
+
+def command_for(program: str, words: Words) -> list[str]:
+    """The words of our command that does what ``program words`` does there.
+
+    Args:
+        program: a key of :data:`PROGRAMS`.
+
+    Raises:
+        ConfigError: nothing here does that.
+    """
+    return PROGRAMS[program](list(words))
+
+
+def _axolotl(words: Words) -> list[str]:
+    verb, *rest = words or ["--help"]
+    if verb == "train":
+        return _train(rest)
+    if verb == "vllm-serve":
+        return ["lachesis", "vllm-serve", *rest]
+    if verb == "preprocess":
+        # Nothing is prepared ahead here; what can be said before a run is.
+        return ["lachesis", "plan", *_settings(rest)]
+    raise _nothing(f"axolotl {verb}", "axolotl train, vllm-serve and preprocess")
+
+
+def _trl(words: Words) -> list[str]:
+    verb, *rest = words or ["--help"]
+    if verb == "vllm-serve":
+        return ["lachesis", "serve", *rest]
+    if verb != "grpo":
+        raise _nothing(f"trl {verb}", "trl grpo and vllm-serve")
+    flags = _flags(rest)
+    config = flags.pop("config", None)
+    if config is None:
+        return ["lachesis", "train", _written(flags)]
+    return ["lachesis", "train", config, *(f"--set={key}={value}" for key, value in flags.items())]
+
+
+def _accelerate(words: Words) -> list[str]:
+    """Of ``launch``, whose own flags come before ``-m``; the number of processes is all that matters here."""
+    if not words or words[0] != "launch" or "-m" not in words:
+        raise _nothing("accelerate", "accelerate launch ... -m axolotl.cli.train CONFIG")
+    place = words.index("-m")
+    ours, (module, *rest) = _flags(words[1:place]), words[place + 1 :]
+    if module != "axolotl.cli.train":
+        raise _nothing(f"accelerate launch -m {module}", "-m axolotl.cli.train")
+    return _train(rest, processes=_processes(ours))
+
+
+def _processes(flags: Mapping[str, str]) -> int:
+    if "num_processes" in flags:
+        return int(flags["num_processes"])
+    if "config_file" in flags:
+        return int(read_document(Path(flags["config_file"])).data.get("num_processes", 1))
+    return 1
+
+
+def _train(words: Words, *, processes: int = 1) -> list[str]:
+    command = ["lachesis", "train", *_settings(words)]
+    return command if processes <= 1 else ["torchrun", "--nproc-per-node", str(processes), "-m", *command]
+
+
+def _settings(words: Words) -> list[str]:
+    """CONFIG and flags that change its keys, as CONFIG and --set."""
+    if not words or words[0].startswith("-"):
+        raise ConfigError("no configuration is named", remedy="name the YAML file first")
+    return [words[0], *(f"--set={key}={value}" for key, value in _flags(words[1:]).items())]
+
+
+def _flags(words: Words) -> dict[str, str]:
+    """``--flag value``, ``--flag=value`` and ``--flag`` alone, which is true; dashes are underscores."""
+    found: dict[str, str] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            name = name.replace("-", "_")
+            found[name] = value if equals else "true"
+        elif name:
+            found[name] = word if found[name] == "true" else f"{found[name]} {word}"
+        else:
+            raise ConfigError(f"{word!r} belongs to no flag", remedy="write it as --flag value")
+    return found
+
+
+def _written(flags: Mapping[str, str]) -> str:
+    """A file with the flags as keys: our train command reads files only."""
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", prefix="trl-", delete=False) as file:
+        file.write(to_yaml({key: _value(value) for key, value in flags.items()}))
+    return str(Path(file.name))
+
+
+def _value(text: str) -> object:
+    import yaml
+
+    words = text.split()
+    # 1e-6 is a number on a command line, and a text in YAML.
+    return [_value(word) for word in words] if len(words) > 1 else _number(yaml.safe_load(text))
+
+
+def _number(value: object) -> object:
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _nothing(what: str, known: str) -> ConfigError:
+    return ConfigError(f"nothing here does what `{what}` does", remedy=f"known are {known}")
+
+
+PROGRAMS: Mapping[str, Callable[[Words], list[str]]] = {
+    "axolotl": _axolotl,
+    "trl": _trl,
+    "accelerate": _accelerate,
+    "example_trainer.grpo": lambda words: ["lachesis", "grpo", *words],
+    "example_trainer.run": lambda words: ["lachesis", "run", *words],
+    "example_trainer.vllm_api_server": lambda words: ["lachesis", "serve", *words],
+    "environments/gsm8k_server.py": lambda words: ["lachesis", "env", "gsm8k", *words],
+}
+
+
+def main() -> None:
+    """Become the command that does what the words do there."""
+    program, *words = sys.argv[1:]
+    try:
+        command = command_for(program, words)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    # The same installation, whatever is first on the path.
+    own = {"lachesis": ["-m", "lachesis"], "torchrun": ["-m", "torch.distributed.run"]}[command[0]]
+    os.execv(sys.executable, [sys.executable, *own, *command[1:]])

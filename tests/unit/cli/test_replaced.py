@@ -1,0 +1,71 @@
+"""Commands of other trainers: each is one of ours, as the page of commands has it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lachesis.cli.replaced import PROGRAMS, command_for
+from lachesis.common.errors import ConfigError
+from tests.paths import ROOT
+
+ROWS = re.findall(
+    r"^\| `([^`]+)` \| `((?:lachesis|torchrun) [^`]+)` \|$", (ROOT / "docs/commands.md").read_text(), re.M
+)
+
+
+def split(there: str) -> tuple[str, list[str]]:
+    words = shlex.split(there)
+    if words[0] == "python":
+        words = words[2:] if words[1] == "-m" else words[1:]
+    return words[0], words[1:]
+
+
+@pytest.mark.parametrize(("there", "here"), ROWS)
+def test_the_page_says_what_they_become(there: str, here: str):
+    assert command_for(*split(there)) == shlex.split(here)
+
+
+def test_the_page_has_each_program():
+    assert {split(there)[0] for there, _ in ROWS} == set(PROGRAMS)
+
+
+def test_processes_may_be_in_accelerate_s_file(tmp_path: Path):
+    file = tmp_path / "accelerate.yaml"
+    file.write_text("num_processes: 4\nmixed_precision: bf16\n")
+    words = ["launch", "--config_file", str(file), "-m", "axolotl.cli.train", "c.yaml"]
+    assert command_for("accelerate", words)[:3] == ["torchrun", "--nproc-per-node", "4"]
+
+
+def test_flags_of_trl_become_a_file():
+    words = ["grpo", "--model_name_or_path", "M", "--learning_rate", "1e-6", "--reward_funcs", "a.b", "c.d", "--bf16"]
+    command, verb, path = command_for("trl", words)
+    assert (command, verb) == ("lachesis", "train")
+    try:
+        written = yaml.safe_load(Path(path).read_text())
+    finally:
+        Path(path).unlink()
+    assert written == {
+        "model_name_or_path": "M", "learning_rate": 1e-6, "reward_funcs": ["a.b", "c.d"], "bf16": True
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("axolotl", ["inference", "c.yaml"]),
+        ("axolotl", ["train"]),
+        ("trl", ["sft", "--model", "M"]),
+        ("accelerate", ["config"]),
+        ("accelerate", ["launch", "-m", "somebody.train"]),
+        ("axolotl", []),
+    ],
+)
+def test_what_nothing_here_does_is_said(program: str, words: list[str]):
+    with pytest.raises(ConfigError) as raised:
+        command_for(program, words)
+    assert raised.value.remedy
