@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
 from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
-from lachesis.rollouts.base import RolloutSource
+from lachesis.rollouts.base import GroupwiseSource, RolloutSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
@@ -231,3 +232,35 @@ class TestFailures:
 def test_closing_may_be_repeated(source: RolloutSource):
     source.close()
     source.close()
+
+
+class TestOneByOne:
+    """A source whose groups are drawn in order and finished in any."""
+
+    def test_groups_are_those_of_whole_batches_however_they_are_drawn(self, factory: Factory):
+        whole, source = factory.build(), factory.build()
+        assert isinstance(source, GroupwiseSource)
+        first, second = source.draw(2), source.draw(3)
+        assert [draw.request for draw in [*first, *second]] == list(range(5))
+        found: dict[int, Group | RewardError] = {}
+        for draws in (second, first):
+            source.roll_out(draws, deadline=soon(), done=lambda i, group, d=draws: found.update({d[i].request: group}))
+        assert [found[number] for number in range(5)] == collect(whole, 2) + collect(whole, 3)
+
+    def test_calls_may_overlap(self, factory: Factory):
+        source = factory.build()
+        assert isinstance(source, GroupwiseSource)
+        found: list[Group | RewardError] = []
+
+        def keep(_: int, group: Group | RewardError) -> None:
+            found.append(group)
+
+        calls = [source.draw(2) for _ in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            for call in [pool.submit(source.roll_out, draws, deadline=soon(), done=keep) for draws in calls]:
+                call.result()
+        ids = [group.prompt.id for group in found if isinstance(group, Group)]
+        assert sorted(ids) == sorted(draw.prompt.id for draws in calls for draw in draws)
+        assert source.counters()["tokens_generated"] == sum(
+            len(s.completion_ids) for group in found if isinstance(group, Group) for s in group.samples
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from statistics import fmean
 
@@ -64,6 +65,31 @@ def test_every_loss_learns(tmp_path: Path, loss_type: str):
 def test_so_do_other_settings(tmp_path: Path, sections: dict):
     config = write_run(tmp_path, **{"model": {}, **sections})
     assert rise(run_here(config).run_dir) > 0.6
+
+
+CORRECTED = {"algorithm": {"sampler_correction": "token_truncate"}}
+
+
+def test_it_learns_while_it_generates_ahead_and_goes_on_after_a_stop(tmp_path: Path):
+    """In one process, a group at a time; who was in line at the stop is trained on, and no prompt is left out."""
+    config = write_run(tmp_path, pipeline={"async_prefetch": True, "prefetch_depth": 2}, **CORRECTED)
+    run_here(config, stop_after=10)
+    summary = run_here(config, resume=True)
+    assert summary.finished and rise(summary.run_dir) > 0.6
+    ages = [line.values["staleness"] for line in metrics(summary.run_dir).steps]
+    assert 0 < max(ages) <= 2
+    trained = [group for path in tape_files(summary.run_dir / "rollouts").values() for group in read_groups(path)]
+    times = Counter(group.prompt.id for group in trained)
+    assert max(times.values()) - min(times.values()) <= 2, "but for those in line at the end"
+
+
+def test_without_staleness_generating_ahead_is_synchronous_bit_by_bit(tmp_path: Path):
+    found = []
+    for name, pipeline in (("plain", {}), ("ahead", {"async_prefetch": True, "max_staleness": 0})):
+        run_dir = run_here(write_run(tmp_path / name, pipeline=pipeline, **CORRECTED), "run.steps=4").run_dir
+        values = [line.values for line in metrics(run_dir).steps]
+        found.append([{k: v for k, v in one.items() if "_time" not in k and "_per_s" not in k} for one in values])
+    assert found[0] == found[1]
 
 
 def test_full_fine_tuning_saves_a_model_that_transformers_loads(tmp_path: Path):

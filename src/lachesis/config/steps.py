@@ -55,6 +55,18 @@ def oldest_sample(*, every_steps: int, depth: int, iterations: int) -> int:
     return depth * iterations + every_steps - 1 + iterations - 1
 
 
+def batches_ahead(*, every_steps: int, depth: int, iterations: int, max_staleness: int | None) -> int:
+    """How many batches may be generated ahead, at most ``depth``, so that no sample is older than ``max_staleness``.
+
+    With 0 generation and training alternate; what is older even then is so because weights travel seldom, or because
+    a batch is used often.
+    """
+    if max_staleness is None:
+        return depth
+    alone = oldest_sample(every_steps=every_steps, depth=0, iterations=iterations)
+    return max(0, min(depth, (max_staleness - alone) // iterations))
+
+
 def nearest_multiples(value: int, *, of: int) -> tuple[int, ...]:
     """The multiples of ``of``, at least one, next below and above ``value``; ``value`` itself if it is one."""
     below, above = value // of * of, -(-value // of) * of

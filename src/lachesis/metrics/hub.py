@@ -175,7 +175,8 @@ def group_metrics(groups: Sequence[Group], *, reward_names: Sequence[str], versi
 
     They are of what was generated for it, also where a replayed group took its place: groups that are chosen for
     their rewards would have the curve rise without any learning. ``reward_std`` is the mean over groups of the
-    deviation (n - 1) within the group.
+    deviation (n - 1) within the group. Where any sample is older than the weights, ``staleness/N`` is the share of
+    those whose first token is N versions old.
     """
     groups = [group.generated for group in groups]
     samples = [sample for group in groups for sample in group.samples]
@@ -193,6 +194,8 @@ def group_metrics(groups: Sequence[Group], *, reward_names: Sequence[str], versi
         "staleness": Max(max(ages, default=-math.inf)),
         "groups": Sum(len(groups)),
     }
+    if max(ages, default=0) > 0:
+        metrics |= {f"staleness/{n}": Mean(ages.count(n), len(ages)) for n in range(max(ages) + 1)}
     for i, name in enumerate(reward_names):
         values = [v for s in samples if i < len(s.rewards) and (v := s.rewards[i]) is not None]
         metrics[f"rewards/{name}/mean"] = Mean(sum(values), len(values))

@@ -84,7 +84,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("train_tokens_per_s", "Training speed", "tokens/s", "Tokens forward and backward a second."),
         Metric("step_time", "Step", "s", "The whole optimizer step, from waiting for data to the next one."),
         Metric("data_fetch_time", "Waiting for data", "s", "The trainer waiting for its batch."),
-        Metric("generation_time", "Generation", "s", "Sampling completions."),
+        Metric("generation_time", "Generation", "s", "Sampling completions, also while the trainer is at work."),
         Metric("reward_time", "Rewards", "s", "Running the reward functions."),
         Metric(
             "hidden_reward_time", "Rewards hidden", "s", "Of that, while other groups were still being generated "
@@ -120,6 +120,14 @@ METRICS: Mapping[str, Metric] = {
             "staleness", "Staleness", "versions", "Updates the oldest sample is behind the policy, of those whose "
             "version is known.", (0.0, 4.0),
         ),
+        Metric(
+            "idle_slots", "Idle slots", "groups", "Groups that could have been generated and were not, on average over "
+            "the step (pipeline.async_prefetch).",
+        ),
+        Metric(
+            "groups_waiting", "Groups waiting", "groups", "Finished groups of later steps, at the end of this one "
+            "(pipeline.async_prefetch).",
+        ),
         Metric("transfer_time", "Transfer", "s", "From the end of the optimizer step to the engine serving it."),
         Metric("sleep_time", "Falling asleep", "s", "The engine giving its GPU memory back before training."),
         Metric("wake_time", "Waking up", "s", "The engine taking it again; part of the transfer."),
@@ -141,10 +149,14 @@ METRICS: Mapping[str, Metric] = {
 
 
 def describe(name: str) -> Metric:
-    """The entry of a metric; ``rewards/NAME/mean|std`` and unknown names get one made from the name."""
+    """The entry of a metric; ``rewards/NAME/mean|std``, ``staleness/N`` and unknown names get one of the name."""
     known = METRICS.get(name)
     if known is not None:
         return known
+    distance = name.removeprefix("staleness/")
+    if name.startswith("staleness/") and distance.isdecimal():
+        what = f"Share of the completions whose first token is {distance} updates behind the policy."
+        return Metric(name, f"Staleness {distance}", "share", what)
     function, _, statistic = name.removeprefix("rewards/").rpartition("/")
     if name.startswith("rewards/") and function and statistic == "mean":
         return Metric(name, f"Reward {function}", "", f"Mean reward of the function {function}.", (0.15, None))

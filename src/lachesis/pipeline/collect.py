@@ -38,8 +38,7 @@ class Collector:
         Raises:
             DeadlineExceeded, EngineError, RewardError, DataError: as the source does.
         """
-        if self.reroll is not None:
-            self._counts["rerolled_groups"] += self.reroll.requeue_into(self.source)
+        self.requeue()
         groups: list[Group] = []
         aside: list[Group] = []
         for left in range(self.refill_rounds, -1, -1):
@@ -62,6 +61,20 @@ class Collector:
             taken += self.source.next_groups(count - len(taken), deadline=deadline)
             deadline.check(f"{have + len(taken)} groups are there")
         return taken
+
+    def requeue(self) -> None:
+        """Before each batch: prompts that failed entirely get their other try where it is time."""
+        if self.reroll is not None:
+            self._counts["rerolled_groups"] += self.reroll.requeue_into(self.source)
+
+    def keeps(self, group: Group, *, tries: int) -> bool:
+        """Whether a group that is finished takes its place, or another is sampled for it: of groups one by one what
+        :meth:`collect` does in rounds. ``tries`` counts those put aside in this place before."""
+        if self.reroll is not None:
+            self.reroll.note([group])
+        kept = tries >= self.refill_rounds or self.signal(group)
+        self._counts["refilled_groups"] += not kept
+        return kept
 
     def report_version(self, version: int) -> None:
         """The policy moved on to ``version``."""

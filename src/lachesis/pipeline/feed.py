@@ -5,14 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import Group
+from lachesis.pipeline.admission import prompts_in_line
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.replay import ReplayBuffer
-from lachesis.pipeline.slots import Slots
 
 BatchT = TypeVar("BatchT")
 
@@ -30,10 +29,7 @@ class Feed(ABC, Generic[BatchT]):
 
     @abstractmethod
     def advance(self, step: int) -> None:
-        """The batch was trained on and the weights are now those of ``step``: free its slot.
-
-        A batch that a checkpoint was resumed with holds none.
-        """
+        """The batch was trained on and the weights are now those of ``step``: its slots are free."""
 
     @abstractmethod
     def counters(self) -> dict[str, float]:
@@ -90,23 +86,15 @@ class SynchronousFeed(Feed[BatchT]):
     collector: Collector
     finisher: Finisher[BatchT]
     batch_deadline_s: float
-    _slots: Slots = field(default_factory=partial(Slots, 1), init=False)
 
     def next(self) -> BatchT:
         name = f"the trainer's wait for a batch of {self.collector.count} groups"
         deadline = Deadline(name, self.batch_deadline_s, "deadlines.batch_s")
         with deadline.waiting():
-            self._slots.acquire(deadline=deadline)
-            try:
-                return self.finisher.finish(self.collector.collect(deadline=deadline))
-            except BaseException:
-                self._slots.release()
-                raise
+            return self.finisher.finish(self.collector.collect(deadline=deadline))
 
     def advance(self, step: int) -> None:
         self.collector.report_version(step)
-        if self._slots.taken:
-            self._slots.release()
 
     def counters(self) -> dict[str, float]:
         return self.collector.counters() | self.finisher.counters()
@@ -115,8 +103,11 @@ class SynchronousFeed(Feed[BatchT]):
         return self.collector.state_dict() | self.finisher.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of :meth:`state_dict`. Of a run that generated ahead the prompts that were in line come first."""
         self.collector.load_state_dict(state)
         self.finisher.load_state_dict(state)
+        if "line" in state:
+            self.collector.source.requeue(prompts_in_line(state["line"]))
 
     def close(self) -> None:
         self.collector.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lachesis.common.types import Group
 
 
@@ -33,15 +31,3 @@ def failed_entirely(group: Group) -> bool:
     """Whether every completion got a reward of 0 (to 1e-6): a prompt to try again when the policy is better."""
     known = [reward for reward in group.rewards if reward is not None]
     return bool(known) and all(abs(reward) < 1e-6 for reward in known)
-
-
-def fresh(groups: Sequence[Group], *, version: int, max_staleness: int | None) -> list[Group]:
-    """The groups whose oldest token is at most ``max_staleness`` weight versions behind ``version``."""
-    if max_staleness is None:
-        return list(groups)
-    return [group for group in groups if version - oldest_version(group, default=version) <= max_staleness]
-
-
-def oldest_version(group: Group, *, default: int) -> int:
-    """The weight version under which the first token of the group was sampled; ``default`` without samples."""
-    return min((sample.versions.first for sample in group.samples), default=default)

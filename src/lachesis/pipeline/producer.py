@@ -1,180 +1,219 @@
-"""Generation ahead of training: a thread fills a queue of batches, the trainer takes them in order."""
+"""Generation beside training, a group at a time: groups begin as slots are free, and a step when its batch is there."""
 
 from __future__ import annotations
 
-import queue
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import LachesisError
-from lachesis.common.group_codec import decode_group, encode_group
+from lachesis.common.errors import EngineError, LachesisError, RewardError
+from lachesis.common.group_codec import decode_group
+from lachesis.common.meters import Seconds, TimeAverage
 from lachesis.common.types import Group
+from lachesis.pipeline.admission import Admission, Place
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import BatchT, Feed, Finisher
-from lachesis.pipeline.filters import fresh
-from lachesis.pipeline.slots import Slots
+from lachesis.rollouts.base import Draw, GroupwiseSource
+from lachesis.rollouts.local import MOST_EMPTY_BATCHES, all_failed
 
 _JOIN_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class Collected:
-    """The groups of one batch, what collecting them counted, and where the collector stood after them."""
+@dataclass(eq=False)
+class _Call:
+    """Groups that the engine was asked for together, and the thread that waits for them.
 
-    groups: list[Group]
-    counts: dict[str, float]
-    state: dict[str, Any]
+    ``era`` is that of the engine in which it began. An error of the engine is of its era alone: of one death each call
+    that is under way has an error, and where the engine was recovered or restarted with new weights what it lost is
+    asked for again, and nothing more is said of it.
+    """
+
+    places: Sequence[Place]
+    thread: threading.Thread
+    era: int
 
 
 @dataclass(kw_only=True, eq=False)
 class AsynchronousFeed(Feed[BatchT]):
-    """While the trainer works on one batch, up to ``depth`` others are generated and scored.
+    """While the trainer works on a batch, the groups of later ones are generated and scored.
 
-    A batch holds a slot from the start of its generation until the step that trained on it is done, so ``1 +
-    depth`` slots bound memory and staleness alike. Groups that would be older than ``max_staleness`` at the last
-    of the steps that use them are dropped and counted, and the batch is filled up from the next one.
+    Each group is by itself from its admission to its batch (:class:`Admission` says when it may begin, and when a
+    batch is there). Whenever slots are free the groups for them are drawn and asked for in one call; calls overlap,
+    and weights may change under them. Nothing that is finished is dropped, but for what the collector puts aside.
 
-    Counts and seconds are those of the batches that a step took, not of what was generated meanwhile.
-
-    What is resumed from a checkpoint is the state after the last batch that was taken: batches still in the
-    queue are generated again, with the weights of then.
+    What is resumed from a checkpoint is who was in line: finished groups as they are, the others generated again.
 
     Args:
-        collector: gathers groups; only the producing thread uses it once that runs.
-        finisher: makes batches; only the caller's thread uses it.
-        depth: batches generated ahead.
-        max_staleness: in weight versions; ``None`` drops nothing.
-        uses: optimizer steps on each batch, between which this feed is not asked.
+        source: where groups come from; also the collector's.
+        collector: says what is sampled again.
+        finisher: makes batches, in the caller's thread.
+        ahead: batches generated ahead.
+        at_once: most calls at a time; ``None`` bounds them by nothing but the slots.
+        least: fewest groups that a call begins with.
+        clock: seconds.
     """
 
+    source: GroupwiseSource
     collector: Collector
     finisher: Finisher[BatchT]
-    depth: int
-    max_staleness: int | None
+    ahead: int
     batch_deadline_s: float
-    uses: int = 1
+    at_once: int | None = None
+    least: int = 1
+    clock: Seconds = time.monotonic
 
     def __post_init__(self) -> None:
-        self._count = self.collector.count
-        self._slots = Slots(1 + self.depth)
-        self._queue: queue.SimpleQueue[Collected | BaseException] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._stopping = threading.Event()
-        self._state = self.collector.state_dict()
-        self._counts: dict[str, float] = {}
-        self._left: list[Group] = []
-        self._version = 0
-        self._opened = 0  # slots held by the batch that is trained on: 0 or 1
-        self._dropped = 0
+        self._line = Admission(size=self.collector.count, ahead=self.ahead)
+        self._idle_slots = TimeAverage(self.clock)
+        self._changed = threading.Condition()  # guards all that follows, and the line
+        self._calls: dict[int, _Call] = {}  # by the number of each place that is being generated
+        self._error: BaseException | None = None
+        self._era = 0
+        self._dropped: list[RewardError] = []  # in a row
+        self._running = self._closed = False
 
     def next(self) -> BatchT:
-        """The next batch of fresh groups. Errors of the producing thread are raised here."""
+        """The next batch. Errors of generation and scoring are raised here; after one it can be asked again."""
         name = "the trainer's wait for a batch that is generated ahead"
         deadline = Deadline(name, self.batch_deadline_s, "deadlines.batch_s")
-        self._start()
-        groups = self._take_fresh(self._left)
-        while len(groups) < self._count:
-            collected = self._wait(deadline, have=len(groups))
-            if self._opened:
-                # The batch before was too stale to fill this one: holding its slot would starve the producer.
-                self._slots.release()
-            self._opened = 1
-            self._state = collected.state
-            self._add(collected.counts)
-            groups += self._take_fresh(collected.groups)
-        groups, self._left = groups[: self._count], groups[self._count :]
+        with deadline.waiting(), self._changed:
+            self._running = True
+            self._send()
+            while not self._line.ready():
+                self._raise_error()
+                self._changed.wait(timeout=deadline.remaining_s())
+                deadline.check(self._where())
+            groups = self._line.take()
         return self.finisher.finish(groups)
 
-    def _take_fresh(self, groups: list[Group]) -> list[Group]:
-        last_use = self._version + self.uses - 1
-        kept = fresh(groups, version=last_use, max_staleness=self.max_staleness)
-        self._dropped += len(groups) - len(kept)
-        return kept
+    def advance(self, step: int) -> None:
+        with self._changed:
+            self.collector.report_version(step)
+            self.collector.requeue()
+            self._line.train()
+            self._era += 1
+            if isinstance(self._error, EngineError):
+                self._error = None
+            self._send()
 
-    def _add(self, counts: dict[str, float]) -> None:
-        """Add what a batch counted; of what reward functions logged, which are means, the last one's stand."""
-        added = {name: n + self._counts.get(name, 0.0) for name, n in counts.items() if not _is_mean(name)}
-        self._counts |= counts | added
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            self._era += 1
+            self._running = False  # until it is asked for again
+            raise error
 
-    def _wait(self, deadline: Deadline, *, have: int) -> Collected:
+    def _where(self) -> str:
+        there, generating = len(self._line.finished), len(self._calls)
+        return f"{there} of {self._line.size} groups are there, {generating} others are being generated and scored"
+
+    def _send(self) -> None:
+        """Ask for the groups that may be generated and are not."""
+        while self._running and not self._closed and self._error is None and self._may_call():
+            if self._line.room >= self.least:
+                self._line.admit(self.source.draw(self._line.room))
+            places = [place for place in self._line.unfinished if place.number not in self._calls]
+            if not places:
+                break
+            self._begin(places)
+        self._idle_slots.change(self._line.room)
+
+    def _may_call(self) -> bool:
+        return self.at_once is None or len(set(map(id, self._calls.values()))) < self.at_once
+
+    def _begin(self, places: Sequence[Place]) -> None:
+        thread = threading.Thread(target=lambda: self._roll_out(call), name="lachesis-generation", daemon=True)
+        call = _Call(places, thread, self._era)
+        self._calls |= dict.fromkeys((place.number for place in places), call)
+        thread.start()
+
+    def _roll_out(self, call: _Call) -> None:
+        name = f"the generation of {len(call.places)} groups ahead of training"
+        deadline = Deadline(name, self.batch_deadline_s, "deadlines.batch_s")
+        error: BaseException | None = None
         try:
             with deadline.waiting():
-                item = self._queue.get(timeout=deadline.remaining_s())
-        except queue.Empty:
-            deadline.check(f"{have} of {self._count} groups are there, {self._slots.taken} batches are under way")
-            raise
-        if isinstance(item, BaseException):
-            self._thread = None
-            raise item
-        return item
+                self.source.roll_out(
+                    [place.draw for place in call.places],
+                    deadline=deadline,
+                    done=lambda index, outcome: self._settle(call, call.places[index], outcome),
+                )
+        except BaseException as failure:  # raised again where the batch is waited for, which may try anew
+            error = failure
+        with self._changed:
+            self._end(call, error)
 
-    def _start(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._produce, name="lachesis-producer", daemon=True)
-            self._thread.start()
+    def _end(self, call: _Call, error: BaseException | None) -> None:
+        """What the call has not brought is to be asked for again."""
+        self._calls = {number: one for number, one in self._calls.items() if one is not call}
+        if error is not None and (call.era == self._era or not isinstance(error, EngineError)):
+            self._error = self._error or error
+        self._send()
+        self._changed.notify_all()
 
-    def _produce(self) -> None:
-        """Until stopped or failed: take a slot, collect a batch, queue it."""
-        while True:
-            self._slots.acquire(deadline=Deadline(name="the producer's wait for the trainer", limit_s=None))
-            if self._stopping.is_set():
-                return
-            try:
-                self._queue.put(self._collect())
-            except BaseException as error:  # raised again where the batch is waited for, which may try anew
-                if self._stopping.is_set():
-                    return
-                self._slots.release()
-                self._queue.put(error)
-                return
+    def _settle(self, call: _Call, place: Place, outcome: Group | RewardError) -> None:
+        with self._changed:
+            if self._closed:
+                raise LachesisError("the run has ended while groups were generated")
+            if self._calls.get(place.number) is not call:
+                return  # an answer of a call that failed: the group was asked for again
+            del self._calls[place.number]
+            if isinstance(outcome, RewardError):
+                self._drop(place, outcome)
+            else:
+                self._dropped.clear()
+                self._place(place, outcome)
+            self._send()
+            self._changed.notify_all()
 
-    def _collect(self) -> Collected:
-        deadline = Deadline("the generation of a batch ahead of training", self.batch_deadline_s, "deadlines.batch_s")
-        with deadline.waiting():
-            groups = self.collector.collect(deadline=deadline)
-        return Collected(groups=groups, counts=self.collector.counters(), state=self.collector.state_dict())
+    def _drop(self, place: Place, error: RewardError) -> None:
+        self._line.leave(place.number)
+        self._dropped.append(error)
+        if len(self._dropped) >= MOST_EMPTY_BATCHES * self._line.size:
+            self._error = all_failed(len(self._dropped), error)
+            self._dropped.clear()
 
-    def advance(self, step: int) -> None:
-        self._version = step
-        self.collector.report_version(step)
-        if self._opened:
-            self._slots.release()
-        self._opened = 0
+    def _place(self, place: Place, group: Group) -> None:
+        if self.collector.keeps(group, tries=place.tries):
+            self._line.finish(place.number, group)
+        else:
+            self._line.leave(place.number)
+            self._line.admit(self.source.draw(1), tries=place.tries + 1)
 
     def counters(self) -> dict[str, float]:
-        dropped, self._dropped = self._dropped, 0
-        counts = self._counts
-        self._counts = {name: 0.0 for name in counts if not _is_mean(name)}
-        mine = {"stale_groups": float(dropped), "batches_ahead": float(self._queue.qsize())}
-        return counts | self.finisher.counters() | mine
+        with self._changed:
+            counts = self.collector.counters() | self.finisher.counters()
+            mine = {"idle_slots": self._idle_slots.take(), "groups_waiting": float(len(self._line.finished))}
+            return counts | mine
 
     def state_dict(self) -> dict[str, Any]:
-        left = [encode_group(group) for group in self._left]
-        return self._state | self.finisher.state_dict() | {"left": left, "version": self._version}
+        with self._changed:
+            return self.collector.state_dict() | self.finisher.state_dict() | {"line": self._line.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before the first batch only. Raises LachesisError once generation has begun."""
-        if self._thread is not None:
+        if self._running:
             raise LachesisError("a feed that runs cannot be resumed", remedy="resume before the first batch")
         self.collector.load_state_dict(state)
         self.finisher.load_state_dict(state)
-        self._left = [decode_group(line) for line in state.get("left", [])]
-        if "version" in state:  # the collector's state is of when the batch was generated
-            self._version = int(state["version"])
-            self.collector.report_version(self._version)
-        self._state = self.collector.state_dict()
+        if "line" in state:
+            self._line.load_state_dict(state["line"])
+        for line in state.get("left", ()):  # of a checkpoint of version 0.1: groups that a batch had too many of
+            group = decode_group(line)
+            (place,) = self._line.admit([Draw(group.prompt, -1)])
+            self._line.finish(place.number, group)
+        if "version" in state:
+            self.collector.report_version(int(state["version"]))
 
     def close(self) -> None:
-        """Stop producing; a generation under way is given a few seconds to end, and left behind if it does not."""
-        self._stopping.set()
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._slots.release_all()
-            thread.join(timeout=_JOIN_S)
+        """Stop generating; calls under way are given a few seconds to end, and left behind if they do not."""
+        with self._changed:
+            self._closed = True
+            threads = {call.thread for call in self._calls.values()}
+        deadline = Deadline("the end of generation", _JOIN_S)
+        for thread in threads:
+            thread.join(timeout=deadline.remaining_s())
         self.collector.close()
-
-
-def _is_mean(counter: str) -> bool:
-    return counter.startswith("reward_metrics/")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.types import Group
+from lachesis.common.errors import RewardError
+from lachesis.common.types import Group, Prompt
 
 
 class RolloutSource(ABC):
@@ -47,3 +49,32 @@ class RolloutSource(ABC):
     def close(self) -> None:
         """Stop whatever runs in the background. Idempotent."""
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A prompt whose turn has come, and the number of its request, of which the seeds of its completions are made."""
+
+    prompt: Prompt
+    request: int
+
+
+# Is told of a draw, by its place in the call: the scored group, or why its group was dropped. In any thread, so it has
+# to be quick; what it raises ends the call.
+Done = Callable[[int, Group | RewardError], None]
+
+
+class GroupwiseSource(RolloutSource):
+    """A source whose groups are each a thing of their own: drawn in order, and finished whenever they are."""
+
+    @abstractmethod
+    def draw(self, count: int) -> list[Draw]:
+        """The next ``count`` prompts; what was drawn is behind the source's position. One thread at a time."""
+
+    @abstractmethod
+    def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
+        """Generate and score groups, and tell ``done`` of each once it is. Calls may overlap.
+
+        Raises:
+            DeadlineExceeded, EngineError, RewardError: for the draws that ``done`` was not told of.
+        """

@@ -2,43 +2,52 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError
+from lachesis.common.meters import BusyTime
 from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
-from lachesis.rollouts.base import RolloutSource
+from lachesis.rollouts.base import Done, Draw, GroupwiseSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.generation import TextDecoder, generate_groups, nested_deadline, request_seed
 from lachesis.rollouts.rewards.attempts import Item
 from lachesis.rollouts.rewards.rewarder import Rewarder, Scored
 
 # A batch without a single usable group may be bad luck; this many in a row are a broken reward function.
-_MOST_EMPTY_BATCHES = 10
+MOST_EMPTY_BATCHES = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Rollouts:
-    """Scored groups in the order of their prompts, and what they took; ``tokens`` are those of dropped groups too."""
+class Part:
+    """Groups of a call that were scored together; ``places`` are those of their draws, dropped ones included."""
 
-    scored: Scored
+    places: Sequence[int]
     tokens: int
-    generation_s: float
-    reward_s: float
+    scored: Scored
+
+    def groups(self) -> list[tuple[int, Group]]:
+        """The groups that are left, with their places."""
+        return [(self.places[index], group) for index, group in zip(self.scored.kept, self.scored.groups, strict=True)]
+
+    def dropped(self) -> list[int]:
+        """The places of those that are not."""
+        return [place for index, place in enumerate(self.places) if index not in set(self.scored.kept)]
 
 
 @dataclass(kw_only=True, eq=False)
-class LocalSource(RolloutSource):
+class LocalSource(GroupwiseSource):
     """Samples ``num_generations`` completions a prompt and scores them.
 
     The completions of a prompt depend on the weights, the run's seed and the number of requests before it, so
-    a resumed run samples what the uninterrupted one would have. A call that raises leaves the source as it
-    was before: its prompts and request numbers come again.
+    a resumed run samples what the uninterrupted one would have. A call of :meth:`next_groups` that raises leaves the
+    source as it was before: its prompts and request numbers come again.
 
     Args:
         decode: token ids of many completions to their texts.
@@ -62,11 +71,18 @@ class LocalSource(RolloutSource):
         self._requests = 0
         self._step = 0
         self._counts: Counter[str] = Counter()
-        self._logged: dict[str, list[float]] = {}
+        self._logged: dict[str, list[tuple[float, int]]] = {}
+        self._counting = threading.Lock()
+        self._generating = BusyTime()
         self._check_columns()
 
     def _check_columns(self) -> None:
         self.rewarder.check_columns(self.stream.columns)
+
+    def draw(self, count: int) -> list[Draw]:
+        first = self._requests
+        self._requests += count
+        return [Draw(prompt, first + i) for i, prompt in enumerate(self.stream.take(count))]
 
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
         """Scored groups of the next ``count`` prompts, less those whose reward failed under ``drop_group``.
@@ -75,53 +91,50 @@ class LocalSource(RolloutSource):
         """
         first_request, taken, errors = self._requests, [], []
         try:
-            for _ in range(_MOST_EMPTY_BATCHES):
-                prompts = self.stream.take(count)
-                taken += prompts
-                groups, errors = self._attempt(prompts, deadline)
-                if groups:
-                    return groups
+            for _ in range(MOST_EMPTY_BATCHES):
+                draws = self.draw(count)
+                taken += [draw.prompt for draw in draws]
+                parts: list[Part] = []
+                self._roll_out(draws, deadline=deadline, done=parts.append)
+                placed = sorted((entry for part in parts for entry in part.groups()), key=lambda entry: entry[0])
+                if placed:
+                    return [group for _, group in placed]
+                errors = [error for part in parts for error in part.scored.errors]
                 deadline.check("every group so far was dropped because its reward failed")
-            raise RewardError(
-                f"the rewards of {len(taken)} groups in a row failed; the last: {errors[-1].message}",
-                remedy=errors[-1].remedy,
-            )
+            raise all_failed(len(taken), errors[-1])
         except BaseException:
             self.stream.put_back(taken)
             self._requests = first_request
             raise
 
-    def _attempt(self, prompts: list[Prompt], deadline: Deadline) -> tuple[list[Group], list[RewardError]]:
-        seeds = [request_seed(self.seed, self._requests + i) for i in range(len(prompts))]
-        self._requests += len(prompts)
-        name = f"generation of {len(prompts)} prompts x {self.num_generations} completions"
-        generation = nested_deadline(name, deadline, self.generation_s, "deadlines.generation_s")
-        rollouts = self._roll_out(prompts, seeds, generation=generation, deadline=deadline)
-        scored = rollouts.scored
-        self._count("generation_time", rollouts.generation_s)
-        self._count("reward_time", rollouts.reward_s)
-        self._count("tokens_generated", rollouts.tokens)
-        self._count("dropped_groups", scored.dropped)
-        self._count("reward_errors", len(scored.errors))
-        for metric, value in scored.metrics.items():
-            self._logged.setdefault(metric, []).append(value)
-        return scored.groups, scored.errors
+    def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
+        def tell(part: Part) -> None:
+            for place, group in part.groups():
+                done(place, group)
+            for place in part.dropped():
+                done(place, part.scored.errors[-1])
 
-    def _roll_out(
-        self, prompts: list[Prompt], seeds: list[int], *, generation: Deadline, deadline: Deadline
-    ) -> Rollouts:
-        """Generate, then score. ``generation`` is for the first of these, within ``deadline``."""
-        started = time.monotonic()
-        items = self._sample(prompts, seeds, generation)
+        self._roll_out(draws, deadline=deadline, done=tell)
+
+    def _roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Callable[[Part], None]) -> None:
+        """Generate, then score; ``done`` is told of all in one part, or of several as they are done."""
+        prompts = [self.stream.own(draw.prompt) for draw in draws]
+        with self._generating.span():
+            items = self._sample(prompts, self._seeds(draws), self._generation(draws, deadline))
         generated = time.monotonic()
         groups = [item.group for item in items]
         scored = self.rewarder.score(groups, extras=[item.extras for item in items])
-        return Rollouts(
-            scored=scored,
-            tokens=tokens_in(groups),
-            generation_s=generated - started,
-            reward_s=time.monotonic() - generated,
-        )
+        part = Part(range(len(groups)), tokens_in(groups), scored)
+        self._count(reward_time=time.monotonic() - generated)
+        self._count_part(part)
+        done(part)
+
+    def _generation(self, draws: Sequence[Draw], deadline: Deadline) -> Deadline:
+        name = f"generation of {len(draws)} prompts x {self.num_generations} completions"
+        return nested_deadline(name, deadline, self.generation_s, "deadlines.generation_s")
+
+    def _seeds(self, draws: Sequence[Draw]) -> list[int]:
+        return [request_seed(self.seed, draw.request) for draw in draws]
 
     def _sample(self, prompts: list[Prompt], seeds: list[int], deadline: Deadline) -> list[Item]:
         """Unscored groups, one per prompt, each with a seed of its own."""
@@ -136,8 +149,16 @@ class LocalSource(RolloutSource):
         )
         return [Item(group) for group in groups]
 
-    def _count(self, name: str, amount: float) -> None:
-        self._counts[name] += amount  # type: ignore[assignment]
+    def _count(self, **amounts: float) -> None:
+        with self._counting:
+            self._counts.update(amounts)  # type: ignore[arg-type]
+
+    def _count_part(self, part: Part) -> None:
+        scored = part.scored
+        self._count(tokens_generated=part.tokens, dropped_groups=scored.dropped, reward_errors=len(scored.errors))
+        with self._counting:
+            for metric, value in scored.metrics.items():
+                self._logged.setdefault(metric, []).append((value, len(part.places)))
 
     def requeue(self, prompts: Sequence[Prompt]) -> bool:
         """Make these prompts the next ones. Raises DataError for a prompt that is not of this dataset."""
@@ -150,14 +171,19 @@ class LocalSource(RolloutSource):
         self.rewarder.report_step(version)
 
     def counters(self) -> dict[str, float]:
-        """Since the last call: ``generation_time`` and ``reward_time`` in seconds, ``tokens_generated`` (also
-        those of dropped groups), ``dropped_groups``, ``reward_errors``; and ``reward_metrics/NAME``, the mean of what
-        reward functions logged."""
-        counts, self._counts = self._counts, Counter()
-        logged, self._logged = self._logged, {}
-        names = ("generation_time", "reward_time", "tokens_generated", "dropped_groups", "reward_errors")
-        means = {f"reward_metrics/{name}": sum(values) / len(values) for name, values in logged.items()}
-        return {name: float(counts[name]) for name in names} | means
+        """Since the last call: ``generation_time`` (calls that overlap count once) and ``reward_time`` in seconds,
+        ``tokens_generated`` (also those of dropped groups), ``dropped_groups``, ``reward_errors``; and
+        ``reward_metrics/NAME``, the mean over groups of what reward functions logged."""
+        with self._counting:
+            counts, self._counts = self._counts, Counter()
+            logged, self._logged = self._logged, {}
+        counts["generation_time"] = self._generating.take()  # type: ignore[assignment]
+        means = {f"reward_metrics/{name}": _mean(values) for name, values in logged.items()}
+        return {name: float(counts[name]) for name in self._counted} | means
+
+    @property
+    def _counted(self) -> tuple[str, ...]:
+        return ("generation_time", "reward_time", "tokens_generated", "dropped_groups", "reward_errors")
 
     def state_dict(self) -> dict[str, Any]:
         """The place in the dataset, prompts put back, the number of requests so far, and the step."""
@@ -173,3 +199,13 @@ class LocalSource(RolloutSource):
 def tokens_in(groups: Sequence[Group]) -> int:
     """Tokens of all completions."""
     return sum(len(sample.completion_ids) for group in groups for sample in group.samples)
+
+
+def all_failed(count: int, last: RewardError) -> RewardError:
+    """The error where no reward of many groups could be computed."""
+    return RewardError(f"the rewards of {count} groups in a row failed; the last: {last.message}", remedy=last.remedy)
+
+
+def _mean(values: Sequence[tuple[float, int]]) -> float:
+    """Of values, each with the number of groups that it is of."""
+    return sum(value * groups for value, groups in values) / sum(groups for _, groups in values)

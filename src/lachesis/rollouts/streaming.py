@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -14,9 +14,9 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.common.threads import DaemonThread
 from lachesis.common.types import Completion, Prompt
+from lachesis.rollouts.base import Draw
 from lachesis.rollouts.generation import generation_requests, read_groups
-from lachesis.rollouts.local import LocalSource, Rollouts, tokens_in
-from lachesis.rollouts.rewards.rewarder import Scored
+from lachesis.rollouts.local import LocalSource, Part, tokens_in
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -99,15 +99,6 @@ class Overlap(Generic[ItemT, ResultT]):
 Answer = tuple[int, list[Completion]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Groups that were scored together; ``places`` are those of their prompts."""
-
-    places: list[int]
-    tokens: int
-    scored: Scored
-
-
 @dataclass(kw_only=True, eq=False)
 class StreamingSource(LocalSource):
     """Scores groups as they are finished, while the engine generates others.
@@ -121,41 +112,34 @@ class StreamingSource(LocalSource):
 
     min_groups: int
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._hidden_s = 0.0
+    @property
+    def _counted(self) -> tuple[str, ...]:
+        """Also ``hidden_reward_time``: the seconds of ``reward_time`` in which others of the call were generated."""
+        return (*super()._counted, "hidden_reward_time")
 
-    def counters(self) -> dict[str, float]:
-        """Those of :class:`LocalSource`, and ``hidden_reward_time``: the seconds of ``reward_time`` in which other
-        groups were still being generated."""
-        hidden, self._hidden_s = self._hidden_s, 0.0
-        return super().counters() | {"hidden_reward_time": hidden}
+    def _roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Callable[[Part], None]) -> None:
+        prompts, seeds = [self.stream.own(draw.prompt) for draw in draws], self._seeds(draws)
 
-    def _roll_out(
-        self, prompts: list[Prompt], seeds: list[int], *, generation: Deadline, deadline: Deadline
-    ) -> Rollouts:
-        def score(answers: Sequence[Answer]) -> _Part:
-            return self._score(prompts, answers)
+        def score(answers: Sequence[Answer]) -> list[int]:
+            part = self._score(prompts, answers)
+            self._count_part(part)
+            done(part)
+            return list(part.places)
 
         requests = generation_requests(prompts, params=self.params, num_generations=self.num_generations, seeds=seeds)
+        generation = self._generation(draws, deadline)
         with Overlap(score, at_least=self.min_groups, name="lachesis-scoring") as scoring:
-            started = time.monotonic()
-            with generation.waiting():
+            with generation.waiting(), self._generating.span():
                 self.engine.generate(
                     requests, deadline=generation, finished=lambda place, answer: scoring.put((place, answer))
                 )
             generated = time.monotonic()
-            parts = scoring.results(deadline=deadline)
-        _check_places(parts, count=len(prompts))
-        self._hidden_s += scoring.seconds(until=generated)
-        return Rollouts(
-            scored=_merge(parts),
-            tokens=sum(part.tokens for part in parts),
-            generation_s=generated - started,
-            reward_s=scoring.seconds(),
-        )
+            answered = [place for places in scoring.results(deadline=deadline) for place in places]
+        _check_places(answered, count=len(prompts))
+        hidden = scoring.seconds(until=generated)
+        self._count(reward_time=scoring.seconds(), hidden_reward_time=hidden)
 
-    def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> _Part:
+    def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Part:
         places = [place for place, _ in answers]
         groups = read_groups(
             [prompts[place] for place in places],
@@ -164,41 +148,12 @@ class StreamingSource(LocalSource):
             num_generations=self.num_generations,
             decode=self.decode,
         )
-        return _Part(places, tokens_in(groups), self.rewarder.score(groups))
+        return Part(places, tokens_in(groups), self.rewarder.score(groups))
 
 
-def _check_places(parts: Sequence[_Part], *, count: int) -> None:
-    if sorted(place for part in parts for place in part.places) != list(range(count)):
-        answered = sum(len(part.places) for part in parts)
+def _check_places(answered: Sequence[int], *, count: int) -> None:
+    if sorted(answered) != list(range(count)):
         raise EngineError(
-            f"the engine handed back {answered} groups as they were finished, of {count} requests",
+            f"the engine handed back {len(answered)} groups as they were finished, of {count} requests",
             remedy="look into the engine's log; the requests were sound",
         )
-
-
-def _merge(parts: Sequence[_Part]) -> Scored:
-    """All parts as one call would have scored them: in the order of the prompts, whatever was finished first."""
-    placed = [
-        (part.places[index], group, extras)
-        for part in parts
-        for index, group, extras in zip(part.scored.kept, part.scored.groups, part.scored.extras, strict=True)
-    ]
-    placed.sort(key=lambda entry: entry[0])
-    return Scored(
-        groups=[group for _, group, _ in placed],
-        dropped=sum(part.scored.dropped for part in parts),
-        errors=[error for part in parts for error in part.scored.errors],
-        kept=[place for place, _, _ in placed],
-        extras=[extras for _, _, extras in placed],
-        metrics=_mean_metrics(parts),
-    )
-
-
-def _mean_metrics(parts: Sequence[_Part]) -> Mapping[str, float]:
-    """Of each metric that reward functions logged, its mean over groups."""
-    weighted: dict[str, tuple[float, int]] = {}
-    for part in parts:
-        for name, value in part.scored.metrics.items():
-            total, groups = weighted.get(name, (0.0, 0))
-            weighted[name] = (total + value * len(part.places), groups + len(part.places))
-    return {name: total / groups for name, (total, groups) in weighted.items()}

@@ -17,7 +17,7 @@ from lachesis.common.types import Group, Prompt
 from lachesis.config import schema
 from lachesis.config.rules import learning_rate
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.steps import total_steps
+from lachesis.config.steps import batches_ahead, total_steps
 from lachesis.engines.base import Engine
 from lachesis.pipeline.collect import Collector, Reroll, WholeBatches
 from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
@@ -26,7 +26,7 @@ from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.rollouts.atropos.convert import Conversion
 from lachesis.rollouts.atropos.source import build_atropos_source, keep_given_advantages
-from lachesis.rollouts.base import RolloutSource
+from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.custom import CustomSource
 from lachesis.rollouts.datasets import Dataset, PromptStream, load_problems, split_eval
 from lachesis.rollouts.datasets.transforms import axolotl_names
@@ -236,21 +236,36 @@ def build_feed(
     feed: Feed[Batch] = SynchronousFeed(
         collector=collector, finisher=finisher, batch_deadline_s=config.deadlines.batch_s
     )
-    if pipeline.async_prefetch:
+    if ahead := generated_ahead(config):
+        whole_batches = config.source.kind == "local" and config.source.rollout_func is not None
         feed = AsynchronousFeed(
+            source=source,
             collector=collector,
             finisher=finisher,
-            depth=pipeline.prefetch_depth,
-            max_staleness=pipeline.max_staleness,
+            ahead=ahead,
             batch_deadline_s=config.deadlines.batch_s,
-            uses=config.algorithm.num_iterations,
+            # What shares the trainer's process, or is a function of the user, does one call after the other.
+            at_once=1 if whole_batches or config.engine.place == "trainer" else None,
+            least=collector.count if whole_batches else 1,
         )
     return repeated(feed, config, pack=pack_groups)
 
 
+def generated_ahead(config: LachesisConfig) -> int:
+    """Batches that are generated while others are trained on."""
+    if not config.pipeline.async_prefetch:
+        return 0
+    return batches_ahead(
+        every_steps=getattr(config.bridge, "every_steps", 1),
+        depth=config.pipeline.prefetch_depth,
+        iterations=config.algorithm.num_iterations,
+        max_staleness=config.pipeline.max_staleness,
+    )
+
+
 def build_source(
     config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
-) -> RolloutSource:
+) -> GroupwiseSource:
     """Prompts of a dataset, and completions by the engine or by a function of the user."""
     assert isinstance(config.source, schema.LocalSourceConfig)
     common: dict[str, Any] = {
@@ -263,8 +278,9 @@ def build_source(
         "seed": config.run.seed,
         "generation_s": config.deadlines.generation_s,
     }
-    if config.source.rollout_func is None and config.pipeline.streaming:
-        return StreamingSource(min_groups=config.pipeline.streaming_min_groups, **common)
+    streaming = config.pipeline.streaming
+    if config.source.rollout_func is None and (streaming or generated_ahead(config)):
+        return StreamingSource(min_groups=config.pipeline.streaming_min_groups if streaming else 1, **common)
     if config.source.rollout_func is None:
         return LocalSource(**common)
     return CustomSource(

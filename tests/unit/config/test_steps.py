@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.steps import steps_of, with_steps
+from lachesis.config.steps import batches_ahead, oldest_sample, steps_of, with_steps
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,17 @@ def test_a_warmup_that_is_longer_than_the_run(build):
     config = build(run={"steps": None, "epochs": 1.0}, optimizer={"warmup_steps": 11})
     with pytest.raises(ConfigError, match=r"are 10 steps, and optimizer\.warmup_steps 11"):
         with_steps(config, problems=320)
+
+
+@pytest.mark.parametrize(
+    ("every", "depth", "iterations", "limit", "ahead"),
+    [
+        *((1, 1, 1, 4, 1), (1, 9, 1, 4, 4), (1, 9, 1, 0, 0), (1, 9, 1, None, 9)),
+        *((3, 9, 1, 4, 2), (1, 9, 2, 4, 1), (6, 1, 1, 4, 0)),
+    ],
+)
+def test_as_many_batches_are_ahead_as_keep_samples_young(every, depth, iterations, limit, ahead):
+    found = batches_ahead(every_steps=every, depth=depth, iterations=iterations, max_staleness=limit)
+    assert found == ahead
+    if limit is not None and ahead:
+        assert oldest_sample(every_steps=every, depth=ahead, iterations=iterations) <= limit

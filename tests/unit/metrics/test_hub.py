@@ -233,6 +233,16 @@ def test_staleness_counts_from_the_first_token_of_the_oldest_sample(make_group: 
     assert measure([replace(group, samples=(replace(new, versions=VersionSpan(4, 4)),))], version=4)["staleness"] == 0
 
 
+def test_staleness_is_told_by_distance_where_there_is_any(make_group: Callable[..., Group]):
+    group = make_group((0.0, 1.0))
+    old, new = group.samples
+    mixed = replace(group, samples=(replace(old, versions=VersionSpan(1, 4)), replace(new, versions=VersionSpan(4, 4))))
+    found = {name: value for name, value in measure([mixed], version=4).items() if name.startswith("staleness/")}
+    assert found == {"staleness/0": 0.5, "staleness/1": 0.0, "staleness/2": 0.0, "staleness/3": 0.5}
+    fresh = replace(group, samples=(replace(new, versions=VersionSpan(4, 4)),))
+    assert not any(name.startswith("staleness/") for name in measure([fresh], version=4))
+
+
 def test_samples_of_an_unknown_version_are_neither_fresh_nor_stale(make_group: Callable[..., Group]):
     group = make_group((0.0, 1.0))
     unknown = tuple(replace(sample, versions=UNKNOWN_VERSIONS) for sample in group.samples)

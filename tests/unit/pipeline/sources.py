@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lachesis.common.deadline import Deadline
+from lachesis.common.errors import RewardError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.rollouts.base import RolloutSource
+from lachesis.rollouts.base import Done, Draw, GroupwiseSource
+from tests.waiting import LONG_S
 
 Rewards = Sequence[float | None]
 
@@ -29,10 +31,11 @@ def group(name: str, rewards: Rewards, *, version: int = 0) -> Group:
     return Group(prompt=Prompt(id=name, token_ids=(1, 2), text=""), samples=samples)
 
 
-class ScriptedSource(RolloutSource):
+class ScriptedSource(GroupwiseSource):
     """Prompts numbered from 0 (or put back), rewards from a function of the prompt's name and how often it came.
 
-    ``version`` is what its samples say. Where ``gate`` is given, every call waits for it.
+    ``version`` is what its samples say. Where ``gate`` is given, every call waits for it. Groups that are drawn are
+    finished at once, in order, but for those that are :meth:`hold`; ``failing`` ones have no reward.
     """
 
     def __init__(
@@ -52,6 +55,62 @@ class ScriptedSource(RolloutSource):
         self.taken: list[str] = []
         self.error: BaseException | None = None
         self.closed = 0
+        self.drawn: list[str] = []
+        self.requests: list[int] = []
+        self.calls: list[list[str]] = []
+        self.failing: set[str] = set()
+        self._held: set[str] = set()
+        self._changed = threading.Condition()
+        self._failing_calls = 1 << 30
+
+    def fail(self, error: BaseException, *, calls: int = 1 << 30) -> None:
+        """The first so many calls raise this where they are under way, and when they come."""
+        with self._changed:
+            self.error = error
+            self._failing_calls = calls
+            self._changed.notify_all()
+
+    def hold(self, *names: str) -> None:
+        """Do not finish these until :meth:`let_go`."""
+        self._held |= set(names)
+
+    def let_go(self, *names: str) -> None:
+        """Finish these; all, if none is named."""
+        with self._changed:
+            self._held -= set(names) or set(self._held)
+            self._changed.notify_all()
+
+    def draw(self, count: int) -> list[Draw]:
+        draws = []
+        for _ in range(count):
+            name = self._name()
+            self.drawn.append(name)
+            draws.append(Draw(Prompt(id=name, token_ids=(1, 2), text=""), len(self.drawn) - 1))
+        return draws
+
+    def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
+        version = self.version
+        waiting = {index: draw.prompt.id for index, draw in enumerate(draws)}
+        call = len(self.calls)
+        self.calls.append(list(waiting.values()))
+        self.requests += [draw.request for draw in draws]
+        while waiting:
+            index = self._next_finished(waiting, call)
+            name = waiting.pop(index)
+            done(index, RewardError("it failed") if name in self.failing else self._group(name, version))
+
+    def _next_finished(self, waiting: dict[int, str], call: int) -> int:
+        def ends() -> bool:
+            return self.error is not None and call < self._failing_calls
+
+        def free() -> list[int]:
+            return [index for index, name in waiting.items() if name not in self._held]
+
+        with self._changed:
+            assert self._changed.wait_for(lambda: free() or ends(), LONG_S)
+            if self.error is not None and ends():
+                raise self.error
+            return free()[0]
 
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
         if self._gate is not None:
@@ -61,13 +120,18 @@ class ScriptedSource(RolloutSource):
         return [self._next() for _ in range(count)]
 
     def _next(self) -> Group:
+        return self._group(self._name(), self.version)
+
+    def _name(self) -> str:
         if self.back:
-            name = self.back.pop(0)
-        else:
-            name, self.position = str(self.position), self.position + 1
+            return self.back.pop(0)
+        name, self.position = str(self.position), self.position + 1
+        return name
+
+    def _group(self, name: str, version: int) -> Group:
         attempt = self.attempts[name] = self.attempts.get(name, -1) + 1
         self.taken.append(name)
-        return group(name, self._rewards(name, attempt), version=self.version)
+        return group(name, self._rewards(name, attempt), version=version)
 
     def requeue(self, prompts: Sequence[Prompt]) -> bool:
         self.back += [prompt.id for prompt in prompts]
@@ -80,10 +144,11 @@ class ScriptedSource(RolloutSource):
         return {"taken": float(len(self.taken))}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
+        return {"position": self.position, "drawn": len(self.drawn)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
+        self.drawn = ["?"] * state.get("drawn", 0)
 
     def close(self) -> None:
         self.closed += 1

@@ -89,14 +89,6 @@ def test_the_source_hears_of_every_version():
     assert source.versions == [1, 2]
 
 
-def test_a_batch_that_was_not_trained_on_blocks_the_next():
-    feed = make_feed(CountingSource(), seconds=0.05)
-    feed.next()
-    with pytest.raises(DeadlineExceeded, match=r"wait for a batch of 4 groups.*slots are taken") as caught:
-        feed.next()
-    assert "deadlines.batch_s" in caught.value.remedy
-
-
 def test_a_source_that_is_too_slow_names_what_is_there():
     feed = make_feed(CountingSource(at_once=1), seconds=0.0)
     with pytest.raises(DeadlineExceeded, match=r"batch of 4 groups took longer than 0 s.*1 groups are there"):

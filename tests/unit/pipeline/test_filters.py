@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lachesis.common.types import Group
-from lachesis.pipeline.filters import any_reward_differs, failed_entirely, fresh, has_signal
+from lachesis.pipeline.filters import any_reward_differs, failed_entirely, has_signal
 from tests.unit.pipeline.sources import group
 
 
@@ -25,13 +25,6 @@ from tests.unit.pipeline.sources import group
 )
 def test_what_teaches_and_what_failed(rewards, signal, failed):
     assert (has_signal(group("a", rewards)), failed_entirely(group("a", rewards))) == (signal, failed)
-
-
-def test_staleness_counts_from_the_oldest_token():
-    groups = [group(str(version), (0.0, 1.0), version=version) for version in (1, 2, 3)]
-    assert [g.prompt.id for g in fresh(groups, version=4, max_staleness=2)] == ["2", "3"]
-    assert fresh(groups, version=4, max_staleness=None) == groups
-    assert fresh(groups, version=4, max_staleness=0) == []
 
 
 def test_advantages_that_were_given_are_signal():

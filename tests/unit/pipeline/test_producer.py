@@ -1,254 +1,336 @@
+"""Generation beside training: what is asked for when, what a step gets, and that nothing is lost, whatever happens."""
+
 from __future__ import annotations
 
 import json
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
-from lachesis.pipeline.collect import Collector
-from lachesis.pipeline.feed import Finisher
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, RewardError
+from lachesis.common.group_codec import encode_group
+from lachesis.common.types import Group
+from lachesis.pipeline.collect import Collector, Reroll
+from lachesis.pipeline.feed import Finisher, SynchronousFeed
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
+from lachesis.rollouts.base import Done, Draw
 from tests.unit.pipeline.sources import ScriptedSource
 from tests.waiting import LONG_S, until
 
+Names = list[str]
 
-def make_feed(
-    source, *, depth=1, max_staleness=None, seconds=LONG_S, replay=None, uses=1
-) -> AsynchronousFeed[list[str]]:
-    return AsynchronousFeed(
-        collector=Collector(source, count=2),
-        finisher=Finisher(advantages=list, pack=lambda groups: [g.prompt.id for g in groups], replay=replay),
-        depth=depth,
-        max_staleness=max_staleness,
-        batch_deadline_s=seconds,
-        uses=uses,
-    )
+
+def names(groups: Sequence[Group]) -> Names:
+    return [group.prompt.id for group in groups]
+
+
+MakeFeed = Callable[..., AsynchronousFeed[Names]]
 
 
 @pytest.fixture
-def closing():
-    feeds = []
-    yield feeds.append
+def make_feed() -> Iterator[MakeFeed]:
+    """Feeds of 2 groups a batch, closed in the end."""
+    feeds: list[AsynchronousFeed[Names]] = []
+
+    def make(source: ScriptedSource, *, ahead=1, seconds=LONG_S, refills=0, reroll=None, replay=None, **options):
+        feed = AsynchronousFeed(
+            source=source,
+            collector=Collector(source, count=2, refill_rounds=refills, reroll=reroll),
+            finisher=Finisher(advantages=list, pack=names, replay=replay),
+            ahead=ahead,
+            batch_deadline_s=seconds,
+            **options,
+        )
+        feeds.append(feed)
+        return feed
+
+    yield make
     for feed in feeds:
+        if isinstance(feed.source, ScriptedSource):
+            feed.source.let_go()
         feed.close()
 
 
-def test_batches_come_in_order_and_the_next_is_made_meanwhile(closing):
-    source = ScriptedSource()
-    feed = make_feed(source)
-    closing(feed)
-    assert feed.next() == ["0", "1"]
-    until(lambda: len(source.taken) == 4)
-    feed.advance(1)
-    assert feed.next() == ["2", "3"]
+def settled(feed: AsynchronousFeed[Names], finished: int) -> None:
+    """Wait until so many groups wait for their step."""
+    until(lambda: feed.counters()["groups_waiting"] == finished)
 
 
-@pytest.mark.parametrize("depth", [1, 3])
-def test_slots_bound_how_far_generation_runs_ahead(closing, depth):
-    source = ScriptedSource()
-    feed = make_feed(source, depth=depth)
-    closing(feed)
-    feed.next()
-    until(lambda: len(source.taken) == 2 * (1 + depth))
-    time.sleep(0.05)
-    assert len(source.taken) == 2 * (1 + depth), "nothing more until the batch was trained on"
-    feed.advance(1)
-    until(lambda: len(source.taken) == 2 * (2 + depth))
-
-
-def test_no_sample_is_older_than_the_depth(closing):
-    source = ScriptedSource()
-    ages = []
-    feed = make_feed(source, depth=2)
-    feed.finisher = Finisher(
-        advantages=list, pack=lambda groups: ages.extend(step - g.samples[0].versions.first for g in groups)
-    )
-    closing(feed)
-    for step in range(12):
-        feed.next()
-        feed.advance(step + 1)
-    assert min(ages) >= 0 and max(ages) <= 2
-
-
-def test_stale_groups_are_dropped_counted_and_made_up_for(closing):
-    gate = threading.Semaphore(2)
-    source = ScriptedSource(gate=gate)
-    feed = make_feed(source, depth=2, max_staleness=0)
-    closing(feed)
-    assert feed.next() == ["0", "1"]
-    until(lambda: len(source.taken) == 4)
-    feed.advance(1)
-    gate.release(20)
-    assert feed.next() == ["4", "5"], "2 and 3 were sampled under version 0"
-    assert feed.counters()["stale_groups"] == 2
-
-
-@pytest.mark.parametrize(("max_staleness", "second"), [(3, ["2", "3"]), (2, ["4", "5"])])
-def test_the_last_use_of_a_batch_is_within_the_limit_too(closing, max_staleness, second):
-    """Generated under version 0, first used at version 2, and for the second time at version 3."""
-    gate = threading.Semaphore(2)
-    source = ScriptedSource(gate=gate)
-    feed = make_feed(source, depth=2, max_staleness=max_staleness, uses=2)
-    closing(feed)
-    assert feed.next() == ["0", "1"]
-    until(lambda: len(source.taken) == 4)
-    feed.advance(2)
-    gate.release(20)
-    assert feed.next() == second
-    assert feed.counters()["stale_groups"] == (0 if max_staleness == 3 else 2)
-
-
-def test_batches_that_are_all_stale_do_not_starve_the_producer(closing):
-    source = ScriptedSource()
-    feed = make_feed(source, depth=1, max_staleness=0)
-    closing(feed)
-    for step in range(6):
-        assert len(feed.next()) == 2
-        until(lambda: feed._queue.qsize() == 1)
-        feed.advance(step + 1)
-    assert feed.counters()["stale_groups"] >= 8
-
-
-class CountingSource(ScriptedSource):
-    """Counts groups, and says the number of the call as if a reward function had logged it."""
-
-    calls = 0
-
-    def next_groups(self, count, *, deadline):
-        self.calls += 1
-        return super().next_groups(count, deadline=deadline)
-
-    def counters(self):
-        counted, self.taken = float(len(self.taken)), []
-        return {"sampled": counted, "reward_metrics/call": float(self.calls)}
-
-
-def test_what_a_step_counts_is_of_its_own_batch_whatever_was_generated_meanwhile(closing):
-    feed = make_feed(CountingSource(), depth=2)
-    closing(feed)
-    for step in range(1, 4):
-        assert feed.next() == [str(2 * step - 2), str(2 * step - 1)]
-        until(lambda: feed._queue.qsize() == 2)
-        counters = feed.counters()
-        assert (counters["sampled"], counters["reward_metrics/call"]) == (2.0, step)
-        assert feed.counters()["sampled"] == 0.0, "a second use of the batch samples nothing"
+def train(feed: AsynchronousFeed[Names], steps: int, *, start: int = 0) -> list[Names]:
+    batches = []
+    for step in range(start + 1, start + steps + 1):
+        batches.append(feed.next())
         feed.advance(step)
+    return batches
 
 
-def test_a_step_made_of_several_batches_counts_them_all(closing):
-    source = CountingSource()
-    feed = make_feed(source, depth=1, max_staleness=0)
-    closing(feed)
-    feed.next()
-    feed.counters()
-    until(lambda: feed._queue.qsize() == 1)
-    feed.advance(1)
-    assert feed.next() == ["4", "5"]
-    counters = feed.counters()
-    assert (counters["sampled"], counters["stale_groups"]) == (4.0, 2.0)
-    assert counters["reward_metrics/call"] == 3.0, "a mean, of which the last stands"
-
-
-def test_an_error_of_the_producer_is_raised_to_the_trainer(closing):
-    source = ScriptedSource()
-    source.error = EngineError("the engine died")
-    feed = make_feed(source)
-    closing(feed)
-    with pytest.raises(EngineError, match="died"):
+class TestWhatIsAskedFor:
+    @pytest.mark.parametrize("ahead", [1, 3])
+    def test_slots_bound_how_far_generation_runs_ahead(self, make_feed: MakeFeed, ahead: int):
+        source = ScriptedSource()
+        feed = make_feed(source, ahead=ahead)
         feed.next()
+        until(lambda: len(source.taken) == 2 * (1 + ahead))
+        time.sleep(0.02)
+        assert len(source.drawn) == 2 * (1 + ahead), "nothing more until the batch was trained on"
+        feed.advance(1)
+        until(lambda: len(source.taken) == 2 * (2 + ahead))
+
+    def test_slots_that_are_free_are_used_while_a_slow_group_is_still_generated(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.hold("0")
+        feed = make_feed(source)
+        assert feed.next() == ["1", "2"]
+        assert source.calls == [["0", "1", "2", "3"]]
+        feed.advance(1)
+        until(lambda: source.calls[1:] == [["4", "5"]])
+        settled(feed, 3)
+        source.let_go("0")
+        assert feed.next() == ["0", "3"], "the oldest come first"
+
+    def test_calls_come_one_after_the_other_where_the_engine_does_one(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.hold("0", "4")
+        feed = make_feed(source, at_once=1)
+        assert feed.next() == ["1", "2"]
+        feed.advance(1)
+        time.sleep(0.02)
+        assert len(source.calls) == 1 and feed.counters()["idle_slots"] > 0
+        source.let_go("0")
+        until(lambda: source.calls[1:] == [["4", "5"]])
+        assert feed.next() == ["0", "3"]
+
+    def test_a_source_of_whole_batches_gets_whole_batches(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.failing = {"1"}
+        feed = make_feed(source, at_once=1, least=2)
+        assert train(feed, 3) == [["0", "2"], ["3", "4"], ["5", "6"]]
+        assert min(len(call) for call in source.calls) == 2
+
+    def test_slots_stand_empty_for_no_time_where_the_engine_takes_what_it_can_get(self, make_feed: MakeFeed):
+        feed = make_feed(ScriptedSource(), clock=iter(range(10_000)).__next__)
+        for step in range(1, 6):
+            feed.next()
+            settled(feed, 2)
+            counts = feed.counters()
+            assert counts["idle_slots"] == 0.0
+            feed.advance(step)
 
 
-def test_a_wait_that_takes_too_long_says_who_waits_and_what_is_there(closing):
-    gate = threading.Semaphore(0)
-    feed = make_feed(ScriptedSource(gate=gate), seconds=0.05)
-    closing(feed)
-    with pytest.raises(DeadlineExceeded, match=r"generated ahead .* 0 of 2 groups are there, 1 batches are under way"):
+class TestWhatAStepGets:
+    def test_a_slow_group_is_waited_for_when_it_would_become_too_old(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.hold("0")
+        feed = make_feed(source)
         feed.next()
-    gate.release(5)
+        feed.advance(1)
+        threading.Timer(0.05, source.let_go).start()
+        assert feed.next() == ["0", "3"]
+
+    @pytest.mark.parametrize("ahead", [1, 2])
+    def test_no_sample_is_older_than_the_batches_ahead(self, make_feed: MakeFeed, ahead: int):
+        source, ages = ScriptedSource(), []
+        feed = make_feed(source, ahead=ahead)
+        feed.finisher = Finisher(advantages=list, pack=lambda groups: ages.extend(_ages(groups, step)) or [])
+        for step in range(12):
+            source.hold(str(step * 3))
+            threading.Timer(0.005, source.let_go).start()
+            feed.next()
+            feed.advance(step + 1)
+        assert min(ages) >= 0 and max(ages) == ahead
+
+    def test_with_nothing_ahead_batches_are_those_of_a_synchronous_run(self, make_feed: MakeFeed):
+        def rewards(name: str, attempt: int) -> tuple[float, float]:
+            return (0.0, float(int(name) % 3 > 0))
+
+        plain, other = ScriptedSource(rewards), ScriptedSource(rewards)
+        other.hold("0", "2", "6")
+        collector = Collector(plain, count=2, reroll=Reroll(start_step=2, max_groups=1))
+        synchronous = SynchronousFeed(
+            collector=collector, finisher=Finisher(advantages=list, pack=names), batch_deadline_s=LONG_S
+        )
+        feed = make_feed(other, ahead=0, reroll=Reroll(start_step=2, max_groups=1))
+        for step in range(1, 8):
+            threading.Timer(0.01, other.let_go).start()
+            assert feed.next() == synchronous.next()
+            feed.advance(step)
+            synchronous.advance(step)
+        assert feed.counters()["rerolled_groups"] > 0 < synchronous.counters()["rerolled_groups"]
+
+    def test_groups_without_signal_are_put_aside_so_often_and_others_take_their_places(self, make_feed: MakeFeed):
+        dull = {"0", "2", "4", "5", "6"}
+        source = ScriptedSource(lambda name, attempt: (1.0, 1.0) if name in dull else (0.0, 1.0))
+        feed = make_feed(source, ahead=0, refills=2)
+        assert train(feed, 2) == [["1", "3"], ["7", "8"]], "5 and 7 came for 4, 6 and 8 for 5"
+        assert feed.counters()["refilled_groups"] == 5
+        never = make_feed(ScriptedSource(lambda name, attempt: (1.0, 1.0)), ahead=0, refills=2)
+        assert set(never.next()) <= {"3", "4", "5"}, "the last one of each place stands"
+
+    def test_groups_whose_reward_failed_are_replaced(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.failing = {"0", "3"}
+        trained = [name for batch in train(make_feed(source), 3) for name in batch]
+        assert sorted(trained) == ["1", "2", "4", "5", "6", "7"]
+
+    def test_but_not_without_end(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.failing = {str(n) for n in range(1000)}
+        feed = make_feed(source)
+        with pytest.raises(RewardError, match="the rewards of 20 groups in a row failed; the last: it failed"):
+            feed.next()
+        source.failing.clear()
+        assert len(feed.next()) == 2
 
 
-def test_a_checkpoint_goes_on_after_the_last_batch_taken(closing):
-    source = ScriptedSource()
-    first = make_feed(source, depth=3, replay=ReplayBuffer(size=2, seed=0))
-    closing(first)
-    first.next()
-    first.advance(1)
-    until(lambda: len(source.taken) >= 8)
-    state = json.loads(json.dumps(first.state_dict()))
-    other = ScriptedSource()
-    second = make_feed(other, depth=3, replay=ReplayBuffer(size=2, seed=7))
-    closing(second)
-    second.load_state_dict(state)
-    assert other.version == 1, "what it generates from now on is of the policy of now"
-    assert second.next() == ["2", "3"]
-    assert other.taken[0] == "2"
-    with pytest.raises(LachesisError, match="resumed"):
-        second.load_state_dict(state)
+def _ages(groups: Sequence[Group], version: int) -> list[int]:
+    return [version - group.samples[0].versions.first for group in groups]
 
 
-def test_groups_left_over_are_part_of_the_state(closing):
-    source = ScriptedSource()
-    feed = make_feed(source)
-    closing(feed)
-    feed.next()
-    feed._left = [source._next()]
-    state = json.loads(json.dumps(feed.state_dict()))
-    resumed = make_feed(ScriptedSource())
-    closing(resumed)
-    resumed.load_state_dict(state)
-    assert resumed.next() == [feed._left[0].prompt.id, "2"]
+class LateSource(ScriptedSource):
+    """The second call hears of an error only ``late``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late = threading.Event()
+
+    def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
+        try:
+            super().roll_out(draws, deadline=deadline, done=done)
+        except EngineError:
+            assert draws[0].prompt.id != "4" or self.late.wait(LONG_S)
+            raise
 
 
-def test_closing_ends_the_thread_also_while_it_waits(closing):
-    source = ScriptedSource()
-    feed = make_feed(source)
-    feed.next()
-    thread = feed._thread
-    assert thread is not None
-    feed.close()
-    assert not thread.is_alive()
-    feed.close()
-    assert source.closed == 2
+class TestFailures:
+    def test_an_error_is_raised_to_the_trainer_and_what_was_lost_asked_for_again(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.hold("0")
+        feed = make_feed(source)
+        assert feed.next() == ["1", "2"]
+        feed.advance(1)
+        until(lambda: len(source.calls) == 2)
+        source.fail(EngineError("the engine died"))
+        with pytest.raises(EngineError, match="died"):
+            feed.next()
+        source.error = None
+        source.let_go()
+        assert train(feed, 3, start=1) == [["0", "3"], ["4", "5"], ["6", "7"]]
+        assert sorted(set(source.requests)) == list(range(len(source.drawn))), "with the same seeds"
 
-
-def test_after_an_error_the_feed_can_be_asked_again(closing):
-    source = ScriptedSource()
-    source.error = EngineError("the engine died")
-    feed = make_feed(source, depth=1)
-    closing(feed)
-    for _ in range(3):
+    def test_one_death_is_told_once_however_many_calls_it_ends(self, make_feed: MakeFeed):
+        source = LateSource()
+        source.hold("0", "3", "4", "5")
+        feed = make_feed(source)
+        assert feed.next() == ["1", "2"]
+        feed.advance(1)
+        until(lambda: len(source.calls) == 2)
+        source.fail(EngineError("the engine died"))
         with pytest.raises(EngineError):
             feed.next()
-    source.error = None
-    assert feed.next() == ["0", "1"]
-    feed.advance(1)
-    assert feed.next() == ["2", "3"]
+        source.error = None
+        source.late.set()
+        source.let_go()
+        assert train(feed, 2, start=1) == [["0", "3"], ["4", "5"]]
 
+    def test_what_failed_before_the_engine_got_new_weights_is_not_told_any_more(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.hold("2", "3")
+        feed = make_feed(source)
+        assert feed.next() == ["0", "1"]
+        source.fail(EngineError("the engine died"))
+        until(lambda: feed._error is not None)
+        source.error = None
+        source.let_go()
+        feed.advance(1)
+        assert feed.next() == ["2", "3"]
 
-class LaggingSource(ScriptedSource):
-    """An engine that gets new weights every third step only."""
+    def test_what_is_lost_with_an_engine_that_restarts_with_its_weights_is_asked_for_again(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.hold("0", "3")
+        feed = make_feed(source)
+        assert feed.next() == ["1", "2"]
+        feed.advance(1)
+        source.fail(EngineError("the engine restarts"), calls=1)
+        until(lambda: ["0", "3"] in source.calls)
+        source.let_go()
+        assert feed.next() == ["0", "3"]
 
-    def report_version(self, version: int) -> None:
-        super().report_version(version // 3 * 3)
+    def test_a_wait_that_takes_too_long_says_who_waits_and_what_is_there(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.hold("0", "2", "3")
+        feed = make_feed(source, seconds=0.05)
+        with pytest.raises(DeadlineExceeded, match=r"generated ahead .* 1 of 2 groups are there, 3 others"):
+            feed.next()
 
-
-@pytest.mark.parametrize("max_staleness", [None, 2])
-def test_age_counts_the_steps_without_a_transfer_too(closing, max_staleness):
-    """Depth alone is no bound where weights travel every N steps: up to N - 1 more are between them."""
-    ages = []
-    feed = make_feed(LaggingSource(), depth=1, max_staleness=max_staleness)
-    feed.finisher = Finisher(
-        advantages=list, pack=lambda groups: ages.extend(step - g.samples[0].versions.first for g in groups)
-    )
-    closing(feed)
-    dropped = 0.0
-    for step in range(9):
+    def test_closing_ends_what_is_under_way(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.hold("0", "3")
+        feed = make_feed(source)
         feed.next()
-        dropped += feed.counters()["stale_groups"]
-        until(lambda: feed._queue.qsize() == 1)
-        feed.advance(step + 1)
-    assert max(ages) == (3 if max_staleness is None else max_staleness)
-    assert (dropped > 0) == (max_staleness is not None)
+        (thread,) = {call.thread for call in feed._calls.values()}
+        threading.Timer(0.02, source.let_go, args=("0",)).start()
+        feed.close()
+        assert not thread.is_alive(), "at its next group, though another is still to come"
+        assert len(source.calls) == 1
+        feed.close()
+        assert source.closed == 2
+
+
+class TestCheckpoints:
+    def test_who_was_in_line_is_in_line_again_and_nothing_is_lost_or_doubled(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.hold("0", "4", "5")
+        first = make_feed(source, ahead=2, replay=ReplayBuffer(size=2, seed=0))
+        assert first.next() == ["1", "2"]
+        first.advance(1)
+        until(lambda: len(source.calls) == 2)
+        settled(first, 3)
+        state = json.loads(json.dumps(first.state_dict()))
+        other = ScriptedSource()
+        second = make_feed(other, ahead=2, replay=ReplayBuffer(size=2, seed=7))
+        second.load_state_dict(state)
+        assert train(second, 3, start=1) == [["0", "3"], ["4", "5"], ["6", "7"]]
+        assert other.calls[0] == ["0", "4", "5"], "and those that were finished not again"
+        assert other.requests[:3] == [0, 4, 5]
+        with pytest.raises(LachesisError, match="resumed"):
+            second.load_state_dict(state)
+
+    def test_a_batch_in_use_holds_its_slots_after_a_restart_too(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        first = make_feed(source)
+        first.next()
+        settled(first, 2)
+        other = ScriptedSource()
+        second = make_feed(other)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        second.advance(1)
+        assert second.next() == ["2", "3"]
+        assert other.drawn[4:] == ["4", "5"]
+
+    def test_checkpoints_of_version_0_1_have_left_over_groups(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        left = source._next()
+        feed = make_feed(ScriptedSource())
+        feed.load_state_dict({"source": {"position": 3}, "left": [encode_group(left)], "version": 7})
+        assert feed.source.version == 7  # type: ignore[attr-defined]
+        assert train(feed, 2) == [["0", "3"], ["4", "5"]]
+
+    def test_a_synchronous_run_takes_the_prompts_that_were_in_line(self, make_feed: MakeFeed):
+        source = ScriptedSource()
+        source.hold("2")
+        ahead = make_feed(source)
+        ahead.next()
+        ahead.advance(1)
+        settled(ahead, 3)
+        other = ScriptedSource()
+        feed = SynchronousFeed(
+            collector=Collector(other, count=4),
+            finisher=Finisher(advantages=list, pack=names),
+            batch_deadline_s=LONG_S,
+        )
+        feed.load_state_dict(json.loads(json.dumps(ahead.state_dict())))
+        assert [feed.next(), feed.next()] == [["2", "3", "4", "5"], ["6", "7", "8", "9"]]

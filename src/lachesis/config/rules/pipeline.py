@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
 from lachesis.config.schema import LachesisConfig, SamplingConfig
-from lachesis.config.steps import oldest_sample
+from lachesis.config.steps import batches_ahead, oldest_sample
 
 # Of the sampling section, what the trainer itself counts with.
 _COUNTS = ("num_generations", "max_completion_length")
@@ -37,29 +37,30 @@ def _prefetch(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _staleness(config: LachesisConfig, *, limit: int) -> Iterator[Said]:
-    """Whether samples that are made ahead can be young enough at the last step that uses them."""
+    """Whether samples can be young enough at the last step that uses them, and how far ahead they may be made."""
     every, iterations = getattr(config.bridge, "every_steps", 1), config.algorithm.num_iterations
     depth = config.pipeline.prefetch_depth
     oldest = oldest_sample(every_steps=every, depth=depth, iterations=iterations)
     # A batch begins at a multiple of the iterations, so no later than this after a transfer.
     untransferred = every - math.gcd(every, iterations)
-    if limit < iterations:
+    ahead = batches_ahead(every_steps=every, depth=depth, iterations=iterations, max_staleness=limit)
+    if untransferred + iterations - 1 > limit:
         yield problem(
-            f"pipeline.async_prefetch and algorithm.num_iterations {iterations} train on samples of weights at least "
-            f"{iterations} version(s) old, and max_staleness {limit} drops them all; raise it, or generate "
-            "synchronously"
+            f"bridge.every_steps {every} and algorithm.num_iterations {iterations} make samples up to "
+            f"{untransferred + iterations - 1} versions old at their last use, whatever is generated when, and "
+            f"pipeline.max_staleness is {limit}; set it to {oldest}, or transfer more often"
         )
-    elif untransferred + iterations - 1 > limit:
-        yield problem(
-            f"bridge.every_steps {every}: before a transfer all samples are up to {untransferred + iterations - 1} "
-            f"versions old at their last use, and max_staleness {limit} drops them all, so the trainer waits for ever; "
-            f"set max_staleness to {oldest}, or transfer more often"
+    elif ahead == 0:
+        yield note(
+            f"pipeline.max_staleness {limit} lets nothing be generated ahead: the run is as synchronous as without "
+            f"async_prefetch; one batch ahead is up to "
+            f"{oldest_sample(every_steps=every, depth=1, iterations=iterations)} versions old"
         )
-    elif oldest > limit:
+    elif ahead < depth:
         yield warning(
             f"pipeline.prefetch_depth {depth}, algorithm.num_iterations {iterations} and a transfer every {every} "
-            f"step(s) make samples up to {oldest} versions old, and those older than max_staleness {limit} are "
-            "dropped; raise it, or generate less far ahead"
+            f"step(s) would make samples up to {oldest} versions old, and max_staleness {limit} lets {ahead} "
+            "batch(es) be generated ahead; raise it, or lower prefetch_depth"
         )
 
 

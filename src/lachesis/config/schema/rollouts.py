@@ -203,12 +203,17 @@ class SamplingConfig(Section):
 class PipelineConfig(Section):
     """How generation, scoring and training overlap, and what happens to groups without signal."""
 
-    async_prefetch: bool = Field(default=False, description="Generate the next batches while the trainer trains.")
-    prefetch_depth: PositiveInt = Field(default=1, description="Batches that may be generated ahead.")
+    async_prefetch: bool = Field(
+        default=False,
+        description="Generate while the trainer trains: groups begin as there is room for them, and a step once its "
+        "batch is there.",
+    )
+    prefetch_depth: PositiveInt = Field(default=1, description="Batches that may be generated ahead, in groups.")
     max_staleness: NonNegativeInt | None = Field(
         default=4,
-        description="Drop and count samples that would be trained on when more weight versions old than this; "
-        "unset: never.",
+        description="With `async_prefetch`: most weight versions between the first token of a sample and the policy "
+        "that trains on it. No group begins that could become older; 0 is synchronous, unset bounds by "
+        "`prefetch_depth` alone.",
     )
     streaming: bool = Field(
         default=False, description="Score groups as they are finished, while others are still being generated."

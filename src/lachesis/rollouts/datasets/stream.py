@@ -89,6 +89,10 @@ class PromptStream:
             self._index += 1
         return taken
 
+    def own(self, prompt: Prompt) -> Prompt:
+        """This stream's prompt of that id, with columns as the dataset has them; ``prompt`` itself if it has none."""
+        return self._by_id.get(prompt.id, prompt)
+
     def put_back(self, prompts: Sequence[Prompt]) -> None:
         """Make ``prompts`` the next ones, in their order.
 

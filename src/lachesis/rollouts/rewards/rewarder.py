@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import threading
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,6 +177,7 @@ class Rewarder:
         self._weights = tuple(weights) if weights is not None else (1.0,) * len(functions)
         _check_setup(self.names, self._weights)
         self._thread = CallThread("rewards")
+        self._turn = threading.Lock()
         self._workers = _start_workers(functions, num_workers)
         self._functions = tuple(
             RewardAttempts(reward.name, runner, timeout_s=timeout_s, text_completions=text_completions)
@@ -214,6 +216,10 @@ class Rewarder:
         """
         if not groups:
             return Scored(groups=[], dropped=0, errors=[])
+        with self._turn:  # groups that finish while others are scored, or an evaluation, wait
+            return self._score(groups, extras=extras, on_error=on_error)
+
+    def _score(self, groups: Sequence[Group], *, extras: Sequence[Extras], on_error: OnError | None) -> Scored:
         fail_fast = (on_error or self._on_error) == "fail"
         kept = [Item(group, given) for group, given in zip(groups, extras or [{}] * len(groups), strict=True)]
         self.check_columns({name for item in kept for name in (*item.group.prompt.columns, *item.extras)})

@@ -103,11 +103,13 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             },
             "bridge.share_base: the engine's weights are not quantized, and model.quantization is int8",
         ),
-        ({"pipeline": {"async_prefetch": True, "max_staleness": 0}}, "max_staleness 0 drops them all"),
-        ({**ASYNC, "algorithm": {"num_iterations": 5}}, "at least 5 version(s) old, and max_staleness 4 drops them"),
+        (
+            {"pipeline": {"async_prefetch": True, "max_staleness": 3}, "algorithm": {"num_iterations": 5}},
+            "num_iterations 5 make samples up to 4 versions old at their last use, whatever is generated when",
+        ),
         (
             {**ASYNC, "bridge": {"kind": "broadcast", "every_steps": 6}},
-            "every_steps 6: before a transfer all samples are up to 5 versions old at their last use",
+            "every_steps 6 and algorithm.num_iterations 1 make samples up to 5 versions old at their last use",
         ),
         (
             {"pipeline": {"reroll_start_fraction": 0.5, "reroll_max_groups": 33}},
@@ -283,7 +285,13 @@ def test_all_problems_are_told_at_once(build):
             {**ASYNC, "pipeline": {"async_prefetch": True, "prefetch_depth": 5}},
             "warning",
             "prefetch",
-            "make samples up to 5 versions old, and those older than max_staleness 4",
+            "samples up to 5 versions old, and max_staleness 4 lets 4 batch(es) be generated ahead",
+        ),
+        (
+            {**ASYNC, "pipeline": {"async_prefetch": True, "max_staleness": 0}},
+            "note",
+            "prefetch",
+            "as synchronous as without async_prefetch; one batch ahead is up to 1 versions old",
         ),
         (
             {**ASYNC, "engine": {"kind": "embedded"}, "bridge": {"kind": "in_process"}},
