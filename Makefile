@@ -16,7 +16,7 @@ STAMP := $(VENV)/.installed
 ORIGINAL := .venv-original
 ORIGINAL_STAMP := $(ORIGINAL)/.installed
 
-.PHONY: install original quickstart test lint types unit contracts e2e browser chromium docs clean
+.PHONY: install original quickstart test lint types unit contracts e2e browser chromium docs site clean
 
 install: $(STAMP)
 
@@ -42,7 +42,7 @@ $(ORIGINAL_STAMP): requirements-original.txt | install
 quickstart: install
 	$(BIN)/lachesis train examples/quickstart/config.yaml --overwrite
 
-test: lint types unit contracts e2e browser
+test: lint types site unit contracts e2e browser
 
 lint: install
 	$(BIN)/ruff check .
@@ -74,6 +74,11 @@ docs: install
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_metrics.py
 	$(BIN)/python docs/generate_rooms.py
+	$(MAKE) site
+
+# A link that leads nowhere fails.
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(ORIGINAL) runs examples/quickstart/.cache
+	rm -rf $(VENV) $(ORIGINAL) runs site examples/quickstart/.cache

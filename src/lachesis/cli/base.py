@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from lachesis import __version__
 from lachesis.common.errors import LachesisError, StopRequested
 from lachesis.common.types import Finding
 from lachesis.common.world import World, find_world
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     help="Lachesis trains language models with GRPO.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -60,9 +60,18 @@ Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last chec
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete a run of that name first.")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        console.print(__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def common(
     traceback: Annotated[bool, typer.Option("--traceback", help="Show where in the code an error came from.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
     """Options before the command."""
     Settings.traceback = traceback

@@ -6,9 +6,11 @@ import importlib.metadata
 import json
 import logging
 import os
+import platform
 import shutil
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ import yaml
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
+from lachesis import __version__
 from lachesis.common.errors import LachesisError
 from lachesis.common.sandbox.choice import VARIABLE, open_sandbox
 from lachesis.common.sandbox.escapes import Attempt, try_escapes
@@ -72,6 +75,12 @@ def inspect_installation() -> list[Check]:
     free = shutil.disk_usage(".").free / 2**30
     checks.append(Check("disk", f"{free:.1f} GiB free in the current directory", failed=free < 1.0))
     return checks
+
+
+def as_json(checks: Sequence[Check]) -> str:
+    """The checks with the versions of this package, Python and the platform."""
+    machine = {"lachesis": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    return json.dumps({**machine, "checks": [asdict(check) for check in checks]}, indent=2)
 
 
 def inspect_sandbox() -> list[Check]:

@@ -74,6 +74,7 @@ def _headline(found: Explanation) -> str:
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="A configuration to check as well.")] = None,
     proof: Annotated[bool, typer.Option("--proof/--no-proof", help="Train a small model for about a minute.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="All of it as JSON, for a report of a fault.")] = False,
 ) -> None:
     """Check the installation, the devices and the sandbox, and prove in about a minute that training learns."""
     from lachesis.cli import doctor as checks
@@ -85,7 +86,9 @@ def doctor(
     if proof and not any(finding.failed for finding in findings):
         with busy("training a small model"):
             findings.append(checks.prove_learning())
-    for finding in findings:
+    if as_json:
+        console.print(checks.as_json(findings))
+    for finding in () if as_json else findings:
         mark = ("fail", "red") if finding.failed else ("ok  ", "green")
         console.print(Text.assemble(mark, f"  {finding.subject:<14}  {finding.message}"))
     if any(finding.failed for finding in findings):

