@@ -29,6 +29,8 @@ contains are reported at once, with their lines. Nothing is converted: `"30"` is
 number and no text. Scalars follow YAML 1.2, so `true` and `false` are the only booleans (`on` and `no` are
 text) and `1e-6` is a number. Anchors, aliases and merge keys (`<<: *defaults`) work as everywhere.
 
+**Null** is as good as not written, where it is no value of the key's own.
+
 A file in Axolotl's or TRL's keys is recognized and translated: see [coming from another
 trainer](migration.md).
 
@@ -63,17 +65,25 @@ MIGRATION_INTRODUCTION = """\
 its keys, and every key is translated by the tables below. Errors name the line and the key of *your* file; an unknown
 key is an error with the nearest known one. `--set` takes a key of the file's own dialect (`--set trl.beta=0.01`) or
 one of ours (`--set algorithm.beta=0.01`), and `lachesis explain KEY` knows the names of all trainers. What a run was
-translated to is in `config.yaml` of its directory. Null is as good as not written, and what is not written has the
-default that it has there.
+translated to is in `config.yaml` of its directory. Null is as good as not written, a key that is written twice has its
+last value, and what is not written has the default that it has there.
+
+**Keys that mean nothing here** are listed in one note. What cannot be done and bears on something beside the trained
+weights, such as an upload, is a warning; what would change what is trained is an error that says what to do. The
+tables have each field of the classes that the files are read into: transformers' `TrainingArguments`, TRL's
+`GRPOConfig`, `ModelConfig`, `ScriptArguments` and mixtures, Axolotl's `AxolotlInputConfig` (`tests/schemas/`), and the
+names that open-r1's recipes have beside them.
 
 **Paths** are relative to the current directory, as they are there; what is not found there is looked for beside the
 file.
 
 **Batches.** An optimizer step has rows × accumulation steps × processes completions there, and `batch.prompts_per_step`
 prompts here: that number divided by the group size. Where it does not divide, the error names the nearest numbers
-that do. `generation_batch_size` counts unique prompts in Axolotl and completions in TRL; generating for several
-steps at once is not done here, as each step generates on newer weights. The number of processes is `$WORLD_SIZE`, or
-one.
+that do. The number of processes is `$WORLD_SIZE`; where that is unset it is `num_processes`, a key of either's file or
+of `--set`, and else the fewest that make whole groups, with a warning where that is more than one: a recipe for several
+devices keeps the size of its steps on one. `generation_batch_size` counts unique prompts in Axolotl and completions in
+TRL; generating for several
+steps at once is not done here, as each step generates on newer weights.
 
 **Length.** Without `max_steps` a run is as long as its epochs say (`run.epochs`).
 

@@ -58,13 +58,15 @@ _Dumper.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
 class Document:
     """The data of a file, where each value was written (``line 7``, ``--set a.b``), and what is wrong.
 
-    ``problems`` has a line each for what can be said without knowing the schema.
+    ``problems`` has a line each for what can be said without knowing the schema; ``repeated`` for keys that are
+    written twice, of which the last counts.
     """
 
     name: str
     data: dict[str, Any]
     origins: dict[Place, str] = field(default_factory=dict[Place, str])
     problems: list[str] = field(default_factory=list[str])
+    repeated: list[str] = field(default_factory=list[str])
 
     def at(self, place: Place) -> str:
         """`` (line 7)`` for the value at ``place``, or for the nearest thing around it that was written."""
@@ -216,11 +218,13 @@ class _Reader:
                 self._problem(key_node, place, "a key that is no text; put it in quotes")
                 continue
             key, here = key_node.value, (*place, key_node.value)
-            if key in first:
-                self._problem(key_node, here, f"written twice, first in line {first[key]}; remove one")
-            first.setdefault(key, key_node.start_mark.line + 1)
             self._note(key_node, here)
-            data[key] = self.build(value_node, place=here, inside=inside)
+            value = self.build(value_node, place=here, inside=inside)
+            if key in first:
+                at = f"{dotted(here)} (line {key_node.start_mark.line + 1})"
+                self._document.repeated.append(f"{at}: written twice, first in line {first[key]}")
+            first.setdefault(key, key_node.start_mark.line + 1)
+            data[key] = value
         return data
 
     def _merged(self, node: Node, *, place: Place, inside: tuple[Node, ...]) -> dict[str, Any]:

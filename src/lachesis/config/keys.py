@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lachesis.common.errors import nearest
+from lachesis.common.json_values import is_object
 from lachesis.config.schema import LachesisConfig
 
 _SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
@@ -244,6 +245,28 @@ def _description(models: Sequence[type[BaseModel]]) -> str:
     if len(models) == 1:
         return texts[0]
     return " ".join(f"`{_kind_of(model)}`: {text}" for model, text in zip(models, texts, strict=True))
+
+
+def without_nulls(data: Any, models: Sequence[type[BaseModel]]) -> Any:
+    """A document without the nulls of keys that cannot be null: they are as good as not written.
+
+    Args:
+        data: of a section of one of ``models``; anything but a mapping comes back as it is.
+    """
+    if not is_object(data):
+        return data
+    kept: dict[str, Any] = {}
+    for name, value in data.items():
+        fields = [model.model_fields[name] for model in models if name in model.model_fields]
+        if value is None and fields and not any(_may_be_null(field.annotation) for field in fields):
+            continue
+        inner = [model for field in fields for model in _section_models(field.annotation)]
+        kept[name] = without_nulls(value, inner) if inner else value
+    return kept
+
+
+def _may_be_null(annotation: Any) -> bool:
+    return any(part is type(None) for part in _branches(annotation))
 
 
 def _section_models(annotation: Any) -> list[type[BaseModel]]:

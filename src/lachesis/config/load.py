@@ -20,7 +20,7 @@ from lachesis.config.dialects.axolotl_names import AXOLOTL
 from lachesis.config.dialects.environment import environment_findings
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document, apply_overrides, read_document, to_yaml
-from lachesis.config.keys import all_sections
+from lachesis.config.keys import all_sections, without_nulls
 from lachesis.config.paths import resolve_all
 from lachesis.config.problems import config_error, missing_problems, schema_problems
 from lachesis.config.schema import LachesisConfig
@@ -50,7 +50,8 @@ def load_config(path: str | Path, *, overrides: Sequence[str] = (), processes: i
     Args:
         path: the file.
         overrides: of the form ``a.b=c``; ``c`` is YAML.
-        processes: trainer processes, by which Axolotl and TRL multiply batches; $WORLD_SIZE, or one, if unset.
+        processes: trainer processes, by which Axolotl and TRL multiply batches; if unset $WORLD_SIZE, or what the
+            file says, or the fewest that make whole groups.
 
     Raises:
         ConfigError: the file cannot be read, or something in it is wrong; the message lists every problem
@@ -83,7 +84,8 @@ def load_document(
         return LoadedConfig(resolve_all(validate(document, complete=complete), base_dir=base_dir, cwd=cwd), base_dir)
     theirs = [override for override in overrides if _is_theirs(override, dialect)]
     apply_overrides(document, theirs)
-    processes = processes if processes is not None else world_size(os.environ)
+    if processes is None and "WORLD_SIZE" in os.environ:
+        processes = world_size(os.environ)
     translation = translate(document, dialect=dialect, processes=processes)
     lay_over(translation.document.data, keys or {})
     apply_overrides(translation.document, [override for override in overrides if override not in theirs])
@@ -140,9 +142,11 @@ def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
     Raises:
         ConfigError: with everything that is wrong, a line each.
     """
-    problems = [*document.problems, *(missing_problems(document) if complete else [])]
+    repeated = [f"{text}; remove one" for text in document.repeated]
+    missing = missing_problems(document) if complete else []
+    problems = [*repeated, *document.problems, *missing]
     # Through JSON, because only there strict validation takes a list for a tuple.
-    text = json.dumps(_with_default_kinds(document.data))
+    text = json.dumps(_with_default_kinds(without_nulls(document.data, [LachesisConfig])))
     try:
         config = LachesisConfig.model_validate_json(text, strict=True)
     except ValidationError as error:

@@ -141,6 +141,7 @@ def server_options(
         **of_engine,
         port=engine.port + number,
         model=str(checkpoint or config.model.path),
+        revision=None if checkpoint else config.model.revision,
         tokenizer=config.model.tokenizer or config.model.path,
         adapter_roots=(directory,),
     )
@@ -153,7 +154,10 @@ def trainer_dtype(config: LachesisConfig) -> str:
     if resolve_device(config.model.device).type == "cpu":
         return "float32"
     with load_errors(config.model.path):
-        found = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        revision = {} if config.model.revision is None else {"revision": config.model.revision}
+        found = AutoConfig.from_pretrained(
+            config.model.path, trust_remote_code=config.model.trust_remote_code, **revision
+        )
     dtype = found.dtype or found.get_text_config().dtype
     return "auto" if dtype is None else str(dtype).removeprefix("torch.")
 

@@ -23,6 +23,7 @@ class ServeOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str = Field(description="Directory or hub id of the model.")
+    revision: str | None = Field(default=None, description="Branch, tag or commit of a model of the hub.")
     engine: EngineName = Field(default="vllm", description="What generates.")
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=9001, ge=0, le=65535, description="Port to listen on.")

@@ -13,7 +13,7 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
 from lachesis.common.sandbox.choice import use_sandbox
 from lachesis.common.threads import Watch
-from lachesis.common.types import Group, Prompt
+from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.config import schema
 from lachesis.config.rules import learning_rate
 from lachesis.config.schema import LachesisConfig
@@ -75,6 +75,7 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
         load_problems,
         tokenizer=load_tokenizer(config.model),
         system_prompt=data.system_prompt,
+        conversations=data.conversations,
         chat_template_kwargs=data.chat_template_kwargs,
         max_prompt_length=min(room, data.max_prompt_length or room),
         overlong=data.overlong_prompts,
@@ -273,7 +274,7 @@ def build_source(
         "engine": engine,
         "rewarder": rewarder,
         "decode": text_decoder(policy.loaded.tokenizer),
-        "params": config.sampling.params(),
+        "params": _sampling_params(config, policy),
         "num_generations": config.sampling.num_generations,
         "seed": config.run.seed,
         "generation_s": config.deadlines.generation_s,
@@ -291,6 +292,16 @@ def build_source(
         vocab_size=policy.transformer.config.get_text_config().vocab_size,
         **common,
     )
+
+
+def _sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
+    """With an end token of the configuration's own, which an engine on a server does not know."""
+    params = config.sampling.params()
+    token = config.model.special_tokens.get("eos_token")
+    if token is None or isinstance(config.engine, schema.EmbeddedEngineConfig):
+        return params
+    ends = dict.fromkeys((*params.stop_token_ids, policy.loaded.tokenizer.convert_tokens_to_ids(token)))
+    return replace(params, stop_token_ids=tuple(ends))
 
 
 def build_reroll(config: LachesisConfig) -> Reroll | None:
@@ -312,7 +323,7 @@ def build_evaluation(
             engine=engine,
             rewarder=rewarder,
             decode=text_decoder(policy.loaded.tokenizer),
-            params=replace(config.sampling.params(), temperature=config.evaluation.temperature),
+            params=replace(_sampling_params(config, policy), temperature=config.evaluation.temperature),
             samples=config.evaluation.samples_per_problem,
             success_reward=config.evaluation.success_reward,
             limit=config.evaluation.max_problems,

@@ -49,7 +49,8 @@ def test_origins_are_lines_and_fall_back_to_what_is_around():
 
 def test_duplicate_keys_are_named_with_both_lines():
     document = parse("a:\n  b: 1\n  c: 2\n  b: 3\n")
-    assert document.problems == ["a.b (line 4): written twice, first in line 2; remove one"]
+    assert document.repeated == ["a.b (line 4): written twice, first in line 2"]
+    assert document.data["a"]["b"] == 3
 
 
 def test_merged_keys_give_way_to_those_that_are_written():
@@ -68,7 +69,7 @@ def test_merged_keys_give_way_to_those_that_are_written():
 
 def test_an_alias_used_twice_is_no_duplicate():
     document = parse("a: &x {b: 1}\nc: *x\n")
-    assert document.problems == []
+    assert (document.problems, document.repeated) == ([], [])
     assert document.data == {"a": {"b": 1}, "c": {"b": 1}}
 
 

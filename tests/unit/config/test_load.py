@@ -8,6 +8,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import dump_config, load_config
+from lachesis.config.schema import BatchConfig, SamplingConfig
 from tests.waiting import LONG_S
 
 
@@ -109,7 +110,7 @@ def test_the_dump_holds_every_key(build):
         ),
         ("logging: {wandb: {project: p, nam: x}}", "did you mean logging.wandb.name?"),
         ("base_model: m", "base_model (line 9): unknown key; it is Axolotl's, and here model.path"),
-        ("sampling:", "sampling (line 9): expected keys, got nothing (null); give it keys or remove it"),
+        ("sampling: []", "sampling (line 9): expected keys, got a list []; give it keys or remove it"),
         ("batch: 3", "batch (line 9): expected keys, got the number 3"),
         ("epsilon: 0.3", "epsilon (line 9): unknown key; it belongs to algorithm.epsilon"),
         (
@@ -203,3 +204,10 @@ def test_reading_a_configuration_is_quick_and_loads_no_framework():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 0, done.stderr
+
+
+def test_null_is_as_good_as_not_written(write, minimal):
+    written = f"{minimal}sampling: {{temperature: null, top_p:}}\nbatch:\nservices: {{api: null}}\n"
+    config = load_config(write(written)).config
+    assert (config.sampling, config.batch) == (SamplingConfig(), BatchConfig())
+    assert config.services.api is None  # where null says something

@@ -43,13 +43,14 @@ def recognize(data: Mapping[str, Any]) -> DialectName:
     return max(known, key=lambda name: known[name])
 
 
-def translate(document: Document, *, dialect: DialectName, processes: int = 1) -> Translation:
+def translate(document: Document, *, dialect: DialectName, processes: int | None = 1) -> Translation:
     """A document of Axolotl's or TRL's as a canonical one.
 
     Args:
         document: their YAML.
         dialect: whose it is.
-        processes: trainer processes, which batch sizes there are multiplied by.
+        processes: trainer processes, which batch sizes there are multiplied by; None where nobody has started
+            several: those that the file is for count then.
     """
     translator = axolotl.translate if dialect == "axolotl" else trl.translate
     return translator(document, processes=processes)

@@ -9,7 +9,8 @@ from typing import Any
 
 from lachesis.common.json_values import is_list, is_object
 from lachesis.config.dialects.axolotl_names import AXOLOTL
-from lachesis.config.dialects.convert import engine_address, one_of
+from lachesis.config.dialects.chat_templates import put_chat_template
+from lachesis.config.dialects.convert import DTYPES, engine_address, one_of
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed
 from lachesis.config.dialects.grpo import (
     check_generation_batch,
@@ -24,6 +25,7 @@ from lachesis.config.dialects.grpo import (
     put_reference,
     put_rewards,
     put_sampler_correction,
+    put_schedule,
     put_serving,
     put_steps,
 )
@@ -45,7 +47,7 @@ _MANAGED = {
 }
 
 
-def translate(document: Document, *, processes: int = 1) -> Translation:
+def translate(document: Document, *, processes: int | None = 1) -> Translation:
     """Axolotl's document as a canonical one, as :func:`lachesis.config.dialects.translate`."""
     translation = Translation(document, AXOLOTL)
     translation.run()
@@ -67,7 +69,7 @@ def translate(document: Document, *, processes: int = 1) -> Translation:
         )
     _put_algorithm(translation)
     _put_engine(translation)
-    put_distributed(translation, _fsdp_options(translation), processes=processes)
+    put_distributed(translation, _fsdp_options(translation), processes=processes or 1)
     translation.finish()
     return translation
 
@@ -80,7 +82,9 @@ def _fsdp_options(translation: Translation) -> dict[str, tuple[str, Any]]:
 
 def _put_model(translation: Translation) -> None:
     kind = translation.value("rl")
-    if kind != "grpo":
+    if kind == "gdpo":
+        translation.put("algorithm.aggregation", "normalize_then_sum", "rl")
+    elif kind != "grpo":
         found = "is missing" if kind is None else f"is {kind!r}"
         translation.problem("rl", f"{found}: Lachesis trains with GRPO; write rl: grpo")
     adapter = translation.value("adapter")
@@ -101,19 +105,15 @@ def _put_model(translation: Translation) -> None:
     elif adapter is not None:
         translation.problem("adapter", f"{describe(adapter)} has no counterpart; Lachesis has lora and qlora")
     put_quantization(translation)
-    for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"), ("float16", "float16")):
+    for name in ("float32", "bf16", "bfloat16", "fp16", "float16"):
         if translation.value(name) is True:
-            translation.put("model.dtype", dtype, name)
+            translation.put("model.dtype", DTYPES[name], name)
     _put_float8(translation)
-    template = translation.value("chat_template")
-    if template == "jinja" and translation.has("chat_template_jinja"):
-        translation.copy("chat_template_jinja", "model.chat_template")
-    elif template is not None and not str(template).startswith("tokenizer_default"):
-        translation.problem(
-            "chat_template",
-            f"{describe(template)} is a template that Axolotl brings along; write tokenizer_default, or jinja with the "
-            "template's text or file in chat_template_jinja",
-        )
+    put_chat_template(translation)
+    roles = ("bos_token", "eos_token", "unk_token")
+    tokens = {role: found for role in roles if (found := translation.value(f"special_tokens.{role}")) is not None}
+    if tokens:
+        translation.put("model.special_tokens", tokens, f"special_tokens.{next(iter(tokens))}")
 
 
 def _put_float8(translation: Translation) -> None:
@@ -171,6 +171,8 @@ def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[s
     kind = row.get("type")
     if isinstance(kind, str) and "." in kind:
         dataset["transform"] = kind
+    elif kind == "chat_template" and row.get("field_messages") not in (None, "messages"):
+        dataset["prompt_column"] = row["field_messages"]
     elif kind == "chat_template":
         dataset["format"] = "messages"
     elif kind is not None:
@@ -188,9 +190,10 @@ def _put_run(translation: Translation) -> None:
     put_betas(translation, "adam_beta1", "adam_beta2")
     for name, path in (("save_steps", "checkpoint.every_steps"), ("eval_steps", "evaluation.every_steps")):
         put_every(translation, name, path, max_steps="max_steps")
-    if translation.has("wandb_project"):
-        for name, key in (("wandb_project", "project"), ("wandb_name", "name"), ("wandb_mode", "mode")):
-            translation.copy(name, f"logging.wandb.{key}")
+    put_schedule(translation, schedule="lr_scheduler", rate="learning_rate")
+    if translation.has("wandb_project") and translation.value("use_wandb", True):
+        for key in ("project", "name", "mode", "entity"):
+            translation.copy(f"wandb_{key}", f"logging.wandb.{key}")
 
 
 def _put_algorithm(translation: Translation) -> None:

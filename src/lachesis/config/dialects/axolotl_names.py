@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lachesis.config.dialects.axolotl_rest import axolotl_rest
 from lachesis.config.dialects.convert import (
     OPTIMIZERS,
     SCHEDULES,
@@ -19,17 +20,24 @@ from lachesis.config.dialects.table import Dialect, Entry, cannot, nothing, refu
 def _model() -> Iterator[Entry]:
     yield Entry("base_model", "model.path")
     yield Entry("tokenizer_config", "model.tokenizer")
-    yield together("rl", "", "must be grpo")
-    yield together("chat_template", "model.chat_template", "tokenizer_default, or jinja with chat_template_jinja")
+    yield together("rl", "", "grpo, or gdpo, which normalizes each reward first (algorithm.aggregation)")
+    yield together(
+        "chat_template",
+        "model.chat_template",
+        "jinja is chat_template_jinja; others are the tokenizer's own if the model is of that family",
+    )
     yield together("chat_template_jinja", "model.chat_template")
     yield Entry("default_system_message", "data.system_prompt")
     yield Entry("special_tokens.pad_token", "model.pad_token")
+    for name in ("bos_token", "eos_token", "unk_token"):
+        yield together(f"special_tokens.{name}", "model.special_tokens", "a token of the vocabulary")
     yield from refused(
-        "Lachesis changes no other special token; save a tokenizer that has it",
-        *(f"special_tokens.{name}" for name in ("bos_token", "eos_token", "unk_token", "additional_special_tokens")),
-        "tokens",
-        "added_tokens_overrides",
+        "Lachesis adds no tokens to a model; save a tokenizer and a model that have them",
+        *("special_tokens.additional_special_tokens", "tokens", "added_tokens_overrides"),
     )
+    yield Entry("revision_of_model", "model.revision")
+    yield Entry("chat_template_kwargs", "data.chat_template_kwargs")
+    yield from axolotl_rest()
     yield together("adapter", "adapter.kind", "qlora is lora on model.quantization nf4")
     yield together("lora_r", "adapter.r")
     yield together("lora_alpha", "adapter.alpha")
@@ -42,7 +50,7 @@ def _model() -> Iterator[Entry]:
         *("lora_model_dir", "lora_modules_to_save", "lora_target_parameters", "peft_use_dora", "peft_use_rslora"),
         *("loftq_config", "unfrozen_parameters"),
     )
-    for name in ("bf16", "bfloat16", "fp16", "float16"):
+    for name in ("bf16", "bfloat16", "fp16", "float16", "float32"):
         yield together(name, "model.dtype", "weights of that dtype, with fp32 masters (optimizer.weight_update)")
     yield from nothing("matrix products are as precise as torch's default", "tf32")
     yield from _float8()
@@ -54,7 +62,7 @@ def _model() -> Iterator[Entry]:
     yield from nothing(
         "Lachesis chooses: variable-length kernels over packed batches on GPU, SDPA elsewhere",
         *("attn_implementation", "flash_attention", "sdp_attention", "xformers_attention", "flex_attention"),
-        *("eager_attention", "sample_packing", "batch_flattening", "pad_to_sequence_len", "group_by_length"),
+        *("eager_attention", "sample_packing", "batch_flattening", "pad_to_sequence_len"),
     )
 
 
@@ -86,6 +94,8 @@ def _data() -> Iterator[Entry]:
     for key, path in (("path", "path"), ("name", "name"), ("split", "split"), ("type", "transform")):
         yield together(f"datasets.{key}", f"data.{path}")
     yield together("datasets.data_files", "data.path")
+    yield together("datasets.field_messages", "data.prompt_column", "with type chat_template")
+    yield together("test_datasets.field_messages", "data.prompt_column", "of the first of datasets")
     yield from nothing("Lachesis sees it from the file", "datasets.ds_type", "datasets.trust_remote_code")
     for key, path in (("path", "eval_path"), ("split", "eval_split"), ("name", "name"), ("type", "transform")):
         yield together(f"test_datasets.{key}", f"data.{path}")
@@ -100,8 +110,7 @@ def _data() -> Iterator[Entry]:
     yield together("excess_length_strategy", "data.overlong_prompts", "raise is error")
     yield from nothing(
         "prompts are few and small: one thread is enough, and rewards see all columns",
-        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_drop_last"),
-        *("remove_unused_columns", "dataset_keep_in_memory", "train_on_inputs"),
+        *("dataset_keep_in_memory", "train_on_inputs"),
     )
 
 
@@ -129,12 +138,11 @@ def _process() -> Iterator[Entry]:
     yield from nothing("weights are always saved as safetensors", "save_safetensors")
     yield from nothing("resume with `lachesis train CONFIG --resume`", "auto_resume_from_checkpoints")
     yield Entry("use_tensorboard", "logging.tensorboard")
-    for key in ("project", "name", "mode"):
+    for key in ("project", "name", "mode", "entity"):
         yield together(f"wandb_{key}", f"logging.wandb.{key}")
-    yield from nothing("set it in the environment, as WANDB_ENTITY", "wandb_entity")
+    yield together("use_wandb", "logging.wandb.project", "false: none")
     yield from nothing("the run's id follows from its name", "wandb_run_id")
     yield from cannot("Lachesis does not log the weights", "wandb_log_model", "wandb_watch")
-    yield from cannot("Lachesis pushes nothing; upload final/", "hub_model_id", "hub_strategy")
 
 
 def _scaling() -> Iterator[Entry]:
@@ -148,7 +156,6 @@ def _scaling() -> Iterator[Entry]:
         "no tensor, context or sequence is split over devices; the model is sharded over them (distributed)",
         *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
     )
-    yield from nothing("gradients are added up by FSDP2, or once a step", "ddp_bucket_cap_mb", "ddp_broadcast_buffers")
 
 
 def _server() -> Iterator[Entry]:

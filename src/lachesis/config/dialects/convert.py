@@ -28,6 +28,7 @@ SCHEDULES: Mapping[str, str] = {
     "linear": "linear",
     "cosine": "cosine",
     "cosine_with_min_lr": "cosine",
+    "warmup_stable_decay": "warmup_stable_decay",
 }
 DTYPES: Mapping[str, str] = {
     "auto": "auto",
@@ -78,6 +79,11 @@ def held_out(value: Any) -> Any:
 def nonzero(value: Any) -> Any:
     """0 or less means that it is off, which is null here."""
     return None if isinstance(value, int | float) and value <= 0 else value
+
+
+def on_cpu(value: Any) -> Any:
+    """A switch that keeps the model from GPUs."""
+    return {True: "cpu", False: "auto"}.get(value, value) if isinstance(value, bool) else value
 
 
 def compile_mode(value: Any) -> Any:

@@ -6,16 +6,32 @@ which engine and bridge a file asks for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from lachesis.common.json_values import is_object
+from lachesis.common.world import HOW_TO_START
 from lachesis.config.dialects.convert import compile_mode, listed, nonzero, scale_rewards, top_k
 from lachesis.config.dialects.table import UNSET, Entry, Translation, cannot, nothing, refused, together
+from lachesis.config.dialects.transformers_names import shared_names
 from lachesis.config.document import describe
 from lachesis.config.schema import SamplingConfig
 from lachesis.config.steps import nearest_divisors, nearest_multiples
+
+_PROCESSES = "num_processes"
+
+# transformers' names of the arguments of its schedules; num_cycles 0.5 is the half period that cosine is here too.
+_SCHEDULE_OPTIONS = {
+    "min_lr_rate": "optimizer.min_lr_ratio",
+    "min_lr_ratio": "optimizer.min_lr_ratio",
+    "num_decay_steps": "optimizer.decay_steps",
+    "num_stable_steps": "optimizer.stable_steps",
+    "decay_type": "optimizer.decay",
+}
+_SCHEDULE_DEFAULTS = {"num_cycles": 0.5, "warmup_type": "linear"}
+_OF_DECAY = ("optimizer.decay_steps", "optimizer.stable_steps", "optimizer.decay")
 
 # Their names that are ours too, by the section here.
 _ALIKE: Mapping[str, Sequence[str]] = {
@@ -74,6 +90,7 @@ def transformers_entries() -> Iterator[Entry]:
     yield Entry("torch_compile", "model.compile", convert=compile_mode)
     yield Entry("seed", "run.seed", default=42)
     yield Entry("warmup_ratio", "optimizer.warmup_ratio")
+    yield together("lr_scheduler_kwargs", "optimizer.min_lr_ratio", "and the lengths of warmup_stable_decay")
     yield Entry("weight_decay", "optimizer.weight_decay")
     yield Entry("adam_epsilon", "optimizer.eps")
     yield together("adam_beta1", "optimizer.betas")
@@ -83,7 +100,9 @@ def transformers_entries() -> Iterator[Entry]:
     yield together("save_steps", "checkpoint.every_steps")
     yield together("eval_steps", "evaluation.every_steps")
     yield Entry("save_total_limit", "checkpoint.keep_last")
+    yield together(_PROCESSES, "batch.prompts_per_step", "processes that an optimizer step is counted for")
     yield from refused("resume with `lachesis train CONFIG --resume`", "resume_from_checkpoint")
+    yield from shared_names()
 
 
 def note_paging(translation: Translation, name: str) -> None:
@@ -204,6 +223,31 @@ def put_betas(translation: Translation, first: str, second: str) -> None:
         translation.put("optimizer.betas", pair, first if translation.has(first) else second)
 
 
+def put_schedule(translation: Translation, *, schedule: str, rate: str, default_rate: float | None = None) -> None:
+    """What ``lr_scheduler_kwargs`` say of the schedule, by the names of transformers' functions.
+
+    Args:
+        schedule, rate: their names of the schedule and of the peak learning rate.
+        default_rate: theirs.
+    """
+    name = "lr_scheduler_kwargs"
+    options = translation.value(name, {})
+    if not is_object(options):
+        translation.problem(name, f"expected a mapping, got {describe(options)}")
+        return
+    kind, peak = translation.value(schedule), translation.value(rate, default_rate)
+    for key, value in options.items():
+        path = _SCHEDULE_OPTIONS.get(key)
+        if value is None or _SCHEDULE_DEFAULTS.get(key) == value:
+            continue
+        if key == "min_lr" and isinstance(value, int | float) and isinstance(peak, int | float) and peak > 0:
+            translation.put("optimizer.min_lr_ratio", value / peak, name)
+        elif path is None or (path in _OF_DECAY and kind != "warmup_stable_decay"):
+            translation.problem(name, f"{key} has no counterpart with {schedule} {kind}; remove it")
+        else:
+            translation.put(path, value, name)
+
+
 def put_steps(translation: Translation, *, max_steps: str, epochs: str, default_epochs: float) -> None:
     """The steps, or where their file counts in epochs only, the epochs."""
     steps = translation.value(max_steps)
@@ -220,36 +264,60 @@ def put_batch(
     accumulation: str,
     generations: str,
     default_rows: int,
-    processes: int,
-) -> None:
-    """Set ``batch.prompts_per_step`` and ``batch.micro_batch_size``.
+    processes: int | None,
+) -> int:
+    """Set ``batch.prompts_per_step`` and ``batch.micro_batch_size``; the processes that were counted.
 
     One optimizer step there has rows x accumulation x processes completions (TRL's GRPOConfig), which must be
-    whole groups: prompts_per_step is that divided by the group size, exactly or not at all.
+    whole groups: prompts_per_step is that divided by the group size, exactly or not at all. A file that nobody
+    has started several processes for may be for several: it says so, or the fewest that make whole groups count.
     """
+    written = translation.whole(_PROCESSES, 1)
     micro = translation.whole(rows, default_rows)
     steps = translation.whole(accumulation, 1)
     group = translation.whole(generations, 8)
+    counted = processes or written or 1
     if micro is None or steps is None or group is None:
-        return
-    completions = micro * steps * processes
+        return counted
+    if processes is None and not translation.has(_PROCESSES):
+        counted = group // math.gcd(micro * steps, group)
+    completions = micro * steps * counted
     translation.put("batch.micro_batch_size", micro, rows)
     if completions % group == 0:
         translation.put("batch.prompts_per_step", completions // group, accumulation)
+        if processes is None and counted > 1:
+            _say_processes(translation, accumulation, counted, completions, group)
+        return counted
+    text = f"{rows} {micro} x {accumulation} {steps} x {counted} process{'es' if counted > 1 else ''} = {completions}"
+    fitting = _fitting_batches(micro * counted, steps, group, accumulation=accumulation, generations=generations)
+    translation.problem(
+        accumulation,
+        f"{text} completions in a step, which is no multiple of {generations} {group}; the nearest that fit: {fitting}",
+    )
+    return counted
+
+
+def _say_processes(translation: Translation, name: str, processes: int, completions: int, group: int) -> None:
+    step = f"an optimizer step has their {completions} completions ({completions // group} prompts) on one device too"
+    if translation.has(_PROCESSES):
+        translation.note(_PROCESSES, f"{step}; several devices train with {HOW_TO_START}")
         return
-    unit = micro * processes
+    translation.warning(
+        name,
+        f"one process would make no whole groups of {group}, so {processes} are counted, the fewest that do: {step}; "
+        f"--set {_PROCESSES}=N counts others",
+    )
+
+
+def _fitting_batches(unit: int, steps: int, group: int, *, accumulation: str, generations: str) -> str:
+    """The nearest numbers of accumulation steps and group sizes with which ``unit`` rows a pass make whole groups."""
     # A group is whole after so many accumulation steps, and after every multiple of them.
     valid = [number for number in range(1, steps + group + 1) if unit * number % group == 0]
     below, above = [n for n in valid if n < steps][-1:], [n for n in valid if n > steps][:1]
-    sizes = nearest_divisors(completions, group)
+    sizes = nearest_divisors(unit * steps, group)
     choices = [f"{accumulation} {' or '.join(map(str, below + above))}"]
     choices += [f"{generations} {' or '.join(map(str, sizes))}"] if sizes else []
-    translation.problem(
-        accumulation,
-        f"{rows} {micro} x {accumulation} {steps} x {processes} process{'es' if processes > 1 else ''} = {completions} "
-        f"completions in a step, which is no multiple of {generations} {group}; the nearest that fit: "
-        f"{', or '.join(choices)}",
-    )
+    return ", or ".join(choices)
 
 
 def check_generation_batch(translation: Translation, name: str, *, prompts: int | None, meaning: str) -> None:

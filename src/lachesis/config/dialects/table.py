@@ -34,12 +34,13 @@ class Entry:
     Attributes:
         name: dotted, as in their file; a flag without its dashes.
         path: the canonical key that it sets; empty where it sets none.
-        treatment: ``sets`` that key; is translated ``together`` with others; means ``nothing`` here (a note says
-            what is done instead); ``cannot`` be honoured (a warning); or is ``refused`` (an error). The last three
-            apply to values other than null and false.
+        treatment: ``sets`` that key; is translated ``together`` with others; means ``nothing`` here (one note lists
+            all such names); ``cannot`` be honoured (a warning); or is ``refused`` (an error). The last three apply to
+            values that ask for something: not to null, false and what is empty, the last two not to 0.
         convert: their value to ours; raises ConfigError for a value that has no counterpart.
         default: our value where their file does not say, if that differs from our own default.
         note: what it means here, if that is something else.
+        fine: values, beside those, with which a name that is refused changes nothing.
     """
 
     name: str
@@ -48,6 +49,12 @@ class Entry:
     convert: Convert = same
     default: Any = UNSET
     note: str = ""
+    fine: tuple[Any, ...] = ()
+
+    def asks(self, value: Any) -> bool:
+        """Whether a value of it wants something done."""
+        told = self.treatment == "nothing" and type(value) in (int, float)
+        return (bool(value) or told) and value not in self.fine
 
 
 def together(name: str, path: str, note: str = "") -> Entry:
@@ -62,8 +69,8 @@ def cannot(note: str, *names: str) -> Iterator[Entry]:
     return (Entry(name, treatment="cannot", note=note) for name in names)
 
 
-def refused(note: str, *names: str) -> Iterator[Entry]:
-    return (Entry(name, treatment="refused", note=note) for name in names)
+def refused(note: str, *names: str, fine: tuple[Any, ...] = ()) -> Iterator[Entry]:
+    return (Entry(name, treatment="refused", note=note, fine=fine) for name in names)
 
 
 class Dialect:
@@ -128,7 +135,9 @@ class Translation:
     def __init__(self, theirs: Document, dialect: Dialect) -> None:
         self.dialect = dialect
         self.document = Document(name=theirs.name, data={}, problems=list(theirs.problems))
-        self.findings: list[Finding] = []
+        # As their reader takes it.
+        self.findings = [_finding("warning", f"{text}; the last one counts, as there") for text in theirs.repeated]
+        self._nothing: list[Entry] = []
         self._theirs = theirs
         self._values: dict[str, Any] = {}
         self._used: set[str] = set()
@@ -143,11 +152,12 @@ class Translation:
                     self.put(entry.path, entry.default, name)
             elif entry.treatment == "sets":
                 self.put_converted(entry.path, value, name, entry.convert)
-            elif value is not False:
+            elif entry.asks(value):
                 self._say(entry)
 
     def finish(self) -> None:
-        """Tell of names that nothing has used, as they do nothing with the rest of the file."""
+        """Tell of names that mean nothing here, and of those that do nothing with the rest of the file."""
+        self._say_nothing()
         for name, value in self._values.items():
             entry = self.dialect.entries.get(name)
             if entry is None or entry.treatment != "together" or name in self._used:
@@ -237,12 +247,25 @@ class Translation:
         names = name.split(", ")
         self._used.update(names)
         text = f"{', '.join(self.dialect.prefix + one for one in names)}: {message}"
-        self.findings.append(Finding(level=level, rule="dialect", message=text))
+        self.findings.append(_finding(level, text))
 
     def _say(self, entry: Entry) -> None:
-        say = {"nothing": self.note, "cannot": self.warning, "refused": self.problem}.get(entry.treatment)
+        if entry.treatment == "nothing":
+            self._nothing.append(entry)
+            return
+        say = {"cannot": self.warning, "refused": self.problem}.get(entry.treatment)
         if say is not None:
             say(entry.name, entry.note)
+
+    def _say_nothing(self) -> None:
+        """One name with its reason; several in one note."""
+        if len(self._nothing) == 1:
+            self.note(self._nothing[0].name, self._nothing[0].note)
+        elif self._nothing:
+            names = ", ".join(self.dialect.prefix + entry.name for entry in self._nothing)
+            what = "flags" if self.dialect.prefix else "keys"
+            text = f"{len(self._nothing)} {what} that mean nothing here: {names} (`lachesis explain KEY` says why)"
+            self.findings.append(_finding("note", text))
 
     def _flatten(self, data: Mapping[str, Any], *, place: Place) -> None:
         for key, value in data.items():
@@ -257,7 +280,7 @@ class Translation:
             elif self.dialect.is_section(name):
                 if value is not None and name not in self.dialect.open_sections:
                     self.problem(name, f"expected keys, got {describe(value)}")
-            elif name.rpartition(".")[0] not in self.dialect.open_sections:
+            elif value is not None and name.rpartition(".")[0] not in self.dialect.open_sections:
                 self.unknown(name)
 
     def _rows(self, name: str, rows: Any) -> None:
@@ -271,9 +294,22 @@ class Translation:
             if not is_object(row):
                 self.problem(f"{name}[{index}]", f"expected keys, got {describe(row)}")
                 continue
-            for key in row:
-                if f"{name}.{key}" not in self.dialect.entries:
-                    self.unknown(f"{name}[{index}].{key}")
+            for key, value in row.items():
+                self._cell(f"{name}.{key}", f"{name}[{index}].{key}", value)
+
+    def _cell(self, known: str, name: str, value: Any) -> None:
+        """A key of one of a list of mappings."""
+        entry = self.dialect.entries.get(known)
+        if entry is None and value is not None:
+            self.unknown(name)
+        elif entry is not None and entry.treatment == "refused" and entry.asks(value):
+            self.problem(name, entry.note)
+        elif entry is not None and entry.treatment == "nothing" and entry.asks(value) and entry not in self._nothing:
+            self._nothing.append(entry)
+
+
+def _finding(level: Literal["note", "warning"], text: str) -> Finding:
+    return Finding(level=level, rule="dialect", message=text)
 
 
 def _place(name: str) -> Place:

@@ -16,6 +16,8 @@ from lachesis.config.dialects.convert import (
     OPTIMIZERS,
     SCHEDULES,
     engine_address,
+    held_out,
+    on_cpu,
     one_of,
 )
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed, scaling_entries
@@ -33,28 +35,38 @@ from lachesis.config.dialects.grpo import (
     put_reference,
     put_rewards,
     put_sampler_correction,
+    put_schedule,
     put_serving,
     put_steps,
     transformers_entries,
 )
+from lachesis.config.dialects.mixtures import put_datasets
+from lachesis.config.dialects.open_r1_names import open_r1_names, supervised_names
 from lachesis.config.dialects.table import Dialect, Entry, Translation, cannot, nothing, refused, together
+from lachesis.config.dialects.transformers_names import transformers_names
 from lachesis.config.document import Document, describe
 
+_PART = "Lachesis takes whole splits, or the beginning of one; write its size into split, as train[:1000]"
 _MANAGED = {
     "vllm_gpu_memory_utilization": "gpu_memory_utilization",
     "vllm_tensor_parallel_size": "tensor_parallel_size",
     "vllm_max_model_length": "max_model_len",
+    "vllm_max_model_len": "max_model_len",
     "vllm_enable_sleep_mode": "enable_sleep_mode",
+    "vllm_enforce_eager": "enforce_eager",
+    "vllm_dtype": "dtype",
+    "vllm_device": "devices",
 }
 
 
-def translate(document: Document, *, processes: int = 1) -> Translation:
+def translate(document: Document, *, processes: int | None = 1) -> Translation:
     """TRL's document as a canonical one, as :func:`lachesis.config.dialects.translate`."""
     translation = Translation(document, TRL)
     translation.run()
     _put_model(translation)
+    put_datasets(translation)
     _put_run(translation)
-    put_batch(
+    counted = put_batch(
         translation,
         rows="per_device_train_batch_size",
         accumulation="gradient_accumulation_steps",
@@ -62,7 +74,7 @@ def translate(document: Document, *, processes: int = 1) -> Translation:
         default_rows=8,
         processes=processes,
     )
-    _check_generation_batch(translation, processes=processes)
+    _check_generation_batch(translation, processes=counted)
     put_rewards(translation, "")
     note_paging(translation, "optim")
     put_reference(translation, "", alpha=0.6, steps=512)
@@ -70,7 +82,7 @@ def translate(document: Document, *, processes: int = 1) -> Translation:
     put_generation_kwargs(translation, "generation_kwargs")
     put_completions(translation, "")
     _put_engine(translation)
-    put_distributed(translation, _fsdp_options(translation), processes=processes)
+    put_distributed(translation, _fsdp_options(translation), processes=processes or 1)
     translation.finish()
     return translation
 
@@ -132,6 +144,7 @@ def _put_run(translation: Translation) -> None:
     put_steps(translation, max_steps="max_steps", epochs="num_train_epochs", default_epochs=3.0)
     put_output_dir(translation, "output_dir")
     put_betas(translation, "adam_beta1", "adam_beta2")
+    put_schedule(translation, schedule="lr_scheduler_type", rate="learning_rate", default_rate=1e-6)
     _put_warmup(translation)
     put_every(translation, "logging_steps", "logging.every_steps", max_steps="max_steps")
     if translation.value("save_strategy", "steps") == "steps":
@@ -139,9 +152,10 @@ def _put_run(translation: Translation) -> None:
         put_every(translation, "save_steps", "checkpoint.every_steps", max_steps="max_steps")
     elif translation.value("save_strategy") != "no":
         translation.warning("save_strategy", "Lachesis counts in steps; write save_steps")
-    if translation.value("eval_strategy", "no") == "steps":
+    evaluates = translation.value("eval_strategy", translation.value("evaluation_strategy", "no"))
+    if evaluates == "steps":
         put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
-    if translation.value("eval_strategy", "no") != "no":
+    if evaluates != "no" and not translation.has("test_split_size"):
         translation.put("data.eval_split", translation.value("dataset_test_split", "test"), "dataset_test_split")
     _put_reports(translation)
 
@@ -152,8 +166,10 @@ def _put_reports(translation: Translation) -> None:
         if report == "tensorboard":
             translation.put("logging.tensorboard", True, "report_to")
         elif report == "wandb":
-            translation.put("logging.wandb.project", translation.value("project", "huggingface"), "project")
-            translation.copy("run_name", "logging.wandb.name")
+            name = "wandb_project" if translation.has("wandb_project") else "project"
+            translation.put("logging.wandb.project", translation.value(name, "huggingface"), name)
+            for theirs, key in (("run_name", "name"), ("wandb_entity", "entity"), ("wandb_run_group", "group")):
+                translation.copy(theirs, f"logging.wandb.{key}")
         elif report != "none":
             translation.warning("report_to", f"Lachesis reports to tensorboard and wandb, not to {report}")
 
@@ -200,7 +216,23 @@ def _names() -> Iterator[Entry]:
     yield Entry("model_name_or_path", "model.path")
     for name in ("dtype", "torch_dtype", "bf16", "fp16", "model_init_kwargs"):
         yield together(name, "model.dtype")
+    yield Entry("model_revision", "model.revision")
     yield Entry("dataset_name", "data.path")
+    for key, path in (("path", "path"), ("name", "name"), ("split", "split"), ("data_files", "path")):
+        yield together(f"datasets.{key}", f"data.{path}", "the first; data.more has the others")
+    yield from nothing("rewards get every column", "datasets.columns")
+    yield from nothing("of earlier versions; data.name is dataset_config", "dataset_configs")
+    yield from refused("name a file in data_files", "datasets.data_dir")
+    yield from refused(_PART, "datasets.fraction", fine=(1.0,))
+    yield Entry("test_split_size", "data.eval_size", convert=held_out)
+    yield together(
+        "max_prompt_length",
+        "data.max_prompt_length",
+        "longer prompts are dropped; they are cut there, which asks another question",
+    )
+    yield Entry("use_cpu", "model.device", convert=on_cpu)
+    yield Entry("no_cuda", "model.device", convert=on_cpu)
+    yield from open_r1_names()
     yield Entry("dataset_config", "data.name")
     yield Entry("dataset_train_split", "data.split")
     yield together("dataset_test_split", "data.eval_split", "with eval_strategy")
@@ -224,6 +256,7 @@ def _names() -> Iterator[Entry]:
     yield Entry("lr_scheduler_type", "optimizer.schedule", convert=one_of(SCHEDULES), default="linear")
     yield together("warmup_steps", "optimizer.warmup_steps", "below 1 optimizer.warmup_ratio")
     yield together("logging_steps", "logging.every_steps")
+    yield together("evaluation_strategy", "evaluation.every_steps", "as eval_strategy")
     yield together("save_strategy", "checkpoint.every_steps", "steps or no")
     yield together("eval_strategy", "evaluation.every_steps", "steps or no")
     yield Entry("num_generations_eval", "evaluation.samples_per_problem")
@@ -243,17 +276,18 @@ def _names() -> Iterator[Entry]:
 
 
 def _without_counterpart() -> Iterator[Entry]:
+    yield from transformers_names()
+    yield from supervised_names()
     yield from nothing("Lachesis finds a free port (bridge.init_method)", "vllm_group_port")
     yield from nothing(
         "Lachesis chooses: variable-length kernels over packed batches on GPU, SDPA elsewhere",
-        *("attn_implementation", "pad_to_multiple_of", "remove_unused_columns", "use_cache"),
+        *("attn_implementation", "pad_to_multiple_of", "use_cache"),
     )
     yield from nothing("Lachesis chooses the variant that works with the backend", "gradient_checkpointing_kwargs")
     yield from nothing("the loss never makes the logits here, with any loss_type", "use_liger_kernel", "use_liger_loss")
     yield from nothing(
         "one process has the data, in one thread; weights are gathered for it, by gloo on CPUs and NCCL on GPUs",
-        *("ddp_backend", "ds3_gather_for_generation"),
-        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_drop_last", "tf32", "log_level"),
+        *("ddp_backend", "ds3_gather_for_generation", "tf32", "log_level"),
         *("per_device_eval_batch_size", "logging_first_step", "logging_strategy", "do_train", "do_eval"),
     )
     yield from nothing("the tape has every completion", "log_unique_prompts")
@@ -262,16 +296,34 @@ def _without_counterpart() -> Iterator[Entry]:
     yield together("fsdp_config", "distributed.reshard_after_forward", "FSDP's options, or a JSON file of them")
     yield from cannot("write distributed.shard_size for a mesh of devices", "parallelism_config")
     yield from cannot("the embedded engine has one way to decode", "use_transformers_paged", "cache_implementation")
-    yield from cannot(
-        "Lachesis pushes nothing; upload final/", "push_to_hub", "hub_model_id", "log_completions_hub_repo"
+    yield from nothing(
+        "the embedded engine takes new completions in as others end",
+        *("use_transformers_continuous_batching", "transformers_continuous_batching_config"),
     )
+    yield from nothing("vLLM finds it out", "vllm_model_impl", "vllm_enable_prefix_caching")
+    yield from nothing("tools are no part of a configuration (source.rollout_func)", "max_tool_calling_iterations")
+    yield from cannot(
+        "the head's products are in model.dtype; logprobs are made of them in float32", "cast_lm_head_to_fp32"
+    )
+    yield from cannot("Lachesis pushes nothing; upload final/", "push_to_hub", "log_completions_hub_repo")
     yield from cannot("Lachesis keeps dropout as the model has it", "disable_dropout")
     yield from cannot("the router's loss is not added", "router_aux_loss_coef")
+    yield from nothing("datasets are read whole; prompts are small", "dataset_streaming", "streaming")
+    yield from nothing("all buffers stay on their device", "ignore_bias_buffers")
     yield from refused("name the model in reward_funcs", "reward_model_name_or_path")
+    yield from refused("4 bits are nf4 here; remove it", "bnb_4bit_quant_type", fine=("nf4",))
+    yield from cannot("constants of quantized blocks stay in float32", "use_bnb_nested_quant")
+    yield from nothing("how quantized weights are stored is bitsandbytes' choice", "bnb_4bit_quant_storage")
+    yield from nothing("the task is language modelling", "lora_task_type")
     yield from refused(
         "Lachesis trains plain LoRA, from the start and on linear layers only; remove it",
         *("lora_modules_to_save", "lora_target_parameters", "use_rslora", "use_dora"),
     )
+    yield from nothing(
+        "of accelerate's launcher; several devices train with torchrun",
+        *("accelerate_config", "config_file", "num_machines", "machine_rank", "main_process_port", "main_process_ip"),
+        "mixed_precision",
+    )
 
 
-TRL = Dialect("TRL", list(_names()))
+TRL = Dialect("TRL", list(_names()), row_sections=("datasets",))

@@ -26,9 +26,9 @@ def learning_rate(config: LachesisConfig) -> float:
 def _schedule(config: LachesisConfig) -> Iterator[Said]:
     optimizer, steps = config.optimizer, config.run.steps
     if steps is not None and optimizer.warmup_steps > steps:
-        yield problem(
-            f"optimizer.warmup_steps {optimizer.warmup_steps} is more than run.steps {steps}, so the "
-            "learning rate would never reach its peak; lower it"
+        yield warning(
+            f"optimizer.warmup_steps {optimizer.warmup_steps} is more than run.steps {steps}: warm-up is cut to it, "
+            "and the learning rate reaches its peak at the last step"
         )
     if optimizer.warmup_steps and optimizer.warmup_ratio:
         yield problem(
@@ -40,6 +40,9 @@ def _schedule(config: LachesisConfig) -> Iterator[Said]:
             f"optimizer.min_lr_ratio {optimizer.min_lr_ratio:g} does nothing with schedule constant; "
             "use linear or cosine"
         )
+    names = ("stable_steps", "decay_steps", "decay")
+    if optimizer.schedule != "warmup_stable_decay" and (unused := changed(config, "optimizer", *names)):
+        yield warning(f"{' and '.join(unused)} do nothing with optimizer.schedule {optimizer.schedule}")
 
 
 def _optimizer(config: LachesisConfig) -> Iterator[Said]:

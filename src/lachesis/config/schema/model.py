@@ -32,6 +32,9 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: str = Field(description="Local directory or hub id of a causal language model.")
+    revision: str | None = Field(
+        default=None, description="Branch, tag or commit of a model of the hub; its main branch if unset."
+    )
     tokenizer: str | None = Field(default=None, description="Tokenizer directory or hub id; the model's own if unset.")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Dtype of the weights; `auto` takes the checkpoint's on GPU and float32 on CPU."
@@ -73,6 +76,10 @@ class ModelConfig(Section):
     )
     pad_token: str | None = Field(
         default=None, description="Pad token to use where the tokenizer has none; it must be in the vocabulary."
+    )
+    special_tokens: dict[Literal["bos_token", "eos_token", "unk_token"], str] = Field(
+        default_factory=dict[Literal["bos_token", "eos_token", "unk_token"], str],
+        description="Tokens of the vocabulary that take these roles in place of the tokenizer's own.",
     )
     chat_template: str | None = Field(
         default=None, description="Jinja chat template (text or file) that replaces the tokenizer's own."

@@ -49,6 +49,7 @@ class WandbConfig(Section):
     """Weights & Biases."""
 
     project: str = Field(description="Project name.")
+    entity: str | None = Field(default=None, description="Account or team; the account's own default if unset.")
     group: str | None = Field(default=None, description="Group name.")
     name: str | None = Field(default=None, description="Run name; the run's own if unset.")
     mode: Literal["auto", "online", "offline", "disabled"] = Field(

@@ -47,6 +47,10 @@ class DataConfig(Section):
     system_prompt: str | None = Field(
         default=None, description="System message put before every prompt that has none of its own."
     )
+    conversations: bool = Field(
+        default=False,
+        description="A text in the prompt's column is the user's message, not what the model goes on with.",
+    )
     more: list[DatasetConfig] = Field(
         default_factory=list[DatasetConfig],
         description="Further datasets, whose problems are added to those of `path`.",

@@ -139,14 +139,25 @@ class OptimizerConfig(Section):
         description="Steps in a row that may be skipped because their gradient is not finite, as one sample can make "
         "it; the run ends at the next one. 0 ends it at the first.",
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
+    schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
         default="constant", description="Course of the learning rate after warm-up."
+    )
+    stable_steps: NonNegativeInt | None = Field(
+        default=None,
+        description="With `warmup_stable_decay`: steps at the peak; what warm-up and decay leave of the run, if unset.",
+    )
+    decay_steps: PositiveInt | None = Field(
+        default=None,
+        description="With `warmup_stable_decay`: steps of decay; a tenth of the run if unset.",
+    )
+    decay: Literal["cosine", "linear", "1-sqrt"] = Field(
+        default="cosine", description="With `warmup_stable_decay`: how the rate falls."
     )
     warmup_steps: NonNegativeInt = Field(default=0, description="Steps of linear warm-up.")
     warmup_ratio: Fraction = Field(
         default=0.0, description="The same as a share of the run's steps, rounded up, in place of `warmup_steps`."
     )
-    min_lr_ratio: Fraction = Field(default=0.0, description="Where `linear` and `cosine` end, as a share of the peak.")
+    min_lr_ratio: Fraction = Field(default=0.0, description="Where a schedule that falls ends, as a share of the peak.")
     weight_update: Literal["auto", "fp32_master", "stochastic_rounding", "plain"] = Field(
         default="auto",
         description="How 16-bit weights take updates smaller than their spacing; `auto` keeps fp32 masters for "

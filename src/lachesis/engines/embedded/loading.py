@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from lachesis.common.errors import ConfigError, ModelError, first_line
 
 
-def load_causal_lm(path: str | Path, *, dtype: str, device: str) -> PreTrainedModel:
+def load_causal_lm(path: str | Path, *, dtype: str, device: str, revision: str | None = None) -> PreTrainedModel:
     """The model in evaluation mode, every weight of it read from safetensors; no code comes with it.
 
     Args:
         path: directory, or hub id.
         dtype: torch's name; ``auto`` is that of the checkpoint, and float32 on the CPU.
         device: torch's name; ``auto`` is the GPU where there is one.
+        revision: of a model of the hub.
 
     Raises:
         ConfigError: there is no such device.
@@ -36,6 +37,7 @@ def load_causal_lm(path: str | Path, *, dtype: str, device: str) -> PreTrainedMo
             dtype=chosen if chosen == "auto" else getattr(torch, chosen),
             use_safetensors=True,
             output_loading_info=True,
+            **({} if revision is None else {"revision": revision}),
         )
     model, loaded = found
     for what in ("missing_keys", "mismatched_keys"):

@@ -66,6 +66,7 @@ class WandbSink(Sink):
         try:
             self._run = wandb.init(
                 project=config.project,
+                entity=config.entity,
                 group=config.group,
                 name=config.name or run_name,
                 mode=_mode(wandb, config, run_dir=run_dir),

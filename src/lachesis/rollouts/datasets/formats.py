@@ -71,7 +71,13 @@ def _fitting(columns: Collection[str]) -> list[str]:
 
 
 def to_problems(
-    row: Row, *, data_format: Format, prompt_column: str, conversation: bool, system_prompt: str | None
+    row: Row,
+    *,
+    data_format: Format,
+    prompt_column: str,
+    conversation: bool,
+    system_prompt: str | None,
+    conversations: bool = False,
 ) -> list[Problem]:
     """The problem of a row; two where it has a follow-up question.
 
@@ -79,13 +85,17 @@ def to_problems(
 
     Args:
         conversation: make messages of a question, not a text; a row with a follow-up is a conversation always.
+        conversations: make messages of a prompt that is a text, too.
         system_prompt: put before prompts that have no system message; it makes conversations of texts.
 
     Raises:
         DataError: the question, or the answer that a follow-up needs, is missing or no text.
     """
     if data_format == "prompt":
-        problems = [Problem(row.place, 0, prompt_column, row.columns.get(prompt_column), row.columns)]
+        prompt = row.columns.get(prompt_column)
+        if conversations and isinstance(prompt, str) and prompt.strip():
+            prompt = [_user(prompt)]
+        problems = [Problem(row.place, 0, prompt_column, prompt, row.columns)]
     elif data_format == "messages":
         problems = [_from_messages(row)]
     else:

@@ -70,6 +70,7 @@ class Preparation:
     tokenizer: PreTrainedTokenizerBase
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     system_prompt: str | None = None
+    conversations: bool = False
     base_dir: Path = field(default_factory=Path.cwd)
     transform_config: Mapping[str, Any] = field(default_factory=dict)
     prepared_path: Path | None = None
@@ -82,6 +83,7 @@ def load_problems(
     tokenizer: PreTrainedTokenizerBase,
     more: Sequence[Dataset] = (),
     system_prompt: str | None = None,
+    conversations: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     max_prompt_length: int | None = None,
     overlong: Literal["error", "drop"] = "error",
@@ -102,6 +104,7 @@ def load_problems(
     Args:
         path: the first dataset, of which a path alone says enough where it is read as it is; ``more`` are further ones.
         system_prompt: put before prompts without a system message, which makes conversations of texts.
+        conversations: a text in the prompt's column is a user's message.
         max_prompt_length: longest prompt in tokens; ``None`` allows any.
         overlong: ``error`` stops at a longer prompt, ``drop`` leaves it out (and logs how many).
         prepared_path: directory that keeps what is prepared here, under a key of all that it is made of.
@@ -121,6 +124,7 @@ def load_problems(
         tokenizer=tokenizer,
         template_kwargs=template_kwargs,
         system_prompt=system_prompt,
+        conversations=conversations,
         base_dir=(base_dir or Path()).resolve(),
         transform_config=dict(transform_config or {}),
         prepared_path=None if prepared_path is None else Path(prepared_path),
@@ -160,6 +164,7 @@ def _prepare(dataset: Dataset, index: int, preparation: Preparation) -> list[Pre
             "tokenizer": tokenizer_digest(preparation.tokenizer),
             "template": preparation.template_kwargs,
             "system": preparation.system_prompt,
+            "conversations": preparation.conversations,
             "transform": [source_digest(named), preparation.transform_config, index] if named else None,
         }
     )
@@ -212,6 +217,7 @@ def _render_rows(
             prompt_column=dataset.prompt_column,
             conversation=conversation,
             system_prompt=preparation.system_prompt,
+            conversations=preparation.conversations,
         )
     ]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,12 +106,15 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     path = config.tokenizer or config.path
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        # A tokenizer of its own has revisions of its own.
+        revision = {} if config.tokenizer else _revision(config)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **revision)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"no tokenizer could be loaded from {path!r}: {first_line(error)}",
             remedy="set model.tokenizer to a directory that holds one",
         ) from error
+    _give_roles(tokenizer, config.special_tokens, path)
     if config.pad_token is not None:
         if tokenizer.convert_tokens_to_ids(config.pad_token) in (None, tokenizer.unk_token_id):
             raise ModelError(
@@ -132,6 +135,25 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _revision(config: ModelConfig) -> dict[str, Any]:
+    return {} if config.revision is None else {"revision": config.revision}
+
+
+def _read_config(config: ModelConfig) -> Any:
+    return AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **_revision(config))
+
+
+def _give_roles(tokenizer: PreTrainedTokenizerBase, roles: Mapping[Any, str], path: str) -> None:
+    """Raises ModelError for a token that the vocabulary does not have."""
+    for role, token in roles.items():
+        if token not in tokenizer.get_vocab():
+            raise ModelError(
+                f"model.special_tokens.{role} {token!r} is not in the vocabulary of {path!r}",
+                remedy="choose a token that the tokenizer has, or save a model that has this one",
+            )
+        setattr(tokenizer, role, token)
+
+
 def _load_transformer(config: ModelConfig, *, device: torch.device, on_cpu: bool) -> PreTrainedModel:
     dtype: Any = config.dtype
     if dtype == "auto" and device.type == "cpu":
@@ -145,6 +167,7 @@ def _load_transformer(config: ModelConfig, *, device: torch.device, on_cpu: bool
             config.path,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             trust_remote_code=config.trust_remote_code,
+            **_revision(config),
             **options,
         )
     _switch_off_dropout(model)
@@ -178,7 +201,7 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
         ModelError: there is no such model.
     """
     try:
-        found = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
+        found = _read_config(config)
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(found, dtype=dtype, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -190,7 +213,7 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
     model.tie_weights()
     # A model need not have this file; then its end tokens are those of its config.
     with suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(config.path)
+        model.generation_config = GenerationConfig.from_pretrained(config.path, **_revision(config))
     return model.eval()
 
 
@@ -241,9 +264,7 @@ def context_length(config: ModelConfig) -> int:
         ModelError: there is no model.
     """
     with _load_errors(config.path):
-        text_config = AutoConfig.from_pretrained(
-            config.path, trust_remote_code=config.trust_remote_code
-        ).get_text_config()
+        text_config = _read_config(config).get_text_config()
     limits = (getattr(text_config, name, None) for name in ("max_position_embeddings", "n_positions"))
     return next((limit for limit in limits if limit), 1 << 30)
 

@@ -82,6 +82,7 @@ class PolicyOptimizer:
             total_steps=total_steps,
             warmup_steps=warmup_length(steps=config.warmup_steps, ratio=config.warmup_ratio, total_steps=total_steps),
             min_lr_ratio=config.min_lr_ratio,
+            phases=Phases(stable=config.stable_steps, decay=config.decay_steps, shape=config.decay),
         )
         return self._peak * factor
 
@@ -393,28 +394,58 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-Schedule = Literal["constant", "linear", "cosine"]
+Schedule = Literal["constant", "linear", "cosine", "warmup_stable_decay"]
+Decay = Literal["cosine", "linear", "1-sqrt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Phases:
+    """Of ``warmup_stable_decay``, in steps: what is None follows from the rest, or is a tenth of the run's steps."""
+
+    stable: int | None = None
+    decay: int | None = None
+    shape: Decay = "cosine"
 
 
 def warmup_length(*, steps: int, ratio: float, total_steps: int) -> int:
-    """Steps of warm-up: ``ratio`` of all of them, rounded up, or ``steps`` where no ratio is given."""
-    return math.ceil(round(ratio * total_steps, 9)) if ratio else steps
+    """Steps of warm-up: ``ratio`` of all of them, rounded up, or ``steps`` where no ratio is given; at most all."""
+    return min(total_steps, math.ceil(round(ratio * total_steps, 9)) if ratio else steps)
 
 
 def schedule_factor(
-    step: int, *, schedule: Schedule, total_steps: int, warmup_steps: int = 0, min_lr_ratio: float = 0.0
+    step: int,
+    *,
+    schedule: Schedule,
+    total_steps: int,
+    warmup_steps: int = 0,
+    min_lr_ratio: float = 0.0,
+    phases: Phases = Phases(),
 ) -> float:
     """The factor on the peak learning rate at the ``step``-th optimizer step, counted from 0.
 
     Warm-up is linear: ``(step + 1) / warmup_steps``, so that the first step already learns. After it,
     ``linear`` and ``cosine`` fall from 1 to ``min_lr_ratio``, which is reached right after the last step
     (``step == total_steps``), so that no step is spent at a rate of 0. ``cosine`` is half a period, as in
-    Loshchilov & Hutter, "SGDR" (2017), eq. 5, without restarts.
+    Loshchilov & Hutter, "SGDR" (2017), eq. 5, without restarts. ``warmup_stable_decay`` stays at 1 for its stable
+    phase, falls to ``min_lr_ratio`` within its decay, and stays there: Hägele et al., "Scaling Laws and
+    Compute-Optimal Training Beyond Fixed Training Durations" (2024), with their shape ``1-sqrt``.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if schedule == "constant":
         return 1.0
-    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
-    remaining = 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return min_lr_ratio + (1.0 - min_lr_ratio) * remaining
+    begin, length, shape = warmup_steps, total_steps - warmup_steps, schedule
+    if schedule == "warmup_stable_decay":
+        length = phases.decay or math.ceil(total_steps / 10)
+        begin += max(0, total_steps - warmup_steps - length) if phases.stable is None else phases.stable
+        shape = phases.shape
+    progress = min(1.0, max(0.0, (step - begin) / max(1, length)))
+    return min_lr_ratio + (1.0 - min_lr_ratio) * _REMAINING[shape](progress)
+
+
+# By the share of a fall that is done.
+_REMAINING: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}

@@ -109,7 +109,7 @@ def test_keys_at_the_top(text, path, value):
         ("fp8: true\nfp8_config: {recipe_name: rowwise_with_gw_hp}", "'rowwise_with_gw_hp' has no counterpart"),
         ("fp8: true\nfp8_config: {backend: TE}", "'TE' has no counterpart; Lachesis has ao (torchao)"),
         ("fp8: true\nfp8_config: {amax: 0}", "fp8_config.amax (line 9): no key of Axolotl's"),
-        ("fp8: true\nfp8_config: {margin: 0}", "an option of TransformerEngine or MS-AMP"),
+        ("fp8: true\nfp8_config: {margin: 1}", "an option of TransformerEngine or MS-AMP"),
         ("fp8: true\nfp8_config: {emulate: true}", "follows from the recipe and the device here"),
     ],
 )
@@ -292,15 +292,15 @@ def test_several_datasets():
         ("optimizer: adamw_torch_fusedd", "", "did you mean adamw_torch_fused?"),
         ("adapter: ia3", "", "adapter (line 8): the text 'ia3' has no counterpart"),
         (
-            "chat_template: chatml",
+            "chat_template: llama3",
             "",
-            "chat_template (line 8): the text 'chatml' is a template that Axolotl brings along",
+            "chat_template (line 8): the text 'llama3' is a template that Axolotl brings along",
         ),
         ("lora_modules_to_save: [lm_head]", "", "lora_modules_to_save (line 8): Lachesis trains plain LoRA"),
         ("output_dir: .", "", "output_dir (line 8): expected a directory of the run's own"),
         ("excess_length_strategy: truncate\nsequence_len: 9", "", "a prompt that is cut asks another question"),
         ("test_datasets: [{path: a}, {path: b}]", "", "test_datasets (line 8): Lachesis holds out problems of one"),
-        ("special_tokens: {eos_token: x}", "", "special_tokens.eos_token (line 8): Lachesis changes no other special"),
+        ("special_tokens: {additional_special_tokens: [x]}", "", "Lachesis adds no tokens to a model"),
         ("resume_from_checkpoint: x", "", "resume with `lachesis train CONFIG --resume`"),
         ("", "generation_kwargs: 3", "trl.generation_kwargs (line 8): expected a mapping, got the number 3"),
         ("", "vllm_importance_sampling_correction: 2\nuse_vllm: true", "expected true or false, got the number 2"),
@@ -362,10 +362,15 @@ def test_what_means_nothing_here_is_told_and_null_is_not():
     found = translation(
         "ddp_find_unused_parameters: true\nattn_implementation: null\nfsdp: null", "use_liger_loss: true"
     )
-    assert [(finding.level, finding.message.split(":")[0]) for finding in found.findings] == [
-        ("note", "ddp_find_unused_parameters"),
-        ("note", "trl.use_liger_loss"),
+    assert [(finding.level, finding.message) for finding in found.findings] == [
+        (
+            "note",
+            "2 keys that mean nothing here: ddp_find_unused_parameters, trl.use_liger_loss "
+            "(`lachesis explain KEY` says why)",
+        )
     ]
+    (alone,) = translation("tf32: true").findings
+    assert alone.message == "tf32: matrix products are as precise as torch's default"
 
 
 def written(config: LachesisConfig, path: str) -> Any:
@@ -373,3 +378,28 @@ def written(config: LachesisConfig, path: str) -> Any:
     for part in path.split("."):
         value = getattr(value, part)
     return value
+
+
+def test_gdpo_normalizes_each_reward_first():
+    text = BASE.replace("rl: grpo", "rl: gdpo") + TRL
+    config = validate(translate(parse_document(text, name="a.yaml"), dialect="axolotl").document)
+    assert config.algorithm.aggregation == "normalize_then_sum"
+
+
+def test_a_template_of_the_models_family_is_the_tokenizers_own():
+    text = BASE.replace("base_model: org/model", "base_model: Qwen/Qwen2.5-3B") + "chat_template: qwen_25\n" + TRL
+    found = translate(parse_document(text, name="a.yaml"), dialect="axolotl")
+    assert validate(found.document).model.chat_template is None
+    assert "the tokenizer's own template" in found.findings[0].message
+    chatml = translated("chat_template: chatml").model.chat_template
+    assert chatml is not None and "<|im_start|>" in chatml
+
+
+def test_roles_of_tokens():
+    model = translated("special_tokens: {eos_token: '<|end|>', pad_token: '<pad>'}").model
+    assert (model.special_tokens, model.pad_token) == ({"eos_token": "<|end|>"}, "<pad>")
+
+
+def test_plugins_that_bring_kernels_alone_mean_nothing():
+    assert not translation("plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rope: false").findings
+    assert "has no plugins of Axolotl's" in message("plugins: [axolotl.integrations.nemo_gym.NemoGymPlugin]")

@@ -148,5 +148,81 @@ def test_errors_name_the_line_and_the_key_of_the_file(text, expected):
 
 
 def test_what_cannot_be_done_is_a_warning():
-    levels = {f.message.split(":")[0]: f.level for f in translation("hub_model_id: x\nreport_to: mlflow").findings}
-    assert levels == {"hub_model_id": "warning", "report_to": "warning"}
+    levels = {f.message.split(":")[0]: f.level for f in translation("push_to_hub: true\nreport_to: mlflow").findings}
+    assert levels == {"push_to_hub": "warning", "report_to": "warning"}
+
+
+MIXTURE = "datasets: [{path: org/a, split: 'train[:10]'}, {path: json, data_files: [b.jsonl], columns: [prompt]}]"
+
+
+def test_a_mixture_is_several_datasets():
+    text = BASE.replace("dataset_name: org/data\n", "") + MIXTURE + "\ntest_split_size: 0.1\nstreaming: true"
+    data = validate(translate(parse_document(text, name="t"), dialect="trl").document).data
+    assert (data.path, data.split, data.eval_size) == ("org/a", "train[:10]", 0.1)
+    assert [one.path for one in data.more] == ["b.jsonl"]
+
+
+def test_a_mixture_of_open_r1():
+    text = "dataset_mixture: {datasets: [{id: org/a, config: main}, {id: org/b, weight: 1.0}], test_split_size: 5}"
+    data = translated(text).data
+    assert (data.path, data.name, data.more[0].path, data.eval_size) == ("org/a", "main", "org/b", 5)
+    assert "org/b has weight 0.5" in message("dataset_mixture: {datasets: [{id: org/b, weight: 0.5}]}")
+
+
+def test_a_prompt_column_of_open_r1_is_the_users_message():
+    data = translated("dataset_prompt_column: problem\nsystem_prompt: Think.\nmax_prompt_length: 512").data
+    assert (data.prompt_column, data.conversations, data.system_prompt) == ("problem", True, "Think.")
+    assert (data.max_prompt_length, data.overlong_prompts) == (512, "drop")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "expected"),
+    [
+        ("cosine_with_min_lr", "{min_lr_rate: 0.1, num_cycles: 0.5}", {"schedule": "cosine", "min_lr_ratio": 0.1}),
+        ("cosine_with_min_lr", "{min_lr: 1.0e-7}", {"min_lr_ratio": 0.1}),
+        (
+            "warmup_stable_decay",
+            "{num_stable_steps: 6, num_decay_steps: 3, decay_type: linear}",
+            {"schedule": "warmup_stable_decay", "stable_steps": 6, "decay_steps": 3, "decay": "linear"},
+        ),
+    ],
+)
+def test_arguments_of_schedules(schedule, options, expected):
+    optimizer = translated(f"lr_scheduler_type: {schedule}\nlr_scheduler_kwargs: {options}").optimizer
+    assert {name: pytest.approx(getattr(optimizer, name)) for name in expected} == expected
+
+
+def test_an_argument_of_a_schedule_that_it_does_not_have_is_refused():
+    assert "num_cycles has no counterpart" in message("lr_scheduler_kwargs: {num_cycles: 3}")
+    assert "num_decay_steps has no counterpart with lr_scheduler_type None" in message(
+        "lr_scheduler_kwargs: {num_decay_steps: 3}"
+    )
+
+
+def test_a_file_for_several_processes_counts_them():
+    text = "per_device_train_batch_size: 16\ngradient_accumulation_steps: 4\nnum_generations: 14"
+    alone = translation(text, processes=None)
+    assert alone.document.data["batch"] == {"micro_batch_size": 16, "prompts_per_step": 32}
+    (finding,) = alone.findings
+    assert finding.level == "warning" and "so 7 are counted" in finding.message
+    written = translation(f"{text}\nnum_processes: 14", processes=None)
+    assert written.document.data["batch"]["prompts_per_step"] == 64
+    assert "= 64 completions in a step, which is no multiple" in message(text)  # one process, and no more
+
+
+def test_reports_of_open_r1():
+    wandb = translated("report_to: [wandb]\nwandb_project: p\nwandb_entity: e\nwandb_run_group: g").logging.wandb
+    assert wandb is not None and (wandb.project, wandb.entity, wandb.group) == ("p", "e", "g")
+
+
+def test_a_key_written_twice_counts_as_there():
+    found = translation("do_eval: false\ndo_eval: true\nbeta: 0.1\nbeta: 0.2")
+    assert found.document.data["algorithm"]["beta"] == 0.2
+    assert [one.level for one in found.findings if "written twice" in one.message] == ["warning", "warning"]
+
+
+def test_nulls_and_zeros_ask_for_nothing():
+    quiet = "neftune_noise_alpha: 0.0\nresume_from_checkpoint: null\ntf32: false\nnot_a_key: null\ncallbacks: []"
+    assert not translation(quiet).findings
+    assert translated(quiet).run.steps == 10
+    assert "puts no noise on embeddings" in message("neftune_noise_alpha: 5")

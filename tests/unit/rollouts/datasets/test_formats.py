@@ -116,3 +116,11 @@ class TestMessages:
     def test_what_is_none_is_left_to_be_refused(self):
         assert made({"messages": "q"}, "messages")[0].prompt == "q"
         assert made({"messages": None}, "messages", system="s")[0].prompt is None
+
+
+def test_a_text_in_the_prompts_column_may_be_a_users_message():
+    row = Row("f line 1", {"prompt": "2 + 2?"})
+    options = {"data_format": "prompt", "prompt_column": "prompt", "conversation": False, "system_prompt": None}
+    (text,) = to_problems(row, **options)
+    (message,) = to_problems(row, conversations=True, **options)
+    assert (text.prompt, message.prompt) == ("2 + 2?", [{"role": "user", "content": "2 + 2?"}])

@@ -72,6 +72,7 @@ def test_limits_are_not_part_of_what_is_kept(load):
     "change",
     [
         {"system_prompt": "s"},
+        {"conversations": True},
         {"chat_template_kwargs": {"mood": "x"}},
         {"split": "train[:1]"},
         {"format": "instruction_response"},

@@ -73,6 +73,12 @@ class TestTokenizer:
         tokenizer = load_tokenizer(config(save("llama", without=("pad_token",)), pad_token=EOS))
         assert tokenizer.pad_token_id == EOS_ID
 
+    def test_configured_roles_are_taken(self, save: SaveModel):
+        path = save("llama")
+        assert load_tokenizer(config(path, special_tokens={"eos_token": "7"})).eos_token == "7"
+        with pytest.raises(ModelError, match=r"model.special_tokens.bos_token '<no>' is not in the vocabulary"):
+            load_tokenizer(config(path, special_tokens={"bos_token": "<no>"}))
+
     def test_a_pad_token_outside_of_the_vocabulary_is_refused(self, save: SaveModel):
         path = save("llama", without=("pad_token",))
         with pytest.raises(ModelError, match=r"model.pad_token '<padding>' is not in the vocabulary") as caught:

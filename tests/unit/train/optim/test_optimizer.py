@@ -14,7 +14,14 @@ from torch.utils._pytree import tree_leaves
 from lachesis.common.errors import CheckpointError, ConfigError, DependencyError, ModelError, TrainingError
 from lachesis.config.schema import OptimizerConfig
 from lachesis.train.optim import weight_update
-from lachesis.train.optim.optimizer import PolicyOptimizer, Schedule, build_optimizer, schedule_factor, warmup_length
+from lachesis.train.optim.optimizer import (
+    Phases,
+    PolicyOptimizer,
+    Schedule,
+    build_optimizer,
+    schedule_factor,
+    warmup_length,
+)
 
 EIGHT_BIT = [name for name in ("bitsandbytes", "torchao") if importlib.util.find_spec(name)]
 
@@ -440,6 +447,25 @@ def test_cosine_is_half_a_period() -> None:
     assert factors[2] == pytest.approx(0.2 + 0.8 * (1 + 2**-0.5) / 2)
     assert factors[4] == pytest.approx(0.6)
     assert factors[8] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [
+        (Phases(decay=2, shape="linear"), [0.5, 1, 1, 1, 1, 1, 1, 0.55, 0.1]),
+        (Phases(stable=2, decay=4), [0.5, 1, 1, 1, 1, 0.868198, 0.55, 0.231802, 0.1]),
+        (Phases(decay=4, shape="1-sqrt"), [0.5, 1, 1, 1, 1, 0.55, 0.363604, 0.220577, 0.1]),
+        (Phases(), [0.5, 1, 1, 1, 1, 1, 1, 1, 0.1]),
+    ],
+)
+def test_warmup_stable_decay(phases: Phases, expected: list[float]) -> None:
+    common = {"total_steps": 8, "warmup_steps": 2, "min_lr_ratio": 0.1}
+    factors = [schedule_factor(n, schedule="warmup_stable_decay", phases=phases, **common) for n in range(9)]  # type: ignore[arg-type]
+    assert factors == pytest.approx(expected, abs=1e-6)
+
+
+def test_warm_up_is_cut_to_the_run() -> None:
+    assert warmup_length(steps=500, ratio=0.0, total_steps=2) == 2
 
 
 def test_steps_beyond_the_end_stay_at_the_minimum() -> None:

@@ -83,7 +83,9 @@ def build_backend(options: ServeOptions, *, session: Session) -> ServedEmbedded:
         ModelError: it cannot be loaded, or cannot run a token.
     """
     tokenizer = load_tokenizer(options.tokenizer or options.model)
-    model = load_causal_lm(options.model, dtype=options.dtype or "auto", device=options.device or "auto")
+    model = load_causal_lm(
+        options.model, dtype=options.dtype or "auto", device=options.device or "auto", revision=options.revision
+    )
     limit = context_length(model)
     max_model_len = limit if options.max_model_len is None else options.max_model_len
     if max_model_len > limit:
