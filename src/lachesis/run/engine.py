@@ -67,19 +67,25 @@ class EngineSide:
 
 
 def build_engine_side(
-    config: LachesisConfig, *, place: RunPlace, sharded: bool = False, watch: Callable[[], None] | None = None
+    config: LachesisConfig,
+    *,
+    place: RunPlace,
+    sharded: bool = False,
+    watch: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> EngineSide:
     """The bridge with its engine. One in this process is built once the policy exists, others run when this returns.
 
     Args:
         sharded: the policy's model is cut over ranks; an engine in this process gets a whole one of its own.
         watch: called while servers are waited for; what it raises ends the wait.
+        meanwhile: called once, when servers have been started that take their time to come up.
 
     Raises:
         EngineError, DeadlineExceeded: as :func:`build_servers`.
     """
     if config.engine.place != "trainer":
-        return build_servers(config, place=place, watch=watch)
+        return build_servers(config, place=place, watch=watch, meanwhile=meanwhile)
     second = load_model(config.model, config.adapter) if sharded else None
 
     def engine_around(policy: Policy) -> Engine:
@@ -108,10 +114,17 @@ def build_engine(config: LachesisConfig, loaded: LoadedModel) -> Engine:
     return IN_PROCESS[type(config.engine)](config.engine, trained)
 
 
-def build_servers(config: LachesisConfig, *, place: RunPlace, watch: Callable[[], None] | None = None) -> EngineSide:
+def build_servers(
+    config: LachesisConfig,
+    *,
+    place: RunPlace,
+    watch: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> EngineSide:
     """The engine in its own process, started if the run manages it and claimed, and the bridge to it.
 
-    While it is waited for, ``watch`` is called; what it raises ends the wait.
+    Servers that were started are given ``meanwhile`` to come up. While they are waited for after that, ``watch`` is
+    called; what it raises ends the wait.
 
     Raises:
         EngineError: a server died, its port is taken, it does not answer, or another run has it.
@@ -129,6 +142,8 @@ def build_servers(config: LachesisConfig, *, place: RunPlace, watch: Callable[[]
         for process in processes:
             process.log_path.unlink(missing_ok=True)
             process.launch()
+        if processes:
+            meanwhile()
         for process in processes:
             process.wait_ready(deadline=deadline)
         engine.connect_when_up(wait_s=wait_s, deadline=deadline)

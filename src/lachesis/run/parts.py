@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
 from lachesis.common.sandbox.choice import use_sandbox
@@ -40,7 +42,14 @@ from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import RepeatedFeed
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from lachesis.train.losses.custom import load_custom_loss
-from lachesis.train.model.loading import WeightSource, context_length, eos_token_ids, load_model, load_tokenizer
+from lachesis.train.model.loading import (
+    LoadedModel,
+    WeightSource,
+    context_length,
+    eos_token_ids,
+    load_model,
+    load_tokenizer,
+)
 from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
 
@@ -135,9 +144,15 @@ def build_policy(
         make: the policy's class.
     """
     strategy = strategy or SingleDevice()
-    length, loss = config.sampling.max_completion_length, config.algorithm.loss
     loaded = load_model(config.model, config.adapter, weights=weights, on_cpu=strategy.sharded)
-    on_gpu = strategy.device(loaded.transformer).type == "cuda"
+    return policy_of(loaded, config, strategy=strategy, make=make)
+
+
+def policy_of(
+    loaded: LoadedModel, config: LachesisConfig, *, strategy: Strategy, make: Callable[..., Policy] = Policy
+) -> Policy:
+    """Make a loaded model learn; arguments as :func:`build_policy`."""
+    length, loss = config.sampling.max_completion_length, config.algorithm.loss
     policy = make(
         loaded,
         strategy=strategy,
@@ -151,11 +166,16 @@ def build_policy(
         options=config.algorithm,
         max_completion_length=length,
         packing=config.model.packing,
-        compile_layers=config.model.compile == "on" or (config.model.compile == "auto" and on_gpu),
+        compile_layers=compiles(config, device=strategy.device(loaded.transformer)),
         custom_loss=load_custom_loss(loss, max_completion_length=length) if loss else None,
     )
     policy.pack = partial(pack_batch, config=config, policy=policy)
     return policy
+
+
+def compiles(config: LachesisConfig, *, device: torch.device) -> bool:
+    """Whether decoder layers are compiled, for a model that computes on ``device``."""
+    return config.model.compile == "on" or (config.model.compile == "auto" and device.type == "cuda")
 
 
 def build_atropos_feed(

@@ -77,7 +77,7 @@ def load_model(
         transformer = _load_transformer(config, device=resolve_device(config.device), on_cpu=on_cpu)
     else:
         transformer = attached_transformer(config, weights)
-        _switch_off_dropout(transformer)
+        switch_off_dropout(transformer)
     embeddings, pad = transformer.get_input_embeddings().weight, tokenizer.pad_token_id
     assert isinstance(embeddings, torch.Tensor) and isinstance(pad, int)
     if pad >= (rows := embeddings.shape[0]):
@@ -86,6 +86,13 @@ def load_model(
             f"has embeddings for {rows} tokens only",
             remedy="set model.pad_token to a token that the model knows, for example its end token",
         )
+    return made_trainable(transformer, tokenizer, config=config, adapter=adapter)
+
+
+def made_trainable(
+    transformer: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, config: ModelConfig, adapter: AdapterConfig
+) -> LoadedModel:
+    """Give a model what the configuration wants of its layers, and its adapter. Raises as :func:`load_model`."""
     # Before anything is hung on layers: these are other modules afterwards.
     float8 = Float8Switch() if config.matmul_dtype == "auto" else compute_in_float8(transformer, config.matmul_dtype)
     if config.residual_dtype == "float32":
@@ -170,7 +177,7 @@ def _load_transformer(config: ModelConfig, *, device: torch.device, on_cpu: bool
             **_revision(config),
             **options,
         )
-    _switch_off_dropout(model)
+    switch_off_dropout(model)
     if config.quantization == "none":
         return model if on_cpu else model.to(device)  # pyright: ignore[reportArgumentType]  # its stub lost self
     settle(model)
@@ -217,7 +224,7 @@ def empty_transformer(config: ModelConfig, *, dtype: torch.dtype) -> PreTrainedM
     return model.eval()
 
 
-def _switch_off_dropout(model: PreTrainedModel) -> None:
+def switch_off_dropout(model: PreTrainedModel) -> None:
     """A model has no dropout of its own while it is trained by GRPO: ratios would compare two random networks."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):

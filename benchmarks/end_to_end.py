@@ -1,0 +1,371 @@
+"""Whole steps on a GPU, from prompts to new weights in the engine: `lachesis train` and TRL's GRPOTrainer in turn.
+
+    PYTHONPATH=src python benchmarks/end_to_end.py [--only NAME ...] [--lengths equal|ragged] [--size 1.5B|8B] [--tiny]
+
+Each system trains in a process of its own, started as its users start it, with vLLM on the same GPU (`--devices` gives
+ours one for the engine): the same model of random bf16 weights, 32 prompts of 128 tokens, 8 completions each, AdamW.
+Equal completions have 512 tokens, which the end token does not cut short; ragged ones end where it is sampled, with a
+probability that is the same at every token, or at 2,048 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
+from overlap import EOS, PAD, WORDS, write_problems
+
+PROMPTS, COMPLETIONS, PROMPT_TOKENS = 32, 8, 128
+EQUAL, RAGGED_MOST, RAGGED_MEAN = 512, 2048, 400
+LORA = {"kind": "lora", "r": 16, "alpha": 32, "targets": "all-linear"}
+ENGINE_START_S = 420
+REWARD = """
+def share_of_ones(completions, **columns):
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [text.count("1") / max(len(text), 1) for text in texts]
+"""
+OURS, OURS_ASYNC, TRL = "Lachesis", "Lachesis, asynchronous", "TRL"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one system did. Seconds; ``steps`` has every step, the first one included."""
+
+    name: str
+    first_step: float  # from the command to the end of the first step
+    steps: list[dict[str, float]]
+    versions: dict[str, str]
+
+    def median(self, key: str, *, skip: int) -> float:
+        return statistics.median(step.get(key, 0.0) for step in self.steps[skip:])
+
+
+def sizes(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    kind, fields = {"1.5B": ("qwen2", QWEN2_5_1_5B), "8B": ("llama", LLAMA_3_1_8B)}[options.size]
+    if options.tiny:
+        fields = fields | {
+            "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2,
+        }  # fmt: skip
+    # Tied, the row that favours the end token would change what it means as an input.
+    return kind, fields | ({"tie_word_embeddings": False} if options.lengths == "ragged" else {})
+
+
+def write_model(directory: Path, *, options: argparse.Namespace) -> None:
+    """Random weights, for ragged lengths such that the end token comes at times, and a tokenizer of a word a token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    kind, fields = sizes(options)
+    config = AutoConfig.for_model(
+        kind, **fields, max_position_embeddings=4096, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD
+    )
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    if options.lengths == "ragged":
+        favour_end(model, mean=options.mean)
+    model.save_pretrained(directory, max_shard_size="4GB")
+    vocabulary = {"<pad>": PAD, "<eos>": EOS} | {f"t{i}": i for i in range(WORDS, config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    words.save_pretrained(directory / "tokenizer")
+
+
+@torch.no_grad()
+def favour_end(model: Any, *, mean: int) -> None:
+    """Make the end token's probability about 1 / mean after any text: a shared first channel carries its logit."""
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding[:, 0] = 10 * float(embedding[:, 1:].float().std())
+    head[:, 0] = 0.0
+    ids = torch.randint(WORDS, embedding.shape[0], (8, 64), device=embedding.device)
+    hidden = model.model(input_ids=ids).last_hidden_state[:, 8:].float()
+    logits = hidden @ head.float().T
+    wanted = logits.logsumexp(-1).mean() - math.log(mean)
+    head[EOS] = 0.0
+    head[EOS, 0] = float(wanted / hidden[..., 0].mean())
+
+
+def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:
+    work: Path = options.work
+    gpu = torch.cuda.is_available()
+    lora = options.size == "8B"
+    engine: dict[str, Any] = {
+        "kind": "vllm",
+        "port": options.port,
+        "max_model_len": PROMPT_TOKENS + options.most,
+        "devices": options.devices,
+        "enforce_eager": not gpu,
+        "extra_args": ["--max-num-seqs", "1024"] if gpu else ["--max-num-seqs", "64", "--no-enable-chunked-prefill"],
+    }
+    sampling: dict[str, Any] = {"num_generations": COMPLETIONS, "max_completion_length": options.most}
+    if options.lengths == "equal":
+        sampling["generation_kwargs"] = {"ignore_eos": True}
+    tree: dict[str, Any] = {
+        "run": {"name": name, "dir": str(work / "runs"), "steps": options.steps},
+        "model": {"path": str(work / "model"), "tokenizer": str(work / "model/tokenizer")},
+        "adapter": LORA if lora else {"kind": "none"},
+        "data": {"path": str(work / "problems.jsonl")},
+        "rewards": {"functions": [f"{work / 'reward.py'}:share_of_ones"]},
+        "sampling": sampling,
+        "batch": {"prompts_per_step": options.prompts},
+        "engine": engine,
+        "bridge": {"kind": "lora_only" if lora else "shared_vllm" if gpu else "broadcast"},
+        "optimizer": {"learning_rate": 1e-7},
+        "deadlines": {"engine_start_s": ENGINE_START_S},
+    }
+    tree["model"]["dtype"] = "bfloat16" if gpu else "float32"
+    if lora and options.devices is None:
+        tree["bridge"]["share_base"] = True
+    if name == "asynchronous":
+        tree["pipeline"] = {"async_prefetch": True, "prefetch_depth": 1}
+    for setting in options.set:
+        key, _, value = setting.partition("=")
+        section, _, field = key.partition(".")
+        tree.setdefault(section, {})[field] = yaml.safe_load(value)
+    return tree
+
+
+def run_ours(options: argparse.Namespace, *, system: str) -> Run:
+    """`lachesis train` with a file, and what it wrote into metrics.jsonl."""
+    from lachesis.metrics.sinks.jsonl import read_metrics
+
+    name = "asynchronous" if system == OURS_ASYNC else "synchronous"
+    path = options.work / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(our_config(options, name=name)))
+    began = time.time()
+    execute([sys.executable, "-m", "lachesis", "train", str(path), "--overwrite"], log=options.work / f"{name}.log")
+    lines = read_metrics(options.work / "runs" / name / "metrics.jsonl").steps
+    steps = [dict(line.values) for line in lines]
+    counted = [{"seconds": step["step_time"], **step} for step in steps]
+    return Run(system, lines[0].time - began, counted, versions("vllm"))
+
+
+def run_trl(options: argparse.Namespace) -> Run:
+    """GRPOTrainer with vLLM in its process."""
+    out = options.work / "trl.json"
+    flags = [*sys.argv[1:], "--part", "trl", "--out", str(out)]
+    began = time.time()
+    execute([options.trl_python, __file__, *flags], log=options.work / "trl.log")
+    answer = json.loads(out.read_text())
+    return Run(TRL, answer["first"] - began, answer["steps"], answer["versions"])
+
+
+def train_with_trl(options: argparse.Namespace) -> None:
+    """TRL's side, in its own process: records a step and when the first one ended."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+    from trl_side import TimedTrainer, load_reward
+
+    gpu = torch.cuda.is_available()
+    work: Path = options.work
+    lora = options.size == "8B"
+    problems = [json.loads(line) for line in (work / "problems.jsonl").read_text().splitlines()]
+    rows = options.trl_rows
+    arguments = GRPOConfig(
+        output_dir=str(work / "trl"),
+        max_steps=options.steps,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=options.prompts * COMPLETIONS // rows,
+        num_generations=COMPLETIONS,
+        max_completion_length=options.most,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=1e-7,
+        bf16=gpu,
+        use_cpu=not gpu,
+        gradient_checkpointing=options.trl_checkpointing,
+        use_liger_kernel=options.trl_liger,
+        use_vllm=gpu,
+        vllm_mode="colocate",
+        vllm_gpu_memory_utilization=options.trl_memory,
+        vllm_max_model_length=PROMPT_TOKENS + options.most,
+        generation_kwargs={"ignore_eos": True} if options.lengths == "equal" and gpu else None,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+    class Log(TrainerCallback):
+        """Seconds from the end of a step to the end of the next."""
+
+        def __init__(self) -> None:
+            self.steps: list[dict[str, float]] = []
+            self.first = 0.0
+            self.trainer: TimedTrainer
+
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.started = time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if gpu:
+                torch.cuda.synchronize()
+            now = time.perf_counter()
+            counts = self.trainer.counts
+            self.steps.append(
+                {
+                    "seconds": now - self.started,
+                    "generation_time": counts["generation"],
+                    "train_time": counts["training_step"] - counts["prepare_inputs"],
+                    "tokens_generated": counts["completion_tokens"],
+                    "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if gpu else 0.0,
+                }
+            )
+            self.first = self.first or time.time()
+            counts.clear()
+            self.started = now
+
+    class Timed(TimedTrainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            return GRPOTrainer.create_scheduler(self, num_training_steps, optimizer)
+
+    log = Log()
+    reward = load_reward(f"{work / 'reward.py'}:share_of_ones")
+    peft = None
+    if lora:
+        from peft import LoraConfig
+
+        peft = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    dtype = torch.bfloat16 if gpu else torch.float32
+    tokenizer = AutoTokenizer.from_pretrained(work / "model/tokenizer", padding_side="left")
+    tokenizer.save_pretrained(work / "model")  # TRL's engine reads both from the model's path
+    trainer = Timed(
+        model=AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype),
+        processing_class=tokenizer,
+        reward_funcs=reward,
+        args=arguments,
+        train_dataset=Dataset.from_list(problems),
+        callbacks=[log],
+        peft_config=peft,
+    )
+    log.trainer = trainer
+    trainer.train()
+    answer = {"first": log.first, "steps": log.steps, "versions": versions("trl", "vllm")}
+    options.out.write_text(json.dumps(answer))
+
+
+def versions(*names: str) -> dict[str, str]:
+    found = {"torch": str(torch.__version__)}
+    for name in ("transformers", *names):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def execute(command: list[str], *, log: Path) -> None:
+    with log.open("w") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment()).returncode
+    if code:
+        sys.exit("\n".join(log.read_text(errors="replace").splitlines()[-40:]) + f"\n\n{command} ended with {code}")
+
+
+def environment() -> dict[str, str]:
+    return {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
+
+
+COLUMNS = {
+    "a step": "seconds",
+    "generation": "generation_time",
+    "forward and backward": "train_time",
+    "waiting": "data_fetch_time",
+    "optimizer, transfer, proof": "sync_time",
+}
+
+
+def table(runs: list[Run], *, skip: int) -> str:
+    """Markdown: medians after the first steps, the slowest of those over the median, and the way to the first."""
+    heads = ["seconds, median", *COLUMNS, "slowest over median", "to the end of step 1", "completion tokens a step"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for run in runs:
+        cells = [run.name, *(f"{run.median(key, skip=skip):.2f}" for key in COLUMNS.values())]
+        slowest = max(step["seconds"] for step in run.steps[skip:]) / run.median("seconds", skip=skip)
+        tokens = run.median("tokens_generated", skip=skip)
+        lines.append(
+            f"| {run.name} | "
+            + " | ".join([*cells, f"{slowest:.2f}", f"{run.first_step:.0f}", f"{tokens:,.0f}"])
+            + " |"
+        )
+    theirs = [run for run in runs if run.name == TRL]
+    for run in runs:
+        if theirs and run.name != TRL:
+            ratio = theirs[0].median("seconds", skip=skip) / run.median("seconds", skip=skip)
+            lines.append(f"\n{run.name}: {ratio:.2f} times as fast a step as TRL.")
+    return "\n".join(lines) + "\n"
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=("1.5B", "8B"), default="1.5B", help="1.5B trains whole, 8B by LoRA")
+    parser.add_argument("--lengths", choices=("equal", "ragged"), default="equal")
+    parser.add_argument("--only", nargs="+", choices=(OURS, OURS_ASYNC, TRL), default=[OURS, OURS_ASYNC, TRL])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--skip", type=int, default=3, help="first steps that medians leave out")
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--devices", default=None, help="a GPU for our engine alone")
+    parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for our runs")
+    parser.add_argument("--trl-python", default=sys.executable)
+    parser.add_argument("--trl-rows", type=int, default=16, help="completions in one of TRL's forward passes")
+    parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
+    parser.add_argument("--trl-checkpointing", action="store_true")
+    parser.add_argument("--trl-liger", action="store_true")
+    parser.add_argument("--tiny", action="store_true", help="a small model and few tokens; also on a CPU")
+    parser.add_argument("--port", type=int, default=9127)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-end-to-end")
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--part", choices=("trl",), default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.mean, options.most = RAGGED_MEAN, EQUAL if options.lengths == "equal" else RAGGED_MOST
+    if options.tiny:
+        options.mean, options.most = 12, 16 if options.lengths == "equal" else 48
+    options.work = options.work / f"{'tiny' if options.tiny else options.size}-{options.lengths}"
+    return options
+
+
+def main() -> None:
+    options = read_options()
+    if options.part == "trl":
+        train_with_trl(options)
+        return
+    options.work.mkdir(parents=True, exist_ok=True)
+    if not (options.work / "model/config.json").exists():
+        shutil.rmtree(options.work / "model", ignore_errors=True)
+        write_model(options.work / "model", options=options)
+    _, fields = sizes(options)
+    count = options.prompts * options.steps
+    write_problems(options.work / "problems.jsonl", count=count, tokens=PROMPT_TOKENS, vocab_size=fields["vocab_size"])
+    (options.work / "reward.py").write_text(REWARD)
+    runs = []
+    for name in options.only:
+        runs.append(run_trl(options) if name == TRL else run_ours(options, system=name))
+        sys.stderr.write(json.dumps(asdict(runs[-1])) + "\n")
+        if options.out is not None:
+            options.out.write_text(json.dumps([asdict(run) for run in runs], indent=1))
+    place = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
+    sys.stdout.write(f"{place}, {options.size}, {options.lengths} lengths, {runs[-1].versions}\n\n")
+    sys.stdout.write(table(runs, skip=min(options.skip, options.steps - 1)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A pass on a short model while the engine starts: what it compiles and loads is there for the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lachesis.common.device import resolve_device
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
+from lachesis.config.schema import LachesisConfig
+from lachesis.run.parts import compiles, pack_batch, policy_of
+from lachesis.train.distributed.strategy import SingleDevice
+from lachesis.train.model.loading import context_length, load_tokenizer, made_trainable, switch_off_dropout
+from lachesis.train.policy import Policy
+
+VOCABULARY = 1024
+_LAYERS = 2
+_LONGEST = 347  # tokens of a sequence
+
+
+def rehearse(config: LachesisConfig) -> None:
+    """Run forward and backward as the first step will, on a few layers with random weights.
+
+    Compiled code is found again by other layers of the same kind, so the first step does not wait for it. Nothing
+    is done where it would gain nothing: on a CPU, without compilation, for a model with code of its own, for chosen
+    layers, and over quantized weights. What is allocated stays with torch's allocator: an engine that measures the
+    GPU while it starts must not see memory come back.
+    """
+    device = resolve_device(config.model.device)
+    if device.type == "cpu" or not compiles(config, device=device) or not _has_short_form(config):
+        return
+    with torch.random.fork_rng(devices=[device]):  # a run's numbers are the same without it
+        pass_once(short_policy(config, device=device), config)
+
+
+def pass_once(policy: Policy, config: LachesisConfig) -> None:
+    """Forward and backward over two made-up groups."""
+    vocab_size = policy.transformer.config.get_text_config().vocab_size
+    longest = min(_LONGEST, context_length(config.model))
+    groups = [_group(start, longest=longest, vocab_size=vocab_size) for start in (0, 1)]
+    policy.accumulate(pack_batch(groups, config=config, policy=policy))
+
+
+def short_policy(config: LachesisConfig, *, device: torch.device) -> Policy:
+    """A policy as ``config`` has it, over a model with few layers and words."""
+    loaded = made_trainable(
+        _short_model(config, device=device),
+        load_tokenizer(config.model),
+        config=config.model,
+        adapter=config.adapter,
+    )
+    return policy_of(loaded, config, strategy=SingleDevice())
+
+
+def _has_short_form(config: LachesisConfig) -> bool:
+    model, layers = config.model, getattr(config.adapter, "layers", None)
+    return not (model.trust_remote_code or model.train_layers or layers) and model.quantization == "none"
+
+
+def _short_model(config: LachesisConfig, *, device: torch.device) -> PreTrainedModel:
+    found = AutoConfig.from_pretrained(config.model.path)
+    shorten(found.get_text_config())
+    dtype = config.model.dtype if config.model.dtype != "auto" else (found.dtype or torch.float32)
+    with device:
+        model = AutoModelForCausalLM.from_config(
+            found, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        )
+    switch_off_dropout(model)
+    return model.eval()
+
+
+def shorten(config: PretrainedConfig) -> None:
+    """Leave as many of the first layers as it takes to have one of each kind, two at least; and few words."""
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    layers = max((kinds.index(kind) + 1 for kind in set(kinds)), default=_LAYERS)
+    config.num_hidden_layers = min(config.num_hidden_layers, max(layers, _LAYERS))
+    if kinds:
+        config.layer_types = list(kinds[: config.num_hidden_layers])
+    config.vocab_size = min(config.vocab_size, VOCABULARY)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(config, name, None)
+
+
+def _group(start: int, *, longest: int, vocab_size: int) -> Group:
+    """A prompt and completions of several lengths, together at most ``longest``."""
+    prompt = _tokens(longest // 5 + start, start=start, vocab_size=vocab_size)
+    samples = []
+    for number, share in enumerate((0.3, 0.45, 0.75)):
+        completion = _tokens(int(share * longest) - start, start=start + number, vocab_size=vocab_size)
+        sample = Sample(prompt, completion, (-1.0,) * len(completion), "stop", VersionSpan(0, 0))
+        samples.append(replace(sample, advantage=1.0 if number % 2 else -0.5))
+    return Group(Prompt(id=f"rehearsal {start}", token_ids=prompt, text=""), tuple(samples))
+
+
+def _tokens(length: int, *, start: int, vocab_size: int) -> tuple[int, ...]:
+    return tuple((start + 5 * i + 3) % vocab_size for i in range(length))
