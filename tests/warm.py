@@ -15,12 +15,23 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver as servers
 from multiprocessing import reduction
 from multiprocessing.process import current_process
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from tests.forkserver import forkserver
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+# In a forked process: what descriptors that were passed on are there, by what they were.
+received: dict[int, int] = {}
+# The supervisor of a server, whose other parent has another number. Signals are as at first in what it starts.
+_SUPERVISE = """
+import os, runpy, subprocess, sys
+from tests import warm
+del sys.argv[0]
+sys.argv[1:3] = [str(warm.received[int(sys.argv[1])]), str(os.getppid())]
+subprocess.Popen = lambda command, preexec_fn, **options: warm.Popen(command, **options)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 class Popen(subprocess.Popen):
@@ -34,12 +45,15 @@ class Popen(subprocess.Popen):
                        env: Any, startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int,
                        c2pread: int, c2pwrite: int, errread: int, errwrite: int, *rest: Any) -> None:  # fmt: skip
         words = [os.fspath(word) for word in args]
-        assert words[0] == sys.executable and not (preexec_fn or pass_fds or shell or executable), words
+        assert words[0] == sys.executable and not (preexec_fn or shell or executable), words
         streams = [_Stream(given if given >= 0 else own) for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+        passed = {descriptor: _Stream(descriptor) for descriptor in pass_fds}
         variables = dict(os.environ if env is None else env)
         # A daemon, so that this process ends it and does not wait for it, should a test leave it behind.
         self._forked = forkserver(["tests.imports"]).Process(
-            target=_become, args=(words[1:], variables, os.fspath(cwd or os.getcwd()), streams, rest[5]), daemon=True
+            target=_become,
+            args=(words[1:], variables, os.fspath(cwd or os.getcwd()), streams, passed, rest[5]),
+            daemon=True,
         )
         self._forked.start()
         assert self._forked.pid is not None
@@ -69,6 +83,19 @@ def run(command: Sequence[str | os.PathLike[str]], *, timeout: float, **options:
         return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
+def fork_servers(assign: Callable[[Any, str, Any], None] = setattr) -> None:
+    """From now on servers of ours that this process starts are forked as well, with their supervisors."""
+    process = importlib.import_module("lachesis.common.process")
+    assign(process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": _supervised}))
+
+
+def _supervised(words: Sequence[str], **options: Any) -> subprocess.Popen:
+    python, _, _, script, *arguments = words
+    if arguments[3] != sys.executable:
+        return subprocess.Popen(words, **options)
+    return Popen([python, "-c", _SUPERVISE, script, *arguments], **options)
+
+
 class _Stream:
     """A file descriptor that goes to the other process."""
 
@@ -84,13 +111,19 @@ def _detach(sent: Any) -> int:
 
 
 def _become(
-    words: Sequence[str], environment: Mapping[str, str], directory: str, streams: Sequence[int], session: bool
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    directory: str,
+    streams: Sequence[int],
+    passed: Mapping[int, int],
+    session: bool,
 ) -> None:
     """In the new process: be what ``python WORDS`` would be, to the end."""
     atexit.unregister(os._exit)
     current_process()._config["daemon"] = False
     # Processes that this one starts are forked by the same server; Python's own would start another.
     servers._forkserver.ensure_running = lambda: None
+    received.update(passed)
     if session:
         os.setsid()
     os.environ.clear()

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests import warm
 from tests.contracts.servers import EMBEDDED_SERVER, TOKEN, Server, ServerFactory, running
 from tests.contracts.vllm_server import VLLM_SERVER, needs_vllm
 
@@ -85,6 +86,7 @@ def second_vllm_server(vllm_server: Server, tmp_path_factory: pytest.TempPathFac
 def session_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
     """The environment of a user who knows the servers' token, and whose own servers write their sessions apart."""
     with pytest.MonkeyPatch.context() as patch:
+        warm.fork_servers(patch.setattr)
         patch.setenv("LACHESIS_SESSION_TOKEN", TOKEN)
         patch.setenv("LACHESIS_SESSION_DIR", str(tmp_path_factory.mktemp("sessions")))
         yield patch

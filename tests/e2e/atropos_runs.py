@@ -20,7 +20,7 @@ import yaml
 from lachesis.environments.shipped.arithmetic import problems
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from tests import warm
-from tests.e2e.runs import environment, metrics, rewards
+from tests.e2e.runs import FORKING, environment, metrics, rewards
 from tests.ports import free_port
 from tests.tiny import EOS_ID, tiny_model, tiny_tokenizer
 from tests.waiting import LONG_S
@@ -155,7 +155,7 @@ class Stage:
                    "--env.max_batches_offpolicy", "1", *words)  # fmt: skip
 
     def start_trainer(self, config: Path, *words: str) -> None:
-        self.start("trainer", "train", config, *words)
+        self.start("trainer", "train", config, *words, python=(sys.executable, "-c", FORKING))
 
     def start_grpo(self) -> None:
         """The trainer with the flags of the Atropos trainer."""
@@ -166,7 +166,7 @@ class Stage:
             "--save-path": self.run_dir, "--set": "checkpoint.save_final=false",
         }  # fmt: skip
         words = [str(word) for pair in flags.items() for word in pair]
-        self.start("trainer", "grpo", *words, "--benchmark")
+        self.start("trainer", "grpo", *words, "--benchmark", python=(sys.executable, "-c", FORKING))
 
     def wait_trainer(self, *, timeout_s: float = 4 * LONG_S) -> int:
         """The trainer's exit code."""

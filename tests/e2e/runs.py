@@ -27,6 +27,8 @@ from tests.waiting import LONG_S
 # What a run measures with a clock; all else has to be the same in two equal runs.
 _TIMED = ("_time", "_per_s")
 COMMAND = "from lachesis.cli import main; main()"
+# The servers that it starts are forked, too.
+FORKING = f"from tests import warm; warm.fork_servers(); {COMMAND}"
 # torchrun, but that its ranks are forked as it is itself.
 _TORCHRUN = """
 import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as ranks

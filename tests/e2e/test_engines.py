@@ -24,7 +24,7 @@ from lachesis.engines.http.control import ServerControl
 from tests import warm
 from tests.contracts.servers import SOURCE, process
 from tests.contracts.vllm_server import ENVIRONMENT, entry_point, needs_vllm
-from tests.e2e.runs import Main, Outcome, environment, files, metrics, rewards, state, write_reward, write_run
+from tests.e2e.runs import FORKING, Main, Outcome, environment, files, metrics, rewards, state, write_reward, write_run
 from tests.e2e.test_learning import sharpen
 from tests.ports import free_port
 from tests.waiting import LONG_S
@@ -57,7 +57,7 @@ def write(directory: Path, *, engine: dict[str, Any], bridge: dict[str, Any], **
 def training(config: Path, *arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     """`lachesis train CONFIG`, as a user starts it; it is not left running."""
     run = warm.Popen(
-        [sys.executable, "-m", "lachesis", "train", str(config), *arguments],
+        [sys.executable, "-c", FORKING, "train", str(config), *arguments],
         env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

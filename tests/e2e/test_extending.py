@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.e2e.runs import environment, metrics, state, write_run
+from tests.e2e.runs import COMMAND, FORKING, environment, metrics, state, write_run
 from tests.paths import DOCS, ROOT, SOURCE
 from tests.ports import free_port
 from tests.waiting import LONG_S
@@ -50,9 +50,6 @@ def test_each_section_of_the_page_is_tested():
     }
 
 
-COMMAND = "from lachesis.cli import main; main()"
-
-
 @pytest.mark.parametrize("extended", ["A loss option"], indirect=True)
 def test_a_loss_option_changes_what_is_learned(extended: Extended, tmp_path: Path):
     """With advantages of 1e-9 nothing can be learned: there is no gradient to speak of."""
@@ -86,7 +83,7 @@ def test_a_bridge_trains(extended: Extended, tmp_path: Path):
         bridge={"kind": "rolling_reload"},
         evaluation={"every_steps": 0},
     )
-    extended(COMMAND, "train", config)
+    extended(FORKING, "train", config)
     run_dir = tmp_path / "run/runs/proof"
     assert state(run_dir)["status"] == "finished"
     assert [path.name for path in (run_dir / "exports").iterdir()] == ["v2"]

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lachesis.train.distributed.strategy import decoder_layers
+from tests import warm
 from tests.e2e.runs import metrics, run_here, write_run
 from tests.e2e.test_learning import rise, share_of_a
 from tests.e2e.test_resume import assert_equal_runs
@@ -46,6 +47,7 @@ def test_a_stopped_run_goes_on_exactly(tmp_path: Path):
 
 def test_a_server_holds_the_same_weights_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(tmp_path / "sessions"))
+    warm.fork_servers(monkeypatch.setattr)
     sections = {
         "model": {"matmul_dtype": "float8"},
         "run": {"steps": 2},

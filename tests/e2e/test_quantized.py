@@ -10,6 +10,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from lachesis.bridges.proof import QUANTIZED_TOLERANCE
+from tests import warm
 from tests.e2e.runs import metrics, run_here, write_run
 from tests.e2e.test_learning import rise, share_of_a, sharpen
 from tests.e2e.test_resume import assert_equal_runs
@@ -47,6 +48,7 @@ def test_a_stopped_run_goes_on_exactly(tmp_path: Path, quantization: str):
 def test_a_server_on_whole_weights_is_proved_by_the_adapters_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its canary is off by more than rounding, the base weights being others; the adapter arrives bit for bit."""
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(tmp_path / "sessions"))
+    warm.fork_servers(monkeypatch.setattr)
     sections = {
         "run": {"steps": 2},
         "engine": {"kind": "embedded_server", "port": free_port()},
