@@ -54,12 +54,12 @@ types: install
 unit: install
 	$(BIN)/python -m pytest tests/unit --numprocesses 2 --dist loadfile
 
-# Contracts are dealt out by the servers they share, in the order of their conftest.
-contracts: DEAL := --dist loadgroup --no-loadscope-reorder
-e2e: DEAL := --dist loadfile
+# Contracts are dealt out by the servers they share, end-to-end tests by file, both in the order of their conftest.
+contracts: DEAL := loadgroup
+e2e: DEAL := loadfile
 contracts e2e: export ATROPOS_PYTHON = $(CURDIR)/$(ORIGINAL)/bin/python
 contracts e2e: install original
-	$(BIN)/python -m pytest tests/$@ --numprocesses 2 $(DEAL) --durations 15
+	$(BIN)/python -m pytest tests/$@ --numprocesses 2 --dist $(DEAL) --no-loadscope-reorder --durations 15
 
 browser: install chromium
 	$(BIN)/python -m pytest tests/browser
