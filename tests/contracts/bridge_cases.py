@@ -205,7 +205,7 @@ class Live:
         found = digest_functions(
             self.config,
             self.policy,
-            self.remote,
+            self.remote.controls[-1],
             slices_of=None if weights is None else lambda: weights.slices,
             whole=whole_of(self.policy),
             deadline=lambda: soon("digests"),

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lachesis.bridges.proof import SyncProof
+from lachesis.bridges.proof import Proof
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError, StaleWeights
 from lachesis.config.schema import BridgeCapabilities
@@ -55,7 +55,7 @@ class Bridge(ABC, Generic[PolicyT]):
             every_steps: transfer every N versions.
             pause_mode: what happens to requests in flight where engine and trainer share storage.
         """
-        self.proof: SyncProof | None = None  # made in :meth:`prepare`, where one is wanted
+        self.proof: Proof | None = None  # made in :meth:`prepare`, where one is wanted
         self._sync_s = sync_s
         self._every_steps = every_steps
         self._pause_mode: PauseMode = pause_mode
@@ -82,6 +82,9 @@ class Bridge(ABC, Generic[PolicyT]):
     @abstractmethod
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
         """Bring the trainer's current weights to the engine and give them ``version``, within ``deadline``."""
+
+    def _assemble(self, deadline: Deadline) -> None:
+        """Before a transfer: find out who is there to take it."""
 
     def rest(self) -> None:
         """Called before the trainer computes: an engine that is to leave it the GPU's memory meanwhile falls asleep.
@@ -165,6 +168,7 @@ class Bridge(ABC, Generic[PolicyT]):
         with deadline.waiting():
             self.wake()
             awake = time.perf_counter()
+            self._assemble(deadline)
             self._transfer(version, deadline=deadline)
             # The canary goes through the engine's scheduler, which has to run for it.
             resuming.close()

@@ -83,7 +83,8 @@ def full_source(
 class BroadcastBridge(ExternalBridge[PolicyT]):
     """A channel from the trainer to all workers of all servers; nothing touches the disk.
 
-    It is connected at the first transfer, and anew after one that failed.
+    It is connected at the first transfer, and anew after one that failed or where other servers are there than before.
+    Where a server dies in the midst of a transfer, that begins again with the others.
 
     Args:
         source: what travels, :func:`lora_source` or :func:`full_source`.
@@ -112,19 +113,37 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._init_method = init_method
         self._specs: tuple[ReceivedTensor, ...] = ()
         self._channel: Channel | None = None
+        self._connected: tuple[ServerControl, ...] = ()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="lachesis-broadcast")
 
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
         started = time.perf_counter()
-        if self._channel is None:
-            self._connect(deadline)
-        assert self._channel is not None
-        try:
-            self._send(self._channel, version, deadline=deadline)
-        except BaseException:
-            self._disconnect()
-            raise
+        while not self._sent(version, deadline=deadline):
+            logger.warning("[NCCL] Weight version %d is sent again, to the servers that are left", version)
         logger.info("[NCCL] Weights synced in %.3f s (version %d)", time.perf_counter() - started, version)
+
+    def _sent(self, version: int, *, deadline: Deadline) -> bool:
+        """Whether the servers took the weights; else some of them have died, and others have not."""
+        servers = self.engine.living
+        if self._channel is not None and servers != self._connected:
+            self._disconnect()
+        try:
+            if self._channel is None:
+                self._connect(deadline)
+                self._connected = servers
+            assert self._channel is not None
+            self._send(self._channel, version, deadline=deadline)
+        except BaseException as error:
+            self._disconnect()
+            if len(servers) == 1 or not isinstance(error, EngineError):
+                raise
+            self.engine.look()
+            if self.engine.living == servers:
+                raise
+            return False
+        if self.engine.living != servers:  # one died when it had sent its last word
+            self._disconnect()
+        return True
 
     def _send(self, channel: Channel, version: int, *, deadline: Deadline) -> None:
         """The servers are told to receive while the trainer sends; an error of either side ends both."""
@@ -202,10 +221,10 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
     def _infos(self, deadline: Deadline) -> Sequence[ServerInfo]:
         """Who the servers are now. Raises StaleWeights where one was replaced since this run met it."""
-        infos = self.engine.on_all(lambda server: server.info(deadline=deadline))
-        for server, info in zip(self.engine.controls, infos, strict=True):
+        infos = self.engine.on_each(lambda server: server.info(deadline=deadline))
+        for server, info in infos:
             self.engine.check_session(server, info.session_id)
-        return infos
+        return [info for _, info in infos]
 
     def _start_receivers(
         self, rendezvous: Rendezvous, *, ranks: dict[str, int], world_size: int, deadline: Deadline

@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic
@@ -14,20 +15,23 @@ from typing import Generic
 import torch
 
 from lachesis.bridges.base import Bridge, PolicyT
-from lachesis.bridges.proof import SyncProof
+from lachesis.bridges.proof import Proof
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import EngineError
+from lachesis.common.errors import DeadlineExceeded, EngineError
 from lachesis.common.process import ManagedProcess
 from lachesis.config.schema import BridgeCapabilities
 from lachesis.engines.base import PauseMode
+from lachesis.engines.fleet import State
 from lachesis.engines.http.client import HttpEngine
 
 logger = logging.getLogger("lachesis")
 
-ProofBuilder = Callable[[PolicyT, HttpEngine], SyncProof]
+ProofBuilder = Callable[[PolicyT, HttpEngine], Proof]
 # The command that serves the checkpoint in a directory, for the server of that number.
 Command = Callable[[int, Path], Sequence[str]]
 _LOOK_S = 0.05
+# What a server that was dead gets to say that it is there.
+_GREETING_S = 2.0
 
 
 class OwnedEngine:
@@ -48,6 +52,9 @@ class OwnedEngine:
         self._processes = tuple(processes)
         self._owner = owner
         self._fresh = True
+        self._starts: dict[str, Future[None]] = {}
+        self._stopping = threading.Event()
+        self._threads = ThreadPoolExecutor(max(1, len(self._processes)), thread_name_prefix="lachesis-replacement")
 
     def restart(self, *, deadline: Deadline, command: Command | None = None, checkpoint: Path | None = None) -> None:
         """Start all servers anew, or for the first time, and claim them.
@@ -84,16 +91,53 @@ class OwnedEngine:
         with deadline.waiting():
             self.restart(deadline=deadline)
 
+    def replace_dead(self) -> tuple[str, ...]:
+        """Have dead servers started again beside everything else; those that are ready since the last call.
+
+        A server that has hung is ended first. Others go on meanwhile, and one that cannot be started stays dead.
+        """
+        ready: list[str] = []
+        fleet = self.engine.fleet
+        for control, process in zip(self.engine.controls, self._processes, strict=True):
+            start = self._starts.get(control.url)
+            if start is not None and start.done():
+                del self._starts[control.url]
+                if (error := start.exception()) is None:
+                    ready.append(control.url)
+                else:
+                    logger.error("the engine at %s cannot be started again: %s", control.url, error)
+                    fleet.died(control.url, str(error))
+            elif start is None and fleet.state(control.url) is State.DEAD:
+                logger.warning("the engine at %s is started again: %s", control.url, fleet.reason(control.url))
+                fleet.replaced(control.url)
+                self._starts[control.url] = self._threads.submit(self._replace, process)
+        return tuple(ready)
+
+    def _replace(self, process: ManagedProcess) -> None:
+        process.stop()
+        deadline = Deadline(
+            f"the replacement of {process.name}", self._start_s, "deadlines.engine_start_s", watch=self._watch_stop
+        )
+        process.start(deadline=deadline)
+
+    def _watch_stop(self) -> None:
+        if self._stopping.is_set():
+            raise EngineError("the run ends")
+
     def stop(self) -> None:
         """Stop all servers. Idempotent."""
+        self._stopping.set()
+        wait(self._starts.values())
+        self._starts.clear()
+        self._stopping.clear()
         for process in self._processes:
             process.stop()
 
     def died(self, *, within_s: float = 5.0) -> bool:
-        """Whether a server has ended, or does so ``within_s``: its connections break a moment before."""
+        """Whether no server is left, or none will be ``within_s``: connections break a moment before."""
         deadline = Deadline("the end of a server that does not answer", within_s)
         pause = threading.Event()
-        while all(process.pid is not None for process in self._processes):
+        while any(process.pid is not None for process in self._processes):
             if deadline.remaining_s() == 0.0:
                 return False
             pause.wait(_LOOK_S)
@@ -164,6 +208,21 @@ class ExternalBridge(Bridge[PolicyT]):
         self._policy = policy_builder()
         self.renew()
         return self._policy
+
+    def _assemble(self, deadline: Deadline) -> None:
+        """Find out which servers have gone, have those replaced, and let those that came back take part."""
+        engine = self.engine
+        if len(engine.controls) == 1 or self.capabilities.owns_engine:
+            return
+        engine.look()
+        back = self._owned.replace_dead() if self._owned is not None else engine.fleet.having(State.DEAD)
+        for url in back:
+            try:
+                engine.greet(url, deadline=Deadline(f"an answer of {url}", _GREETING_S))
+            except (EngineError, DeadlineExceeded) as error:
+                engine.fleet.died(url, error.message)
+            else:
+                logger.info("the engine at %s is there again; it serves once it has the weights", url)
 
     def rest(self) -> None:
         if self._servers.sleeps:

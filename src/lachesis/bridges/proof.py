@@ -16,12 +16,13 @@ from transformers import PreTrainedModel
 from lachesis.bridges.extract import Whole, adapter_digests, base_parameters, full_digests, text_config
 from lachesis.bridges.names import map_parameters
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import ModelError, StaleWeights
+from lachesis.common.errors import DeadlineExceeded, EngineUnreachable, LachesisError, ModelError, StaleWeights
 from lachesis.common.types import CanaryReading
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine, largest_difference
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl, ServerInfo
+from lachesis.engines.http.generation import nobody_serves
 from lachesis.engines.serving.served import DigestSlice
 
 logger = logging.getLogger("lachesis")
@@ -37,6 +38,17 @@ _CANARY_TOKENS = 16
 Digests = Callable[[], Mapping[str, int]]
 # Where a policy is built on the engine's tensors: which rows of which of them its parameters are.
 Slices = Callable[[], Mapping[str, DigestSlice]]
+# What each side says of itself: canary, and digests.
+EngineSays = tuple[CanaryReading, Mapping[str, int]]
+TrainerSays = tuple[Sequence[float], Mapping[str, int]]
+
+
+class Proof(Protocol):
+    """What a bridge has shown after each transfer."""
+
+    def confirm(self, *, version: int) -> float:
+        """The largest difference of a canary logprob, in nats. Raises StaleWeights where the engine has others."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,13 +87,35 @@ class SyncProof:
         return max(TOLERANCE[self.dtype], QUANTIZED_TOLERANCE[self.quantization])
 
     def confirm(self, *, version: int) -> float:
+        """The largest difference of a canary logprob, in nats. Raises as :meth:`judge`."""
+        if not self.concurrent:
+            return self.judge(self.ask_engine(), self.ask_trainer(), version=version)
+        # Most of either is waiting, for the wire or for the device.
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="proof") as pool:
+            engine = pool.submit(self.ask_engine)
+            trainer = self.ask_trainer()
+            return self.judge(engine.result(), trainer, version=version)
+
+    def ask_engine(self) -> EngineSays:
+        """Canary and digests of what it holds."""
+        if not self.concurrent or self.engine_digests is dict:
+            return self.engine(self.token_ids), self.engine_digests()
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="proof") as pool:
+            digests = pool.submit(self.engine_digests)
+            return self.engine(self.token_ids), digests.result()
+
+    def ask_trainer(self) -> TrainerSays:
+        """Canary and digests of what the engine should hold."""
+        return self.trainer(self.token_ids), self.trainer_digests()
+
+    def judge(self, engine: EngineSays, trainer: TrainerSays, *, version: int) -> float:
         """The largest difference of a canary logprob, in nats.
 
         Raises:
             StaleWeights: another session or version answers, a tensor is missing or differs, the logprobs differ
                 by more than the tolerance, or the trainer's moved by more than it and the engine's did not.
         """
-        (reading, theirs), (expected, ours) = self._read()
+        (reading, theirs), (expected, ours) = engine, trainer
         self._check_identity(reading, version=version)
         _check_digests(ours, theirs, version=version)
         error = largest_difference(expected, reading.logprobs)
@@ -97,19 +131,6 @@ class SyncProof:
         self._check_moved(expected, reading.logprobs, version=version)
         self._last = (tuple(expected), tuple(reading.logprobs))
         return error
-
-    def _read(self) -> tuple[tuple[CanaryReading, Mapping[str, int]], tuple[Sequence[float], Mapping[str, int]]]:
-        """What the engine says and what the trainer says: canary and digests of each."""
-        if not self.concurrent:
-            return (self.engine(self.token_ids), self.engine_digests()), self._ask_trainer()
-        # Most of either is waiting, for the wire or for the device.
-        with ThreadPoolExecutor(max_workers=2, thread_name_prefix="proof") as pool:
-            reading, digests = pool.submit(self.engine, self.token_ids), pool.submit(self.engine_digests)
-            trainer = self._ask_trainer()
-            return (reading.result(), digests.result()), trainer
-
-    def _ask_trainer(self) -> tuple[Sequence[float], Mapping[str, int]]:
-        return self.trainer(self.token_ids), self.trainer_digests()
 
     def _check_identity(self, reading: CanaryReading, *, version: int) -> None:
         if reading.session_id != self.session_id:
@@ -133,6 +154,71 @@ class SyncProof:
                 "not at all",
                 remedy="the engine still serves the weights before; look at its log",
             )
+
+
+class FleetProof:
+    """Proof of sync with each engine that lives: it alone admits that one, and one that fails does not end the step.
+
+    Args:
+        engine: the client of all.
+        proof_of: makes the proof of one of them, in the session in which it was met. The trainer's side of all is the
+            same, and asked once.
+    """
+
+    def __init__(self, engine: HttpEngine, *, proof_of: Callable[[ServerControl], SyncProof]) -> None:
+        self._engine = engine
+        self._proof_of = proof_of
+        self._proofs: dict[str, SyncProof] = {}
+
+    def confirm(self, *, version: int) -> float:
+        """The largest difference of a canary logprob over the engines that have the weights, in nats.
+
+        From now on the fleet requires this version: engines that were not proved get no requests.
+
+        Raises:
+            StaleWeights, EngineUnreachable: what the first engine's proof raised, where none was proved.
+        """
+        controls = self._engine.living
+        if not controls:
+            raise nobody_serves(self._engine.fleet)
+        errors: list[float] = []
+        failures: list[LachesisError] = []
+        with ThreadPoolExecutor(len(controls), thread_name_prefix="proofs") as pool:
+            asked = [(control, pool.submit(self._ask, control)) for control in controls]
+            trainer = self._current(controls[0]).ask_trainer()
+            for control, answer in asked:
+                try:
+                    errors.append(self._judge(control, answer.result(), trainer, version=version))
+                except (StaleWeights, EngineUnreachable, DeadlineExceeded) as error:
+                    self._note(control, error)
+                    failures.append(error)
+        if not errors:
+            raise failures[0]
+        for failure in failures:
+            logger.warning("an engine is left out, others go on: %s", failure.message)
+        self._engine.fleet.require(version)
+        return max(errors)
+
+    def _ask(self, control: ServerControl) -> EngineSays:
+        return self._current(control).ask_engine()
+
+    def _judge(self, control: ServerControl, says: EngineSays, trainer: TrainerSays, *, version: int) -> float:
+        proof = self._current(control)
+        expected, ours = trainer
+        error = proof.judge(says, (expected, {} if proof.engine_digests is dict else ours), version=version)
+        self._engine.fleet.proved(control.url, proof.session_id, version)
+        return error
+
+    def _note(self, control: ServerControl, error: LachesisError) -> None:
+        note = self._engine.fleet.unproved if isinstance(error, StaleWeights) else self._engine.fleet.died
+        note(control.url, error.message)
+
+    def _current(self, control: ServerControl) -> SyncProof:
+        session_id = self._engine.fleet.session(control.url)
+        proof = self._proofs.get(control.url)
+        if proof is None or proof.session_id != session_id:
+            proof = self._proofs[control.url] = self._proof_of(control)
+        return proof
 
 
 def _check_digests(ours: Mapping[str, int], theirs: Mapping[str, int], *, version: int) -> None:
@@ -190,18 +276,31 @@ def remote_proof(
     *,
     slices_of: Slices | None,
     whole_of: Callable[[ModelPolicyT], Whole],
+) -> FleetProof:
+    """Proof of sync with servers: a canary of ordinary tokens, and digests where both sides hold equal tensors."""
+    prove = partial(_server_proof, config, policy, slices_of=slices_of, whole=whole_of(policy))
+    return FleetProof(engine, proof_of=lambda control: prove(control, session_id=engine.fleet.session(control.url)))
+
+
+def _server_proof(
+    config: LachesisConfig,
+    policy: ModelPolicy,
+    control: ServerControl,
+    *,
+    session_id: str,
+    slices_of: Slices | None,
+    whole: Whole,
 ) -> SyncProof:
-    """Proof of sync with a server: a canary of ordinary tokens, and digests where both sides hold equal tensors."""
     deadline = partial(Deadline, "the proof of sync", config.deadlines.sync_s, "deadlines.sync_s")
-    info = engine.controls[0].info(deadline=deadline())
+    info = control.info(deadline=deadline())
     ours = str(policy.transformer.dtype).removeprefix("torch.")
-    digests = digest_functions(config, policy, engine, slices_of=slices_of, whole=whole_of(policy), deadline=deadline)
+    digests = digest_functions(config, policy, control, slices_of=slices_of, whole=whole, deadline=deadline)
     mine, theirs = digests or (dict, dict)
     return SyncProof(
         token_ids=_canary(min(_vocab_size(policy), info.model.vocab_size), info.model.max_model_len - 1),
         trainer=policy.canary,
-        engine=engine.canary,
-        session_id=engine.session_id,
+        engine=lambda token_ids: control.canary(token_ids, deadline=deadline()),
+        session_id=session_id,
         # The coarser of the two sets what can be expected of them.
         dtype=max((ours, info.model.dtype), key=("float64", "float32", "float16", "bfloat16").index),
         quantization=config.model.quantization,
@@ -214,36 +313,33 @@ def remote_proof(
 def digest_functions(
     config: LachesisConfig,
     policy: ModelPolicy,
-    engine: HttpEngine,
+    control: ServerControl,
     *,
     slices_of: Slices | None,
     whole: Whole,
     deadline: Callable[[], Deadline],
 ) -> tuple[Digests, Digests] | None:
-    """Exact digests of what travels, on both sides; none where the engine keeps it in another form.
+    """Exact digests of what travels, on both sides; none where the server keeps it in another form.
 
     That is so with weights split over GPUs, with kernels that repack them (as on the CPU), and in another dtype.
     """
-    info = engine.controls[0].info(deadline=deadline())
+    info = control.info(deadline=deadline())
     if info.model.tensor_parallel_size > 1:
         return None
     dtype: torch.dtype = getattr(torch, info.model.dtype)
     if config.bridge.capabilities.adapter_only:
         return (
             lambda: adapter_digests(policy.model, dtype=dtype, whole=whole),
-            lambda: engine.digests({}, adapter=True, deadline=deadline()).digests,
+            lambda: control.digests({}, adapter=True, deadline=deadline()).digests,
         )
     if dtype != policy.transformer.dtype:
         return None
-    if slices_of is not None:
-        slices = slices_of()
-    else:
-        slices = _parameter_slices(policy, engine.controls[0], info, deadline=deadline())
+    slices = slices_of() if slices_of is not None else _parameter_slices(policy, control, info, deadline=deadline())
     if slices is None:
         return None
     return (
         lambda: full_digests(policy.model, whole=whole),
-        lambda: engine.digests(slices, deadline=deadline()).digests,
+        lambda: control.digests(slices, deadline=deadline()).digests,
     )
 
 

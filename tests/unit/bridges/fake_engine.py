@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lachesis.bridges.external import Servers
 from lachesis.bridges.extract import full_weights, lora_tensors
-from lachesis.bridges.proof import SyncProof
+from lachesis.bridges.proof import FleetProof, SyncProof
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import EngineError, LachesisError
+from lachesis.common.errors import EngineError, EngineUnreachable, LachesisError
 from lachesis.common.types import CanaryReading
 from lachesis.config.schema import LoraAdapterConfig
 from lachesis.engines.http.client import HttpEngine
@@ -74,7 +74,10 @@ class MergedPolicy(FakePolicy):
 
 
 class FakeServer(ServerControl):
-    """One server. ``faults`` maps a method's name to an error it raises, once; ``corrupt`` changes what arrives."""
+    """One server. ``faults`` maps a method's name to an error it raises, once; ``corrupt`` changes what arrives.
+
+    ``dies_in`` is the call in which it dies.
+    """
 
     def __init__(self, *, number: int = 0, workers: int = 1) -> None:
         super().__init__(f"http://127.0.0.1:{50000 + number}", token="none")
@@ -88,6 +91,8 @@ class FakeServer(ServerControl):
         self.calls: list[str] = []
         self.workers = workers
         self.asleep = False
+        self.gone = False
+        self.dies_in = ""
         self._status = ReceiverStatus()
         self._channels: list[Channel] = []
 
@@ -144,6 +149,7 @@ class FakeServer(ServerControl):
     def restarted(self, checkpoint: Path | None = None) -> None:
         """As after a new start, on a checkpoint if there is one."""
         self.session_id += "'"
+        self.gone = False
         self.owner, self.version, self.tensors, self.asleep = None, 0, {}, False
         if checkpoint is not None:
             self._hold(load_checkpoint(checkpoint), 0, checkpoint)
@@ -156,6 +162,7 @@ class FakeServer(ServerControl):
         threading.Thread(target=self._connect, args=(spec,), daemon=True).start()
 
     def receiver_status(self, *, deadline: Deadline) -> ReceiverStatus:
+        self._begin("receiver_status")
         return self._status
 
     def receive(self, version: int, *, deadline: Deadline) -> None:
@@ -205,8 +212,18 @@ class FakeServer(ServerControl):
         self.version = version
         self.served = path
 
+    def die(self) -> None:
+        """Answer nothing any more."""
+        self.gone, self.dies_in = True, ""
+        for channel in self._channels:
+            channel.close()
+
     def _begin(self, call: str) -> None:
         self.calls.append(call)
+        if call == self.dies_in:
+            self.die()
+        if self.gone:
+            raise EngineUnreachable(f"the server at {self.url} does not answer")
         if call in self.faults:
             raise self.faults.pop(call)
         if self.asleep and call in ("canary", "load_adapter", "reload", "receive"):
@@ -233,6 +250,14 @@ class FakeProcess:
         self.dies_at_start = 0
         self.log_path = Path("engine.log")
 
+    def start(self, *, deadline: Deadline) -> None:
+        self.launch()
+        self.wait_ready(deadline=deadline)
+
+    @property
+    def name(self) -> str:
+        return f"the server at {self.server.url}"
+
     def launch(self) -> None:
         if self.pid is not None:
             raise EngineError("it runs already")
@@ -254,17 +279,23 @@ def load_checkpoint(path: Path) -> dict[str, Tensor]:
     return {name: tensor for file in sorted(path.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
-def build_proof(policy: FakePolicy, engine: HttpEngine) -> SyncProof:
+def build_proof(policy: FakePolicy, engine: HttpEngine) -> FleetProof:
     """Exact: canary within 1e-6 and digests of every tensor."""
-    return SyncProof(
-        token_ids=(1, 2, 3),
-        trainer=policy.canary,
-        engine=engine.canary,
-        session_id=engine.session_id,
-        dtype="float64",
-        trainer_digests=lambda: digests(policy.travelling()),
-        engine_digests=lambda: engine.digests(deadline=Deadline("digests", LONG_S)).digests,
-    )
+    _ = engine.session_ids  # of the first contact, or the one after a restart
+
+    def proof_of(control: ServerControl) -> SyncProof:
+        deadline = Deadline("the proof", LONG_S)
+        return SyncProof(
+            token_ids=(1, 2, 3),
+            trainer=policy.canary,
+            engine=lambda token_ids: control.canary(token_ids, deadline=deadline),
+            session_id=engine.fleet.session(control.url),
+            dtype="float64",
+            trainer_digests=lambda: digests(policy.travelling()),
+            engine_digests=lambda: control.digests(deadline=deadline).digests,
+        )
+
+    return FleetProof(engine, proof_of=proof_of)
 
 
 def servers_of(engine: HttpEngine, options: dict[str, Any]) -> Servers[FakePolicy]:

@@ -95,6 +95,19 @@ def test_several_servers_with_several_workers_each(make):
     built.check_served(1)
 
 
+@pytest.mark.parametrize("call", ["info", "start_receiver", "joining", "receive", "loading"])
+def test_a_server_that_dies_in_a_transfer_is_left_out_and_the_others_have_the_weights(make, call: str):
+    built = make(servers=[FakeServer(), FakeServer(number=1), FakeServer(number=2)])
+    if call in ("receive", "loading"):
+        built.bridge.sync(0)
+    built.servers[1].dies_in = call
+    built.update(1)
+    assert built.servers.pop(1).version == 0
+    built.check_served(1)
+    built.update(2)
+    built.check_served(2)
+
+
 def test_the_channel_is_recorded_in_the_documented_file(make, tmp_path):
     built = make()
     built.bridge.sync(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from lachesis.bridges.external import OwnedEngine
 from lachesis.bridges.extract import lora_tensors
 from lachesis.bridges.saved import AdapterFiles, SavedBridge, adapter_config, load_adapter
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import EngineError
+from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.config.schema import LoraSwapBridgeConfig
+from lachesis.engines.fleet import State
 from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,
     FakePolicy,
     FakeProcess,
     FakeServer,
+    keep_old,
     read,
     servers_of,
 )
@@ -177,8 +180,80 @@ def test_a_death_is_noticed_also_a_moment_after_the_connection_broke():
     owned, processes = build()
     owned.restart(deadline=within())
     assert not owned.died(within_s=0.01)
+    processes[0].stop()
+    assert not owned.died(within_s=0.01), "as long as one lives the others are replaced beside it"
     threading.Timer(0.1, processes[1].stop).start()
     assert owned.died(within_s=LONG_S)
+
+
+def test_only_the_dead_one_of_several_is_started_again_and_it_serves_once_it_is_proved(tmp_path):
+    servers = [FakeServer(number=i) for i in range(3)]
+    processes = [FakeProcess(server) for server in servers]
+    engine = FakeHttpEngine(*servers)
+    owned = OwnedEngine(engine=engine, processes=processes, owner="run 7")  # type: ignore[arg-type]
+    for process in processes:
+        process.launch()
+    bridge: SavedBridge[FakePolicy] = SavedBridge(
+        servers_of(engine, {"owned": owned}),
+        capabilities=LoraSwapBridgeConfig.capabilities,
+        directory=tmp_path / "adapters",
+        keep_last=1,
+        save=AdapterFiles(
+            tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
+        ),
+        load=load_adapter,
+        done="%d in %.3f s",
+    )
+    policy = bridge.prepare(lambda: FakePolicy(lora=True))
+    engine.claim("run 7", deadline=within())
+    bridge.sync(0)
+    assert engine.fleet.admitted == engine.urls
+
+    servers[1].die()
+    processes[1].pid = None
+    with bridge.update_to(1):
+        policy.step()
+    assert [server.version for server in servers] == [1, 0, 1], "the step went on without it"
+    assert engine.fleet.admitted == (engine.urls[0], engine.urls[2])
+    wait(owned._starts.values(), timeout=LONG_S)
+    assert [process.starts for process in processes] == [1, 2, 1]
+    assert engine.fleet.state(engine.urls[1]) is State.STARTING, "that it is up does not admit it"
+
+    with bridge.update_to(2):
+        policy.step()
+    assert [server.version for server in servers] == [2, 2, 2]
+    assert (engine.fleet.admitted, servers[1].owner) == (engine.urls, "run 7")
+    bridge.close()
+
+
+def test_a_server_with_other_weights_is_left_out_until_it_has_the_trainers(tmp_path):
+    servers = [FakeServer(number=i) for i in range(2)]
+    engine = FakeHttpEngine(*servers)
+    bridge: SavedBridge[FakePolicy] = SavedBridge(
+        servers_of(engine, {}),
+        capabilities=LoraSwapBridgeConfig.capabilities,
+        directory=tmp_path / "adapters",
+        keep_last=1,
+        save=AdapterFiles(
+            tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
+        ),
+        load=load_adapter,
+        done="%d in %.3f s",
+    )
+    policy = bridge.prepare(lambda: FakePolicy(lora=True))
+    bridge.sync(0)
+    admitted = []
+    for version, corrupt in ((1, keep_old(servers[1])), (2, servers[1].corrupt)):
+        servers[1].corrupt = corrupt
+        with bridge.update_to(version):
+            policy.step()
+        admitted.append(engine.fleet.admitted)
+    assert admitted == [engine.urls[:1], engine.urls]
+    for server in servers:
+        server.corrupt = keep_old(server)
+    with pytest.raises(StaleWeights), bridge.update_to(3):
+        policy.step()
+    bridge.close()
 
 
 def test_logs_move_while_they_are_written_and_older_ones_stay(tmp_path):

@@ -16,8 +16,9 @@ from lachesis.common.deadline import Deadline, Retry
 from lachesis.common.errors import ConfigError, EngineError, EngineUnreachable, LachesisError, StaleWeights
 from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
 from lachesis.engines.base import Engine, Finished, PauseMode, largest_difference
+from lachesis.engines.fleet import Fleet, State
 from lachesis.engines.http.control import ServerControl, ServerInfo
-from lachesis.engines.http.generation import GenerationCalls
+from lachesis.engines.http.generation import GenerationCalls, nobody_serves, visit
 from lachesis.engines.serving.operations import Digests
 
 T = TypeVar("T")
@@ -29,10 +30,11 @@ _AGAIN_S = 1.0
 class HttpEngine(Engine):
     """One engine out of servers that hold the same weights. Thread-safe.
 
-    Each request goes, with all its ``n`` completions and its seed, to the server with the fewest sequences in
-    flight. What changes weights goes to all servers; what proves them is asked of all, and they have to agree.
-    The sessions are those of the first contact: an answer of another one means that a server was started again
-    and has other weights, and raises :class:`StaleWeights` until :meth:`connect` is called.
+    Each request goes, with all its ``n`` completions and its seed, to the server that :attr:`fleet` picks, and to
+    another one where it is lost with its server. What changes weights goes to all servers that live; what proves them
+    is asked of all of these. The sessions are those of the first contact: an answer of another one means that a server
+    was started again and has other weights; it gets nothing more, and where it is the only one that raises
+    :class:`StaleWeights`, until :meth:`connect` is called.
 
     A paused server lets requests wait: :meth:`generate` returns once it is resumed, or raises at its deadline.
 
@@ -41,7 +43,8 @@ class HttpEngine(Engine):
         token: of their sessions; by default looked up for each server.
         control_s: the longest one of the calls that take no deadline may last, in seconds.
         canary_tolerance: largest difference of a canary logprob between two servers, in nats.
-        max_in_flight: most requests sent at the same time; further ones wait here.
+        max_in_flight: most requests that one server has at the same time; further ones wait here.
+        hang_s: see :class:`~lachesis.engines.fleet.Fleet`.
 
     Raises:
         ConfigError: no address, a wrong one, or one given twice.
@@ -55,6 +58,7 @@ class HttpEngine(Engine):
         control_s: float = 300.0,
         canary_tolerance: float = 0.05,
         max_in_flight: int = 512,
+        hang_s: float | None = None,
     ) -> None:
         self.controls = tuple(ServerControl(url, token=token) for url in urls)
         addresses = [control.url for control in self.controls]
@@ -62,11 +66,12 @@ class HttpEngine(Engine):
             raise ConfigError(f"the engine's servers are {addresses}", remedy="name at least one, and each once")
         self._control_s = control_s
         self._tolerance = canary_tolerance
-        self._sessions: tuple[str, ...] = ()
-        self._calls = GenerationCalls(self.controls, max_in_flight=max_in_flight, check_session=self.check_session)
+        self.fleet = Fleet(addresses, clock=time.monotonic, max_in_flight=max_in_flight, hang_s=hang_s)
+        self._calls = GenerationCalls(self.fleet, server=self.control, check_session=self.check_session)
         self._loop = _LoopThread("lachesis-engine-client")
         self._threads = ThreadPoolExecutor(len(self.controls), thread_name_prefix="lachesis-engine-control")
         self._closed = False
+        self._owner = ""
 
     def connect(self, *, deadline: Deadline) -> tuple[ServerInfo, ...]:
         """Learn who the servers are, and from now on insist on these sessions.
@@ -74,7 +79,7 @@ class HttpEngine(Engine):
         Raises:
             EngineError: a server does not answer, or they serve different models.
         """
-        infos = tuple(self.on_all(lambda server: server.info(deadline=deadline)))
+        infos = tuple(self._on(self.controls, lambda server: server.info(deadline=deadline)))
         for info in infos[1:]:
             models = [one.model for one in (infos[0], info)]
             ours, theirs = (f"{model.model} ({model.dtype}, {model.vocab_size} tokens)" for model in models)
@@ -83,7 +88,8 @@ class HttpEngine(Engine):
                     f"the servers serve different models: {infos[0].url} has {ours}, {info.url} has {theirs}",
                     remedy="start all of them with the same model and dtype",
                 )
-        self._sessions = tuple(info.session_id for info in infos)
+        for control, info in zip(self.controls, infos, strict=True):
+            self.fleet.met(control.url, info.session_id)
         return infos
 
     def connect_when_up(self, *, wait_s: float, deadline: Deadline) -> tuple[ServerInfo, ...]:
@@ -117,25 +123,83 @@ class HttpEngine(Engine):
     @property
     def session_ids(self) -> tuple[str, ...]:
         """The servers' sessions, in the order of their addresses. Connects if need be."""
-        if not self._sessions:
+        if self.fleet.having(State.STARTING) == self.urls:
             self.connect(deadline=self._deadline("learning the sessions"))
-        return self._sessions
+        return tuple(self.fleet.session(url) for url in self.urls)
 
     @property
     def session_id(self) -> str:
         """All sessions as one, joined by commas: what canary readings and health say."""
         return ",".join(self.session_ids)
 
+    def control(self, url: str) -> ServerControl:
+        """The client of the server at an address of :attr:`urls`."""
+        return next(control for control in self.controls if control.url == url)
+
+    @property
+    def living(self) -> tuple[ServerControl, ...]:
+        """The servers that have been met and are not known to be gone; before the first contact all of them."""
+        there = self.fleet.having(State.STALE, State.SERVING, State.SUSPECT)
+        none_met = self.fleet.having(State.STARTING) == self.urls
+        return tuple(control for control in self.controls if none_met or control.url in there)
+
     def on_all(self, call: Callable[[ServerControl], T]) -> list[T]:
-        """Call every server at the same time; results in the order of the servers.
+        """Call every server that lives at the same time; results in the order of the servers.
+
+        One that gives no answer is dead from now on, and left out, as long as another one is there.
 
         Raises:
             The first error of a server, without waiting for the others, which may hang for the same reason.
         """
+        return [result for _, result in self.on_each(call)]
+
+    def on_each(self, call: Callable[[ServerControl], T]) -> list[tuple[ServerControl, T]]:
+        """As :meth:`on_all`, each result with its server."""
+        living = self.living
+        if not living:
+            raise nobody_serves(self.fleet)
+
+        def reached(control: ServerControl) -> T | EngineUnreachable:
+            try:
+                return call(control)
+            except EngineUnreachable as error:
+                if len(living) == 1:
+                    raise
+                return error
+
+        found = list(zip(living, self._on(living, reached), strict=True))
+        lost = [(control, result) for control, result in found if isinstance(result, EngineUnreachable)]
+        if len(lost) == len(living):
+            raise lost[0][1]
+        for control, error in lost:
+            logger.warning("the engine at %s is gone, others go on: %s", control.url, error.message)
+            self.fleet.died(control.url, error.message)
+        return [(control, result) for control, result in found if not isinstance(result, EngineUnreachable)]
+
+    def look(self) -> None:
+        """Learn which of the servers that are thought to live do: one that gives no answer is dead."""
+        self._on(self.living, lambda server: visit(self.fleet, server))
+        if not self.living:
+            raise nobody_serves(self.fleet)
+
+    def greet(self, url: str, *, deadline: Deadline) -> None:
+        """Meet a server that was dead, in whatever session it is now, and claim it for whom the others are claimed.
+
+        Raises:
+            EngineError, DeadlineExceeded: it is not there, or another run has it.
+        """
+        control = self.control(url)
+        session_id = control.info(deadline=deadline).session_id
+        if self._owner:
+            control.claim(self._owner, deadline=deadline)
+        self.fleet.met(url, session_id)
+
+    def _on(self, controls: Sequence[ServerControl], call: Callable[[ServerControl], T]) -> list[T]:
+        """Results in order; the first error, without waiting for the others."""
         self._check_open()
-        if len(self.controls) == 1:
-            return [call(self.controls[0])]
-        futures = [self._threads.submit(call, control) for control in self.controls]
+        if len(controls) == 1:
+            return [call(controls[0])]
+        futures = [self._threads.submit(call, control) for control in controls]
         done, _ = wait(futures, return_when=FIRST_EXCEPTION)
         for future in futures:
             if future in done and (error := future.exception()) is not None:
@@ -144,6 +208,7 @@ class HttpEngine(Engine):
 
     def claim(self, owner: str, *, takeover: bool = False, deadline: Deadline) -> None:
         """Claim every server for ``owner``, see :meth:`ServerControl.claim`."""
+        self._owner = owner
         self.on_all(lambda server: server.claim(owner, takeover=takeover, deadline=deadline))
 
     def release(self, owner: str, *, deadline: Deadline) -> None:
@@ -153,11 +218,18 @@ class HttpEngine(Engine):
     def generate(
         self, requests: Sequence[GenerationRequest], *, deadline: Deadline, finished: Finished | None = None
     ) -> list[list[Completion]]:
-        """See :meth:`Engine.generate`. One failed request fails the call, and the others are cancelled."""
+        """See :meth:`Engine.generate`. One failed request fails the call, and the others are cancelled.
+
+        A request whose server is lost does not fail: it goes to another one, with its seed.
+        """
         self._check_open()
         if not requests:
             return []
         _ = self.session_ids
+        if not self.fleet.admitted:
+            for url in self.fleet.having(State.SUSPECT):
+                self.check_session(self.control(url), self.control(url).info(deadline=deadline).session_id)
+                self.fleet.met(url, self.fleet.session(url))
         completions = self._loop.run(self._calls.generate(requests, deadline=deadline, finished=finished))
         deadline.check(f"all {len(requests)} requests have finished, too late")
         return completions
@@ -169,12 +241,12 @@ class HttpEngine(Engine):
             StaleWeights: they differ in version, or by more than the tolerance, or one was started again.
         """
         limit = deadline or self._deadline("reading the canary")
-        first, *others = self._readings(lambda server: server.canary(token_ids, deadline=limit))
-        for control, reading in zip(self.controls[1:], others, strict=True):
+        (one, first), *others = self._readings(lambda server: server.canary(token_ids, deadline=limit))
+        for control, reading in others:
             worst = largest_difference(first.logprobs, reading.logprobs)
             if not worst <= self._tolerance:
                 raise StaleWeights(
-                    f"at version {first.version} the canary logprobs of {control.url} and {self.controls[0].url} "
+                    f"at version {first.version} the canary logprobs of {control.url} and {one.url} "
                     f"differ by up to {worst:.4g} (allowed {self._tolerance:g})",
                     remedy="one of the servers did not get the weights; look at their logs",
                 )
@@ -186,14 +258,14 @@ class HttpEngine(Engine):
         Raises:
             StaleWeights: they do not.
         """
-        first, *others = self._readings(lambda server: server.digests(*arguments, deadline=deadline, **options))
-        for control, reading in zip(self.controls[1:], others, strict=True):
+        (one, first), *others = self._readings(lambda server: server.digests(*arguments, deadline=deadline, **options))
+        for control, reading in others:
             names = sorted(first.digests.keys() | reading.digests.keys())
             other = [name for name in names if first.digests.get(name) != reading.digests.get(name)]
             if other:
                 raise StaleWeights(
                     f"at version {first.version} {len(other)} of {len(names)} tensors of {control.url} are not "
-                    f"those of {self.controls[0].url}: {', '.join(other[:3])}{', ...' if len(other) > 3 else ''}",
+                    f"those of {one.url}: {', '.join(other[:3])}{', ...' if len(other) > 3 else ''}",
                     remedy="one of the servers did not get the weights; look at their logs",
                 )
         return first.model_copy(update={"session_id": self.session_id})
@@ -206,7 +278,7 @@ class HttpEngine(Engine):
         """Ready if all servers are. ``detail`` says which is not, and how it was last seen; see also Engine."""
         sessions = self.session_ids
         deadline = self._deadline("asking for the engine's health")
-        found = self.on_all(lambda server: _info_or_reason(server, deadline))
+        found = self._on(self.controls, lambda server: _info_or_reason(server, deadline))
         infos = [entry for entry in found if isinstance(entry, ServerInfo)]
         details = [entry for entry in found if isinstance(entry, str)]
         details += [f"{info.url} is paused" for info in infos if info.paused]
@@ -269,21 +341,22 @@ class HttpEngine(Engine):
 
     def check_session(self, control: ServerControl, session_id: str) -> None:
         """Raise StaleWeights unless an answer of this session is of the server that was met first."""
-        expected = self.session_ids[self.controls.index(control)]
+        _ = self.session_ids  # of the first contact, which comes before
+        expected = self.fleet.session(control.url)
         if session_id != expected:
             raise StaleWeights(
                 f"the server at {control.url} is of session {session_id}, this run works with {expected}",
                 remedy="it was started again or replaced: bring it the weights anew, or stop what took its port",
             )
 
-    def _readings(self, call: Callable[[ServerControl], R]) -> list[R]:
+    def _readings(self, call: Callable[[ServerControl], R]) -> list[tuple[ServerControl, R]]:
         """What each server reads. Raises StaleWeights unless each is of its session and all are at one version."""
         _ = self.session_ids  # of the first contact, which comes before
-        readings = self.on_all(call)
-        for control, reading in zip(self.controls, readings, strict=True):
+        readings = self.on_each(call)
+        for control, reading in readings:
             self.check_session(control, reading.session_id)
-        if len({reading.version for reading in readings}) > 1:
-            shown = ", ".join(f"{c.url}: {r.version}" for c, r in zip(self.controls, readings, strict=True))
+        if len({reading.version for _, reading in readings}) > 1:
+            shown = ", ".join(f"{control.url}: {reading.version}" for control, reading in readings)
             raise StaleWeights(
                 f"the servers are at different weight versions ({shown})",
                 remedy="a transfer did not reach all of them; look at their logs",

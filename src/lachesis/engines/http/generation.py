@@ -1,23 +1,28 @@
-"""Many generation requests in flight over several servers, on one event loop. No torch."""
+"""Many generation requests in flight over the engines of a fleet, on one event loop. No torch."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import ssl
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import httpx
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import EngineError
+from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, LachesisError, StaleWeights
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from lachesis.engines.base import Finished
+from lachesis.engines.fleet import Fleet, State, Ticket
 from lachesis.engines.http.control import CONNECT_RETRIES, KEEP_ALIVE_S, ServerControl, malformed, read_reply, tls
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
+from lachesis.engines.serving.served import Refused
 
+logger = logging.getLogger("lachesis")
 ROUTE = "/generate"
 _CONNECT_S = 10.0
 # httpcore goes through all connections of a pool for each request: many small pools stay cheap.
@@ -25,27 +30,40 @@ _POOLS_PER_SERVER = 16
 # The trainer decodes what it needs itself.
 _WITHOUT_TEXT = {"text": False}
 _FINISH_REASONS = ("stop", "length", "abort")
+# Engines at work are looked at so often, and one that is looked at gets so long to answer.
+_LOOK_S = 1.0
+_ANSWER_S = 10.0
+# A request that has failed with so many engines that live fails.
+_MOST_FAILURES = 2
 
 
 class GenerationCalls:
-    """Sends requests to the least busy server. Its coroutines run on one event loop.
+    """Sends requests to the engines that the fleet picks, and again to another where one is lost with its engine.
+
+    Its coroutines run on one event loop.
 
     Args:
-        servers: the servers, for their addresses and their last known state.
-        max_in_flight: most requests sent at the same time.
+        fleet: which engines may serve; hears of those that do not.
+        server: an engine's, by its address.
         check_session: raises if the answer of a server is of a session that it should not be of.
     """
 
     def __init__(
         self,
-        servers: Sequence[ServerControl],
+        fleet: Fleet,
         *,
-        max_in_flight: int,
+        server: Callable[[str], ServerControl],
         check_session: Callable[[ServerControl, str], None],
     ) -> None:
-        self._routes = [_Route(server) for server in servers]
-        self._slots = asyncio.Semaphore(max_in_flight)
+        self._fleet = fleet
+        self._server = server
+        self._routes: dict[str, _Route] = {}
         self._check_session = check_session
+        # Requests wait here in the order in which they came: the first of them for an engine with room.
+        self._door = asyncio.Lock()
+        self._room = asyncio.Event()
+        self._visits: dict[str, asyncio.Task[None]] = {}
+        self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._callers: set[asyncio.Task[Any]] = set()
 
@@ -59,6 +77,8 @@ class GenerationCalls:
         tasks = [asyncio.create_task(self._complete(i, request, finished)) for i, request in enumerate(requests)]
         self._callers.add(caller)
         self._tasks.update(tasks)
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._look())
         try:
             done, pending = await asyncio.wait(
                 tasks, timeout=deadline.remaining_s(), return_when=asyncio.FIRST_EXCEPTION
@@ -69,9 +89,8 @@ class GenerationCalls:
             if failed:
                 failed[0].result()
             if pending:
-                raise self._routes[0].server.expired(
-                    deadline, f"{ROUTE}: {len(done)} of {len(tasks)} requests finished"
-                )
+                route = next(iter(self._routes.values()))
+                raise route.server.expired(deadline, f"{ROUTE}: {len(done)} of {len(tasks)} requests finished")
             return [task.result() for task in tasks]
         finally:
             for task in tasks:
@@ -80,23 +99,71 @@ class GenerationCalls:
             await asyncio.gather(*tasks, return_exceptions=True)
             self._tasks.difference_update(tasks)
             self._callers.discard(caller)
+            if not self._callers and self._watch is not None:
+                self._watch.cancel()
+                self._watch = None
 
     async def close(self) -> None:
         """Cancel what is in flight, wait until its callers know, and close the connections."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._callers, return_exceptions=True)
-        for route in self._routes:
+        for task in self._visits.values():
+            task.cancel()
+        for route in self._routes.values():
             await route.close()
 
     async def _complete(self, index: int, request: GenerationRequest, finished: Finished | None) -> list[Completion]:
-        async with self._slots:
-            route = min(self._routes, key=lambda one: one.in_flight)
-            route.in_flight += request.n
+        failures = 0
+        while True:
+            ticket = await self._ticket(request)
+            lengths: list[int] = []
             try:
-                reply = await route.post(request_body(request) | _WITHOUT_TEXT)
+                completions = await self._answer(ticket, request)
+                lengths = [len(completion.token_ids) for completion in completions]
+                break
+            except (DeadlineExceeded, Refused):
+                raise
+            except EngineError as error:
+                self._fleet.lost(ticket, error.message)
+                self._visit(ticket.url)
+                failures += not isinstance(error, EngineUnreachable | StaleWeights)
+                if not self._fleet.admitted or failures >= _MOST_FAILURES:
+                    raise
+                logger.warning("%s; its request goes to another engine", error.message)
             finally:
-                route.in_flight -= request.n
+                self._fleet.ended(ticket, lengths=lengths)
+                self._room.set()
+        if finished is not None:
+            finished(index, completions)
+        return completions
+
+    async def _ticket(self, request: GenerationRequest) -> Ticket:
+        """Wait for an engine with room. Raises EngineUnreachable where none may serve."""
+        async with self._door:
+            while True:
+                self._room.clear()
+                ticket = self._fleet.pick(
+                    completions=request.n, max_tokens=request.params.max_tokens, group=request.prompt_ids
+                )
+                if ticket is not None:
+                    return ticket
+                if not self._fleet.admitted:
+                    raise nobody_serves(self._fleet)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._room.wait(), _LOOK_S)
+
+    async def _answer(self, ticket: Ticket, request: GenerationRequest) -> list[Completion]:
+        """The engine's completions.
+
+        Raises:
+            EngineUnreachable: the engine is gone, or was given up while it had the request.
+            StaleWeights: another one answers in its place.
+        """
+        route = self._routes.get(ticket.url)
+        if route is None:
+            route = self._routes[ticket.url] = _Route(self._server(ticket.url))
+        reply = await route.post(request_body(request) | _WITHOUT_TEXT)
         try:
             completions = read_completions(reply, n=request.n)
             session_id = str(reply["session_id"])
@@ -104,22 +171,80 @@ class GenerationCalls:
             raise malformed(route.server.url, ROUTE, error) from error
         self._check_session(route.server, session_id)
         route.server.saw(f"generating at weight version {completions[-1].versions.last}, session {session_id}")
-        if finished is not None:
-            finished(index, completions)
         return completions
+
+    async def _look(self) -> None:
+        """While requests are under way: give those up whose engine has died, and look at engines that stand still."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for url in self._fleet.check_progress():
+                logger.warning("the engine at %s is given up: %s", url, self._fleet.reason(url))
+            for url in self._fleet.having(State.SUSPECT):
+                self._visit(url)
+            for url, route in self._routes.items():
+                if self._fleet.state(url) is State.DEAD:
+                    route.give_up(self._fleet.reason(url))
+            self._room.set()
+
+    def _visit(self, url: str) -> None:
+        """Ask an engine, beside everything else, whether it is still there."""
+        if url not in self._visits:
+            task = self._visits[url] = asyncio.create_task(asyncio.to_thread(visit, self._fleet, self._server(url)))
+            task.add_done_callback(lambda _: (self._visits.pop(url, None), self._room.set()))
+
+
+def visit(fleet: Fleet, server: ServerControl, *, answer_s: float = _ANSWER_S) -> None:
+    """Tell the fleet whether an engine that it suspects is there, and still the one that it was."""
+    try:
+        info = server.info(deadline=Deadline(f"an answer of {server.url}", answer_s))
+    except LachesisError as error:
+        fleet.died(server.url, error.message)
+        return
+    if info.session_id == fleet.session(server.url):
+        fleet.met(server.url, info.session_id)
+    else:
+        fleet.died(server.url, f"it was started again: session {info.session_id}")
+
+
+def nobody_serves(fleet: Fleet) -> EngineUnreachable:
+    """The error where no engine of the fleet is admitted."""
+    stands = "; ".join(f"{row.url} is {row.state}{f': {row.reason}' if row.reason else ''}" for row in fleet.rows)
+    return EngineUnreachable(f"no engine may serve: {stands}", remedy="look at the engines' logs")
 
 
 class _Route:
-    """The connections to one server, and how many sequences it is at work on."""
+    """The connections to one server, and what is under way on them."""
 
     def __init__(self, server: ServerControl) -> None:
         self.server = server
-        self.in_flight = 0
+        self._posts: set[asyncio.Task[dict[str, Any]]] = set()
+        self._given_up = ""
         verify = tls(server.url)
         self._clients = [_client(verify) for _ in range(_POOLS_PER_SERVER)]
         self._turn = 0
 
     async def post(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request. Raises EngineUnreachable where there is none, or :meth:`give_up` was called."""
+        post = asyncio.create_task(self._post(body))
+        self._posts.add(post)
+        try:
+            return await post
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if caller is None or caller.cancelling():
+                post.cancel()
+                raise
+            raise EngineUnreachable(f"the engine at {self.server.url} was given up: {self._given_up}") from None
+        finally:
+            self._posts.discard(post)
+
+    def give_up(self, reason: str) -> None:
+        """End what is under way: nothing will come of it."""
+        self._given_up = reason
+        for post in self._posts:
+            post.cancel()
+
+    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
         """Sent once; only connecting is tried again. Cancelled by the caller at the deadline."""
         self._turn = (self._turn + 1) % len(self._clients)
         timeout = httpx.Timeout(None, connect=_CONNECT_S)

@@ -23,6 +23,7 @@ from lachesis.common.errors import (
     StopRequested,
 )
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams, VersionSpan
+from lachesis.engines.fleet import State
 from lachesis.engines.http import client
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerInfo
@@ -30,7 +31,7 @@ from lachesis.engines.http.generation import request_body
 from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.served import Refused
 from tests.unit.engines.fake_server import FakeServer, refusal
-from tests.waiting import LONG_S
+from tests.waiting import LONG_S, until
 
 PROMPT = (15, 16, 17)
 Make = Callable[..., FakeServer]
@@ -333,6 +334,65 @@ class TestManyAtOnce:
         fake.gone(2)
         fake.release()
         assert len(engine.generate(asking(1), deadline=soon())) == 1
+
+
+@pytest.mark.usefixtures("no_pause_before_trying_again")
+class TestLosses:
+    """The requests of a server that is lost go to another one, as they were."""
+
+    def test_a_dead_servers_requests_go_to_the_other(
+        self, pair: list[FakeServer], both: HttpEngine, threads: ThreadPoolExecutor
+    ):
+        pair[1].hold()
+        told: list[int] = []
+        call = threads.submit(both.generate, asking(6), deadline=soon(), finished=lambda i, _: told.append(i))
+        arrive(pair[1], 1)
+        lost = [body["seed"] for body in pair[1].state.bodies("/generate")]
+        pair[1].stop()
+        assert [len(completions) for completions in call.result(LONG_S)] == [1] * 6
+        assert sorted(told) == [*range(6)], "none is lost, and none is told of twice"
+        taken = [body["seed"] for body in pair[0].state.bodies("/generate")]
+        assert lost and sorted(taken) == [*range(6)]
+        assert len(both.generate(asking(4), deadline=soon())) == 4, "the others go on"
+        assert pair[0].state.most_in_flight <= 6
+
+    def test_one_that_was_started_again_gets_nothing_more(self, pair: list[FakeServer], both: HttpEngine):
+        both.connect(deadline=soon())
+        pair[0].state.session_id = "another"
+        assert len(both.generate(asking(4), deadline=soon())) == 4
+        until(lambda: both.fleet.state(pair[0].url) is State.DEAD, "it was not looked at")
+        assert "started again" in both.fleet.reason(pair[0].url)
+
+    def test_where_none_is_left_the_last_says_why(self, pair: list[FakeServer], both: HttpEngine):
+        both.connect(deadline=soon())
+        for server in pair:
+            server.stop()
+        with pytest.raises(EngineUnreachable, match="does not answer"):
+            both.generate(asking(4), deadline=soon())
+
+    def test_what_every_server_fails_at_fails(self, pair: list[FakeServer], both: HttpEngine):
+        for server in pair:
+            server.state.replies["/generate"] = lambda body: refusal(500, "out of memory", kind="EngineError")
+        with pytest.raises(EngineError, match="out of memory"):
+            both.generate(asking(1), deadline=soon())
+        assert sum(len(server.state.bodies("/generate")) for server in pair) == 2
+
+    def test_a_server_that_is_gone_is_left_out_of_what_all_are_asked(self, pair: list[FakeServer], both: HttpEngine):
+        both.connect(deadline=soon())
+        pair[0].stop()
+        both.set_version(3)
+        assert (both.fleet.state(pair[0].url), pair[1].state.version) == (State.DEAD, 3)
+        assert both.canary(PROMPT).version == 3
+
+    def test_only_who_is_proved_serves_where_a_version_is_required(self, pair: list[FakeServer], both: HttpEngine):
+        both.connect(deadline=soon())
+        both.fleet.proved(pair[1].url, "two", 4)
+        both.fleet.require(4)
+        both.generate(asking(5), deadline=soon())
+        assert (len(pair[0].state.bodies("/generate")), len(pair[1].state.bodies("/generate"))) == (0, 5)
+        both.fleet.require(5)
+        with pytest.raises(EngineUnreachable, match=r"no engine may serve: .* is stale; .* is stale"):
+            both.generate(asking(1), deadline=soon())
 
 
 class TestAgreement:

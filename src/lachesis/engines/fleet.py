@@ -1,0 +1,333 @@
+"""Which engines may serve, and which of them gets a request. Pure: nothing is sent here, and the clock is given.
+
+::
+
+    STARTING --met--> STALE --proved--> SERVING --lost, hangs--> SUSPECT --gone, hangs on--> DEAD --replaced--> STARTING
+                        ^                  |  ^                     |
+                        +-- unproved ------+  +--- met, progresses -+          any --retire--> RETIRED
+
+An engine is admitted by a proof of its own: that, in the session in which it was met, it computes with the weights of
+at least the version that is required. That it answers admits it only as long as no version is required, as where
+nobody trains. An engine that is started again is of another session, and what was proved of the one before is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from lachesis.common.errors import ConfigError
+
+# So many groups are remembered with the engine that had them last.
+_GROUPS = 4096
+# Weight of a new length in the mean of the lengths of completions.
+_FORGETTING = 0.05
+
+
+class State(StrEnum):
+    """Where an engine stands; see the module."""
+
+    STARTING = "starting"
+    STALE = "stale"
+    SERVING = "serving"
+    SUSPECT = "suspect"
+    DEAD = "dead"
+    RETIRED = "retired"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRow:
+    """An engine as ``lachesis status`` shows it. ``version`` is the last that was proved; ``for_s`` in this state."""
+
+    url: str
+    state: State
+    version: int | None
+    in_flight: int
+    expected_tokens: int
+    completed: int
+    for_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request that an engine has been given: ``expected_tokens`` of it are on the engine's account until it ends."""
+
+    url: str
+    session: str
+    expected_tokens: int
+
+
+@dataclass(slots=True)
+class _Member:
+    url: str
+    since: float
+    state: State = State.STARTING
+    session: str = ""
+    proved: int | None = None
+    reason: str = ""
+    in_flight: int = 0
+    expected_tokens: int = 0
+    completed: int = 0
+    tokens: int = 0
+    moved: float = 0.0  # when it was last seen to make progress, or was given work after it had none
+
+
+class Fleet:
+    """The engines of a run. Thread-safe.
+
+    What is told of an engine that the fleet does not know, or that comes too late (of a session before, of one that is
+    dead or retired), changes nothing.
+
+    Args:
+        urls: of the engines, in the order in which they are met.
+        clock: seconds, of any beginning.
+        max_in_flight: most requests that one engine has at a time.
+        hang_s: an engine that is at work and generates nothing for so long is a suspect, and dead after as long again;
+            ``None``: never.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], *, clock: Callable[[], float], max_in_flight: int, hang_s: float | None = None
+    ) -> None:
+        self._clock = clock
+        self._limit = max_in_flight
+        self._hang_s = hang_s
+        self._lock = threading.RLock()
+        self._members: dict[str, _Member] = {}
+        self._required: int | None = None
+        self._groups: OrderedDict[Hashable, str] = OrderedDict()
+        self._mean_length: float | None = None
+        for url in urls:
+            self.add(url)
+
+    @property
+    def required(self) -> int | None:
+        """The version that an engine has to have been proved at; ``None`` where none is asked for."""
+        return self._required
+
+    def state(self, url: str) -> State:
+        """Of the engine at ``url``; RETIRED where there is none."""
+        with self._lock:
+            member = self._members.get(url)
+            return State.RETIRED if member is None else member.state
+
+    def session(self, url: str) -> str:
+        """In which the engine was met; empty before."""
+        with self._lock:
+            member = self._members.get(url)
+            return "" if member is None else member.session
+
+    def reason(self, url: str) -> str:
+        """Why the engine is where it stands; may be empty."""
+        with self._lock:
+            member = self._members.get(url)
+            return "" if member is None else member.reason
+
+    def having(self, *states: State) -> tuple[str, ...]:
+        """The engines in one of these states, in order."""
+        with self._lock:
+            return tuple(member.url for member in self._members.values() if member.state in states)
+
+    @property
+    def admitted(self) -> tuple[str, ...]:
+        """Those that get requests."""
+        with self._lock:
+            return tuple(member.url for member in self._members.values() if self._is_admitted(member))
+
+    @property
+    def rows(self) -> tuple[EngineRow, ...]:
+        """All engines, as they are to be shown."""
+        with self._lock:
+            now = self._clock()
+            return tuple(
+                EngineRow(
+                    url=m.url, state=m.state, version=m.proved, in_flight=m.in_flight,
+                    expected_tokens=m.expected_tokens, completed=m.completed, for_s=now - m.since, reason=m.reason,
+                )
+                for m in self._members.values()
+            )  # fmt: skip
+
+    # Members.
+
+    def add(self, url: str) -> None:
+        """A new engine, or one that was retired, that starts. Raises ConfigError where it is a member already."""
+        with self._lock:
+            if self.state(url) is not State.RETIRED:
+                raise ConfigError(f"the engine {url} is in the fleet already", remedy="name each engine once")
+            before = self._members.pop(url, None)
+            member = self._members[url] = _Member(url, since=self._clock(), moved=self._clock())
+            if before is not None:  # requests that it still has end on this account
+                member.in_flight, member.expected_tokens = before.in_flight, before.expected_tokens
+
+    def retire(self, url: str, reason: str = "") -> None:
+        """It gets no more requests; it may end once :meth:`is_idle`."""
+        self._move(url, State.RETIRED, reason, out_of=frozenset(State) - {State.RETIRED})
+
+    def is_idle(self, url: str) -> bool:
+        """Whether it has no request."""
+        with self._lock:
+            member = self._members.get(url)
+            return member is None or member.in_flight == 0
+
+    def replaced(self, url: str) -> None:
+        """A dead engine is being started again."""
+        self._move(url, State.STARTING, "", out_of={State.DEAD})
+
+    # What is known of their weights.
+
+    def met(self, url: str, session: str) -> None:
+        """It answered, as this session. One that was suspect is again what it was, if it is still the same."""
+        with self._lock:
+            member = self._members.get(url)
+            if member is None or member.state is State.RETIRED:
+                return
+            if session != member.session:
+                member.session, member.proved, member.tokens = session, None, 0
+                self._set(member, State.STALE, "")
+            elif member.state in (State.SUSPECT, State.STARTING, State.DEAD):
+                self._set(member, self._by_proof(member), "")
+
+    def require(self, version: int) -> None:
+        """From now on an engine has to be proved at this version. Those that are at an older one are stale."""
+        with self._lock:
+            self._required = version
+            for member in self._members.values():
+                if member.state in (State.SERVING, State.STALE):
+                    self._set(member, self._by_proof(member), member.reason)
+
+    def proved(self, url: str, session: str, version: int) -> None:
+        """In this session it was shown to compute with the weights of this version."""
+        with self._lock:
+            member = self._members.get(url)
+            if member is None or session != member.session:
+                return
+            if member.state in (State.STALE, State.SERVING, State.SUSPECT):
+                member.proved = version
+                self._set(member, self._by_proof(member), "")
+
+    def unproved(self, url: str, reason: str) -> None:
+        """It answers, and was shown not to compute with the trainer's weights."""
+        with self._lock:
+            member = self._members.get(url)
+            if member is not None and member.state in (State.STALE, State.SERVING, State.SUSPECT):
+                member.proved = None
+                self._set(member, State.STALE, reason)
+
+    # What is known of their lives.
+
+    def suspect(self, url: str, reason: str) -> None:
+        """It lost a request or does not move: it gets no other until it is met, moves, or is proved."""
+        self._move(url, State.SUSPECT, reason, out_of={State.STALE, State.SERVING})
+
+    def lost(self, ticket: Ticket, reason: str) -> None:
+        """A request was lost with its engine, unless another has taken that one's place since."""
+        with self._lock:
+            if self.session(ticket.url) == ticket.session:
+                self.suspect(ticket.url, reason)
+
+    def died(self, url: str, reason: str) -> None:
+        """It is gone, or as good as gone."""
+        self._move(url, State.DEAD, reason, out_of=frozenset(State) - {State.DEAD, State.RETIRED})
+
+    def progressed(self, url: str, tokens: int) -> None:
+        """So many tokens it has generated in all. One that was suspected of hanging does not."""
+        with self._lock:
+            member = self._members.get(url)
+            if member is None or tokens <= member.tokens:
+                return
+            member.tokens, member.moved = tokens, self._clock()
+            if member.state is State.SUSPECT:
+                self._set(member, self._by_proof(member), "")
+
+    def check_progress(self) -> tuple[str, ...]:
+        """Find those that hang; the engines that have died of it now."""
+        if self._hang_s is None:
+            return ()
+        dead: list[str] = []
+        with self._lock:
+            for member in self._members.values():
+                still = self._clock() - member.moved
+                if not member.in_flight or still < self._hang_s:
+                    continue
+                reason = f"it has {member.in_flight} requests and generated nothing for {still:.0f} s"
+                if member.state in (State.SERVING, State.STALE):
+                    self._set(member, State.SUSPECT, reason)
+                elif member.state is State.SUSPECT and still >= 2 * self._hang_s:
+                    self._set(member, State.DEAD, reason)
+                    dead.append(member.url)
+        return tuple(dead)
+
+    # Requests.
+
+    def pick(self, *, completions: int, max_tokens: int, group: Hashable) -> Ticket | None:
+        """Give a request to an engine: that of its group unless it has more to do than another, else the least busy.
+
+        ``None`` where every engine that is admitted has as many as it may have, or none is admitted.
+        """
+        with self._lock:
+            free = [m for m in self._members.values() if self._is_admitted(m) and m.in_flight < self._limit]
+            if not free:
+                return None
+            expected = completions * self._expected_length(max_tokens)
+            chosen = min(free, key=lambda member: member.expected_tokens)
+            before = self._groups.get(group)
+            for member in free:
+                if member.url == before and member.expected_tokens <= chosen.expected_tokens + expected:
+                    chosen = member
+            self._remember(group, chosen.url)
+            if not chosen.in_flight:
+                chosen.moved = self._clock()
+            chosen.in_flight += 1
+            chosen.expected_tokens += expected
+            return Ticket(chosen.url, chosen.session, expected)
+
+    def ended(self, ticket: Ticket, *, lengths: Sequence[int] = ()) -> None:
+        """The request is over, with completions of these lengths; of none where it was lost or given up."""
+        with self._lock:
+            for length in lengths:
+                mean = length if self._mean_length is None else self._mean_length
+                self._mean_length = mean + _FORGETTING * (length - mean)
+            member = self._members.get(ticket.url)
+            if member is None:
+                return
+            member.in_flight -= 1
+            member.expected_tokens -= ticket.expected_tokens
+            if lengths:
+                member.completed += 1
+                member.moved = self._clock()
+
+    def _expected_length(self, max_tokens: int) -> int:
+        return max(1, max_tokens if self._mean_length is None else min(max_tokens, round(self._mean_length)))
+
+    def _remember(self, group: Hashable, url: str) -> None:
+        self._groups[group] = url
+        self._groups.move_to_end(group)
+        if len(self._groups) > _GROUPS:
+            self._groups.popitem(last=False)
+
+    def _is_admitted(self, member: _Member) -> bool:
+        if self._required is None:
+            return member.state in (State.STALE, State.SERVING)
+        return member.state is State.SERVING
+
+    def _by_proof(self, member: _Member) -> State:
+        """Where an engine that answers stands."""
+        required = -1 if self._required is None else self._required
+        return State.SERVING if member.proved is not None and member.proved >= required else State.STALE
+
+    def _move(self, url: str, state: State, reason: str, *, out_of: frozenset[State] | set[State]) -> None:
+        with self._lock:
+            member = self._members.get(url)
+            if member is not None and member.state in out_of:
+                if state in (State.DEAD, State.STARTING):
+                    member.proved = None
+                self._set(member, state, reason)
+
+    def _set(self, member: _Member, state: State, reason: str) -> None:
+        if state is not member.state:
+            member.since = self._clock()
+        member.state, member.reason = state, reason
