@@ -197,8 +197,9 @@ ATTACKS: dict[str, str] = {
     + "for one in everything():\n    if isinstance(one, dict) and 'isinstance' in one and "
     "'getitem' in one:\n        for name in one: one[name] = lambda *a, **k: True\ndef solve(x): return 0",
     "a judge of its own": _FIND + "for one in everything():\n    if isinstance(one, types.ModuleType) and "
-    "getattr(one, '__name__', '').endswith('sandbox.judge'):\n        one.judge = lambda *a: ''\n        one._Session.do = "
-    "lambda *a, **k: True\ndef solve(x): return 0",
+    "getattr(one, '__name__', '').endswith('sandbox.judge'):\n        one.judge = lambda *a: ''\n"
+    "    if isinstance(one, type) and one.__name__ == 'Session':\n        one.do = lambda *a, **k: True\n"
+    "def solve(x): return 0",
     "a session of its own": _FIND + "for one in everything():\n    if isinstance(one, types.FunctionType) and "
     "one.__name__ in ('judge', '_do', 'reply'):\n        one.__code__ = (lambda *a, **k: {'value': True}).__code__\n"
     "def solve(x): return 0",

@@ -67,7 +67,9 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
         ),
         "rewards": _resolved(config.rewards, functions=places.reward),
         "algorithm": _resolved(config.algorithm, loss=places.function),
-        "source": _resolved(config.source, rollout_func=places.function),
+        "source": _resolved(
+            config.source, rollout_func=places.function, tools=places.function, tool_parser=places.function
+        ),
         "bridge": _resolved(config.bridge, config_path=places.path),
     }
     return config.model_copy(update=sections)

@@ -114,6 +114,15 @@ METRICS: Mapping[str, Metric] = {
             "batches_known", "Batches known", "", "Batches that the rollout API handed out again and a checkpoint "
             "had already; they were passed over.",
         ),
+        Metric("turns", "Turns", "", "Turns that the model took in rollouts with tools."),
+        Metric(
+            "tool_calls", "Tool calls", "", "Calls of tools that were answered, those with an error too; of each tool "
+            "`tool_calls/NAME`, under `unknown` where there is no such tool.",
+        ),
+        Metric(
+            "tool_errors", "Failed tool calls", "", "Calls that the model was told an error of; of each tool "
+            "`tool_errors/NAME`.",
+        ),
         Metric("reward_errors", "Reward errors", "", "Reward calls that failed.", (0.0, 0.0)),
         Metric("weight_version", "Weight version", "", "How many updates the engine has received."),
         Metric(

@@ -11,7 +11,9 @@ from lachesis.common.errors import DataError, RewardError
 from lachesis.common.types import EvalResult, Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
 from lachesis.rollouts.generation import TextDecoder, generate_groups, request_seed
+from lachesis.rollouts.rewards.attempts import Item
 from lachesis.rollouts.rewards.rewarder import Rewarder
+from lachesis.rollouts.tools.source import COLUMNS, ToolTurns
 
 
 @dataclass(kw_only=True)
@@ -24,6 +26,7 @@ class Evaluator:
         samples: completions of each problem.
         success_reward: a completion with at least this total reward is a success.
         generation_s: limit of generating all completions of one evaluation, in seconds.
+        turns: plays the completions where these are of several turns.
 
     Raises:
         DataError: there are no problems.
@@ -40,6 +43,7 @@ class Evaluator:
     limit: int | None = None
     seed: int = 0
     generation_s: float | None = None
+    turns: ToolTurns | None = None
 
     def __post_init__(self) -> None:
         self.problems = self.problems[: self.limit]
@@ -47,7 +51,8 @@ class Evaluator:
             raise DataError(
                 "there are no held-out problems to evaluate on", remedy="set data.eval_path or data.eval_size"
             )
-        self.rewarder.check_columns({name for problem in self.problems for name in problem.columns})
+        own = () if self.turns is None else COLUMNS
+        self.rewarder.check_columns({*own, *(name for problem in self.problems for name in problem.columns)})
 
     def run(self, step: int) -> EvalResult:
         """Evaluate the engine's current weights.
@@ -61,21 +66,31 @@ class Evaluator:
             EngineError, DeadlineExceeded: generation failed.
         """
         started = time.monotonic()
+        deadline = Deadline(
+            f"evaluation at step {step}: generation for {len(self.problems)} problems",
+            self.generation_s,
+            "deadlines.generation_s",
+        )
+        items = self._sample([request_seed(self.seed, number) for number in range(len(self.problems))], deadline)
+        groups, extras = [item.group for item in items], [item.extras for item in items]
+        scored = self.rewarder.score(groups, extras=extras, on_error="fail").groups
+        return self._result(step, scored, seconds=time.monotonic() - started)
+
+    def _sample(self, seeds: Sequence[int], deadline: Deadline) -> list[Item]:
+        if self.turns is not None:
+            return self.turns.sample(
+                self.problems, params=self.params, num_generations=self.samples, seeds=seeds, deadline=deadline
+            )
         groups = generate_groups(
             self.problems,
             engine=self.engine,
             params=self.params,
             num_generations=self.samples,
-            seeds=[request_seed(self.seed, number) for number in range(len(self.problems))],
+            seeds=seeds,
             decode=self.decode,
-            deadline=Deadline(
-                f"evaluation at step {step}: generation for {len(self.problems)} problems",
-                self.generation_s,
-                "deadlines.generation_s",
-            ),
+            deadline=deadline,
         )
-        scored = self.rewarder.score(groups, on_error="fail").groups
-        return self._result(step, scored, seconds=time.monotonic() - started)
+        return [Item(group) for group in groups]
 
     def _result(self, step: int, groups: Sequence[Group], *, seconds: float) -> EvalResult:
         samples = [sample for group in groups for sample in group.samples]

@@ -30,13 +30,16 @@ from lachesis.rollouts.atropos.convert import Conversion
 from lachesis.rollouts.atropos.source import build_atropos_source, keep_given_advantages
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.custom import CustomSource
-from lachesis.rollouts.datasets import Dataset, PromptStream, load_problems, split_eval
+from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, load_problems, ranks, split_eval
 from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.evaluate import Evaluator, ScheduledEvaluation
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
 from lachesis.rollouts.streaming import StreamingSource
+from lachesis.rollouts.tools import Toolbox, load_parser, load_tools
+from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
+from lachesis.rollouts.tools.template import Continuation
 from lachesis.train.batch import Batch, pack_for_ranks
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import RepeatedFeed
@@ -85,18 +88,21 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
         tokenizer=load_tokenizer(config.model),
         system_prompt=data.system_prompt,
         conversations=data.conversations,
-        chat_template_kwargs=data.chat_template_kwargs,
         max_prompt_length=min(room, data.max_prompt_length or room),
         overlong=data.overlong_prompts,
         prepared_path=data.prepared_path,
         processes=data.processes,
         transform_config=axolotl_names(config),
     )
+    tools = load_tools(config.source.tools) if isinstance(config.source, schema.LocalSourceConfig) else []
+    told = {"tools": [dict(tool.schema) for tool in tools]} if tools else {}
+    load = partial(load, chat_template_kwargs=data.chat_template_kwargs | told)
     first = Dataset(path, data.name, data.split, data.format, data.transform, data.prompt_column)
     apart = data.eval_path is not None or data.eval_split is not None
     problems: list[Prompt] = []
     if trains or not apart:
         problems = load(first, more=[Dataset(**one.model_dump()) for one in data.more])
+        problems = keep_matching(problems, data.filter) if data.filter else problems
     if not apart:
         problems, held_out = split_eval(problems, data.eval_size, seed=config.run.seed)
     else:
@@ -290,7 +296,7 @@ def build_source(
     """Prompts of a dataset, and completions by the engine or by a function of the user."""
     assert isinstance(config.source, schema.LocalSourceConfig)
     common: dict[str, Any] = {
-        "stream": PromptStream(problems, seed=config.run.seed, shuffle=config.data.shuffle),
+        "stream": build_stream(config, problems),
         "engine": engine,
         "rewarder": rewarder,
         "decode": text_decoder(policy.loaded.tokenizer),
@@ -299,6 +305,8 @@ def build_source(
         "seed": config.run.seed,
         "generation_s": config.deadlines.generation_s,
     }
+    if config.source.tools:
+        return ToolSource(turns=build_turns(config, policy=policy, engine=engine), **common)
     streaming = config.pipeline.streaming
     if config.source.rollout_func is None and (streaming or generated_ahead(config)):
         return StreamingSource(min_groups=config.pipeline.streaming_min_groups if streaming else 1, **common)
@@ -322,6 +330,35 @@ def _sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
         return params
     ends = dict.fromkeys((*params.stop_token_ids, policy.loaded.tokenizer.convert_tokens_to_ids(token)))
     return replace(params, stop_token_ids=tuple(ends))
+
+
+def build_turns(config: LachesisConfig, *, policy: Policy, engine: Engine) -> ToolTurns:
+    """The turns of rollouts with the tools of the configuration."""
+    source, tokenizer = config.source, policy.loaded.tokenizer
+    assert isinstance(source, schema.LocalSourceConfig)
+    toolbox = Toolbox(load_tools(source.tools), timeout_s=source.tool_timeout_s)
+    kwargs = config.data.chat_template_kwargs | {"tools": toolbox.schemas}
+    return ToolTurns(
+        engine=engine,
+        toolbox=toolbox,
+        parse=load_parser(source.tool_parser),
+        continuation=Continuation(tokenizer, kwargs),
+        tokenizer=tokenizer,
+        decode=text_decoder(tokenizer),
+        limits=TurnLimits(source.max_turns, source.tool_result_tokens, source.rollout_timeout_s),
+    )
+
+
+def build_stream(config: LachesisConfig, problems: Sequence[Prompt]) -> PromptStream:
+    """The order in which training meets the problems. Raises DataError where a curriculum has no such column."""
+    data = config.data
+    return PromptStream(
+        problems,
+        seed=config.run.seed,
+        shuffle=data.shuffle,
+        ranks=None if data.order is None else ranks(problems, data.order, data.order_values),
+        ranked_epochs=data.order_epochs,
+    )
 
 
 def build_reroll(config: LachesisConfig) -> Reroll | None:
@@ -349,6 +386,7 @@ def build_evaluation(
             limit=config.evaluation.max_problems,
             seed=config.run.seed,
             generation_s=config.deadlines.generation_s,
+            turns=build_turns(config, policy=policy, engine=engine) if getattr(config.source, "tools", []) else None,
         )
     return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=total_steps(config))
 

@@ -14,7 +14,7 @@ import pytest
 from lachesis.common.sandbox.choice import VARIABLE
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import with_steps
-from lachesis.run.parts import build_reroll, build_reward_functions, load_data, pack_batch, repeated
+from lachesis.run.parts import build_reroll, build_reward_functions, build_stream, load_data, pack_batch, repeated
 from lachesis.train.distributed.strategy import SingleDevice
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.pipeline.sources import ScriptedSource, group
@@ -147,3 +147,15 @@ def test_rewards_use_the_sandbox_of_the_configuration(config, monkeypatch: pytes
     functions = ["grpo_code.code_execution_reward_func"]
     build_reward_functions(config({"path": "train.jsonl"}, rewards={"functions": functions, "sandbox": sandbox}))
     assert os.environ.get(VARIABLE) == said
+
+
+def test_filter_and_order_are_those_of_the_configuration(config: Any):
+    made = config({"path": "train.jsonl", "filter": {"prompt": ["train1=", "train7=", "train3="]}, "eval_size": 1})
+    problems, held_out = load_data(made)
+    assert (len(problems), len(held_out)) == (2, 1)
+    problems, _ = load_data(config({"path": "train.jsonl"}))
+    ordered = config(
+        {"path": "train.jsonl", "order": "prompt", "order_values": [f"train{i}=" for i in range(9, -1, -1)]}
+    )
+    found = build_stream(ordered, problems).take(10)
+    assert [prompt.text for prompt in found] == [f"train{i}=" for i in range(9, -1, -1)]

@@ -25,6 +25,7 @@ def _function_spec(config: LachesisConfig) -> Iterator[Said]:
     named += [("algorithm.loss", config.algorithm.loss)]
     if config.source.kind == "local":
         named += [("source.rollout_func", config.source.rollout_func)]
+        named += [(f"source.tools[{i}]", tool) for i, tool in enumerate(config.source.tools)]
     for key, spec in named:
         if spec is not None and not _FUNCTION_SPEC.match(spec):
             yield problem(f"{key}: {spec!r} is neither FILE.py:FUNCTION nor module.function; write one")
@@ -34,6 +35,23 @@ def _function_spec(config: LachesisConfig) -> Iterator[Said]:
                 f"rewards.functions[{i}]: {spec!r} is neither FILE.py:FUNCTION nor module.function, and no model's "
                 "directory or hub id either; write one"
             )
+
+
+def _tools(config: LachesisConfig) -> Iterator[Said]:
+    if config.source.kind != "local":
+        return
+    own = ("tool_parser", "max_turns", "tool_timeout_s", "tool_result_tokens", "rollout_timeout_s")
+    if not config.source.tools:
+        if unused := changed(config, "source", *own):
+            yield problem(f"{', '.join(unused)} go with source.tools, which is empty; name a function there")
+        return
+    if config.source.rollout_func is not None:
+        yield problem(
+            "source.tools and source.rollout_func both say how completions are made; keep one, as a function can call "
+            "tools itself"
+        )
+    if "tools" in config.data.chat_template_kwargs:
+        yield problem("data.chat_template_kwargs.tools is what source.tools sets; take it out")
 
 
 def _layers(config: LachesisConfig) -> Iterator[Said]:
@@ -65,6 +83,8 @@ def _data(config: LachesisConfig) -> Iterator[Said]:
             yield warning(f"{key}.format {part.format} does nothing: {key}.transform makes the prompts")
     if data.prepared_path is None and data.processes is not None and data.processes > 1 and data.transform is None:
         yield note(f"data.processes {data.processes}: without data.transform preparing is quick with one")
+    if data.order is None and (unused := changed(config, "data", "order_values", "order_epochs")):
+        yield problem(f"{' and '.join(unused)} go with data.order, which is unset; name a column there")
     if data.path is None and data.more:
         yield problem("data.more is further data besides data.path, which is missing; set it")
 
@@ -154,6 +174,6 @@ def _group_size(config: LachesisConfig) -> Iterator[Said]:
 
 
 INPUT_RULES: tuple[Rule, ...] = (
-    *(_run_name, _function_spec, _layers, _chat_template, _data, _reward_weights, _held_out),
+    *(_run_name, _function_spec, _tools, _layers, _chat_template, _data, _reward_weights, _held_out),
     *(_truncated_sampling, _engine_sampling, _group_size),
 )

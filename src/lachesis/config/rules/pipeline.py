@@ -71,6 +71,8 @@ def _streaming(config: LachesisConfig) -> Iterator[Said]:
             yield note(f"{key} does nothing while pipeline.streaming is false")
     elif config.source.kind == "atropos":
         yield warning("pipeline.streaming does nothing with source.kind atropos: the environments score their groups")
+    elif config.source.tools:
+        yield warning("pipeline.streaming does nothing with source.tools, which plays all rollouts of a batch together")
     elif config.source.rollout_func is not None:
         yield warning(
             "pipeline.streaming does nothing with source.rollout_func, which gives all groups of a batch at once"

@@ -68,6 +68,23 @@ class DataConfig(Section):
         description="Without `eval_path` and `eval_split`: problems split off the end after shuffling, as a count or "
         "as a share below 1.",
     )
+    filter: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keep only problems whose columns are as said: a value, a list of values, or `{min: a, max: b}` "
+        "for each column; a column with a list, as of tags, needs one of them. Not for `eval_path` and `eval_split`.",
+    )
+    order: str | None = Field(
+        default=None,
+        description="Column to go by from low to high, as `difficulty`: a number, or a text such as easy or hard. "
+        "Problems of equal value are shuffled among themselves.",
+    )
+    order_values: list[str | int | float] = Field(
+        default_factory=list[str | int | float],
+        description="With `order`: its values from first to last, where they are texts of another scale.",
+    )
+    order_epochs: PositiveInt | None = Field(
+        default=None, description="With `order`: only the first N epochs heed it; all if unset."
+    )
     shuffle: bool = Field(default=True, description="Shuffle the problems, anew each epoch.")
     max_prompt_length: PositiveInt | None = Field(
         default=None, description="Longest prompt in tokens; unset takes what the model's context leaves."
@@ -93,6 +110,28 @@ class LocalSourceConfig(Section):
         default=None,
         description="Import path or `FILE.py:FUNCTION` of a function that makes the completions itself, as for "
         "several turns with an environment.",
+    )
+    tools: list[str] = Field(
+        default_factory=list,
+        description="Import paths, or `FILE.py:FUNCTION`, of functions that the model may call: it is told of them by "
+        "the chat template, with their docstrings and types.",
+    )
+    tool_parser: str = Field(
+        default="hermes",
+        description="How the model writes a call: `hermes` (`<tool_call>{...}</tool_call>`, as Qwen does), or a "
+        "function that finds the calls in a text.",
+    )
+    max_turns: PositiveInt = Field(
+        default=8, description="Most turns of the model in a rollout with tools; a call in the last is not answered."
+    )
+    tool_timeout_s: PositiveFloat = Field(
+        default=30.0, description="Limit of one call of a tool; the model is told where it passes."
+    )
+    tool_result_tokens: PositiveInt = Field(
+        default=512, description="Longest answer of a tool in tokens; what is longer is cut."
+    )
+    rollout_timeout_s: PositiveFloat | None = Field(
+        default=None, description="With tools: after so many seconds a rollout gets no further turn."
     )
 
 

@@ -50,11 +50,26 @@ def split_eval(problems: Sequence[Prompt], eval_size: float, *, seed: int) -> tu
 class PromptStream:
     """An endless stream of prompts, epoch after epoch, whose place can be saved and found again exactly.
 
-    The order of an epoch depends on the seed and the number of the epoch only.
+    The order of an epoch depends on the seed, the number of the epoch and the ranks only.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
-        """Raises: DataError: there are no prompts, or two have one id."""
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        ranks: Sequence[float] | None = None,
+        ranked_epochs: int | None = None,
+    ) -> None:
+        """
+        Args:
+            ranks: one per prompt; those of lower rank come first in an epoch, those of equal rank as ever.
+            ranked_epochs: only so many epochs heed the ranks; all, if unset.
+
+        Raises:
+            DataError: there are no prompts, or two have one id.
+        """
         self._by_id = {prompt.id: prompt for prompt in prompts}
         if not prompts or len(self._by_id) != len(prompts):
             problem = "two prompts have one id" if prompts else "there are no prompts to train on"
@@ -62,6 +77,8 @@ class PromptStream:
         self._prompts = tuple(prompts)
         self._seed = seed
         self._shuffle = shuffle
+        self._ranks = None if ranks is None else np.asarray(ranks, dtype=np.float64)
+        self._ranked_epochs = ranked_epochs
         self._front: deque[Prompt] = deque()
         self._enter(epoch=0, index=0)
 
@@ -130,6 +147,8 @@ class PromptStream:
         order = np.arange(len(self._prompts))
         if self._shuffle:
             order = np.random.default_rng((self._seed, epoch)).permutation(order)
+        if self._ranks is not None and (self._ranked_epochs is None or epoch < self._ranked_epochs):
+            order = order[np.argsort(self._ranks[order], kind="stable")]
         self._epoch, self._index, self._order = epoch, index, order.tolist()
 
     @cached_property

@@ -30,6 +30,8 @@ Extras: TypeAlias = Mapping[str, Sequence[Any]]
 # What a completion is to a function where the prompt is a text: a list of one message, or a text like the prompt.
 TextCompletions: TypeAlias = Literal["messages", "text"]
 
+# Among the per-sample columns: the messages of a completion of several turns, which are then the completion.
+TURNS = "_turns"
 # What a function is given beside the columns of the dataset.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", *CallLog.NAMES)
 # Scoring group by group, to find the one that hangs, gives up after this many hangs in a row.
@@ -216,13 +218,18 @@ def _call(items: Sequence[Item], signature: Signature, state: TrainerState, text
         name: per_sample([group.prompt.columns.get(name) for group in groups])
         for name in filter(signature.takes, columns)
     }
-    for name in filter(signature.takes, dict.fromkeys(name for item in items for name in item.extras)):
+    given = dict.fromkeys(name for item in items for name in item.extras if name != TURNS)
+    for name in filter(signature.takes, given):
         of_items = (item.extras.get(name, [None] * len(item.group.samples)) for item in items)
         arguments[name] = [own(value) for values in of_items for value in values]
     samples = [sample for group in groups for sample in group.samples]
     if signature.takes("completions"):
         arguments["completions"] = [
-            _completion(group.prompt, sample.text, text_completions) for group in groups for sample in group.samples
+            _completion(item.group.prompt, sample.text, text_completions) if turns is None else own(turns)
+            for item in items
+            for sample, turns in zip(
+                item.group.samples, item.extras.get(TURNS, [None] * len(item.group.samples)), strict=True
+            )
         ]
     if signature.takes("completion_ids"):
         arguments["completion_ids"] = [list(sample.completion_ids) for sample in samples]

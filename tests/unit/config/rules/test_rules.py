@@ -49,8 +49,15 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"data": {"transform": "prompts"}}, "data.transform: 'prompts' is neither FILE.py:FUNCTION"),
         ({"data": {"more": [{"path": "b.jsonl", "transform": "f"}]}}, "data.more[0].transform: 'f' is neither"),
         ({"data": {"path": None, "more": [{"path": "b.jsonl"}]}}, "data.more is further data besides data.path"),
+        ({"data": {"order_epochs": 2}}, "data.order_epochs go with data.order, which is unset"),
         ({"algorithm": {"loss": "mine"}}, "algorithm.loss: 'mine' is neither"),
         ({"source": {"kind": "local", "rollout_func": "f"}}, "source.rollout_func: 'f' is neither"),
+        ({"source": {"kind": "local", "max_turns": 3}}, "source.max_turns go with source.tools, which is empty"),
+        (
+            {"source": {"kind": "local", "tools": ["a.b"], "rollout_func": "c.d"}},
+            "source.tools and source.rollout_func both say",
+        ),
+        ({"source": {"kind": "local", "tools": ["a"]}}, "source.tools[0]: 'a' is neither"),
         ({"data": {"eval_split": "test", "eval_size": 0.1}}, "data.eval_split and data.eval_size both"),
         ({"evaluation": {"samples_per_problem": 4}}, "all samples of a problem would be the same"),
         (

@@ -60,8 +60,10 @@ def code_execution_reward_func(
     ]
     if any(work is not None for work in works):
         shared_sandbox()
+    different = list(dict.fromkeys(works))  # a model that has learned something repeats itself
     with ThreadPoolExecutor(max_workers=min(count, os.cpu_count() or 1) or 1) as pool:
-        scores = list(pool.map(_score, works))
+        scored = dict(zip(different, pool.map(_score, different), strict=True))
+    scores = [scored[work] for work in works]
     if log_metric is not None:
         log_metric("sandbox_failures", sum(isinstance(score, Excluded) for score in scores))
     return scores
@@ -78,7 +80,7 @@ class _Work:
     """Code to run with its tests; without code nothing passes."""
 
     code: str
-    tests: Sequence[CodeTest]
+    tests: tuple[CodeTest, ...]
     imports: str
 
 
@@ -92,7 +94,7 @@ def _work(text: str, tests: Sequence[CodeTest], reference: str, before: str) -> 
         tests = [_name_test(name, before) for name in names]
         if before and not set(names) & set(_all_names(code)):  # what was there before is no answer
             code = ""
-    return _Work(join_turns(before, code) if _does_something(code) else "", tests, _imports(reference))
+    return _Work(join_turns(before, code) if _does_something(code) else "", tuple(tests), _imports(reference))
 
 
 def _score(work: _Work | None) -> float | Excluded | None:
@@ -204,4 +206,4 @@ def _parsed(code: str) -> ast.Module:
 
 
 def _text(completion: Any) -> str:
-    return completion if isinstance(completion, str) else completion[0]["content"]
+    return completion if isinstance(completion, str) else completion[-1]["content"]

@@ -1,0 +1,116 @@
+"""Which problems are trained on, and in what order: by columns such as their difficulty and tags."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from lachesis.common.errors import DataError, nearest
+from lachesis.common.types import Prompt
+
+# What texts of difficulty mean where nobody says otherwise, from easy to hard.
+SCALE = ("trivial", "very easy", "easy", "simple", "medium", "intermediate", "hard", "difficult", "very hard", "expert")
+
+
+def keep_matching(prompts: Sequence[Prompt], wanted: Mapping[str, Any]) -> list[Prompt]:
+    """The problems whose columns are all as ``wanted`` says.
+
+    Args:
+        wanted: for each column a value, a list of values of which one has to match, or ``{"min": a, "max": b}`` with
+            either or both (both included). A column with a list matches where one of its entries does. A row without
+            a value matches nothing.
+
+    Raises:
+        DataError: there is no such column, one is compared that is no number, or nothing remains.
+    """
+    for column in wanted:
+        _require_column(prompts, column, "data.filter")
+    kept = [one for one in prompts if all(_matches(one, column, value) for column, value in wanted.items())]
+    if not kept:
+        raise DataError(
+            f"data.filter leaves none of {len(prompts)} problems", remedy=f"loosen it: {_values_of(prompts, wanted)}"
+        )
+    return kept
+
+
+def ranks(prompts: Sequence[Prompt], column: str, scale: Sequence[Any] = ()) -> list[float]:
+    """The rank of each problem by a column, the easiest lowest: numbers by value, texts by their place in ``scale``.
+
+    A row without a value comes last.
+
+    Raises:
+        DataError: there is no such column, or a value is no number and not in ``scale``.
+    """
+    _require_column(prompts, column, "data.order")
+    places = {value: float(place) for place, value in enumerate(scale or SCALE)}
+    return [_rank(one, column, places, given=bool(scale)) for one in prompts]
+
+
+def _rank(prompt: Prompt, column: str, places: Mapping[Any, float], *, given: bool) -> float:
+    value = prompt.columns.get(column)
+    if value is None:
+        return float("inf")
+    key = value if given or not isinstance(value, str) else value.strip().lower()
+    if isinstance(key, str | int | float) and key in places:
+        return places[key]
+    number = _number(value)
+    if number is None or given:
+        raise DataError(
+            f"problem {prompt.id}: data.order is {column!r}, whose value {value!r} has no place in the order",
+            remedy="list all values from first to last in data.order_values",
+        )
+    return number
+
+
+def _matches(prompt: Prompt, column: str, wanted: Any) -> bool:
+    value = prompt.columns.get(column)
+    if value is None:
+        return False
+    entries = value if isinstance(value, list | tuple) else [value]
+    if isinstance(wanted, Mapping):
+        return any(_within(prompt, column, entry, wanted) for entry in entries)
+    accepted: Collection[Any] = wanted if isinstance(wanted, list | tuple) else [wanted]
+    return any(_same(entry, one) for entry in entries for one in accepted)
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    """Equal; files such as CSV have texts only, where numbers are written down."""
+    return value == wanted or (isinstance(value, str) and not isinstance(wanted, str) and value == str(wanted))
+
+
+def _within(prompt: Prompt, column: str, value: Any, bounds: Mapping[str, Any]) -> bool:
+    number = _number(value)
+    if number is None:
+        raise DataError(
+            f"problem {prompt.id}: data.filter compares {column!r} with numbers, and its value is {value!r}",
+            remedy="list the values that are wanted",
+        )
+    return bounds.get("min", number) <= number <= bounds.get("max", number)
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _require_column(prompts: Sequence[Prompt], column: str, key: str) -> None:
+    names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
+    if column not in names:
+        close = nearest(column, names, cutoff=0.5)
+        raise DataError(
+            f"{key} names the column {column!r}, and the problems have {', '.join(names) or 'none'}",
+            remedy=f"did you mean {close!r}?" if close else "name one of them; a transform may remove columns",
+        )
+
+
+def _values_of(prompts: Sequence[Prompt], columns: Collection[str]) -> str:
+    """The values that there are, a few for each column."""
+    parts: list[str] = []
+    for column in columns:
+        values = list(dict.fromkeys(repr(prompt.columns.get(column)) for prompt in prompts))
+        parts.append(f"{column} is {', '.join(values[:5])}{', ...' if len(values) > 5 else ''}")
+    return "; ".join(parts)

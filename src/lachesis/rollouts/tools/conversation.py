@@ -1,0 +1,57 @@
+"""A rollout of several turns, token by token: what the model sampled, and what was written to it in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, Message, Sample, VersionSpan
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One rollout as it grows. ``mask`` is 1 for tokens of the model; others have the logprob 0."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    mask: list[int] = field(default_factory=list[int])
+    messages: list[Message] = field(default_factory=list[Message])
+    finish_reason: FinishReason = "stop"
+    versions: VersionSpan = UNKNOWN_VERSIONS
+    turns: int = 0
+    calls: int = 0
+
+    @property
+    def next_prompt(self) -> tuple[int, ...]:
+        """All tokens so far: what the next turn is sampled after."""
+        return (*self.prompt_ids, *self.token_ids)
+
+    def sample(self, completion: Completion) -> None:
+        """Add a turn of the model, exactly as it was sampled."""
+        first = completion.versions.first if self.turns == 0 else self.versions.first
+        self.token_ids += completion.token_ids
+        self.logprobs += completion.logprobs
+        self.mask += [1] * len(completion.token_ids)
+        self.versions = VersionSpan(first, completion.versions.last)
+        self.finish_reason = completion.finish_reason
+        self.turns += 1
+
+    def give(self, token_ids: Sequence[int]) -> None:
+        """Add what the model did not write."""
+        self.token_ids += token_ids
+        self.logprobs += [0.0] * len(token_ids)
+        self.mask += [0] * len(token_ids)
+
+    def as_sample(self, *, text: str, temperature: float) -> Sample:
+        """All of it as one completion."""
+        return Sample(
+            prompt_ids=self.prompt_ids,
+            completion_ids=tuple(self.token_ids),
+            logprobs=tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            versions=self.versions,
+            text=text,
+            mask=None if all(self.mask) else tuple(self.mask),
+            temperature=temperature,
+        )

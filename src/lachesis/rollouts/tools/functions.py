@@ -1,0 +1,138 @@
+"""Python functions as tools: what a chat template is told of them, and calls that may raise or hang."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.errors import ConfigError
+from lachesis.common.imports import load_function
+from lachesis.common.threads import DaemonThread
+from lachesis.rollouts.tools.parsers import ToolCall
+
+_AT_ONCE = 32
+_LONGEST_ERROR = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function, and its description in the format of chat templates (JSON schema)."""
+
+    name: str
+    function: Callable[..., Any]
+    schema: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a call gave, as the model reads it; ``failed`` where that is an error."""
+
+    call: ToolCall
+    text: str
+    failed: bool = False
+
+    def message(self) -> dict[str, str]:
+        """The message that answers the call."""
+        return {"role": "tool", "name": self.call.name, "content": self.text}
+
+
+def load_tools(specs: Sequence[str], base_dir: Path | None = None) -> list[Tool]:
+    """The functions of ``module.function`` or ``FILE.py:FUNCTION``, described by their docstrings and types.
+
+    Raises:
+        ConfigError: one cannot be loaded or described, or two have one name.
+    """
+    tools = [_tool(spec, load_function(spec, base_dir)) for spec in specs]
+    names = [tool.name for tool in tools]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"two tools are called {twice[0]!r}", remedy="rename one of the functions")
+    return tools
+
+
+def _tool(spec: str, function: Callable[..., Any]) -> Tool:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema = get_json_schema(function)
+    except Exception as error:  # by the library's own classes, some of which are no public names
+        raise ConfigError(
+            f"the tool {spec!r} cannot be described: {error}",
+            remedy="give it a docstring with a sentence and `Args:` with a line for each argument, and types",
+        ) from error
+    return Tool(schema["function"]["name"], function, schema)
+
+
+class Toolbox:
+    """Calls tools, several at the same time, each on a thread of its own.
+
+    Args:
+        timeout_s: limit of one call. A call that hangs is left behind; a thread cannot be killed.
+    """
+
+    def __init__(self, tools: Sequence[Tool], *, timeout_s: float) -> None:
+        self.tools = tuple(tools)
+        self._by_name = {tool.name: tool for tool in tools}
+        self._timeout_s = timeout_s
+        self._idle: list[DaemonThread] = []
+
+    @property
+    def schemas(self) -> list[Mapping[str, Any]]:
+        """What a chat template is given as ``tools``."""
+        return [tool.schema for tool in self.tools]
+
+    def call_all(self, calls: Sequence[ToolCall]) -> list[Observation]:
+        """What the calls give, in their order. Whatever a tool does, there is an observation for it."""
+        found: list[Observation] = []
+        for start in range(0, len(calls), _AT_ONCE):
+            begun = [self._begin(call) for call in calls[start : start + _AT_ONCE]]
+            end = time.monotonic() + self._timeout_s
+            found += [one if isinstance(one, Observation) else self._finish(*one, end=end) for one in begun]
+        return found
+
+    def close(self) -> None:
+        """End the threads. Idempotent."""
+        while self._idle:
+            self._idle.pop().abandon()
+
+    def _begin(self, call: ToolCall) -> Observation | tuple[ToolCall, DaemonThread, Future[Any]]:
+        if problem := call.error or self._misuse(call):
+            return Observation(call, f"error: {problem}", failed=True)
+        try:
+            thread = self._idle.pop()  # which other calls may do at the same time
+        except IndexError:
+            thread = DaemonThread("lachesis-tool")
+        return call, thread, thread.submit(self._by_name[call.name].function, call.arguments)
+
+    def _finish(self, call: ToolCall, thread: DaemonThread, future: Future[Any], *, end: float) -> Observation:
+        try:
+            error = future.exception(max(0.0, end - time.monotonic()))
+        except TimeoutError:  # of the wait; the tool's own comes back as a value
+            thread.abandon()
+            return Observation(call, f"error: the call took longer than {self._timeout_s:g} s", failed=True)
+        self._idle.append(thread)
+        if error is None:
+            try:
+                return Observation(call, _as_text(future.result()))
+            except (TypeError, ValueError, RecursionError) as unwritable:
+                error = unwritable
+        return Observation(call, f"error: {type(error).__name__}: {error}"[:_LONGEST_ERROR], failed=True)
+
+    def _misuse(self, call: ToolCall) -> str:
+        tool = self._by_name.get(call.name)
+        if tool is None:
+            return f"there is no tool {call.name!r}; there are {', '.join(self._by_name)}"
+        try:
+            inspect.signature(tool.function).bind(**call.arguments)
+        except TypeError as error:
+            return f"{call.name}: {error}"
+        return ""
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

@@ -1,0 +1,113 @@
+"""How a model writes that it calls a tool: from the text of a turn to calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from lachesis.common.errors import ConfigError
+from lachesis.common.imports import describe_exception, load_function
+
+_HERMES = re.compile(r"<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as the model asked for it. ``error`` says why it is none; it is answered with that."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedTurn:
+    """A turn of the model: what it says, and the tools that it calls."""
+
+    content: str
+    calls: tuple[ToolCall, ...] = ()
+
+
+# From the text of a turn, without its end token, to what it is.
+ToolParser: TypeAlias = Callable[[str], ParsedTurn]
+
+
+def hermes(text: str) -> ParsedTurn:
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or several times: as Hermes and Qwen do."""
+    calls = tuple(_hermes_call(match["call"]) for match in _HERMES.finditer(text))
+    return ParsedTurn(_HERMES.sub("", text).strip() if calls else text, calls)
+
+
+def _hermes_call(text: str) -> ToolCall:
+    try:
+        call = json.loads(text)
+    except ValueError as error:
+        return ToolCall("", error=f"the call is no JSON: {error}")
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        return ToolCall("", error='the call is no {"name": ..., "arguments": {...}}')
+    return _checked(call["name"], call.get("arguments", {}))
+
+
+PARSERS: Mapping[str, ToolParser] = {"hermes": hermes}
+
+
+def load_parser(spec: str, base_dir: Path | None = None) -> ToolParser:
+    """A parser by its name, or a function of the user by its import path.
+
+    The function takes the text of a turn and returns ``(content, calls)`` or the calls alone; each call is a mapping
+    with ``name`` and ``arguments``.
+
+    Raises:
+        ConfigError: it cannot be loaded; later, from the parser itself, that it raised or returned something else.
+    """
+    if (known := PARSERS.get(spec)) is not None:
+        return known
+    if "." not in spec and ":" not in spec:
+        raise ConfigError(
+            f"source.tool_parser {spec!r} does not exist",
+            remedy=f"choose one of {', '.join(PARSERS)}, or name a function as module.function or FILE.py:FUNCTION",
+        )
+    function = load_function(spec, base_dir)
+
+    def parse(text: str) -> ParsedTurn:
+        try:
+            found = function(text)
+            content, calls = found if isinstance(found, tuple) and len(found) == 2 else (text, found)
+            return ParsedTurn(str(content), tuple(_given(call) for call in _listed(calls)))
+        except Exception as error:
+            raise ConfigError(
+                f"the tool parser {spec!r} failed: {describe_exception(error, function)}",
+                remedy='let it return (content, [{"name": ..., "arguments": {...}}, ...]) for any text',
+            ) from error
+
+    return parse
+
+
+def _listed(calls: object) -> Sequence[Any]:
+    if calls is None:
+        return ()
+    if isinstance(calls, str | Mapping) or not isinstance(calls, Iterable):
+        raise TypeError(f"it returned {type(calls).__name__}, not a list of calls")
+    return list(calls)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+
+
+def _given(call: Any) -> ToolCall:
+    if isinstance(call, ToolCall):
+        return call
+    return _checked(str(call["name"]), call.get("arguments", {}))
+
+
+def _checked(name: str, arguments: object) -> ToolCall:
+    """Arguments may be JSON in a text, as in OpenAI's format."""
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError as error:
+            return ToolCall(name, error=f"the arguments are no JSON: {error}")
+    if not isinstance(arguments, Mapping):
+        return ToolCall(name, error="the arguments are no object")
+    return ToolCall(name, {str(key): value for key, value in arguments.items()})  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]

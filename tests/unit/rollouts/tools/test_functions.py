@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lachesis.common.errors import ConfigError
+from lachesis.rollouts.tools.functions import Tool, Toolbox, load_tools
+from lachesis.rollouts.tools.parsers import ToolCall
+
+TOOLS = '''
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers.
+
+    Args:
+        a: The first.
+        b: The second.
+    """
+    return a + b
+
+def undescribed(a):
+    return a
+'''
+
+
+def tool(function) -> Tool:
+    return Tool(function.__name__, function, {})
+
+
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+
+def fail(why: str) -> str:
+    raise ValueError(why)
+
+
+async def sleep(seconds: float) -> dict[str, float]:
+    await asyncio.sleep(seconds)
+    return {"slept": seconds}
+
+
+@pytest.fixture
+def toolbox() -> Iterator[Toolbox]:
+    box = Toolbox([tool(add), tool(fail), tool(sleep)], timeout_s=0.5)
+    yield box
+    box.close()
+
+
+def test_calls_are_answered_in_their_order(toolbox: Toolbox):
+    found = toolbox.call_all(
+        [ToolCall("add", {"a": 1, "b": 2}), ToolCall("sleep", {"seconds": 0}), ToolCall("add", {"a": 4})]
+    )
+    assert [(one.text, one.failed) for one in found] == [("3", False), ('{"slept": 0}', False), ("5", False)]
+    assert found[0].message() == {"role": "tool", "name": "add", "content": "3"}
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (ToolCall("fail", {"why": "no"}), "error: ValueError: no"),
+        (ToolCall("subtract", {}), "error: there is no tool 'subtract'; there are add, fail, sleep"),
+        (ToolCall("add", {"c": 1}), "error: add: missing a required argument: 'a'"),
+        (ToolCall("add", error="the call is no JSON"), "error: the call is no JSON"),
+        (ToolCall("sleep", {"seconds": 60}), "error: the call took longer than 0.5 s"),
+    ],
+)
+def test_errors_are_answers_too(toolbox: Toolbox, call: ToolCall, text: str):
+    bad, good = toolbox.call_all([call, ToolCall("add", {"a": 1})])
+    assert (bad.text, bad.failed) == (text, True)
+    assert (good.text, good.failed) == ("2", False)
+
+
+def test_calls_run_at_the_same_time():
+    meeting = threading.Barrier(3)
+
+    def meet() -> str:
+        meeting.wait(5)
+        return "met"
+
+    box = Toolbox([tool(meet)], timeout_s=10)
+    started = time.monotonic()
+    assert [one.text for one in box.call_all([ToolCall("meet")] * 3)] == ["met"] * 3
+    assert time.monotonic() - started < 5
+    box.close()
+
+
+class TestLoading:
+    def test_a_tool_is_described_by_docstring_and_types(self, tmp_path: Path):
+        (tmp_path / "mine.py").write_text(TOOLS)
+        (found,) = load_tools(["mine.py:add"], tmp_path)
+        described = found.schema["function"]
+        assert (found.name, described["description"]) == ("add", "Add two numbers.")
+        assert described["parameters"]["properties"]["a"] == {"type": "integer", "description": "The first."}
+        assert described["parameters"]["required"] == ["a"]
+
+    def test_one_without_a_docstring(self, tmp_path: Path):
+        (tmp_path / "mine.py").write_text(TOOLS)
+        with pytest.raises(ConfigError, match="cannot be described"):
+            load_tools(["mine.py:undescribed"], tmp_path)
+
+    def test_two_of_one_name(self, tmp_path: Path):
+        (tmp_path / "mine.py").write_text(TOOLS)
+        with pytest.raises(ConfigError, match="two tools are called 'add'"):
+            load_tools(["mine.py:add", "mine.py:add"], tmp_path)

@@ -1,0 +1,205 @@
+"""Turns with tools: tokens as they were sampled, masks, limits, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.types import GenerationRequest, Message, Prompt, SamplingParams
+from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
+from lachesis.rollouts.tools.functions import Tool, Toolbox
+from lachesis.rollouts.tools.parsers import hermes
+from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
+from lachesis.rollouts.tools.template import Continuation, answer_message
+from tests.fakes import FakeEngine
+from tests.tiny import EOS, tiny_tokenizer
+
+TEMPLATE = """
+{%- for message in messages %}[{{ message.role }}]
+{%- if message.role == 'assistant' %}{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<eos>
+{%- else %}{{ message.content }}{% endif %};{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+CALL = '<tool_call>{"name": "double", "arguments": {"x": %s}}</tool_call>'
+QUESTION: Message = {"role": "user", "content": "twice 4?"}
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    made = tiny_tokenizer()
+    made.chat_template = TEMPLATE
+    return made
+
+
+def double(x: int) -> int:
+    return 2 * x
+
+
+def build(tokenizer: Any, answers: Sequence[Sequence[str]], **limits: Any) -> tuple[ToolTurns, FakeEngine]:
+    """An engine that says ``answers[turn][number]`` to the conversation ``number`` of a group."""
+    asked: dict[int, int] = {}
+
+    def answer(request: GenerationRequest, index: int) -> list[int]:
+        text = tokenizer.decode(request.prompt_ids)
+        turn = text.count("[assistant]") - 1
+        number = index if turn == 0 else asked.setdefault(hash((text, request.seed)), len(asked))
+        said = answers[turn][number % len(answers[turn])]
+        return tokenizer(said)["input_ids"]
+
+    engine = FakeEngine(answer)
+    turns = ToolTurns(
+        engine=engine,
+        toolbox=Toolbox([Tool("double", double, {})], timeout_s=5),
+        parse=hermes,
+        continuation=Continuation(tokenizer, {}),
+        tokenizer=tokenizer,
+        decode=text_decoder(tokenizer),
+        limits=TurnLimits(**({"turns": 4, "result_tokens": 20} | limits)),
+    )
+    return turns, engine
+
+
+def prompt(tokenizer: Any) -> Prompt:
+    text = tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
+    return Prompt(id="0", token_ids=tuple(tokenizer(text)["input_ids"]), text=text, messages=(QUESTION,))
+
+
+def play(turns: ToolTurns, tokenizer: Any, *, n: int = 1, max_tokens: int = 400, prompts: Any = None) -> Any:
+    (item,) = turns.sample(
+        [prompts or prompt(tokenizer)],
+        params=SamplingParams(max_tokens=max_tokens),
+        num_generations=n,
+        seeds=[1],
+        deadline=Deadline("test", 10),
+    )
+    return item
+
+
+def test_a_call_is_answered_and_what_was_sampled_stays_as_it_was(tokenizer: Any):
+    odd = '<tool_call>{"arguments":{"x":4},  "name":"double"}</tool_call>'  # not as the template would write it
+    turns, engine = build(tokenizer, [[f"{odd}{EOS}"], [f"8!{EOS}"]])
+    item = play(turns, tokenizer)
+    (sample,) = item.group.samples
+    told = ";[tool]8;[assistant]"
+    assert tokenizer.decode(sample.completion_ids) == f"{odd}{EOS}{told}8!{EOS}"
+    sampled = len(tokenizer(f"{odd}{EOS}")["input_ids"])
+    assert sample.mask == (*(1,) * sampled, *(0,) * len(told), *(1,) * 3)
+    assert [logprob for logprob, own in zip(sample.logprobs, sample.mask, strict=True) if own] == [-0.5] * (sampled + 3)
+    assert engine.requests[1][0].prompt_ids == sample.prompt_ids + sample.completion_ids[: sampled + len(told)]
+    assert engine.requests[1][0].params.max_tokens == 400 - sampled - len(told)
+    assert [message["role"] for message in item.extras["_turns"][0]] == ["assistant", "tool", "assistant"]
+    assert item.extras["_turns"][0][-1]["content"] == "8!"
+    assert (item.extras["turns"], item.extras["tool_calls"]) == ([2], [1])
+
+
+def test_the_first_turn_is_as_without_tools(tokenizer: Any):
+    turns, engine = build(tokenizer, [[f"a{EOS}", f"b{EOS}"]])
+    item = play(turns, tokenizer, n=2)
+    assert engine.requests == [[GenerationRequest(prompt(tokenizer).token_ids, SamplingParams(max_tokens=400), 2, 1)]]
+    assert [sample.mask for sample in item.group.samples] == [None, None]
+    assert [sample.text for sample in item.group.samples] == ["a", "b"]
+
+
+def test_several_calls_of_one_turn_are_answered_together(tokenizer: Any):
+    turns, _ = build(tokenizer, [[f"{CALL % 4}{CALL % 5}{EOS}"], [f"ok{EOS}"]])
+    item = play(turns, tokenizer)
+    assert ";[tool]8;[tool]10;[assistant]ok" in tokenizer.decode(item.group.samples[0].completion_ids)
+    ids = [message["tool_call_id"] for message in item.extras["_turns"][0] if message["role"] == "tool"]
+    assert len(set(ids)) == 2
+    assert turns.take_counts() == {"turns": 2, "tool_calls": 2, "tool_errors": 0, "tool_calls/double": 2}
+
+
+def test_errors_are_told_and_counted(tokenizer: Any):
+    turns, _ = build(tokenizer, [['<tool_call>{"name": "triple"}</tool_call>' + EOS], [f"ok{EOS}"]], result_tokens=80)
+    item = play(turns, tokenizer)
+    assert "[tool]error: there is no tool 'triple'" in item.group.samples[0].text
+    counts = turns.take_counts()
+    assert (counts["tool_calls"], counts["tool_errors"], counts["tool_errors/unknown"]) == (1, 1, 1)
+
+
+def test_the_last_turn_that_there_may_be_is_not_answered(tokenizer: Any):
+    turns, engine = build(tokenizer, [[f"{CALL % 4}{EOS}"], [f"{CALL % 8}{EOS}"]], turns=2)
+    item = play(turns, tokenizer)
+    assert len(engine.requests) == 2
+    assert item.extras["_turns"][0][-1]["role"] == "assistant", "what a tool says is never the answer"
+    assert item.group.samples[0].mask[-1] == 1
+
+
+def test_an_answer_without_room_for_a_turn_after_it_is_not_given(tokenizer: Any):
+    turns, engine = build(tokenizer, [[f"{CALL % 4}{EOS}"]])
+    whole = len(tokenizer(f"{CALL % 4}{EOS}")["input_ids"])
+    item = play(turns, tokenizer, max_tokens=whole + 5)
+    assert len(engine.requests) == 1
+    assert (item.group.samples[0].finish_reason, len(item.group.samples[0].completion_ids)) == ("length", whole)
+
+
+def test_a_turn_that_was_cut_off_is_the_last(tokenizer: Any):
+    turns, engine = build(tokenizer, [[f"{CALL % 4}and so on"]])
+    play(turns, tokenizer, max_tokens=len(CALL % 4) + 2)
+    assert len(engine.requests) == 1
+
+
+def test_no_turn_begins_after_the_limit_of_time(tokenizer: Any):
+    turns, engine = build(tokenizer, [[f"{CALL % 4}{EOS}"]], seconds=-1.0)
+    play(turns, tokenizer)
+    assert len(engine.requests) == 1
+
+
+def test_a_long_answer_is_cut(tokenizer: Any):
+    turns, _ = build(tokenizer, [[f"{CALL % ('4' * 30)}{EOS}"], [f"ok{EOS}"]])
+    item = play(turns, tokenizer)
+    assert f"[tool]{'8' * 20} ... (cut);[assistant]ok" in item.group.samples[0].text
+
+
+def test_a_text_has_no_place_to_tell_of_tools(tokenizer: Any):
+    turns, _ = build(tokenizer, [["a"]])
+    with pytest.raises(DataError, match="prompt '0' is a text"):
+        play(turns, tokenizer, prompts=replace(prompt(tokenizer), messages=None))
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Any):
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content if loop.last else '' }}<eos>{% endfor %}"
+    with pytest.raises(ConfigError, match="otherwise once messages follow"):
+        Continuation(tokenizer, {}).tokens(answer_message("a", []), [{"role": "tool", "content": "b"}], ended=True)
+
+
+def test_a_turn_without_its_end_gets_it_from_the_template(tokenizer: Any):
+    tokens = partial(Continuation(tokenizer, {}).tokens, answer_message("a", []), [{"role": "tool", "content": "b"}])
+    assert tokenizer.decode(tokens(ended=True)) == ";[tool]b;[assistant]"
+    assert tokenizer.decode(tokens(ended=False)) == f"{EOS};[tool]b;[assistant]"
+
+
+def test_rewards_get_all_messages_and_the_counts(tokenizer: Any):
+    turns, _ = build(tokenizer, [[f"{CALL % 4}{EOS}"], [f"8{EOS}"]])
+    seen: list[Any] = []
+
+    def reward(completions: Any, turns: Any, tool_calls: Any) -> list[float]:
+        seen.append((completions, turns, tool_calls))
+        return [float(messages[-1]["content"] == "8") for messages in completions]
+
+    source = ToolSource(
+        turns=turns,
+        stream=PromptStream([prompt(tokenizer)], seed=0),
+        engine=turns.engine,
+        rewarder=Rewarder([NamedReward("reward", reward)]),
+        decode=turns.decode,
+        params=SamplingParams(max_tokens=400),
+        num_generations=2,
+        seed=0,
+    )
+    (group,) = source.next_groups(1, deadline=Deadline("test", 10))
+    assert group.rewards == (1.0, 1.0)
+    ((completions, turn_counts, calls),) = seen
+    assert [message["role"] for message in completions[0]] == ["assistant", "tool", "assistant"]
+    assert (turn_counts, calls) == ([2, 2], [1, 1])
+    counters = source.counters()
+    assert (counters["turns"], counters["tool_calls"], counters["tool_calls/double"]) == (4, 2, 2)
+    source.close()
