@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from lachesis.common.given import given, is_given
 
 # Examples name the functions of this module; who has written it has others under the same names.
 _BUILT_IN = "grpo_code"
+_RELATIVE_IMPORT = re.compile(rb"^[ \t]*from[ \t]+\.", re.MULTILINE)
 _BUILT_IN_ROOM = "lachesis.rollouts.rewards"
 
 
@@ -84,6 +86,8 @@ def _load_file(spec: str, file: Path) -> ModuleType:
     name = f"_lachesis_{file.stem}_{hashlib.sha256(str(file).encode() + content).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
+    if _RELATIVE_IMPORT.search(content):
+        return _load_of_package(spec, file)
     plan = importlib.util.spec_from_file_location(name, file)
     if plan is None or plan.loader is None:
         raise ConfigError(f"{spec!r}: {file} is no Python file", remedy="name a file that ends in .py")
@@ -96,6 +100,28 @@ def _load_file(spec: str, file: Path) -> ModuleType:
         except BaseException:
             del sys.modules[name]
             raise
+    return module
+
+
+def _load_of_package(spec: str, file: Path) -> ModuleType:
+    """Import a file that imports others relative to itself, as a part of the package that its folder is in.
+
+    Raises:
+        ConfigError: another package of that name is loaded already, or the import fails.
+    """
+    folder, parts = file.parent, [file.parent.name, file.stem]
+    while (folder / "__init__.py").is_file() and (folder.parent / "__init__.py").is_file():
+        folder = folder.parent
+        parts.insert(0, folder.name)
+    name = ".".join(parts if parts[-1] != "__init__" else parts[:-1])
+    with _import_errors(spec, file=str(file)), _first_on_path(folder.parent):
+        module = importlib.import_module(name)
+    if Path(module.__file__ or "").resolve() != file:
+        raise ConfigError(
+            f"{spec!r}: {file} imports relative to itself, and the package {parts[0]!r} that is found is another "
+            f"({module.__file__})",
+            remedy="rename the folder",
+        )
     return module
 
 

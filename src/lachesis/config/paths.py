@@ -119,7 +119,10 @@ class _Places:
         path = self.path(value)
         return path if local or _looks_like_path(value) or Path(path).is_dir() else value
 
-    def reward(self, spec: str) -> str:
+    def reward(self, spec: str | dict[str, Any]) -> str | dict[str, Any]:
+        if isinstance(spec, dict):
+            name = spec.get("function")
+            return {**spec, "function": self.reward(name)} if isinstance(name, str) else spec
         return self.model(spec) if is_model_spec(spec) else self.function(spec)
 
     def data(self, value: str) -> str:

@@ -75,7 +75,8 @@ def _place(location: tuple[str | int, ...], root: type[BaseModel]) -> tuple[Plac
 def _in_a_mapping_of_a_list(detail: Mapping[str, Any], *, place: Place, document: Document) -> tuple[str, str] | None:
     """A problem inside one of a list of mappings, as ``data.more[0].split``; None where it is elsewhere."""
     rest = detail["loc"][len(place) :]
-    if len(rest) != 2 or not isinstance(rest[0], int) or not isinstance(rest[1], str):
+    of_mappings = any("list of mappings" in key.type for key in find_keys(".".join(map(str, place))))
+    if not of_mappings or len(rest) != 2 or not isinstance(rest[0], int) or not isinstance(rest[1], str):
         return None
     here = (*place, *rest)
     if detail["type"] == "extra_forbidden":
@@ -155,7 +156,7 @@ def _correction(key: Key, value: Any) -> str:
         return f"; did you mean {choice}?"
     if isinstance(value, str) and key.type == "true or false" and value.lower() in _YAML_1_1_BOOLEANS:
         return f"; write {_YAML_1_1_BOOLEANS[value.lower()]}"
-    if isinstance(value, str) and "list of text" in key.type and "text or" not in key.type:
+    if isinstance(value, str) and "list of text" in key.type and not key.type.startswith("text or"):
         return f"; write [{value}]"
     if isinstance(value, bool | int | float) and "text" in key.type:
         return "; put it in quotes"

@@ -133,3 +133,23 @@ def test_the_place_of_an_exception_is_the_innermost_one_in_the_file():
     line = outer.__code__.co_firstlineno + 1
     assert describe_exception(caught.value, __file__) == f"KeyError: 'key' (test_imports.py:{line})"
     assert describe_exception(ValueError(), None) == "ValueError"
+
+
+def test_a_file_of_a_package_imports_relative_to_itself(tmp_path):
+    write(tmp_path / "scores" / "__init__.py", "")
+    write(tmp_path / "scores" / "text" / "__init__.py", "")
+    write(tmp_path / "scores" / "base.py", "VALUE = 7")
+    write(tmp_path / "scores" / "text" / "exact.py", "from ..base import VALUE\ndef f(): return VALUE")
+    assert load_function(f"{tmp_path}/scores/text/exact.py:f")() == 7
+    write(tmp_path / "loose" / "other.py", "VALUE = 8")
+    write(tmp_path / "loose" / "exact.py", "from .other import VALUE\ndef f(): return VALUE")
+    assert load_function("loose/exact.py:f", tmp_path)() == 8
+
+
+def test_a_package_of_that_name_from_elsewhere_is_refused(tmp_path):
+    for root in ("one", "two"):
+        write(tmp_path / root / "mine" / "__init__.py", "")
+        write(tmp_path / root / "mine" / "f.py", f"from . import __name__\ndef f(): return {root!r}")
+    assert load_function("mine/f.py:f", tmp_path / "one")() == "one"
+    with pytest.raises(ConfigError, match="the package 'mine' that is found is another"):
+        load_function("mine/f.py:f", tmp_path / "two")

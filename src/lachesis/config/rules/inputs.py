@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
+from lachesis.common.errors import nearest
+from lachesis.config.document import describe
 from lachesis.config.paths import is_model_spec
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
 from lachesis.config.schema import LachesisConfig, SamplingConfig
+from lachesis.config.schema.rollouts import NAMED_REWARDS
 
 _FUNCTION_SPEC = re.compile(r"^(?:.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)$")
 
@@ -29,12 +33,22 @@ def _function_spec(config: LachesisConfig) -> Iterator[Said]:
     for key, spec in named:
         if spec is not None and not _FUNCTION_SPEC.match(spec):
             yield problem(f"{key}: {spec!r} is neither FILE.py:FUNCTION nor module.function; write one")
-    for i, spec in enumerate(config.rewards.functions):
-        if not _FUNCTION_SPEC.match(spec) and not is_model_spec(spec):
-            yield problem(
-                f"rewards.functions[{i}]: {spec!r} is neither FILE.py:FUNCTION nor module.function, and no model's "
-                "directory or hub id either; write one"
-            )
+    for i, given in enumerate(config.rewards.functions):
+        spec = given if isinstance(given, str) else given.get("function")
+        if not isinstance(spec, str) or (isinstance(given, dict) and not _is_call(given)):
+            yield problem(f"rewards.functions[{i}]: expected `function` and `kwargs`, a mapping, got {describe(given)}")
+            continue
+        if spec in NAMED_REWARDS or _FUNCTION_SPEC.match(spec) or is_model_spec(spec):
+            continue
+        near = nearest(spec, NAMED_REWARDS)
+        yield problem(
+            f"rewards.functions[{i}]: {spec!r} is neither FILE.py:FUNCTION nor module.function, and no model's "
+            f"directory or hub id either; {f'did you mean {near}?' if near else 'write one'}"
+        )
+
+
+def _is_call(given: Mapping[str, Any]) -> bool:
+    return given.keys() <= {"function", "kwargs"} and isinstance(given.get("kwargs") or {}, dict)
 
 
 def _tools(config: LachesisConfig) -> Iterator[Said]:

@@ -161,13 +161,24 @@ class AtroposSourceConfig(Section):
 SourceConfig = Annotated[LocalSourceConfig | AtroposSourceConfig, Field(discriminator="kind")]
 
 
+# Those of TRL and open-r1 that need no module before them: the keys of lachesis.rollouts.rewards.registry.
+NAMED_REWARDS = (
+    *("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"),
+    *("get_cosine_scaled_reward", "get_repetition_penalty_reward", "accuracy", "format", "tag_count"),
+    *("reasoning_steps", "length", "code", "binary_code", "code_format", "soft_overlong_punishment", "cosine"),
+    "repetition_penalty",
+)
+
+
 class RewardsConfig(Section):
     """How completions are scored."""
 
-    functions: list[str] = Field(
-        default_factory=list,
-        description="Import paths `module.function`, or `FILE.py:FUNCTION`, relative to the config; or "
-        "sequence-classification models: a directory, or a hub id with its `/`. Required with source.kind local.",
+    functions: list[str | dict[str, Any]] = Field(
+        default_factory=list[str | dict[str, Any]],
+        description="Import paths `module.function`, or `FILE.py:FUNCTION`, relative to the config; names of TRL's and "
+        "open-r1's rewards; or sequence-classification models: a directory, or a hub id with its `/`. A mapping "
+        "`{function: ..., kwargs: {...}}` gives arguments, to the function or to a factory. Required with source.kind "
+        "local.",
     )
     text_completions: Literal["messages", "text"] = Field(
         default="messages",

@@ -6,6 +6,7 @@ A failing function never becomes a reward of 0: it stops the run, or its groups 
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import math
 import threading
@@ -16,13 +17,13 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.given import is_given
-from lachesis.common.imports import load_function
 from lachesis.common.threads import CallThread
 from lachesis.common.types import Group, Sample
 from lachesis.rollouts.rewards.attempts import Extras, Item, Judged, RewardAttempts, TextCompletions
 from lachesis.rollouts.rewards.functions import Excluded, TrainerState
+from lachesis.rollouts.rewards.loading import ImportPath, load_named, needs_main_thread
 from lachesis.rollouts.rewards.models import RewardModel, names_model
-from lachesis.rollouts.rewards.runners import ImportPath, RewardRunner, RewardWorkers, ThreadRunner, WorkerRunner
+from lachesis.rollouts.rewards.runners import RewardRunner, RewardWorkers, ThreadRunner, WorkerRunner
 
 logger = logging.getLogger(__name__)
 
@@ -82,14 +83,17 @@ class Scored:
 
 
 def load_reward(
-    spec: str,
+    given: str | Mapping[str, Any],
     base_dir: Path | None = None,
     *,
     num_workers: int = 0,
     model_device: str = "auto",
     model_batch_size: int = 16,
 ) -> NamedReward:
-    """The reward function, or model, that ``spec`` names.
+    """The reward function, or model, that ``given`` names.
+
+    A mapping has it as ``function``, with its arguments or those of a factory as ``kwargs``. A function that needs the
+    main thread of a process gets one.
 
     A model is a directory or a hub id: what has a ``/`` and is no ``FILE.py:FUNCTION``. All else is
     ``module.function`` or ``FILE.py:FUNCTION`` and has the function's name.
@@ -103,6 +107,8 @@ def load_reward(
         ConfigError: it cannot be found or imported, or the model is none that gives one number.
     """
     base_dir = (base_dir or Path()).resolve()
+    spec = given if isinstance(given, str) else str(given["function"])
+    arguments = {} if isinstance(given, str) else given.get("kwargs") or {}
     if (path := names_model(spec, base_dir)) is not None:
         model = RewardModel(path, device=model_device, batch_size=model_batch_size)
         return NamedReward(Path(path).name, model)
@@ -113,11 +119,15 @@ def load_reward(
             "cannot import",
             remedy=f"write it in a file and name that (FILE.py:{name}), or leave rewards.num_workers out",
         )
-    return NamedReward(name, ImportPath(spec, base_dir) if num_workers else load_function(spec, base_dir))
+    named = ImportPath(spec, base_dir, json.dumps(arguments))
+    if num_workers:
+        return NamedReward(name, named)
+    function = load_named(named)
+    return NamedReward(name, named if needs_main_thread(function) and not is_given(spec) else function)
 
 
 def load_rewards(
-    specs: Sequence[str],
+    specs: Sequence[str | Mapping[str, Any]],
     base_dir: Path | None = None,
     *,
     num_workers: int = 0,
@@ -137,9 +147,13 @@ def load_rewards(
     ]
     names = [reward.name for reward in rewards]
     return [
-        dataclasses.replace(reward, name=spec) if names.count(reward.name) > 1 else reward
+        dataclasses.replace(reward, name=_whole_name(spec)) if names.count(reward.name) > 1 else reward
         for spec, reward in zip(specs, rewards, strict=True)
     ]
+
+
+def _whole_name(spec: str | Mapping[str, Any]) -> str:
+    return spec if isinstance(spec, str) else f"{spec['function']} {json.dumps(spec.get('kwargs') or {})}"
 
 
 class Rewarder:

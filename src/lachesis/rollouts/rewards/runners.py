@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Protocol
 
 from lachesis.common.errors import RewardError
-from lachesis.common.imports import load_function
 from lachesis.common.threads import Caller, CallThread, Outcome
 from lachesis.common.workers import WorkerError, WorkerPool
 from lachesis.rollouts.rewards.functions import (
@@ -22,6 +20,7 @@ from lachesis.rollouts.rewards.functions import (
     hung,
     signature_of,
 )
+from lachesis.rollouts.rewards.loading import ImportPath, load_named
 
 _DEATH_REMEDY = "find out why it ends its process (memory, a crash in native code, os._exit)"
 
@@ -55,14 +54,6 @@ class ThreadRunner:
             return self._thread.call(self._function, arguments, timeout_s=timeout_s)
 
         return [answer_of(self._function, call, invoke, timeout_s=timeout_s) for call in calls]
-
-
-@dataclass(frozen=True, slots=True)
-class ImportPath:
-    """A function by its name, which only the process that it runs in imports."""
-
-    spec: str
-    base_dir: Path
 
 
 class RewardWorkers:
@@ -144,7 +135,7 @@ def _start_errors() -> Iterator[None]:
 
 @cache
 def _load(path: ImportPath) -> Callable[..., Any]:
-    return load_function(path.spec, path.base_dir)
+    return load_named(path)
 
 
 # One for all calls of a worker process.

@@ -226,3 +226,15 @@ def test_nulls_and_zeros_ask_for_nothing():
     assert not translation(quiet).findings
     assert translated(quiet).run.steps == 10
     assert "puts no noise on embeddings" in message("neftune_noise_alpha: 5")
+
+
+def test_rewards_of_open_r1_get_the_arguments_of_the_file():
+    base = BASE.replace("reward_funcs: rewards.exact", "reward_funcs: [accuracy, cosine, soft_overlong_punishment]")
+    text = base + "cosine_max_len: 2000\nmax_completion_len: 64\nsoft_punish_cache: 8"
+    functions = validate(translate(parse_document(text, name="t"), dialect="trl").document).rewards.functions
+    assert functions[0] == "accuracy"
+    assert isinstance(functions[1], dict) and functions[1]["kwargs"]["max_len"] == 2000
+    assert functions[2] == {
+        "function": "soft_overlong_punishment",
+        "kwargs": {"max_completion_len": 64, "soft_punish_cache": 8},
+    }

@@ -46,6 +46,11 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             {"model": {"dtype": "float16"}, "optimizer": {"weight_update": "stochastic_rounding"}},
             "stochastic_rounding is for bfloat16 and model.dtype is float16",
         ),
+        ({"rewards": {"functions": ["acuracy"]}}, "'acuracy' is neither FILE.py:FUNCTION nor module.function"),
+        (
+            {"rewards": {"functions": [{"functoin": "accuracy"}]}},
+            "expected `function` and `kwargs`, a mapping",
+        ),
         ({"data": {"transform": "prompts"}}, "data.transform: 'prompts' is neither FILE.py:FUNCTION"),
         ({"data": {"more": [{"path": "b.jsonl", "transform": "f"}]}}, "data.more[0].transform: 'f' is neither"),
         ({"data": {"path": None, "more": [{"path": "b.jsonl"}]}}, "data.more is further data besides data.path"),

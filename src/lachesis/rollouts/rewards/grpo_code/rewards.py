@@ -21,6 +21,7 @@ from lachesis.rollouts.rewards.functions import Excluded
 logger = logging.getLogger(__name__)
 
 _BLOCK = re.compile(r"```[ \t]*(?P<language>[\w.+-]*)[^\r\n]*\r?\n(?P<code>.*?)```", re.DOTALL)
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _PYTHON = ("", "python", "python3", "py", "py3")
 _IDLE = (ast.Expr, ast.Pass)
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -67,6 +68,19 @@ def code_execution_reward_func(
     if log_metric is not None:
         log_metric("sandbox_failures", sum(isinstance(score, Excluded) for score in scores))
     return scores
+
+
+def answer_execution_reward_func(
+    completions: Sequence[Any], answers: Sequence[Any], **_: Any
+) -> list[float | Excluded | None]:
+    """``2 * share^3`` of the tests in ``answers`` that the code passes, as Axolotl's package of this name scores it.
+
+    The code is what stands between ``<answer>`` and its end, or else as :func:`extract_code` finds it.
+    """
+    texts = [_text(completion) for completion in completions]
+    marked = [found[1].strip() if (found := _ANSWER.search(text)) else text for text in texts]
+    scores = code_execution_reward_func(marked, test_cases=list(answers))
+    return [2 * score**3 if isinstance(score, float) else score for score in scores]
 
 
 def extract_code(text: str) -> str:

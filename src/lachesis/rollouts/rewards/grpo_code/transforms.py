@@ -11,6 +11,10 @@ from lachesis.rollouts.rewards.code_tests import CodeTest, InputTest, read_cases
 RowFunction: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 _REQUEST = "Answer with Python code in one block that begins with ```python and ends with ```."
+_ACECODE_REQUEST = (
+    "Reason between <reasoning> and </reasoning>, and give Python code between <answer> and </answer>. It may import "
+    "time, itertools, collections, functools, math and typing, inside the answer, and nothing else; it uses no files."
+)
 _OTHERS = [column for pair in PAIRS.values() for column in pair if pair != ("instruction", "response")]
 
 
@@ -27,6 +31,11 @@ def instruction_response_with_tests_transform(
 ) -> tuple[RowFunction, dict[str, Any]]:
     """The same for rows with ``test_cases``: the first test is shown, as it tells the names to define."""
     return _ask_with_tests, {"remove_columns": _OTHERS}
+
+
+def axolotl_acecode_transform(cfg: object, *args: Any, **kwargs: Any) -> tuple[RowFunction, dict[str, Any]]:
+    """Rows of AceCode: ``question`` asks for reasoning and an answer in a message, ``test_cases`` are ``answers``."""
+    return _ask_acecode, {"remove_columns": ["question", "test_cases"]}
 
 
 def read_tests(value: object) -> list[str]:
@@ -46,6 +55,11 @@ def _ask_for_code(row: Mapping[str, Any]) -> dict[str, Any]:
     if row.get("follow_up"):
         made["follow_up"] = _asking(row["follow_up"])
     return made
+
+
+def _ask_acecode(row: Mapping[str, Any]) -> dict[str, Any]:
+    content = f"{row['question'].strip()}\n\n{_ACECODE_REQUEST}"
+    return {"prompt": [{"role": "user", "content": content}], "answers": row["test_cases"]}
 
 
 def _ask_with_tests(row: Mapping[str, Any]) -> dict[str, Any]:

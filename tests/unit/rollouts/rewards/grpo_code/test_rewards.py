@@ -27,6 +27,19 @@ def completions(*texts: str) -> list[list[dict[str, str]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
+def test_answers_count_as_their_share_cubed(monkeypatch):
+    asked: list[str] = []
+
+    def run(completions, test_cases):
+        asked.extend(completions)
+        return [0.5, None]
+
+    monkeypatch.setattr(rewards, "code_execution_reward_func", run)
+    texts = completions("<reasoning>r</reasoning>\n<answer>\nx = 1\n</answer>", "no mark")
+    assert rewards.answer_execution_reward_func(texts, answers=[["assert x"], []]) == [0.25, None]
+    assert asked == ["x = 1", "no mark"]
+
+
 class TestFormat:
     @pytest.mark.parametrize(
         ("text", "score"),

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lachesis.common.errors import DataError
+from lachesis.common.imports import load_function
 from lachesis.rollouts.datasets import Dataset, load_problems
 from lachesis.rollouts.rewards.grpo_code.transforms import read_tests
 from tests.tiny import tiny_tokenizer
@@ -69,3 +70,10 @@ def test_tests_may_be_written_in_several_ways(value, tests):
 def test_other_things_are_no_tests(value):
     with pytest.raises(ValueError):
         read_tests(value)
+
+
+def test_rows_of_acecode_ask_for_an_answer_in_marks():
+    row_function, options = load_function("grpo_code.axolotl_acecode_transform")({})
+    made = row_function({"question": "Add.", "test_cases": ["assert add(1, 1) == 2"]})
+    assert made["prompt"][0]["content"].startswith("Add.\n\n") and "<answer>" in made["prompt"][0]["content"]
+    assert (made["answers"], options) == (["assert add(1, 1) == 2"], {"remove_columns": ["question", "test_cases"]})

@@ -1,0 +1,82 @@
+"""From what a configuration names to a function: rewards by name, by import path, and with arguments."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.errors import ConfigError
+from lachesis.common.imports import load_function
+from lachesis.rollouts.rewards.registry import FACTORIES, FUNCTIONS
+
+# What a reward function of a trainer takes; a factory takes none of them.
+_REWARD_ARGUMENTS = frozenset({"completions", "prompts", "completion_ids"})
+# Their time limits are signals, which only a main thread gets.
+_SIGNALS = re.compile(r"\bmath_verify\b|\bsignal\.(alarm|setitimer|signal)\b")
+
+
+@dataclass(frozen=True, slots=True)
+class ImportPath:
+    """A function by its name, which only the process that it runs in imports; ``arguments`` are a mapping in JSON."""
+
+    spec: str
+    base_dir: Path
+    arguments: str = "{}"
+
+
+def load_named(path: ImportPath) -> Callable[..., Any]:
+    """The reward function: one of the registry, or an import path's.
+
+    Arguments are given to a function that takes completions, beside them; any other is a factory, called with them.
+
+    Raises:
+        ConfigError: there is no such function, it does not take these arguments, or a factory makes no function.
+    """
+    arguments = json.loads(path.arguments)
+    if path.spec in FACTORIES:
+        return _made(FACTORIES[path.spec], arguments, path.spec)
+    function = FUNCTIONS.get(path.spec) or load_function(path.spec, path.base_dir)
+    if not arguments:
+        return function
+    if _takes_completions(function):
+        return functools.update_wrapper(functools.partial(function, **arguments), function)
+    return _made(function, arguments, path.spec)
+
+
+def needs_main_thread(function: Callable[..., Any]) -> bool:
+    """Whether the file of a function uses signals, or math-verify, which does."""
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(function))
+        return file is not None and _SIGNALS.search(Path(file).read_text(encoding="utf-8")) is not None
+    except (TypeError, OSError, UnicodeDecodeError):  # no function of a file: nothing is known of it
+        return False
+
+
+def _takes_completions(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return True
+    return bool(_REWARD_ARGUMENTS & parameters.keys())
+
+
+def _made(factory: Callable[..., Any], arguments: Mapping[str, Any], spec: str) -> Callable[..., Any]:
+    try:
+        made = factory(**arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{spec!r} cannot be called with {', '.join(arguments) or 'no arguments'}: {error}",
+            remedy="correct `kwargs` of that reward",
+        ) from error
+    if not callable(made):
+        raise ConfigError(
+            f"{spec!r} with `kwargs` returned a {type(made).__name__}, no reward function",
+            remedy="a function with `kwargs` takes completions, or makes a function that does",
+        )
+    return made

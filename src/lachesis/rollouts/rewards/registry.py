@@ -1,0 +1,213 @@
+"""Rewards that files of TRL and open-r1 name without a module: what each does is as those document it.
+
+TRL's names end in ``_reward``, or are those of its factories; open-r1's recipes have short ones. A name whose reward
+has arguments is a factory, called with its defaults where a file gives none. Completions are texts or lists of one
+message.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lachesis.common.errors import DependencyError
+from lachesis.rollouts.rewards.code_tests import read_cases
+from lachesis.rollouts.rewards.execution import run_tests
+from lachesis.rollouts.rewards.grpo_code.rewards import extract_code
+
+Reward = Callable[..., list[float | None]]
+_STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
+_TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
+
+
+def accuracy_reward(completions: Sequence[Any], solution: Sequence[str], **_: Any) -> list[float | None]:
+    """1 where the answer is mathematically the solution, 0 where not, None for a solution that cannot be parsed."""
+    return [_same_answer(_text(one), gold) for one, gold in zip(completions, solution, strict=True)]
+
+
+def reasoning_accuracy_reward(
+    completions: Sequence[Any], solution: Sequence[str], reasoning_delimiters: Sequence[str] = ("</think>",), **_: Any
+) -> list[float | None]:
+    """:func:`accuracy_reward` of what comes after the last delimiter; 0 where none ends the reasoning."""
+    rewards: list[float | None] = []
+    for completion, gold in zip(completions, solution, strict=True):
+        text = _text(completion)
+        end = next((one for one in reasoning_delimiters if one in text), None)
+        rewards.append(0.0 if end is None else _same_answer(text.rpartition(end)[2], gold))
+    return rewards
+
+
+def think_format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    """1 for reasoning between one ``<think>``, at the beginning, and ``</think>``."""
+    pattern = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
+    return [float(pattern.match(_text(one)) is not None) for one in completions]
+
+
+def format_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    """1 for ``<think>`` and ``<answer>``, each with lines of its own, and nothing else."""
+    pattern = re.compile(r"^<think>\n.*?\n</think>\n<answer>\n.*?\n</answer>$", re.DOTALL | re.MULTILINE)
+    return [float(pattern.match(_text(one)) is not None) for one in completions]
+
+
+def tag_count_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    """A quarter for each of the four tags of :func:`format_reward` that is there once."""
+    return [sum(_text(one).count(tag) == 1 for tag in _TAGS) / len(_TAGS) for one in completions]
+
+
+def reasoning_steps_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    """A third for each mark of a step (``Step 1:``, a list's item, ``First,``), 1 from three on."""
+    return [min(1.0, len(_STEP.findall(_text(one))) / 3) for one in completions]
+
+
+def length_reward(completions: Sequence[Any], solution: Sequence[str], **_: Any) -> list[float | None]:
+    """0.5 for the shortest of a group down to -0.5 for the longest; of wrong answers nothing above 0.
+
+    Kimi k1.5 (2025), section 2.3.3. Lengths are in characters, over all completions of a call.
+    """
+    right = accuracy_reward(completions, solution)
+    lengths = [len(_text(one)) for one in completions]
+    shortest, longest = min(lengths), max(lengths)
+    if shortest == longest:
+        return [0.0] * len(lengths)
+    shares = [0.5 - (length - shortest) / (longest - shortest) for length in lengths]
+    return [share if good is None or good else min(0.0, share) for share, good in zip(shares, right, strict=True)]
+
+
+def code_reward(completions: Sequence[Any], verification_info: Sequence[Any], **_: Any) -> list[float | None]:
+    """The share of ``verification_info``'s test cases (input, output) that the code passes, run in a sandbox."""
+    rewards: list[float | None] = []
+    for completion, info in zip(completions, verification_info, strict=True):
+        tests = read_cases(info["test_cases"])
+        code = extract_code(_text(completion))
+        rewards.append(run_tests(code, tests) / len(tests) if tests and code.strip() else 0.0 if tests else None)
+    return rewards
+
+
+def binary_code_reward(completions: Sequence[Any], verification_info: Sequence[Any], **_: Any) -> list[float | None]:
+    """1 where the code passes all its test cases."""
+    shares = code_reward(completions, verification_info)
+    return [None if share is None else float(share > 0.99) for share in shares]
+
+
+def get_soft_overlong_punishment(max_completion_len: int = 1280, soft_punish_cache: int = 256) -> Reward:
+    """0 up to a length, then falling to -1 at ``max_completion_len`` tokens: DAPO (2025), eq. 13."""
+    begin = max_completion_len - soft_punish_cache
+
+    def soft_overlong_punishment_reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float | None]:
+        lengths = [len(ids) for ids in completion_ids]
+        return [
+            0.0 if length <= begin else -1.0 if length > max_completion_len else (begin - length) / soft_punish_cache
+            for length in lengths
+        ]
+
+    return soft_overlong_punishment_reward
+
+
+def get_cosine_scaled_reward(
+    max_len: int = 1000,
+    min_value_wrong: float = -1.0,
+    max_value_wrong: float = -0.5,
+    min_value_correct: float = 0.5,
+    max_value_correct: float = 1.0,
+    in_tokens: bool = True,
+) -> Reward:
+    """Half a period of a cosine over the length: a right answer is worth more when short, a wrong one when long.
+
+    Yeo et al., "Demystifying Long Chain-of-Thought Reasoning in LLMs" (2025), appendix C.1. TRL counts tokens,
+    open-r1 characters.
+    """
+
+    def cosine_scaled_reward(
+        completions: Sequence[Any], solution: Sequence[str], completion_ids: Sequence[Sequence[int]], **_: Any
+    ) -> list[float | None]:
+        rewards: list[float | None] = []
+        for index, right in enumerate(accuracy_reward(completions, solution)):
+            if right is None:
+                rewards.append(None)
+                continue
+            length = len(completion_ids[index]) if in_tokens else len(_text(completions[index]))
+            low, high = (min_value_correct, max_value_correct) if right else (max_value_wrong, min_value_wrong)
+            course = 1.0 + math.cos(math.pi * min(length / max_len, 1.0))
+            rewards.append(low + 0.5 * (high - low) * course)
+        return rewards
+
+    return cosine_scaled_reward
+
+
+def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0, in_tokens: bool = True) -> Reward:
+    """``max_penalty`` times the share of n-grams that were there before: the same paper, appendix C.2.
+
+    TRL's are of tokens, open-r1's of words in small letters.
+    """
+
+    def repetition_penalty_reward(
+        completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **_: Any
+    ) -> list[float | None]:
+        sequences = completion_ids if in_tokens else [_text(one).lower().split() for one in completions]
+        return [max_penalty * _repeated(sequence, ngram_size) for sequence in sequences]
+
+    return repetition_penalty_reward
+
+
+def get_code_format_reward(language: str = "python") -> Reward:
+    """:func:`format_reward` with a block of code in that language in the answer."""
+    pattern = rf"^<think>\n.*?\n</think>\n<answer>\n.*?```{re.escape(language)}.*?```.*?\n</answer>$"
+    compiled = re.compile(pattern, re.DOTALL | re.MULTILINE)
+
+    def code_format_reward(completions: Sequence[Any], **_: Any) -> list[float | None]:
+        return [float(compiled.match(_text(one)) is not None) for one in completions]
+
+    return code_format_reward
+
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "accuracy_reward": accuracy_reward,
+    "reasoning_accuracy_reward": reasoning_accuracy_reward,
+    "think_format_reward": think_format_reward,
+    "accuracy": accuracy_reward,
+    "format": format_reward,
+    "tag_count": tag_count_reward,
+    "reasoning_steps": reasoning_steps_reward,
+    "length": length_reward,
+    "code": code_reward,
+    "binary_code": binary_code_reward,
+}
+FACTORIES: Mapping[str, Callable[..., Reward]] = {
+    "get_soft_overlong_punishment": get_soft_overlong_punishment,
+    "get_cosine_scaled_reward": get_cosine_scaled_reward,
+    "get_repetition_penalty_reward": get_repetition_penalty_reward,
+    "soft_overlong_punishment": get_soft_overlong_punishment,
+    "cosine": get_cosine_scaled_reward,
+    "repetition_penalty": get_repetition_penalty_reward,
+    "code_format": get_code_format_reward,
+}
+
+
+def _repeated(sequence: Sequence[Any], size: int) -> float:
+    """The share of a sequence's n-grams that are repetitions; 0 where it is shorter than one."""
+    grams = Counter(tuple(sequence[start : start + size]) for start in range(len(sequence) - size + 1))
+    return 1.0 - len(grams) / grams.total() if grams else 0.0
+
+
+def _text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else str(completion[0]["content"])
+
+
+def _same_answer(text: str, gold: str) -> float | None:
+    """By math-verify, whose time limits need the main thread of a process (see ``needs_main_thread``)."""
+    try:
+        verifier = importlib.import_module("math_verify")
+    except ImportError as error:
+        raise DependencyError(
+            "the reward compares answers with math-verify, which is not installed", remedy="pip install math-verify"
+        ) from error
+    wanted = verifier.parse(gold)
+    if not wanted:
+        return None
+    latex = verifier.LatexExtractionConfig(boxed_match_priority=0, try_extract_without_anchor=False)
+    found = verifier.parse(text, extraction_config=[latex], extraction_mode="first_match")
+    return float(verifier.verify(wanted, found))

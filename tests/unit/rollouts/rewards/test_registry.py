@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+
+from lachesis.config.schema.rollouts import NAMED_REWARDS
+from lachesis.rollouts.rewards import registry
+from lachesis.rollouts.rewards.registry import FACTORIES, FUNCTIONS
+
+R1 = "<think>\nStep 1: add.\n</think>\n<answer>\n4\n</answer>"
+
+
+def messages(*texts: str) -> list[list[dict[str, str]]]:
+    return [[{"role": "assistant", "content": text}] for text in texts]
+
+
+def test_the_configuration_knows_the_names():
+    assert set(NAMED_REWARDS) == set(FUNCTIONS) | set(FACTORIES)
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "expected"),
+    [
+        ("think_format_reward", ["<think>a\nb</think>c", "<think>a</think><think>", "a <think>b</think>"], [1, 0, 0]),
+        ("format", [R1, R1 + "!", "<think>a</think>"], [1, 0, 0]),
+        ("tag_count", [R1, "<think>\na\n</think>\n", ""], [1, 0.5, 0]),
+        ("reasoning_steps", ["First, a. Next, b. Finally, c.", "Step 1: a\n- b", "none"], [1, 2 / 3, 0]),
+    ],
+)
+def test_forms(name, texts, expected):
+    assert FUNCTIONS[name](messages(*texts)) == pytest.approx(expected)
+    assert FUNCTIONS[name](texts) == pytest.approx(expected)  # as texts too
+
+
+def test_answers_are_compared_by_their_value():
+    answers = messages(r"so \boxed{\frac{2}{6}}", r"so \boxed{\frac{1}{2}}", "no answer")
+    assert FUNCTIONS["accuracy_reward"](answers, solution=[r"$\frac{1}{3}$"] * 3) == [1.0, 0.0, 0.0]
+    assert FUNCTIONS["accuracy"](messages("x"), solution=[""]) == [None]
+
+
+def test_an_answer_before_the_end_of_reasoning_is_none():
+    texts = messages(r"<think>\boxed{5}</think> \boxed{4}", r"<think>\boxed{4}", r"<think></think>\boxed{4}")
+    assert FUNCTIONS["reasoning_accuracy_reward"](texts, solution=["$4$"] * 3) == [1.0, 0.0, 1.0]
+
+
+def test_lengths_beyond_a_bound_cost():
+    reward = FACTORIES["get_soft_overlong_punishment"](max_completion_len=10, soft_punish_cache=4)
+    assert reward(completion_ids=[[1] * n for n in (6, 8, 10, 11)]) == [0.0, -0.5, -1.0, -1.0]
+    default = FACTORIES["get_soft_overlong_punishment"]()
+    assert default(completion_ids=[[1] * 1024, [1] * 1152]) == [0.0, -0.5]
+
+
+def test_repetitions_cost_their_share():
+    reward = FACTORIES["get_repetition_penalty_reward"](ngram_size=2)
+    assert reward(messages("a", "b", "c"), completion_ids=[[1, 2, 3], [1, 1, 1, 1, 1], [1]]) == [0.0, -0.75, 0.0]
+    words = FACTORIES["repetition_penalty"](ngram_size=1, max_penalty=-2.0, in_tokens=False)
+    assert words(messages("A a b b"), completion_ids=[[1]]) == [-1.0]
+
+
+def test_of_right_answers_the_short_ones_are_worth_more(monkeypatch):
+    monkeypatch.setattr(registry, "_same_answer", lambda text, gold: None if not gold else float(text.strip() == gold))
+    cosine = FACTORIES["get_cosine_scaled_reward"](max_len=100)
+    ids = [[1] * 50, [1] * 50, [1], [1] * 500]
+    assert cosine(messages("4", "5", "x", "4"), solution=["4", "4", "", "4"], completion_ids=ids) == pytest.approx(
+        [0.75, -0.75, None, 0.5]
+    )
+    lengths = FUNCTIONS["length"](messages("4", "4  ", "5    ", "55"), solution=["4"] * 4)
+    assert lengths == pytest.approx([0.5, 0.0, -0.5, 0.0])
+
+
+def test_code_needs_its_language():
+    reward = FACTORIES["code_format"](language="cpp")
+    good = "<think>\na\n</think>\n<answer>\n```cpp\nint a;\n```\n</answer>"
+    assert reward(messages(good, good.replace("cpp", "python"))) == [1.0, 0.0]
