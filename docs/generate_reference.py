@@ -82,8 +82,8 @@ prompts here: that number divided by the group size. Where it does not divide, t
 that do. The number of processes is `$WORLD_SIZE`; where that is unset it is `num_processes`, a key of either's file or
 of `--set`, and else the fewest that make whole groups, with a warning where that is more than one: a recipe for several
 devices keeps the size of its steps on one. `generation_batch_size` counts unique prompts in Axolotl and completions in
-TRL; generating for several
-steps at once is not done here, as each step generates on newer weights.
+TRL, `steps_per_generation` micro-batches: what is more than an optimizer step becomes `batch.steps_per_generation`, and
+what is less is part of a step, whose completions are all of the same weights there too.
 
 **Length.** Without `max_steps` a run is as long as its epochs say (`run.epochs`).
 

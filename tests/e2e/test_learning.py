@@ -92,6 +92,27 @@ def test_without_staleness_generating_ahead_is_synchronous_bit_by_bit(tmp_path: 
     assert found[0] == found[1]
 
 
+def test_several_steps_of_one_generation_learn_and_their_ratios_are_clipped(tmp_path: Path):
+    """GSPO; stopped in the middle of a generation and resumed, bit by bit as it would have gone on."""
+    sections = {
+        "batch": {"steps_per_generation": 3, "prompts_per_step": 5},
+        "algorithm": {"importance_sampling_level": "sequence", "epsilon": 0.003, "epsilon_high": 0.004},
+    }
+    found = []
+    for name, stop in (("straight", None), ("stopped", 10)):
+        config = write_run(tmp_path / name, **sections)
+        if stop is not None:
+            run_here(config, stop_after=stop)
+        run_dir = run_here(config, resume=stop is not None).run_dir
+        values = [line.values for line in metrics(run_dir).steps]
+        found.append([{k: v for k, v in one.items() if "_time" not in k and "_per_s" not in k} for one in values])
+    assert found[0] == found[1]
+    assert rise(run_dir) > 0.5
+    clipped = [one.get("clip_fraction_low", 0.0) + one.get("clip_fraction_high", 0.0) for one in found[0]]
+    assert max(clipped[::3]) == 0 < min(clipped[1:6:3] + clipped[2:6:3])
+    assert {one["staleness"] for one in found[0][2::3]} == {2.0}
+
+
 def test_full_fine_tuning_saves_a_model_that_transformers_loads(tmp_path: Path):
     summary = run_here(write_run(tmp_path, **FINAL))
     final = summary.run_dir / "final"

@@ -17,7 +17,7 @@ from lachesis.config.memory import (
     trainable_parameters,
 )
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.steps import nearest_divisors, nearest_multiples, steps_of
+from lachesis.config.steps import nearest_divisors, nearest_multiples, prompts_per_generation, steps_of, steps_per_batch
 
 _ASSUMED_PROMPT = 512
 
@@ -117,7 +117,7 @@ def _lengths(config: LachesisConfig, shape: ModelShape | None) -> Lengths:
     rows = config.batch.micro_batch_size
     budget = config.batch.max_tokens_per_microbatch
     microbatch = max(longest, budget if rows is None else min(budget, rows * longest))
-    in_flight = _completions(config)
+    in_flight = _completions(config) * config.batch.steps_per_generation
     if config.engine.kind == "embedded" or config.engine.kind == "embedded_server":
         in_flight = min(in_flight, config.engine.max_batch_size)
     return Lengths(longest=longest, microbatch=microbatch, in_flight=in_flight * longest)
@@ -139,12 +139,7 @@ def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
     problems = _count_problems(config)
     steps = config.run.steps
     if steps is None and problems is not None and config.run.epochs is not None:
-        steps = steps_of(
-            epochs=config.run.epochs,
-            problems=problems,
-            prompts_per_step=config.batch.prompts_per_step,
-            num_iterations=config.algorithm.num_iterations,
-        )
+        steps = steps_of(config, epochs=config.run.epochs, problems=problems)
     every, evaluate = getattr(config.bridge, "every_steps", 1), config.evaluation.every_steps
     return Batches(
         prompts=config.batch.prompts_per_step,
@@ -177,15 +172,16 @@ def _count_problems(config: LachesisConfig) -> int | None:
 
 def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, shape: ModelShape | None) -> Iterator[str]:
     """What does not divide, with the nearest numbers that do; and what is not known."""
-    iterations = config.algorithm.num_iterations
-    if batches.steps is not None and batches.steps % iterations:
-        fitting = " or ".join(map(str, nearest_multiples(batches.steps, of=iterations)))
-        yield f"{batches.steps} steps are no multiple of algorithm.num_iterations {iterations}; {fitting} are"
-    if batches.problems and batches.problems % batches.prompts:
-        fitting = " or ".join(map(str, nearest_divisors(batches.problems, batches.prompts)))
+    uses = steps_per_batch(config)
+    if batches.steps is not None and batches.steps % uses:
+        fitting = " or ".join(map(str, nearest_multiples(batches.steps, of=uses)))
+        yield f"{batches.steps} steps are no multiple of the {uses} steps of a generation; {fitting} are"
+    prompts = prompts_per_generation(config)
+    if batches.problems and batches.problems % prompts:
+        fitting = " or ".join(map(str, nearest_divisors(batches.problems, prompts)))
         yield (
-            f"{batches.problems} problems are no multiple of batch.prompts_per_step {batches.prompts}, so a batch "
-            f"spans two epochs; {fitting} divide them"
+            f"{batches.problems} problems are no multiple of the {prompts} prompts that are generated at once, so a "
+            f"batch spans two epochs; {fitting} divide them"
         )
     if config.source.kind == "atropos" and batches.completions % config.sampling.num_generations:
         group = config.sampling.num_generations

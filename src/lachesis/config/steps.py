@@ -8,13 +8,20 @@ from lachesis.common.errors import ConfigError
 from lachesis.config.schema import LachesisConfig
 
 
-def steps_of(*, epochs: float, problems: int, prompts_per_step: int, num_iterations: int) -> int:
-    """Optimizer steps that train on each problem ``epochs`` times; at least one, the last epoch rounded up.
+def prompts_per_generation(config: LachesisConfig) -> int:
+    """Prompts of what is generated at once."""
+    return config.batch.prompts_per_step * config.batch.steps_per_generation
 
-    A batch of ``prompts_per_step`` problems is trained on for ``num_iterations`` steps.
-    """
-    batches = max(1, math.ceil(round(epochs * problems / prompts_per_step, 9)))
-    return batches * num_iterations
+
+def steps_per_batch(config: LachesisConfig) -> int:
+    """Optimizer steps on what is generated at once."""
+    return config.batch.steps_per_generation * config.algorithm.num_iterations
+
+
+def steps_of(config: LachesisConfig, *, epochs: float, problems: int) -> int:
+    """Optimizer steps that train on each problem ``epochs`` times; at least one, the last epoch rounded up."""
+    batches = max(1, math.ceil(round(epochs * problems / prompts_per_generation(config), 9)))
+    return batches * steps_per_batch(config)
 
 
 def total_steps(config: LachesisConfig) -> int:
@@ -31,12 +38,7 @@ def with_steps(config: LachesisConfig, *, problems: int) -> LachesisConfig:
     """
     if config.run.steps is not None or config.run.epochs is None:
         return config
-    steps = steps_of(
-        epochs=config.run.epochs,
-        problems=problems,
-        prompts_per_step=config.batch.prompts_per_step,
-        num_iterations=config.algorithm.num_iterations,
-    )
+    steps = steps_of(config, epochs=config.run.epochs, problems=problems)
     if config.optimizer.warmup_steps > steps:
         raise ConfigError(
             f"run.epochs {config.run.epochs:g} of {problems} problems are {steps} steps, and optimizer.warmup_steps "
@@ -50,7 +52,7 @@ def oldest_sample(*, every_steps: int, depth: int, iterations: int) -> int:
     """Weight versions between the oldest sample and the policy of the last step that trains on it, at most.
 
     ``depth`` batches of ``iterations`` steps each go before its own, weights travel every ``every_steps`` steps,
-    and its own batch has ``iterations`` - 1 further uses.
+    and its own batch has ``iterations`` - 1 further steps.
     """
     return depth * iterations + every_steps - 1 + iterations - 1
 

@@ -52,7 +52,7 @@ class AsynchronousFeed(Feed[BatchT]):
         finisher: makes batches, in the caller's thread.
         ahead: batches generated ahead.
         at_once: most calls at a time; ``None`` bounds them by nothing but the slots.
-        least: fewest groups that a call begins with.
+        call_size: groups that are drawn for a call; ``None`` draws as many as there are slots for.
         clock: seconds.
     """
 
@@ -62,7 +62,7 @@ class AsynchronousFeed(Feed[BatchT]):
     ahead: int
     batch_deadline_s: float
     at_once: int | None = None
-    least: int = 1
+    call_size: int | None = None
     clock: Seconds = time.monotonic
 
     def __post_init__(self) -> None:
@@ -113,8 +113,8 @@ class AsynchronousFeed(Feed[BatchT]):
     def _send(self) -> None:
         """Ask for the groups that may be generated and are not."""
         while self._running and not self._closed and self._error is None and self._may_call():
-            if self._line.room >= self.least:
-                self._line.admit(self.source.draw(self._line.room))
+            if self._line.room >= (self.call_size or 1):
+                self._line.admit(self.source.draw(self.call_size or self._line.room))
             places = [place for place in self._line.unfinished if place.number not in self._calls]
             if not places:
                 break

@@ -19,7 +19,7 @@ from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.config import schema
 from lachesis.config.rules import learning_rate
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.steps import batches_ahead, total_steps
+from lachesis.config.steps import batches_ahead, prompts_per_generation, steps_per_batch, total_steps
 from lachesis.engines.base import Engine
 from lachesis.pipeline.collect import Collector, Reroll, WholeBatches
 from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
@@ -42,7 +42,7 @@ from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
 from lachesis.train.batch import Batch, pack_for_ranks
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
-from lachesis.train.iterations import RepeatedFeed
+from lachesis.train.iterations import Pack, RepeatedFeed, undivided
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from lachesis.train.losses.custom import load_custom_loss
 from lachesis.train.model.loading import (
@@ -211,18 +211,29 @@ def build_atropos_feed(
     )
     pack_groups = partial(pack_batch, config=config, policy=policy)
     feed = SynchronousFeed(
-        collector=WholeBatches(source, count=config.batch.prompts_per_step),
+        collector=WholeBatches(source, count=prompts_per_generation(config)),
         finisher=Finisher(
-            advantages=keep_given_advantages(advantage_assigner(config)), pack=pack_groups, replay=build_replay(config)
+            advantages=keep_given_advantages(advantage_assigner(config)),
+            pack=pack_groups if config.batch.steps_per_generation == 1 else undivided,
+            replay=build_replay(config),
         ),
         batch_deadline_s=max(config.deadlines.batch_s, config.source.wait_s),
     )
-    return repeated(feed, config, pack=pack_groups)
+    return repeated(feed, config, pack=pack_groups, score=policy.recompute_logprobs)
 
 
-def repeated(feed: Feed[Batch], config: LachesisConfig, *, pack: Callable[[Sequence[Group]], Batch]) -> Feed[Batch]:
-    """Each batch as often as the algorithm uses it; a checkpoint looks the same whether that is once or more."""
-    return RepeatedFeed(feed, num_iterations=config.algorithm.num_iterations, pack=pack)
+def repeated(
+    feed: Feed[Batch], config: LachesisConfig, *, pack: Pack, score: Callable[[Batch], Batch] = lambda batch: batch
+) -> Feed[Batch]:
+    """The steps of each batch; a checkpoint looks the same whether it is one or several."""
+    return RepeatedFeed(
+        feed,
+        num_iterations=config.algorithm.num_iterations,
+        pack=pack,
+        steps_per_generation=config.batch.steps_per_generation,
+        seed=config.run.seed,
+        score=score,
+    )
 
 
 def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
@@ -250,14 +261,14 @@ def build_feed(
     pack_groups = partial(pack_batch, config=config, policy=policy)
     collector = Collector(
         source,
-        count=config.batch.prompts_per_step,
+        count=prompts_per_generation(config),
         refill_rounds=pipeline.refill_zero_signal,
         reroll=build_reroll(config),
         signal=signal_function(config),
     )
     finisher = Finisher(
         advantages=advantage_assigner(config),
-        pack=pack_groups,
+        pack=pack_groups if config.batch.steps_per_generation == 1 else undivided,
         replay=build_replay(config),
     )
     feed: Feed[Batch] = SynchronousFeed(
@@ -273,9 +284,9 @@ def build_feed(
             batch_deadline_s=config.deadlines.batch_s,
             # What shares the trainer's process, or is a function of the user, does one call after the other.
             at_once=1 if whole_batches or config.engine.place == "trainer" else None,
-            least=collector.count if whole_batches else 1,
+            call_size=collector.count if whole_batches else None,
         )
-    return repeated(feed, config, pack=pack_groups)
+    return repeated(feed, config, pack=pack_groups, score=policy.recompute_logprobs)
 
 
 def generated_ahead(config: LachesisConfig) -> int:
@@ -285,7 +296,7 @@ def generated_ahead(config: LachesisConfig) -> int:
     return batches_ahead(
         every_steps=getattr(config.bridge, "every_steps", 1),
         depth=config.pipeline.prefetch_depth,
-        iterations=config.algorithm.num_iterations,
+        iterations=steps_per_batch(config),
         max_staleness=config.pipeline.max_staleness,
     )
 

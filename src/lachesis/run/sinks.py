@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from lachesis.bridges.proof import QUANTIZED_TOLERANCE
 from lachesis.common.types import StepRecord
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.steps import total_steps
+from lachesis.config.steps import steps_per_batch, total_steps
 from lachesis.metrics.health.monitor import HealthMonitor
 from lachesis.metrics.health.types import HealthLimits
 from lachesis.metrics.hub import MetricsHub, Sink
@@ -90,7 +90,7 @@ def health_limits(config: LachesisConfig) -> HealthLimits:
     or its base weights.
     """
     kind, pipeline = config.model.quantization, config.pipeline
-    wanted = max(HealthLimits().staleness, config.algorithm.num_iterations - 1)
+    wanted = max(HealthLimits().staleness, steps_per_batch(config) - 1)
     limits = HealthLimits(staleness=max(wanted, pipeline.max_staleness or 0) if pipeline.async_prefetch else wanted)
     if config.model.matmul_dtype != "auto":
         return replace(limits, logprob_diff=ROUNDED_LOGPROB_DIFF)

@@ -14,7 +14,8 @@ the engine's own rounding. What π_old is, is chosen when a batch is packed (``p
 TRL 1.16 computes π_old in a pass of its own where gradient accumulation and the steps and iterations of a
 generation do not line up, or the sampler is corrected for; else it takes log π of the first pass, detached. Here
 a batch is one optimizer step, so log π of its first use *is* that of scoring time, at no cost: the same weights
-compute it. It is taken from the first use and held for the others (``num_iterations``, μ).
+compute it. It is taken from the first use and held for the others (``num_iterations``, μ). Where one generation is
+divided among several steps (``steps_per_generation``), a pass over all of it comes before the first.
 
 Replayed groups have a choice of their own (``pack(replayed_old_logprobs=...)``). With ``trainer`` their π_old is of
 now, s of then, and ratio and correction are made of both at every use; with ``sampler`` the ratio is π/s and the
@@ -24,9 +25,11 @@ trainer's π_old of a batch before it is used.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -36,6 +39,8 @@ from lachesis.common.group_codec import decode_group, encode_group
 from lachesis.common.types import Group
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch, MicroBatch
+
+Pack: TypeAlias = Callable[[Sequence[Group]], Batch]
 
 
 class OldLogprobStore:
@@ -84,56 +89,120 @@ class OldLogprobStore:
 
 
 class RepeatedFeed(Feed[Batch]):
-    """Yields each batch of a feed ``num_iterations`` times. The loop and the feed know nothing of it.
+    """Makes optimizer steps of what was generated at once: ``steps_per_generation``, ``num_iterations`` times over.
 
-    The feed hears of the version after the last use, which frees the batch's slot. A checkpoint in between holds
-    the batch: resumed, the run goes on with its next use.
+    The loop and the feed know nothing of it. Where there are several, groups are dealt out at random, by the seed and
+    the number of the generation, and all old logprobs are those from before the first step: the sampler's, and where
+    the trainer's are wanted, of a pass over all of them. Each iteration goes over the same parts in the same order.
+
+    The feed hears of the version after the last step, which frees the slots of its groups. A checkpoint in between
+    holds the groups: resumed, the run goes on with the next step.
 
     Args:
-        feed: where batches come from.
-        num_iterations: uses of each, μ.
-        pack: makes the batch of its groups again, the same as before.
+        feed: where what was generated at once comes from, as one batch.
+        num_iterations: uses of each part, μ.
+        pack: makes the batch of its groups, each time the same.
+        steps_per_generation: parts that it is divided into; 1 takes it as it is.
+        seed: of the order.
+        score: fixes the trainer's old logprobs of a batch as of now.
     """
 
-    def __init__(self, feed: Feed[Batch], *, num_iterations: int, pack: Callable[[Sequence[Group]], Batch]) -> None:
-        if num_iterations < 1:
-            raise ValueError(f"num_iterations must be at least 1, got {num_iterations}")
+    def __init__(
+        self,
+        feed: Feed[Batch],
+        *,
+        num_iterations: int,
+        pack: Pack,
+        steps_per_generation: int = 1,
+        seed: int = 0,
+        score: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
+        if min(num_iterations, steps_per_generation) < 1:
+            raise ValueError(
+                f"num_iterations and steps_per_generation must be at least 1, got {num_iterations} and "
+                f"{steps_per_generation}"
+            )
         self._feed = feed
         self._num_iterations = num_iterations
         self._pack = pack
-        self._batch: Batch | None = None
+        self._most_parts = steps_per_generation
+        self._seed = seed
+        self._score = score
+        self._generation = 0
+        self._parts: list[Batch] = []
         self._uses = 0
 
     def next(self) -> Batch:
-        if self._batch is None:
-            self._batch, self._uses = self._feed.next(), 0
-        batch = replace(self._batch, iteration=self._uses, num_iterations=self._num_iterations)
+        if not self._parts:
+            self._parts, self._uses = self._divide(self._feed.next()), 0
+            self._generation += 1
+        iteration, index = divmod(self._uses, len(self._parts))
         self._uses += 1
-        return batch
+        batch = self._parts[index]
+        if len(self._parts) > 1:
+            return batch  # its old logprobs are fixed, so any use is like the first
+        return replace(batch, iteration=iteration, num_iterations=self._num_iterations)
+
+    def _divide(self, whole: Batch) -> list[Batch]:
+        if self._most_parts == 1:
+            return [whole]
+        groups = list(whole.groups)
+        random.Random(f"{self._seed}:{self._generation}").shuffle(groups)
+        count = min(self._most_parts, len(groups))
+        ends = [len(groups) * part // count for part in range(count + 1)]
+        parts = [self._pack(groups[start:end]) for start, end in pairwise(ends)]
+        return [self._fixed(part) for part in parts] if count > 1 else parts
+
+    def _fixed(self, part: Batch) -> Batch:
+        unknown = any(bool(micro.old_logprobs.isnan().any()) for micro in part.micro_batches)
+        return self._score(part) if unknown else part
 
     def advance(self, step: int) -> None:
-        if self._uses == self._num_iterations:
-            self._batch = None
+        if self._uses == len(self._parts) * self._num_iterations:
+            self._parts = []
             self._feed.advance(step)
 
     def counters(self) -> dict[str, float]:
         return self._feed.counters()
 
     def state_dict(self) -> dict[str, Any]:
-        groups = [] if self._batch is None else [encode_group(group) for group in self._batch.groups]
-        return {"feed": self._feed.state_dict(), "uses": self._uses, "groups": groups}
+        state = {"feed": self._feed.state_dict(), "uses": self._uses, "generation": self._generation}
+        groups = [encode_group(group) for part in self._parts for group in part.groups]
+        state |= {"groups": groups, "sizes": [len(part.groups) for part in self._parts]}
+        if len(self._parts) > 1:
+            state["old_logprobs"] = [[micro.old_logprobs.tolist() for micro in p.micro_batches] for p in self._parts]
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises CheckpointError where its batch was to be used another number of times."""
-        groups = state["groups"]
-        if groups and state["uses"] >= self._num_iterations:
+        groups = [decode_group(group) for group in state["groups"]]
+        sizes = state.get("sizes", [len(groups)] if groups else [])  # of version 0.1: one part
+        if groups and state["uses"] >= self._num_iterations * len(sizes):
             raise CheckpointError(
                 f"the checkpoint's batch was used {state['uses']} times and num_iterations is {self._num_iterations}",
                 remedy="resume with the num_iterations that the run was started with",
             )
         self._feed.load_state_dict(state["feed"])
         self._uses = int(state["uses"])
-        self._batch = self._pack([decode_group(group) for group in groups]) if groups else None
+        self._generation = int(state.get("generation", 0))
+        ends = [0, *accumulate(sizes)]
+        parts = [self._pack(groups[start:end]) for start, end in pairwise(ends)]
+        known = state.get("old_logprobs", [None] * len(parts))
+        self._parts = [part if old is None else _with_old(part, old) for part, old in zip(parts, known, strict=True)]
 
     def close(self) -> None:
         self._feed.close()
+
+
+def undivided(groups: Sequence[Group]) -> Batch:
+    """What was generated at once, for :class:`RepeatedFeed` to divide and pack."""
+    return Batch(groups=tuple(groups), micro_batches=(), num_sequences=0, num_tokens=0)
+
+
+def _with_old(part: Batch, old: Sequence[Sequence[float]]) -> Batch:
+    """The part with old logprobs from before the first step, a list for each micro-batch."""
+    micro_batches = [
+        replace(micro, old_logprobs=torch.tensor(values, dtype=torch.float64))
+        for micro, values in zip(part.micro_batches, old, strict=True)
+    ]
+    return replace(part, micro_batches=tuple(micro_batches))

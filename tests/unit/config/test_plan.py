@@ -298,8 +298,11 @@ def test_what_does_not_divide_comes_with_the_nearest_that_does(build, tmp_path):
         algorithm={"num_iterations": 4},
     )
     first, second, third, _ = plan(config).notes
-    assert "10 steps are no multiple of algorithm.num_iterations 4; 8 or 12 are" in first
-    assert "100 problems are no multiple of batch.prompts_per_step 32" in second and "25 or 50 divide them" in second
+    assert "10 steps are no multiple of the 4 steps of a generation; 8 or 12 are" in first
+    assert (
+        "100 problems are no multiple of the 32 prompts that are generated at once" in second
+        and "25 or 50 divide them" in second
+    )
     assert "batch.micro_batch_size 5 does not divide 256; 4 or 8 do" in third
 
 

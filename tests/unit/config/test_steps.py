@@ -7,16 +7,25 @@ from lachesis.config.steps import batches_ahead, oldest_sample, steps_of, with_s
 
 
 @pytest.mark.parametrize(
-    ("epochs", "problems", "prompts", "iterations", "steps"),
-    [(1, 100, 10, 1, 10), (1, 101, 10, 1, 11), (0.5, 100, 10, 1, 5), (3, 7, 2, 2, 22), (0.01, 10, 10, 1, 1)],
+    ("epochs", "problems", "prompts", "parts", "iterations", "steps"),
+    [
+        (1, 100, 10, 1, 1, 10),
+        (1, 101, 10, 1, 1, 11),
+        (0.5, 100, 10, 1, 1, 5),
+        (3, 7, 2, 1, 2, 22),
+        (0.01, 10, 10, 1, 1, 1),
+        (1, 100, 10, 5, 1, 10),
+        (1, 101, 10, 5, 2, 30),
+    ],
 )
-def test_steps_of_epochs(epochs, problems, prompts, iterations, steps):
-    found = steps_of(epochs=epochs, problems=problems, prompts_per_step=prompts, num_iterations=iterations)
-    assert found == steps
+def test_steps_of_epochs(build, epochs, problems, prompts, parts, iterations, steps):
+    batch = {"prompts_per_step": prompts, "steps_per_generation": parts}
+    config = build(batch=batch, algorithm={"num_iterations": iterations})
+    assert steps_of(config, epochs=epochs, problems=problems) == steps
 
 
-def test_an_inexact_product_is_not_rounded_up():
-    assert steps_of(epochs=0.1 + 0.2, problems=10, prompts_per_step=1, num_iterations=1) == 3
+def test_an_inexact_product_is_not_rounded_up(build):
+    assert steps_of(build(batch={"prompts_per_step": 1}), epochs=0.1 + 0.2, problems=10) == 3
 
 
 def test_with_steps(build):

@@ -14,8 +14,8 @@ from lachesis.common.errors import CheckpointError, TrainingError
 from lachesis.common.types import Group
 from lachesis.metrics.values import reduce_metrics
 from lachesis.pipeline.feed import Feed
-from lachesis.train.batch import Batch, pack
-from lachesis.train.iterations import OldLogprobStore, RepeatedFeed
+from lachesis.train.batch import Batch, OldLogprobs, pack
+from lachesis.train.iterations import OldLogprobStore, RepeatedFeed, undivided
 from lachesis.train.policy import Policy
 from tests.losses import loss_options
 from tests.tiny import tiny_model
@@ -218,6 +218,131 @@ class TestRepeatedFeed:
     def test_a_batch_has_to_be_used(self):
         with pytest.raises(ValueError, match="at least 1"):
             repeated(CountedFeed(), 0)
+
+
+class GroupsFeed(CountedFeed):
+    """Gives four groups at once, to be divided and packed."""
+
+    def next(self) -> Batch:
+        self.made += 1
+        self.calls.append(f"next {self.made}")
+        return undivided(drifted_groups(tiny_model().double(), groups=4, seed=self.made))
+
+
+def divided(
+    inner: CountedFeed, policy: Policy, *, parts: int = 2, uses: int = 1, seed: int = 0, old: OldLogprobs = "trainer"
+) -> RepeatedFeed:
+    return RepeatedFeed(
+        inner,
+        num_iterations=uses,
+        pack=lambda groups: pack(groups, max_tokens=30, old_logprobs=old),
+        steps_per_generation=parts,
+        seed=seed,
+        score=policy.recompute_logprobs,
+    )
+
+
+def steps(feed: RepeatedFeed, policy: Policy, numbers: range) -> list[tuple[list[str], float]]:
+    """The prompts of each step, and its mean ratio; the policy moves after each."""
+    seen = []
+    for step in numbers:
+        batch = feed.next()
+        seen.append(([group.prompt.id for group in batch.groups], mean_ratio(policy, batch)))
+        move(policy)
+        feed.advance(step)
+    return seen
+
+
+class TestSeveralStepsOfOneGeneration:
+    def test_each_group_is_in_one_of_them_in_an_order_of_the_seed(self):
+        policy = make_policy(options=OPTIONS)
+        orders = [
+            [ids for ids, _ in steps(divided(GroupsFeed(), policy, seed=seed), policy, range(1, 5))]
+            for seed in (0, 0, 1)
+        ]
+        assert orders[0] == orders[1] != orders[2]
+        for order in orders:
+            assert [len(ids) for ids in order] == [2] * 4
+            assert sorted(order[0] + order[1]) == sorted(order[2] + order[3]) == ["0", "1", "2", "3"]
+        assert orders[0][:2] != orders[0][2:], "each generation in an order of its own"
+
+    def test_the_feed_hears_of_the_last_one(self):
+        inner, policy = GroupsFeed(), make_policy(options=OPTIONS)
+        steps(divided(inner, policy, parts=3, uses=2), policy, range(1, 8))
+        assert inner.calls == ["next 1", "advance 6", "next 2"]
+
+    def test_old_logprobs_are_from_before_the_first(self):
+        policy = make_policy(options=OPTIONS)
+        feed = divided(GroupsFeed(), policy, uses=2)
+        batches = []
+        for step in range(1, 5):
+            batches.append(feed.next())
+            if step == 1:
+                before = [current(policy, batch) for batch in feed._parts]
+                move(policy)
+            feed.advance(step)
+        for batch, expected in zip(batches, [*before, *before], strict=True):
+            torch.testing.assert_close(tokens_of(batch, "old_logprobs").double(), expected)
+        found = [mean_ratio(policy, batch) for batch in batches]
+        assert found[:2] == found[2:] and all(abs(ratio - 1) > 1e-3 for ratio in found)
+
+    def test_no_pass_is_spent_on_logprobs_that_the_sampler_has_given(self):
+        scored: list[Batch] = []
+        known = [
+            replace(group, samples=tuple(replace(s, logprobs=(-0.5,) * len(s.completion_ids)) for s in group.samples))
+            for group in groups()
+        ]
+        feed = RepeatedFeed(
+            GroupsFeed(),
+            num_iterations=1,
+            pack=lambda _: pack(known, max_tokens=30),
+            steps_per_generation=2,
+            score=lambda batch: scored.append(batch) or batch,
+        )
+        feed.next()
+        assert scored == []
+
+    def test_ratios_are_clipped_from_the_second_step_on(self):
+        """What GSPO, PPO and DAPO clip is what the steps before did: with one step there is nothing to clip."""
+        gspo = loss_options(loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4)
+        clipped = []
+        policy = make_policy(options=gspo)
+        feed = divided(GroupsFeed(), policy, parts=4)
+        for step in range(1, 5):
+            metrics = reduce_metrics(policy.accumulate(feed.next()))
+            clipped.append(metrics["clip_fraction_low"] + metrics["clip_fraction_high"])
+            policy.step()
+            move(policy)
+            feed.advance(step)
+        assert clipped[0] == 0 and min(clipped[1:]) > 0
+
+    @pytest.mark.parametrize("old", ["sampler", "trainer"])
+    @pytest.mark.parametrize("stopped", [1, 2, 3, 4, 5])
+    def test_a_run_goes_on_exactly_with_the_next_one_after_a_restart(self, stopped: int, old: OldLogprobs):
+        def feed(inner: CountedFeed, policy: Policy) -> RepeatedFeed:
+            return divided(inner, policy, parts=2, uses=2, old=old)
+
+        straight = make_policy(options=OPTIONS)
+        expected = steps(feed(GroupsFeed(), straight), straight, range(1, 8))
+        policy = make_policy(options=OPTIONS)
+        first = feed(GroupsFeed(), policy)
+        seen = steps(first, policy, range(1, stopped + 1))
+        second = feed(GroupsFeed(), policy)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert seen + steps(second, policy, range(stopped + 1, 8)) == expected
+
+    def test_one_step_takes_the_batch_as_it_is(self):
+        inner, policy = CountedFeed(), make_policy(options=OPTIONS)
+        whole = inner.next()
+        inner.next = lambda: whole  # type: ignore[method-assign]
+        batch = divided(inner, policy, parts=1).next()
+        assert batch.micro_batches is whole.micro_batches and batch.groups is whole.groups
+
+    def test_a_generation_of_few_groups_makes_few_steps(self):
+        inner, policy = GroupsFeed(), make_policy(options=OPTIONS)
+        found = steps(divided(inner, policy, parts=9), policy, range(1, 6))
+        assert [len(ids) for ids, _ in found] == [1] * 5
+        assert inner.calls[:2] == ["next 1", "advance 4"]
 
 
 def test_nan_is_kept_through_json():

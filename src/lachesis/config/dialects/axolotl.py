@@ -222,7 +222,8 @@ def _put_staleness(translation: Translation) -> None:
         isinstance(n, int) for n in (interval, depth, iterations)
     ):
         return
-    oldest = oldest_sample(every_steps=interval, depth=depth, iterations=iterations)
+    steps = translation.document.data.get("batch", {}).get("steps_per_generation", 1)
+    oldest = oldest_sample(every_steps=interval, depth=depth, iterations=iterations * steps)
     limit = PipelineConfig().max_staleness
     if limit is not None and oldest > limit:
         translation.put("pipeline.max_staleness", oldest, "trl.vllm_sync_interval")

@@ -182,9 +182,7 @@ def _trl() -> Iterator[Entry]:
     yield together(
         "trl.vllm_server_timeout", "deadlines.generation_s", "also engine.wait_s: the wait for the server to be up"
     )
-    yield together(
-        "trl.generation_batch_size", "batch.prompts_per_step", "unique prompts; here every step generates its own"
-    )
+    yield together("trl.generation_batch_size", "batch.steps_per_generation", "unique prompts of one generation")
     yield Entry("trl.rollout_func", "source.rollout_func")
     yield Entry("trl.vllm_guided_decoding_regex", "sampling.guided_regex")
     yield from nothing("asynchronous features need no switch of their own here", "trl.use_data_producer")

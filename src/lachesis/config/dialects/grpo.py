@@ -359,7 +359,10 @@ def _fitting_batches(unit: int, steps: int, group: int, *, accumulation: str, ge
 
 
 def check_generation_batch(translation: Translation, name: str, *, prompts: int | None, meaning: str) -> None:
-    """Generating for several steps at once is not done here: say so where a file asks for it.
+    """Several optimizer steps of one generation, where a file asks for them.
+
+    What is generated at once may also be less than a step: then a step there is made of several generations by the
+    same weights, which here are one.
 
     Args:
         name: their key, which is set.
@@ -367,21 +370,18 @@ def check_generation_batch(translation: Translation, name: str, *, prompts: int 
         meaning: what their key counts.
     """
     step = translation.document.data.get("batch", {}).get("prompts_per_step")
-    if prompts is None or step is None or prompts == step:
+    if prompts is None or step is None:
         return
-    if prompts % step:
+    if prompts and prompts % step and step % prompts:
         fitting = " or ".join(map(str, nearest_multiples(prompts, of=step)))
         translation.problem(
             name,
             f"{prompts} prompts ({meaning}) is no multiple of the {step} prompts of an optimizer step; the nearest "
-            f"that fit: {fitting} prompts",
+            f"that fit: {fitting} prompts, or what divides {step}",
         )
         return
-    translation.warning(
-        name,
-        f"{prompts} prompts ({meaning}) are {prompts // step} optimizer steps from one generation there; here each "
-        "step generates its own, on newer weights (pipeline.async_prefetch with prefetch_depth generates ahead)",
-    )
+    if prompts > step:
+        translation.put("batch.steps_per_generation", prompts // step, name)
 
 
 def put_serving(

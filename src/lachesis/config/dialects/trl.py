@@ -249,8 +249,8 @@ def _names() -> Iterator[Entry]:
         "batch.prompts_per_step",
         "prompts = per_device_train_batch_size x gradient_accumulation_steps x processes / num_generations",
     )
-    yield together("generation_batch_size", "batch.prompts_per_step", "completions; here every step makes its own")
-    yield together("steps_per_generation", "batch.prompts_per_step", "micro-batches; here every step makes its own")
+    yield together("generation_batch_size", "batch.steps_per_generation", "completions of one generation")
+    yield together("steps_per_generation", "batch.steps_per_generation", "micro-batches of one generation")
     yield Entry("learning_rate", "optimizer.learning_rate", default=1e-6)
     yield Entry("optim", "optimizer.kind", convert=one_of(OPTIMIZERS))
     yield Entry("lr_scheduler_type", "optimizer.schedule", convert=one_of(SCHEDULES), default="linear")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
 from lachesis.config.schema import LachesisConfig, SamplingConfig
-from lachesis.config.steps import batches_ahead, oldest_sample
+from lachesis.config.steps import batches_ahead, oldest_sample, prompts_per_generation, steps_per_batch
 
 # Of the sampling section, what the trainer itself counts with.
 _COUNTS = ("num_generations", "max_completion_length")
@@ -38,7 +38,7 @@ def _prefetch(config: LachesisConfig) -> Iterator[Said]:
 
 def _staleness(config: LachesisConfig, *, limit: int) -> Iterator[Said]:
     """Whether samples can be young enough at the last step that uses them, and how far ahead they may be made."""
-    every, iterations = getattr(config.bridge, "every_steps", 1), config.algorithm.num_iterations
+    every, iterations = getattr(config.bridge, "every_steps", 1), steps_per_batch(config)
     depth = config.pipeline.prefetch_depth
     oldest = oldest_sample(every_steps=every, depth=depth, iterations=iterations)
     # A batch begins at a multiple of the iterations, so no later than this after a transfer.
@@ -46,7 +46,7 @@ def _staleness(config: LachesisConfig, *, limit: int) -> Iterator[Said]:
     ahead = batches_ahead(every_steps=every, depth=depth, iterations=iterations, max_staleness=limit)
     if untransferred + iterations - 1 > limit:
         yield problem(
-            f"bridge.every_steps {every} and algorithm.num_iterations {iterations} make samples up to "
+            f"bridge.every_steps {every} and {iterations} step(s) on each generation make samples up to "
             f"{untransferred + iterations - 1} versions old at their last use, whatever is generated when, and "
             f"pipeline.max_staleness is {limit}; set it to {oldest}, or transfer more often"
         )
@@ -58,14 +58,14 @@ def _staleness(config: LachesisConfig, *, limit: int) -> Iterator[Said]:
         )
     elif ahead < depth:
         yield warning(
-            f"pipeline.prefetch_depth {depth}, algorithm.num_iterations {iterations} and a transfer every {every} "
+            f"pipeline.prefetch_depth {depth}, {iterations} step(s) on each generation and a transfer every {every} "
             f"step(s) would make samples up to {oldest} versions old, and max_staleness {limit} lets {ahead} "
             "batch(es) be generated ahead; raise it, or lower prefetch_depth"
         )
 
 
 def _streaming(config: LachesisConfig) -> Iterator[Said]:
-    pipeline, prompts = config.pipeline, config.batch.prompts_per_step
+    pipeline, prompts = config.pipeline, prompts_per_generation(config)
     if not pipeline.streaming:
         for key in changed(config, "pipeline", "streaming_min_groups"):
             yield note(f"{key} does nothing while pipeline.streaming is false")
@@ -79,8 +79,8 @@ def _streaming(config: LachesisConfig) -> Iterator[Said]:
         )
     elif pipeline.streaming_min_groups >= prompts:
         yield warning(
-            f"pipeline.streaming_min_groups {pipeline.streaming_min_groups} is not below batch.prompts_per_step "
-            f"{prompts}, so no group is scored before all of them are generated; lower it"
+            f"pipeline.streaming_min_groups {pipeline.streaming_min_groups} is not below the {prompts} "
+            "prompts that are generated at once, so no group is scored before all of them are generated; lower it"
         )
 
 
@@ -103,7 +103,7 @@ def _replay(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _reroll(config: LachesisConfig) -> Iterator[Said]:
-    pipeline, prompts = config.pipeline, config.batch.prompts_per_step
+    pipeline, prompts = config.pipeline, prompts_per_generation(config)
     if pipeline.reroll_start_fraction == 1:
         for key in changed(config, "pipeline", "reroll_max_groups"):
             yield note(f"{key} does nothing while pipeline.reroll_start_fraction is 1")
@@ -115,8 +115,8 @@ def _reroll(config: LachesisConfig) -> Iterator[Said]:
         )
     if pipeline.reroll_max_groups > prompts:
         yield problem(
-            f"pipeline.reroll_max_groups {pipeline.reroll_max_groups} is more than batch.prompts_per_step {prompts}; "
-            "lower it"
+            f"pipeline.reroll_max_groups {pipeline.reroll_max_groups} is more than the {prompts} prompts that "
+            "are generated at once; lower it"
         )
 
 

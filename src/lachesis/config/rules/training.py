@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
 from lachesis.config.schema import LachesisConfig
+from lachesis.config.steps import steps_per_batch
 
 DEFAULT_LEARNING_RATE = 1e-6
 DEFAULT_LORA_LEARNING_RATE = 1e-5
@@ -196,12 +197,12 @@ def _sampler_correction(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _iterations(config: LachesisConfig) -> Iterator[Said]:
-    iterations, steps = config.algorithm.num_iterations, config.run.steps
-    if steps is not None and steps % iterations:
+    uses, steps = steps_per_batch(config), config.run.steps
+    if steps is not None and steps % uses:
         yield note(
-            f"run.steps {steps} is no multiple of algorithm.num_iterations {iterations}: the last batch is trained on "
-            f"{steps % iterations} times; {steps // iterations * iterations or iterations} or "
-            f"{-(-steps // iterations) * iterations} steps are"
+            f"run.steps {steps} is no multiple of the {uses} steps on each generation (batch.steps_per_generation x "
+            f"algorithm.num_iterations): of the last one {steps % uses} are done; {steps // uses * uses or uses} or "
+            f"{-(-steps // uses) * uses} steps are"
         )
 
 

@@ -110,6 +110,11 @@ class BatchConfig(Section):
     """How much goes into one optimizer step, and into one forward pass."""
 
     prompts_per_step: PositiveInt = Field(default=32, description="Prompts (groups) in one optimizer step.")
+    steps_per_generation: PositiveInt = Field(
+        default=1,
+        description="Optimizer steps that are made of what is generated at once, which is so many times "
+        "`prompts_per_step`; all against the logprobs from before the first.",
+    )
     max_tokens_per_microbatch: PositiveInt = Field(
         default=8192, description="Most tokens in one forward pass; a longer sequence goes alone."
     )

@@ -156,6 +156,7 @@ def test_weights_are_not_gathered_in_fp8():
         ("async_prefetch: true\nvllm_sync_interval: 2", "pipeline.max_staleness", 4),
         ("async_prefetch: true\nvllm_sync_interval: 8\nprefetch_depth: 2", "pipeline.max_staleness", 9),
         ("async_prefetch: true\nprefetch_depth: 3\nnum_iterations: 2", "pipeline.max_staleness", 7),
+        ("async_prefetch: true\ngeneration_batch_size: 4", "pipeline.max_staleness", 7),
         ("vllm_sync_interval: 8", "pipeline.max_staleness", 4),
         ("mask_truncated_completions: true", "algorithm.mask_truncated", True),
         ("num_iterations: 2", "algorithm.num_iterations", 2),
@@ -256,8 +257,9 @@ def test_a_batch_that_holds_no_whole_groups_names_the_nearest_that_do():
 
 def test_a_generation_batch_counts_prompts():
     assert not translation(trl="generation_batch_size: 1").findings
-    (finding,) = translation(trl="generation_batch_size: 4").findings
-    assert (finding.level, "4 optimizer steps from one generation" in finding.message) == ("warning", True)
+    assert translated(trl="generation_batch_size: 4").batch.steps_per_generation == 4
+    smaller = translation("gradient_accumulation_steps: 4", "generation_batch_size: 2")
+    assert (validate(smaller.document).batch.steps_per_generation, smaller.findings) == (1, [])
     text = message("gradient_accumulation_steps: 4", "generation_batch_size: 6")
     assert "no multiple of the 4 prompts of an optimizer step; the nearest that fit: 4 or 8 prompts" in text
 

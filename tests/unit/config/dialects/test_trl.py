@@ -104,17 +104,21 @@ def test_a_warm_up_below_1_is_a_share_of_the_steps(given, steps, ratio):
 
 
 @pytest.mark.parametrize(
-    ("text", "processes", "told"),
+    ("text", "processes", "prompts", "steps"),
     [
-        ("generation_batch_size: 8", 1, None),
-        ("generation_batch_size: 32", 1, "4 prompts (TRL: 32 completions) are 4 optimizer steps"),
-        ("steps_per_generation: 4", 1, "4 prompts (TRL: 32 completions) are 4 optimizer steps"),
-        ("steps_per_generation: 1", 2, None),
+        ("generation_batch_size: 8", 1, 1, 1),
+        ("generation_batch_size: 32", 1, 1, 4),
+        ("steps_per_generation: 4", 1, 1, 4),
+        ("steps_per_generation: 1", 2, 2, 1),
+        ("gradient_accumulation_steps: 4\nsteps_per_generation: 8", 1, 4, 2),
+        ("gradient_accumulation_steps: 4\nsteps_per_generation: 2", 1, 4, 1),
     ],
 )
-def test_a_generation_batch_counts_completions(text, processes, told):
-    findings = translation(text, processes=processes).findings
-    assert [told in finding.message for finding in findings] == ([True] if told else [])
+def test_a_generation_batch_counts_completions(text, processes, prompts, steps):
+    """A smaller one than a step is part of it: the weights are the same, so here it is one generation."""
+    found = translation(text, processes=processes)
+    batch = validate(found.document).batch
+    assert (batch.prompts_per_step, batch.steps_per_generation, found.findings) == (prompts, steps, [])
 
 
 def test_evaluation_and_reports():

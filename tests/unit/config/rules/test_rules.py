@@ -116,15 +116,15 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ),
         (
             {"pipeline": {"async_prefetch": True, "max_staleness": 3}, "algorithm": {"num_iterations": 5}},
-            "num_iterations 5 make samples up to 4 versions old at their last use, whatever is generated when",
+            "and 5 step(s) on each generation make samples up to 4 versions old at their last use, whatever",
         ),
         (
             {**ASYNC, "bridge": {"kind": "broadcast", "every_steps": 6}},
-            "every_steps 6 and algorithm.num_iterations 1 make samples up to 5 versions old at their last use",
+            "every_steps 6 and 1 step(s) on each generation make samples up to 5 versions old at their last use",
         ),
         (
             {"pipeline": {"reroll_start_fraction": 0.5, "reroll_max_groups": 33}},
-            "reroll_max_groups 33 is more than batch.prompts_per_step 32",
+            "reroll_max_groups 33 is more than the 32 prompts that are",
         ),
         (
             {"source": ATROPOS, "pipeline": {"reroll_start_fraction": 0.5}},
@@ -296,7 +296,7 @@ def test_all_problems_are_told_at_once(build):
         ({"algorithm": {"delta": 1.1}}, "warning", "loss", "delta 1.1 is not above 1 + epsilon 1.2"),
         ({"algorithm": {"ref_sync_steps": 8}}, "note", "reference", "ref_sync_steps does nothing"),
         ({"algorithm": {"sampler_correction_min": 0.1}}, "note", "sampler_correction", "does nothing with sampler"),
-        ({"algorithm": {"num_iterations": 4}}, "note", "iterations", "trained on 2 times; 8 or 12 steps are"),
+        ({"algorithm": {"num_iterations": 4}}, "note", "iterations", "of the last one 2 are done; 8 or 12 steps are"),
         ({"pipeline": {"prefetch_depth": 2}}, "note", "prefetch", "while pipeline.async_prefetch is false"),
         ({**ASYNC, "algorithm": {}}, "warning", "prefetch", "token_truncate weights age apart"),
         (
@@ -322,7 +322,7 @@ def test_all_problems_are_told_at_once(build):
             {"pipeline": {"streaming": True, "streaming_min_groups": 32}},
             "warning",
             "streaming",
-            "streaming_min_groups 32 is not below batch.prompts_per_step 32, so no group is scored before",
+            "streaming_min_groups 32 is not below the 32 prompts that are generated at once, so no group",
         ),
         (
             {"pipeline": {"streaming": True}, "source": {"kind": "local", "rollout_func": "agents.solve"}},
