@@ -124,3 +124,13 @@ def test_overlap_measures_runs_that_could_be_configured(
     assert config.bridge.kind == options.bridge
     assert config.adapter.kind == ("lora" if "lora" in options.bridge else "none")
     assert len((tmp_path / "problems.jsonl").read_text().splitlines()) == 512
+
+
+def test_asynchrony_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(sys, "argv", ["asynchrony.py", "--tiny"])
+    load("asynchrony").main()
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row.split(" | ")[0] for row in rows[1:]] == [
+        "| synchronous", "| whole batches, 1 ahead", "| whole batches, 4 ahead",
+        "| groups, 1 ahead", "| groups, 2 ahead", "| groups, 4 ahead",
+    ]  # fmt: skip

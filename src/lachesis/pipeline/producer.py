@@ -41,8 +41,9 @@ class AsynchronousFeed(Feed[BatchT]):
     """While the trainer works on a batch, the groups of later ones are generated and scored.
 
     Each group is by itself from its admission to its batch (:class:`Admission` says when it may begin, and when a
-    batch is there). Whenever slots are free the groups for them are drawn and asked for in one call; calls overlap,
-    and weights may change under them. Nothing that is finished is dropped, but for what the collector puts aside.
+    batch is there). Whenever slots are free the groups for them are drawn and asked for, at most a batch in one call;
+    calls overlap, and weights may change under them. Nothing that is finished is dropped, but for what the collector
+    puts aside.
 
     What is resumed from a checkpoint is who was in line: finished groups as they are, the others generated again.
 
@@ -52,7 +53,7 @@ class AsynchronousFeed(Feed[BatchT]):
         finisher: makes batches, in the caller's thread.
         ahead: batches generated ahead.
         at_once: most calls at a time; ``None`` bounds them by nothing but the slots.
-        call_size: groups that are drawn for a call; ``None`` draws as many as there are slots for.
+        whole_batches: draw no less than a batch at once.
         clock: seconds.
     """
 
@@ -62,7 +63,7 @@ class AsynchronousFeed(Feed[BatchT]):
     ahead: int
     batch_deadline_s: float
     at_once: int | None = None
-    call_size: int | None = None
+    whole_batches: bool = False
     clock: Seconds = time.monotonic
 
     def __post_init__(self) -> None:
@@ -113,12 +114,13 @@ class AsynchronousFeed(Feed[BatchT]):
     def _send(self) -> None:
         """Ask for the groups that may be generated and are not."""
         while self._running and not self._closed and self._error is None and self._may_call():
-            if self._line.room >= (self.call_size or 1):
-                self._line.admit(self.source.draw(self.call_size or self._line.room))
+            count = min(self._line.room, self._line.size)
+            if count == self._line.size or not self.whole_batches:
+                self._line.admit(self.source.draw(count))
             places = [place for place in self._line.unfinished if place.number not in self._calls]
             if not places:
                 break
-            self._begin(places)
+            self._begin(places[: self._line.size])
         self._idle_slots.change(self._line.room)
 
     def _may_call(self) -> bool:

@@ -284,7 +284,7 @@ def build_feed(
             batch_deadline_s=config.deadlines.batch_s,
             # What shares the trainer's process, or is a function of the user, does one call after the other.
             at_once=1 if whole_batches or config.engine.place == "trainer" else None,
-            call_size=collector.count if whole_batches else None,
+            whole_batches=whole_batches,
         )
     return repeated(feed, config, pack=pack_groups, score=policy.recompute_logprobs)
 

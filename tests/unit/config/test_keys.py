@@ -134,7 +134,12 @@ def test_a_type_without_words_is_an_error():
         ("rewards", "wandb", None, "it belongs to logging.wandb"),
         ("", "run.steps", None, "write steps in a line below run:, indented"),
         ("", "run.stepz", None, "did you mean run.steps?"),
-        ("batch", "qqq", None, "batch has prompts_per_step, max_tokens_per_microbatch, micro_batch_size"),
+        (
+            "batch",
+            "qqq",
+            None,
+            "batch has prompts_per_step, steps_per_generation, max_tokens_per_microbatch, micro_batch_size",
+        ),
     ],
 )
 def test_hints(section, name, kind, hint):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lachesis.common.deadline import Deadline
@@ -60,6 +60,7 @@ class ScriptedSource(GroupwiseSource):
         self.calls: list[list[str]] = []
         self.failing: set[str] = set()
         self._held: set[str] = set()
+        self._open: dict[int, str] = {}
         self._changed = threading.Condition()
         self._failing_calls = 1 << 30
 
@@ -86,31 +87,46 @@ class ScriptedSource(GroupwiseSource):
             name = self._name()
             self.drawn.append(name)
             draws.append(Draw(Prompt(id=name, token_ids=(1, 2), text=""), len(self.drawn) - 1))
+        with self._changed:
+            self._open |= {draw.request: draw.prompt.id for draw in draws}
         return draws
 
     def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
-        version = self.version
-        waiting = {index: draw.prompt.id for index, draw in enumerate(draws)}
-        call = len(self.calls)
-        self.calls.append(list(waiting.values()))
-        self.requests += [draw.request for draw in draws]
-        while waiting:
-            index = self._next_finished(waiting, call)
-            name = waiting.pop(index)
-            done(index, RewardError("it failed") if name in self.failing else self._group(name, version))
+        version, waiting = self.version, {draw.request: index for index, draw in enumerate(draws)}
+        with self._changed:
+            self._open |= {draw.request: draw.prompt.id for draw in draws}
+            call = len(self.calls)
+            self.calls.append([draw.prompt.id for draw in draws])
+            self.requests += waiting
+        try:
+            while waiting:
+                request = self._next_finished(waiting, call)
+                index = waiting.pop(request)
+                name = draws[index].prompt.id
+                done(index, RewardError("it failed") if name in self.failing else self._group(name, version))
+                self._close([request])
+        finally:
+            self._close([draw.request for draw in draws])
 
-    def _next_finished(self, waiting: dict[int, str], call: int) -> int:
+    def _close(self, requests: Sequence[int]) -> None:
+        with self._changed:
+            self._open = {request: name for request, name in self._open.items() if request not in requests}
+            self._changed.notify_all()
+
+    def _next_finished(self, waiting: Mapping[int, int], call: int) -> int:
+        """In the order of the draws, over all calls."""
+
         def ends() -> bool:
             return self.error is not None and call < self._failing_calls
 
-        def free() -> list[int]:
-            return [index for index, name in waiting.items() if name not in self._held]
+        def first() -> int:
+            return min((request for request, name in self._open.items() if name not in self._held), default=-1)
 
         with self._changed:
-            assert self._changed.wait_for(lambda: free() or ends(), LONG_S)
+            assert self._changed.wait_for(lambda: first() in waiting or ends(), LONG_S)
             if self.error is not None and ends():
                 raise self.error
-            return free()[0]
+            return first()
 
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
         if self._gate is not None:

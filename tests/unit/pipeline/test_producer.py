@@ -85,29 +85,29 @@ class TestWhatIsAskedFor:
         source.hold("0")
         feed = make_feed(source)
         assert feed.next() == ["1", "2"]
-        assert source.calls == [["0", "1", "2", "3"]]
+        assert sorted(source.calls) == [["0", "1"], ["2", "3"]], "at most a batch in one call"
         feed.advance(1)
-        until(lambda: source.calls[1:] == [["4", "5"]])
+        until(lambda: source.calls[2:] == [["4", "5"]])
         settled(feed, 3)
         source.let_go("0")
         assert feed.next() == ["0", "3"], "the oldest come first"
 
     def test_calls_come_one_after_the_other_where_the_engine_does_one(self, make_feed: MakeFeed):
         source = ScriptedSource()
-        source.hold("0", "4")
+        source.hold("2")
         feed = make_feed(source, at_once=1)
-        assert feed.next() == ["1", "2"]
+        assert feed.next() == ["0", "1"]
         feed.advance(1)
         time.sleep(0.02)
-        assert len(source.calls) == 1 and feed.counters()["idle_slots"] > 0
-        source.let_go("0")
-        until(lambda: source.calls[1:] == [["4", "5"]])
-        assert feed.next() == ["0", "3"]
+        assert source.calls == [["0", "1"], ["2", "3"]] and feed.counters()["idle_slots"] > 0
+        source.let_go("2")
+        until(lambda: source.calls[2:] == [["4", "5"]])
+        assert feed.next() == ["2", "3"]
 
     def test_a_source_of_whole_batches_gets_whole_batches(self, make_feed: MakeFeed):
         source = ScriptedSource()
         source.failing = {"1"}
-        feed = make_feed(source, ahead=2, at_once=1, call_size=2)
+        feed = make_feed(source, ahead=2, at_once=1, whole_batches=True)
         assert train(feed, 3) == [["0", "2"], ["3", "4"], ["5", "6"]]
         assert {len(call) for call in source.calls} == {2}
 
@@ -212,7 +212,7 @@ class TestFailures:
         feed = make_feed(source)
         assert feed.next() == ["1", "2"]
         feed.advance(1)
-        until(lambda: len(source.calls) == 2)
+        until(lambda: len(source.calls) == 3)
         source.fail(EngineError("the engine died"))
         with pytest.raises(EngineError, match="died"):
             feed.next()
@@ -227,7 +227,7 @@ class TestFailures:
         feed = make_feed(source)
         assert feed.next() == ["1", "2"]
         feed.advance(1)
-        until(lambda: len(source.calls) == 2)
+        until(lambda: len(source.calls) == 3)
         source.fail(EngineError("the engine died"))
         with pytest.raises(EngineError):
             feed.next()
@@ -254,8 +254,8 @@ class TestFailures:
         feed = make_feed(source)
         assert feed.next() == ["1", "2"]
         feed.advance(1)
-        source.fail(EngineError("the engine restarts"), calls=1)
-        until(lambda: ["0", "3"] in source.calls)
+        source.fail(EngineError("the engine restarts"), calls=2)
+        until(lambda: sorted(name for call in source.calls[3:] for name in call) == ["0", "3"])
         source.let_go()
         assert feed.next() == ["0", "3"]
 
@@ -268,14 +268,14 @@ class TestFailures:
 
     def test_closing_ends_what_is_under_way(self, make_feed: MakeFeed):
         source = ScriptedSource()
-        source.hold("0", "3")
+        source.hold("0", "1")
         feed = make_feed(source)
-        feed.next()
+        assert feed.next() == ["2", "3"]
         (thread,) = {call.thread for call in feed._calls.values()}
         threading.Timer(0.02, source.let_go, args=("0",)).start()
         feed.close()
         assert not thread.is_alive(), "at its next group, though another is still to come"
-        assert len(source.calls) == 1
+        assert len(source.calls) == 2
         feed.close()
         assert source.closed == 2
 
@@ -287,15 +287,17 @@ class TestCheckpoints:
         first = make_feed(source, ahead=2, replay=ReplayBuffer(size=2, seed=0))
         assert first.next() == ["1", "2"]
         first.advance(1)
-        until(lambda: len(source.calls) == 2)
+        until(lambda: len(source.calls) == 4)
         settled(first, 3)
         state = json.loads(json.dumps(first.state_dict()))
         other = ScriptedSource()
         second = make_feed(other, ahead=2, replay=ReplayBuffer(size=2, seed=7))
         second.load_state_dict(state)
         assert train(second, 3, start=1) == [["0", "3"], ["4", "5"], ["6", "7"]]
-        assert other.calls[0] == ["0", "4", "5"], "and those that were finished not again"
-        assert other.requests[:3] == [0, 4, 5]
+        assert [call for call in other.calls if set(call) & set("012345")] == [["0", "4"], ["5"]], (
+            "no finished one again"
+        )
+        assert sorted(other.requests)[:3] == [0, 4, 5]
         with pytest.raises(LachesisError, match="resumed"):
             second.load_state_dict(state)
 
