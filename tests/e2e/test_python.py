@@ -16,6 +16,7 @@ import pytest
 
 import lachesis
 from lachesis.cli.doctor import write_proof
+from lachesis.run.requests import ask, is_asked
 from tests.e2e.test_quickstart import load
 from tests.paths import EXAMPLES, ROOT
 from tests.waiting import LONG_S
@@ -124,6 +125,22 @@ def test_one_that_is_stopped_is_gone_on_with(keys: dict[str, Any]):
         lachesis.train(**keys)
     again = lachesis.load(run.directory, data=frame, rewards=slow, run={"steps": stopped.steps + 2})
     assert again.start(resume=True).wait(LONG_S).steps == stopped.steps + 2
+
+
+def test_others_may_ask_it_for_a_checkpoint_and_to_stop(keys: dict[str, Any]):
+    """As the buttons of the live page do."""
+    calls: list[int] = []
+
+    def asking(completions: list[Any], **columns: Any) -> list[float]:
+        calls.append(1)
+        if len(calls) in (2, 4):
+            ask(Path("runs/run"), "checkpoint" if len(calls) == 2 else "stop")
+        return share_of_a(completions)
+
+    summary = lachesis.train(**keys | {"rewards": asking, "run": {"steps": 50}}).wait(LONG_S)
+    assert (summary.finished, summary.steps) == (False, 4)
+    assert sorted(path.name for path in Path("runs/run/checkpoints").glob("step_*")) == ["step_000002", "step_000004"]
+    assert not is_asked(Path("runs/run"), "stop"), "it is none to whoever goes on"
 
 
 def test_what_goes_wrong_is_ours_and_raised_by_who_waits(keys: dict[str, Any], caplog: pytest.LogCaptureFixture):

@@ -156,7 +156,7 @@ def stop_on_signals() -> Iterator[list[int]]:
         yield received
     except StopRequested as error:  # before the first step: there is nothing to save
         error_console.print(error.message, style="yellow")
-        raise typer.Exit(EXIT_SIGNALLED + received[0]) from error
+        raise typer.Exit(EXIT_SIGNALLED + received[0] if received else 0) from error
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
@@ -170,11 +170,12 @@ def conclude(summary: RunSummary, stop: Sequence[int], command: Sequence[str]) -
         command: the words that started the run, without --resume.
     """
     if not summary.finished:
-        name = signal.Signals(stop[0]).name
+        # Without a signal it was a request of `lachesis watch`.
+        name, code = (signal.Signals(stop[0]).name, EXIT_SIGNALLED + stop[0]) if stop else ("request", 0)
         if summary.steps:
             console.print(f"its last checkpoint as a model: lachesis export {shlex.quote(shown(summary.run_dir))}")
         console.print(f"stopped by {name} after step {summary.steps}; go on with: {shlex.join(command)} --resume")
-        raise typer.Exit(EXIT_SIGNALLED + stop[0])
+        raise typer.Exit(code)
     report = shown(summary.report)
     if not summary.evaluations:
         console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; report: {report}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,9 @@ from rich.text import Text
 
 from lachesis import __version__
 from lachesis.cli.base import Overrides, app, busy, console, hide_progress_bars, print_findings, shown
+from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.files import write_atomic
+from lachesis.common.run_files import run_paths
 from lachesis.config.explain import Explanation, explain
 from lachesis.config.load import load_config
 
@@ -25,6 +29,59 @@ def report(run_dir: Annotated[Path, typer.Argument(help="A run directory.")]) ->
     from lachesis.metrics.report.page import write_report
 
     console.print(f"report: {shown(write_report(run_dir))}")
+
+
+@app.command()
+def compare(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories, two or more.")],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("compare.html"),
+) -> None:
+    """Write a page with several runs side by side: curves, configurations, the same prompts."""
+    from lachesis.metrics.report.compare import write_compare
+
+    console.print(f"comparison: {shown(write_compare(run_dirs, out))}")
+
+
+@app.command()
+def watch(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Run directories.")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 8010,
+) -> None:
+    """Show runs in the browser while they go on. On another machine: ssh -L 8010:127.0.0.1:8010 HOST."""
+    import secrets
+    import socket
+
+    import uvicorn
+
+    from lachesis.run.watch import Watch
+
+    for path in run_dirs:
+        if not run_paths(path)["state"].exists() and not run_paths(path)["metrics"].exists():
+            raise DataError(f"{path} holds no run", remedy="give the directories of runs, such as runs/NAME")
+    try:
+        listener = socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        raise ConfigError(f"port {port} is taken: {error.strerror}", remedy="choose another with --port") from error
+    token = secrets.token_urlsafe(16)
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    console.print(f"{address}#token={token} (who has the token may stop the runs; {address} only shows them)")
+    config = uvicorn.Config(Watch(run_dirs, token=token).app(), log_level="warning")
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+@app.command()
+def trace(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    out: Annotated[Path | None, typer.Argument(help="Where to; RUN/trace.json if unset.")] = None,
+) -> None:
+    """Write the steps of a run as a timeline that ui.perfetto.dev opens."""
+    from lachesis.metrics.sinks.jsonl import read_metrics
+    from lachesis.metrics.timeline import timeline
+
+    log = read_metrics(run_paths(run_dir)["metrics"])
+    out = out or run_dir / "trace.json"
+    write_atomic(out, json.dumps(timeline(log, name=run_dir.resolve().name)))
+    console.print(f"timeline of {len(log.steps)} steps: {shown(out)}; open it at https://ui.perfetto.dev")
 
 
 @app.command()

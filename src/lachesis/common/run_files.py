@@ -14,6 +14,7 @@ def run_paths(run_dir: Path) -> dict[str, Path]:
         "report": run_dir / "report.html",
         "state": run_dir / "state.json",
         "live": run_dir / "live.json",
+        "requests": run_dir / "requests",
         "checkpoints": run_dir / "checkpoints",
         "final": run_dir / "final",
         "logs": run_dir / "logs",

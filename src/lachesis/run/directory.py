@@ -60,6 +60,7 @@ class RunDirectory:
                 self.state = {}
             self.state.pop("error", None)
             self.files["logs"].mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self.files["requests"], ignore_errors=True)  # what an earlier process was asked for
         except OSError as error:
             raise cannot_write(self.path, error) from error
         now = time.time()

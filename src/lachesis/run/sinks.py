@@ -19,8 +19,10 @@ from lachesis.metrics.hub import MetricsHub, Sink
 from lachesis.metrics.report.page import ReportSink
 from lachesis.metrics.sinks.console import CompletionPicker, CompletionsSink, ConsoleSink
 from lachesis.metrics.sinks.jsonl import JsonlSink, read_metrics
+from lachesis.metrics.sinks.mlflow import MlflowSink
 from lachesis.metrics.sinks.tape import TapeSink, token_texts
 from lachesis.metrics.sinks.tensorboard import TensorBoardSink
+from lachesis.metrics.sinks.trackio import TrackioSink
 from lachesis.metrics.sinks.wandb import WandbSink, is_wanted
 from lachesis.rollouts.generation import text_decoder
 from lachesis.run.directory import RunDirectory
@@ -62,6 +64,27 @@ def build_sinks(
         sinks.append(
             WandbSink(
                 logging_config.wandb,
+                run_dir=run.path,
+                run_name=config.run.name,
+                settings=config.model_dump(mode="json"),
+                resume_step=resume_step,
+                completions=completions,
+            )
+        )
+    if logging_config.trackio is not None:
+        sinks.append(
+            TrackioSink(
+                logging_config.trackio,
+                run_name=config.run.name,
+                settings=config.model_dump(mode="json"),
+                resume_step=resume_step,
+                completions=completions,
+            )
+        )
+    if logging_config.mlflow is not None:
+        sinks.append(
+            MlflowSink(
+                logging_config.mlflow,
                 run_dir=run.path,
                 run_name=config.run.name,
                 settings=config.model_dump(mode="json"),

@@ -44,6 +44,7 @@ from lachesis.run.parts import (
 )
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.rehearsal import rehearse
+from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints
@@ -112,6 +113,7 @@ def train(
         resume = _can_resume(directory, restarts=world.restarts)
         overwrite = not resume
     run = claim_run(directory, resume=resume, overwrite=overwrite)
+    stop_requested = either(stop_requested, partial(is_asked, run.path, "stop"))
     seed_everything(config.run.seed)
     set_up(config)
     with ExitStack() as closing:
@@ -178,6 +180,7 @@ def build_trainer(
         policy=policy,
         feed=parts.feed,
         every_steps=config.checkpoint.every_steps,
+        asked=partial(take, run.path, "checkpoint"),
     )
     start = checkpoints.restore() if resume else 0
     write_atomic(run.files["config"], dump_config(config))
@@ -325,6 +328,7 @@ def begin_run(run: RunDirectory, *, resume: bool) -> Iterator[Console]:
             raise
         raise failure from error
     finally:
+        take(run.path, "stop")  # it is no request to whoever goes on with the run
         logging.getLogger().removeHandler(handler)
         handler.close()
 

@@ -23,7 +23,7 @@ import pickle
 import random
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,21 +158,32 @@ class RunCheckpoints:
         manager: where they go.
         policy, feed: whose state it is.
         every_steps: how often; 0 only when the run is asked to stop.
+        asked: whether somebody wants one now.
     """
 
-    def __init__(self, manager: CheckpointManager, *, policy: Policy, feed: Feed[Batch], every_steps: int) -> None:
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        *,
+        policy: Policy,
+        feed: Feed[Batch],
+        every_steps: int,
+        asked: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._asked = asked
         self._manager = manager
         self._policy = policy
         self._feed = feed
         self._every_steps = every_steps
 
     def maybe_save(self, step: int, *, stopping: bool = False) -> None:
-        """Save if step N·every_steps is done or the run stops.
+        """Save if step N·every_steps is done, the run stops, or somebody has asked for it.
 
         Raises:
             CheckpointError: it could not be written; the last one is untouched.
         """
-        if stopping or (self._every_steps > 0 and step % self._every_steps == 0):
+        due = self._every_steps > 0 and step % self._every_steps == 0
+        if self._asked() or stopping or due:
             self._manager.save(
                 step,
                 tensors=self._policy.weights(),

@@ -42,7 +42,9 @@ from lachesis.config.schema.process import (
     EnvironmentServiceConfig,
     EvaluationConfig,
     LoggingConfig,
+    MlflowConfig,
     ServicesConfig,
+    TrackioConfig,
     WandbConfig,
 )
 from lachesis.config.schema.rollouts import (

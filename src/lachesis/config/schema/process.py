@@ -59,6 +59,26 @@ class WandbConfig(Section):
     )
 
 
+class TrackioConfig(Section):
+    """Trackio, Hugging Face's local dashboard."""
+
+    project: str = Field(description="Project name.")
+    name: str | None = Field(default=None, description="Run name; the run's own if unset.")
+    space: str | None = Field(
+        default=None, description="Hugging Face Space, as `owner/name`, that shows it; on this machine if unset."
+    )
+
+
+class MlflowConfig(Section):
+    """MLflow."""
+
+    experiment: str = Field(description="Experiment name; made where there is none.")
+    name: str | None = Field(default=None, description="Run name; the run's own if unset.")
+    tracking_uri: str | None = Field(
+        default=None, description="Server or directory; MLflow's own MLFLOW_TRACKING_URI and default if unset."
+    )
+
+
 class LoggingConfig(Section):
     """What is written while the run goes on."""
 
@@ -68,7 +88,7 @@ class LoggingConfig(Section):
     completions: NonNegativeInt | Literal["all"] = Field(
         default=0,
         description="Completions shown with prompt and rewards at each of these steps: in the console and its log, and "
-        "as a table in Weights & Biases.",
+        "as a table in Weights & Biases, Trackio and MLflow.",
     )
     tape: bool = Field(default=True, description="Write each step's rollouts to rollouts/.")
     report_groups: NonNegativeInt = Field(default=2, description="Groups a step kept with token texts, for the report.")
@@ -77,6 +97,8 @@ class LoggingConfig(Section):
     )
     tensorboard: bool = Field(default=False, description="Write TensorBoard events to tensorboard/.")
     wandb: WandbConfig | None = Field(default=None, description="Log to Weights & Biases.")
+    trackio: TrackioConfig | None = Field(default=None, description="Log to Trackio.")
+    mlflow: MlflowConfig | None = Field(default=None, description="Log to MLflow.")
 
 
 class DistributedConfig(Section):

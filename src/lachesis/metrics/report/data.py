@@ -53,6 +53,9 @@ LABELS = {
 }
 
 
+LOGGED = "reward_metrics/"
+
+
 @dataclass(frozen=True, slots=True)
 class ChartPlan:
     """One chart: the metrics drawn in it, the first of which gives title, unit and healthy range.
@@ -253,10 +256,19 @@ def charts(log: MetricsLog) -> list[dict[str, Any]]:
     functions = reward_functions(log.steps[-1].values) if log.steps else []
     by_function = ChartPlan(tuple(f"rewards/{name}/mean" for name in functions), title="Rewards by function")
     plans = (*CHARTS[:2], by_function, *CHARTS[2:]) if len(functions) > 1 else CHARTS
+    # What reward functions gave to log_metric.
+    logged = sorted({name for line in log.steps for name in line.values if name.startswith(LOGGED)})
+    plans = (*plans, *(ChartPlan((name,), title=name.removeprefix(LOGGED)) for name in logged))
     return [chart for plan in plans if (chart := _chart(plan, log))["series"]]
 
 
 def _chart(plan: ChartPlan, log: MetricsLog) -> dict[str, Any]:
+    series = [series for name in plan.names if (series := series_of(name, plan.band, log)) is not None]
+    return {**chart_of(plan), "series": series}
+
+
+def chart_of(plan: ChartPlan) -> dict[str, Any]:
+    """What a chart says of itself; its series are another matter."""
     metric = describe(plan.names[0])
     return {
         "id": metric.name,
@@ -265,11 +277,11 @@ def _chart(plan: ChartPlan, log: MetricsLog) -> dict[str, Any]:
         "explanation": metric.explanation,
         "healthy": None if metric.healthy is None else list(metric.healthy),
         **{name: getattr(plan, name) for name in ("wide", "log", "exact", "floor", "ceiling", "least")},
-        "series": [series for name in plan.names if (series := _series(name, plan.band, log)) is not None],
     }
 
 
-def _series(name: str, band: str, log: MetricsLog) -> dict[str, Any] | None:
+def series_of(name: str, band: str, log: MetricsLog) -> dict[str, Any] | None:
+    """A line of a chart, cut to size; ``None`` where a run has no such value."""
     points = _points(name, log)
     if not points:
         return None
@@ -399,6 +411,11 @@ def _group(line: Mapping[str, Any], *, budget: int) -> dict[str, Any]:
     samples = line["samples"]
     longest = max((len(sample["completion_ids"]) for sample in samples), default=0)
     kept = max(2, min(MAX_SAMPLES, budget // max(1, min(longest, MIN_TOKENS_A_SAMPLE))))
+    logged = line.get("logged", {})
+    samples = [
+        {**sample, "logged": {name: values[index] for name, values in logged.items() if index < len(values)}}
+        for index, sample in enumerate(samples)
+    ]
     chosen = best_and_worst(samples, score=lambda sample: sample["reward"], limit=kept)
     prompt = line["prompt"]
     return {
@@ -416,6 +433,7 @@ def _sample(sample: Mapping[str, Any], *, limit: int) -> dict[str, Any]:
         "advantage": sample["advantage"],
         "finish": sample["finish_reason"],
         "tokens": count,
+        "logged": [f"{name} {_cut(str(value), MAX_PIECE_CHARACTERS)}" for name, value in sample["logged"].items()],
         "version": "unknown" if sample["versions"][0] == UNKNOWN_VERSIONS.first else sample["versions"][0],
     }
     pieces = sample.get("pieces")

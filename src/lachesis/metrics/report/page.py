@@ -14,6 +14,7 @@ from lachesis.metrics.report.data import read_run, result_sentence, run_seconds,
 from lachesis.web.pages import render_page
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
+BODY = TEMPLATE.with_name("report_body.html.j2")
 GROUPS_A_STEP = 2
 
 
@@ -58,30 +59,43 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _render(run_dir: Path) -> str:
+    return render_page(TEMPLATE, **report_values(run_dir))
+
+
+def render_body(run_dir: Path) -> tuple[str, dict[str, Any]]:
+    """What the report shows, as HTML without the page around it, and the data that its scripts draw.
+
+    Raises:
+        DataError: as :func:`write_report`.
+    """
+    values = report_values(run_dir)
+    return render_page(BODY, **values), values["data"]
+
+
+def report_values(run_dir: Path) -> dict[str, Any]:
+    """The values of the report's template. Raises DataError as :func:`write_report`."""
     run = read_run(run_dir)
     steps, evaluations = run.log.steps, run.log.evaluations
     groups = setting(run.config, "logging.report_groups", GROUPS_A_STEP)
-    data: dict[str, Any] = {
-        "charts": report_data.charts(run.log),
-        "timing": report_data.timing(steps),
-        "rollouts": report_data.rollouts(run_paths(run_dir)["rollouts"], groups=groups),
-    }
     config_path = run_paths(run_dir)["config"]
-    return render_page(
-        TEMPLATE,
-        name=str(setting(run.config, "run.name", run_dir.resolve().name)),
-        words=report_data.descriptors(run.config),
-        date=report_data.date_of(steps),
-        headline=report_data.headline(run.log),
-        sentence=result_sentence(
+    return {
+        "name": str(setting(run.config, "run.name", run_dir.resolve().name)),
+        "words": report_data.descriptors(run.config),
+        "date": report_data.date_of(steps),
+        "headline": report_data.headline(run.log),
+        "sentence": result_sentence(
             evaluations[0] if evaluations else None,
             evaluations[-1] if evaluations else None,
             steps=len(steps),
             seconds=run_seconds(steps),
         ),
-        facts=report_data.facts(run),
-        findings=report_data.findings(steps),
-        unusual=report_data.unusual(steps),
-        config=config_path.read_text(encoding="utf-8") if config_path.exists() else "",
-        data=data,
-    )
+        "facts": report_data.facts(run),
+        "findings": report_data.findings(steps),
+        "unusual": report_data.unusual(steps),
+        "config": config_path.read_text(encoding="utf-8") if config_path.exists() else "",
+        "data": {
+            "charts": report_data.charts(run.log),
+            "timing": report_data.timing(steps),
+            "rollouts": report_data.rollouts(run_paths(run_dir)["rollouts"], groups=groups),
+        },
+    }

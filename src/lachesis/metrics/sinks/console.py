@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lachesis.common.group_codec import json_safe
 from lachesis.common.types import EvalResult, Finding, Sample, StepRecord
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import format_number, format_seconds, format_share
@@ -273,6 +274,23 @@ class CompletionPicker:
             self._shown(group.prompt.text, group.samples[place], {name: v[place] for name, v in group.logged.items()})
             for place, group in places[: self.count]
         ]
+
+    def table(self, record: StepRecord) -> tuple[list[str], list[list[Any]]] | None:
+        """The same as columns and rows, for sinks that show tables; ``None`` where a step has none."""
+        shown = self.pick(record)
+        if not shown:
+            return None
+        names = list(self.reward_names)
+        logged = sorted({name for one in shown for name in one.logged}.difference(names))
+        rows = [
+            [
+                *(record.step, one.prompt, one.completion, one.reward),
+                *map(one.rewards.get, names),
+                *(json_safe(one.logged.get(name)) for name in logged),
+            ]
+            for one in shown
+        ]
+        return ["step", "prompt", "completion", "reward", *names, *logged], rows
 
     def _shown(self, prompt: str, sample: Sample, logged: Mapping[str, Any]) -> ShownCompletion:
         named = len(sample.rewards) == len(self.reward_names)

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.files import write_atomic
-from lachesis.common.group_codec import json_safe
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.config.schema import WandbConfig
 from lachesis.metrics.hub import Sink
@@ -90,20 +89,9 @@ class WandbSink(Sink):
             values |= evaluation_values(record.evaluation)
         for finding in record.findings:
             values[f"health/{finding.rule}"] = f"{finding.level}: {finding.message}"
-        if self._completions is not None and (shown := self._completions.pick(record)):
-            names = list(self._completions.reward_names)
-            logged = sorted({name for one in shown for name in one.logged}.difference(names))
-            values["completions"] = self._wandb.Table(
-                columns=["step", "prompt", "completion", "reward", *names, *logged],
-                data=[
-                    [
-                        *(record.step, one.prompt, one.completion, one.reward),
-                        *map(one.rewards.get, names),
-                        *(json_safe(one.logged.get(name)) for name in logged),
-                    ]
-                    for one in shown
-                ],
-            )
+        if self._completions is not None and (table := self._completions.table(record)) is not None:
+            columns, rows = table
+            values["completions"] = self._wandb.Table(columns=columns, data=rows)
         self._run.log(values)
 
     def evaluation(self, result: EvalResult) -> None:

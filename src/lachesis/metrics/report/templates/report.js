@@ -1,6 +1,6 @@
 "use strict";
 /* The charts of the report, and one cursor for all of them. */
-const report = JSON.parse(byId("report-data").textContent);
+let report = { charts: [], timing: null, rollouts: [] };
 const page = { showStep: null, smooth: false, cursor: null };
 
 /* The same with two digits and no unit, for a line of several; the title names the unit. */
@@ -46,8 +46,11 @@ function drawHealthy(group, box, healthy, low, high) {
   }
 }
 
-const allSteps = report.charts.flatMap((chart) => chart.series.flatMap((series) => [series.x[0], series.x[series.x.length - 1]]));
-const stepRange = allSteps.length ? [Math.min(...allSteps), Math.max(...allSteps)] : [0, 1];
+let stepRange = [0, 1];
+function spanOfSteps() {
+  const ends = report.charts.flatMap((chart) => chart.series.flatMap((series) => [series.x[0], series.x[series.x.length - 1]]));
+  return ends.length ? [Math.min(...ends), Math.max(...ends)] : [0, 1];
+}
 
 function buildChart(chart) {
   const single = chart.series.length === 1;
@@ -180,7 +183,13 @@ function milliseconds(seconds) {
   return seconds === null ? "–" : seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${significant(seconds)} s`;
 }
 
-function start() {
+/* Draw a report into the page's elements, in the place of the one before. A cursor and the choice of smoothing are kept. */
+let redraw = () => {}, chosenSmooth = null, watchedWidth = null;
+function showReport(data) {
+  report = data;
+  stepRange = spanOfSteps();
+  drawn.length = 0;
+  byId("charts").replaceChildren();
   for (const chart of report.charts) {
     const built = buildChart(chart);
     byId("charts").append(built.card);
@@ -188,20 +197,24 @@ function start() {
   }
   if (report.timing) drawn.push(buildTiming(report.timing));
   const longest = Math.max(0, ...report.charts.flatMap((chart) => chart.series.map((series) => series.x.length)));
-  page.smooth = byId("smooth").checked = longest > 60;
-  const redraw = () => drawn.forEach((chart) => chart.draw());
-  byId("smooth").addEventListener("change", (event) => { page.smooth = event.target.checked; redraw(); });
-  let width = byId("charts").clientWidth;
+  page.smooth = byId("smooth").checked = chosenSmooth ?? longest > 60;
+  redraw = () => drawn.forEach((chart) => chart.draw());
+  byId("smooth").addEventListener("change", (event) => { page.smooth = chosenSmooth = event.target.checked; redraw(); });
   redraw();
-  new ResizeObserver(([entry]) => {
-    if (Math.abs(entry.contentRect.width - width) < 1) return;
-    width = entry.contentRect.width;
-    redraw();
-  }).observe(byId("charts"));
+  followWidth();
   for (const [enter, leave] of [["pointerover", "pointerout"], ["focusin", "focusout"]]) {
     byId("charts").addEventListener(enter, (event) => { if (event.target.dataset.tip) showTip(event.target, [event.target.dataset.tip]); });
     byId("charts").addEventListener(leave, (event) => { if (event.target.dataset.tip) hideTip(); });
   }
+  if (report.rollouts.length) startRollouts(report.rollouts);
 }
-
-start();
+function followWidth() {
+  if (watchedWidth) watchedWidth.disconnect();
+  let width = byId("charts").clientWidth;
+  watchedWidth = new ResizeObserver(([entry]) => {
+    if (Math.abs(entry.contentRect.width - width) < 1) return;
+    width = entry.contentRect.width;
+    redraw();
+  });
+  watchedWidth.observe(byId("charts"));
+}

@@ -15,7 +15,7 @@ function sampleCard(sample, scale) {
     header.append(make("span", { title: "advantage" }, "advantage ", leaning(sample.advantage, scale), make("b", {}, sign + significant(sample.advantage))));
   }
   const reasons = { stop: "ended", length: "cut off", abort: "aborted" };
-  const footer = make("footer", {}, make("span", { class: sample.finish }, reasons[sample.finish] || sample.finish), ` after ${sample.tokens} tokens, weights ${sample.version}`);
+  const footer = make("footer", {}, make("span", { class: sample.finish }, reasons[sample.finish] || sample.finish), ` after ${sample.tokens} tokens, weights ${sample.version}`, ...(sample.logged || []).map((words) => make("span", { class: "logged" }, ` · ${words}`)));
   const body = make("pre");
   body.append(...(sample.pieces ? tokenNodes(sample) : visible(sample.text)));
   const card = make("article", { class: "sample" }, header, body, footer);
@@ -23,17 +23,21 @@ function sampleCard(sample, scale) {
   return card;
 }
 
+/* Which is shown: of a page whose rollouts grow, the latest until somebody chooses another step. */
+const kept = { step: null, group: 0 };
 function startRollouts(rollouts) {
   const slider = byId("step");
-  const chosen = { index: rollouts.length - 1, group: 0 };
+  const at = kept.step === null ? -1 : rollouts.findIndex((entry) => entry.step === kept.step);
+  const chosen = { index: at < 0 ? rollouts.length - 1 : at, group: kept.group };
   slider.max = String(rollouts.length - 1);
 
   function showGroup() {
     const entry = rollouts[chosen.index];
-    chosen.group = Math.min(chosen.group, entry.groups.length - 1);
+    kept.group = chosen.group = Math.min(chosen.group, entry.groups.length - 1);
     const group = entry.groups[chosen.group];
     const labels = entry.groups.length < 2 ? [] : entry.groups.map((_, index) => `Prompt ${index + 1}`);
     showTabs("groups", labels, chosen.group, (index) => { chosen.group = index; showGroup(); });
+    page.prompt = group.id;
     byId("prompt").replaceChildren(...visible(group.prompt));
     const shown = group.samples.length;
     byId("samples-note").textContent = shown < group.size ? `${shown} of ${group.size}, best and worst` : "best first";
@@ -45,6 +49,7 @@ function startRollouts(rollouts) {
     chosen.index = Math.min(rollouts.length - 1, Math.max(0, index));
     slider.value = String(chosen.index);
     const { step } = rollouts[chosen.index];
+    kept.step = chosen.index === rollouts.length - 1 ? null : step;
     slider.setAttribute("aria-valuetext", `step ${step}`);
     byId("step-label").textContent = `step ${step}`;
     byId("rollout-facts").textContent = factsAt(step);
@@ -75,5 +80,3 @@ function factsAt(step) {
   }
   return words.join(", ");
 }
-
-if (report.rollouts.length) startRollouts(report.rollouts);

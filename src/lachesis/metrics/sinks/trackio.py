@@ -1,0 +1,85 @@
+"""Trackio."""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from typing import Any
+
+from lachesis.common.errors import ConfigError, DependencyError
+from lachesis.common.types import EvalResult, StepRecord
+from lachesis.config.schema import TrackioConfig
+from lachesis.metrics.hub import Sink
+from lachesis.metrics.names import evaluation_values
+from lachesis.metrics.sinks.console import CompletionPicker
+
+
+class TrackioSink(Sink):
+    """Logs every value under its own name at its step; findings are alerts.
+
+    Args:
+        config: the section ``logging.trackio``.
+        run_name: used where the section names no run. A resumed run goes on in the one of that name.
+        settings: the resolved configuration of the run.
+        resume_step: not ``None`` where a run is resumed.
+        completions: which completions are logged, as the table ``completions``; ``None`` logs none.
+
+    Raises:
+        DependencyError: the package trackio is not installed.
+        ConfigError: Trackio refused to start.
+    """
+
+    def __init__(
+        self,
+        config: TrackioConfig,
+        *,
+        run_name: str,
+        settings: Mapping[str, Any],
+        resume_step: int | None = None,
+        completions: CompletionPicker | None = None,
+    ) -> None:
+        self._completions = completions
+        try:
+            self._trackio = importlib.import_module("trackio")
+        except ImportError as error:
+            raise DependencyError(
+                f"logging.trackio is set but trackio cannot be imported: {error}",
+                remedy='pip install "lachesis[trackio]", or remove logging.trackio',
+            ) from error
+        try:
+            with redirect_stdout(io.StringIO()):  # it says how its dashboard is opened
+                self._run = self._trackio.init(
+                    project=config.project,
+                    name=config.name or run_name,
+                    space_id=config.space,
+                    config=dict(settings),
+                    resume="never" if resume_step is None else "allow",
+                )
+        except Exception as error:
+            raise ConfigError(
+                f"Trackio did not start: {type(error).__name__}: {error}",
+                remedy="check logging.trackio, and the login where logging.trackio.space is set",
+            ) from error
+
+    def write(self, record: StepRecord) -> None:
+        values: dict[str, Any] = dict(record.values)
+        if record.evaluation is not None:
+            values |= evaluation_values(record.evaluation)
+        if self._completions is not None and (table := self._completions.table(record)) is not None:
+            columns, rows = table
+            values["completions"] = self._trackio.Table(columns=columns, data=rows)
+        self._run.log(values, step=record.step)
+        levels = self._trackio.AlertLevel
+        for finding in record.findings:
+            level = {"note": levels.INFO, "warning": levels.WARN, "problem": levels.ERROR}[finding.level]
+            with redirect_stdout(io.StringIO()):  # where the run's own findings stand already
+                self._run.alert(finding.rule, text=finding.message, level=level, step=record.step)
+
+    def evaluation(self, result: EvalResult) -> None:
+        self._run.log(evaluation_values(result), step=result.step)
+
+    def close(self) -> None:
+        with redirect_stdout(io.StringIO()):
+            self._run.finish()

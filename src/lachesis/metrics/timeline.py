@@ -1,0 +1,103 @@
+"""The steps of a run as a timeline for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+Of a part of a step its seconds are recorded, and when the step ended. The loop does its parts one after the other, so
+that says where each of them lies. Of generation and rewards that go on beside the loop only the seconds are known: they
+are drawn so that they end when the loop has their batch, and begin no earlier than those before them ended.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine
+
+Event = dict[str, Any]
+
+LOOP, GENERATION, REWARDS = 1, 2, 3
+THREADS = {LOOP: "training loop", GENERATION: "generation", REWARDS: "rewards"}
+# In the order in which the loop does them; a checkpoint's seconds are recorded with the step after it.
+PARTS = (
+    ("checkpoint_time", "checkpoint"),
+    ("data_fetch_time", "wait for a batch"),
+    ("train_time", "forward, backward"),
+    ("sync_time", "optimizer and transfer"),
+    ("eval_time", "evaluation"),
+)
+COUNTERS = ("reward", "tokens_generated", "staleness/mean", "gpu_memory_gb")
+
+
+def timeline(log: MetricsLog, *, name: str) -> dict[str, Any]:
+    """Trace events, in microseconds since the first step began; ``name`` is the run's."""
+    timed = [line for line in log.steps if line.values.get("step_time", 0.0) > 0]
+    origin = min((line.time - line.values["step_time"] for line in timed), default=0.0)
+    events: list[Event] = [_named("process_name", name, LOOP)]
+    events += [_named("thread_name", words, thread) for thread, words in THREADS.items()]
+    ends = {GENERATION: 0.0, REWARDS: 0.0}
+    for line in timed:
+        events += _step(line, origin=origin, ends=ends)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _step(line: StepLine, *, origin: float, ends: dict[int, float]) -> Iterator[Event]:
+    """The events of a step. ``ends`` is where the last ones of the other threads ended, and is moved on."""
+    values = {name: value for name, value in line.values.items() if math.isfinite(value)}
+    begin = line.time - values["step_time"] - origin
+    numbers = {name: values[name] for name in ("reward", "loss", "grad_norm", "weight_version") if name in values}
+    yield _slice(f"step {line.step}", LOOP, begin, values["step_time"], **numbers)
+    at = begin
+    for part, words in PARTS:
+        seconds = values.get(part, 0.0)
+        if seconds > 0:
+            yield _slice(words, LOOP, at, seconds, step=line.step)
+        if part == "data_fetch_time":
+            yield from _rollouts(values, step=line.step, begin=at, end=at + seconds, ends=ends)
+        if part == "sync_time":
+            yield from _sync(values, step=line.step, begin=at, seconds=seconds)
+        at += seconds
+    for counter in COUNTERS:
+        if counter in values:
+            yield {"name": counter, "ph": "C", "ts": _micro(at), "pid": 1, "args": {counter: values[counter]}}
+
+
+def _rollouts(
+    values: Mapping[str, float], *, step: int, begin: float, end: float, ends: dict[int, float]
+) -> Iterator[Event]:
+    """Generation, then rewards. In the loop's wait where they fit into it, else up to its end."""
+    generation, rewards = values.get("generation_time", 0.0), values.get("reward_time", 0.0)
+    rewards -= values.get("hidden_reward_time", 0.0)
+    beside = generation + rewards > 1.05 * (end - begin)
+    start = end - generation - rewards if beside else begin
+    for thread, words, seconds in ((GENERATION, "generation", generation), (REWARDS, "rewards", rewards)):
+        if seconds <= 0:
+            continue
+        placed = max(start, ends[thread])
+        shown = max(0.0, start + seconds - placed)
+        yield _slice(words, thread, placed, shown, step=step, seconds=seconds, place="assumed" if beside else "known")
+        ends[thread] = placed + shown
+        start += seconds
+
+
+def _sync(values: Mapping[str, float], *, step: int, begin: float, seconds: float) -> Iterator[Event]:
+    """Within the sync: what comes before the transfer, the transfer, its proof."""
+    proof = min(values.get("proof_time", 0.0), seconds)
+    transfer = min(values.get("transfer_time", 0.0), seconds - proof)
+    at = begin
+    for words, part in (("optimizer step", seconds - transfer - proof), ("transfer", transfer), ("proof", proof)):
+        if part > 0:
+            yield _slice(words, LOOP, at, part, step=step)
+        at += part
+
+
+def _slice(name: str, thread: int, begin: float, length: float, /, **args: Any) -> Event:
+    whole = {"name": name, "ph": "X", "ts": _micro(begin), "dur": _micro(length), "pid": 1, "tid": thread}
+    return {**whole, "cat": THREADS[thread], "args": args}
+
+
+def _named(kind: str, words: str, thread: int) -> Event:
+    return {"name": kind, "ph": "M", "pid": 1, "tid": thread, "args": {"name": words}}
+
+
+def _micro(seconds: float) -> float:
+    return round(1e6 * seconds, 3)

@@ -1,0 +1,36 @@
+"""What others may ask of a run that goes on: files in its directory, which it looks for after each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from lachesis.common.files import write_atomic
+from lachesis.common.run_files import run_paths
+
+Request = Literal["stop", "checkpoint"]
+
+
+def ask(run_dir: Path, request: Request) -> None:
+    """Ask the run in a directory to stop after its step, or to save a checkpoint. Raises OSError."""
+    write_atomic(run_paths(run_dir)["requests"] / request, "")
+
+
+def is_asked(run_dir: Path, request: Request) -> bool:
+    """Whether somebody has."""
+    return (run_paths(run_dir)["requests"] / request).exists()
+
+
+def take(run_dir: Path, request: Request) -> bool:
+    """The same, once."""
+    with suppress(FileNotFoundError):
+        (run_paths(run_dir)["requests"] / request).unlink()
+        return True
+    return False
+
+
+def either(*asked: Callable[[], bool]) -> Callable[[], bool]:
+    """Whether any says so."""
+    return lambda: any(one() for one in asked)

@@ -1,0 +1,166 @@
+"""The live page: what the report shows, while a run goes on, and what it waits for; also of several runs."""
+
+from __future__ import annotations
+
+import csv
+import hmac
+import io
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from lachesis.common.errors import DataError, LachesisError
+from lachesis.common.run_files import run_paths
+from lachesis.metrics.report import compare, page
+from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.metrics.sinks.tape import read_lines, tape_files
+from lachesis.run.requests import ask
+from lachesis.run.status import read_status, status_lines
+from lachesis.web.pages import render_page
+
+TEMPLATE = page.TEMPLATE.with_name("watch.html.j2")
+# Asked of a run of which nothing is there yet.
+_NOTHING_YET = '<p class="quiet">No step is done yet.</p>'
+# Steps of the tape that are searched for a prompt.
+_MOST_STEPS = 500
+
+
+class Watch:
+    """The routes over some run directories. All but two only read; those two ask for the token."""
+
+    def __init__(self, run_dirs: Sequence[Path], *, token: str) -> None:
+        self._dirs = [Path(path) for path in run_dirs]
+        self._token = token
+
+    def app(self) -> Starlette:
+        """The application. It answers to names of this machine only, as through an SSH tunnel."""
+        reading = {
+            "/": self.page,
+            "/data": self.data,
+            "/compare": self.compare,
+            "/metrics.csv": self.csv,
+            "/prompt": self.prompt,
+        }
+        routes = [Route(path, endpoint) for path, endpoint in reading.items()]
+        routes += [Route(f"/{what}", self.ask, methods=["POST"]) for what in ("stop", "checkpoint")]
+        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
+        return Starlette(routes=routes, middleware=[hosts], exception_handlers={LachesisError: _refused})
+
+    async def page(self, _: Request) -> Response:
+        """The page, which asks for all else."""
+        html = render_page(TEMPLATE, names=compare.run_names(self._dirs))
+        return HTMLResponse(html, headers={"Cache-Control": "no-store"})
+
+    async def data(self, request: Request) -> Response:
+        """How a run stands, and its report where that has changed since the tag that the page knows."""
+        return JSONResponse(await anyio.to_thread.run_sync(self._data, self._dir(request), _known(request)))
+
+    def _data(self, run_dir: Path, known: str) -> dict[str, Any]:
+        tag = _tag([run_dir])
+        answer: dict[str, Any] = {"status": _status(run_dir), "tag": tag, "html": None, "data": None}
+        if tag == known:
+            return answer
+        if not run_paths(run_dir)["metrics"].exists():
+            return answer | {"html": _NOTHING_YET}
+        html, data = page.render_body(run_dir)
+        return answer | {"html": html, "data": data}
+
+    async def compare(self, request: Request) -> Response:
+        """All runs side by side."""
+        return JSONResponse(await anyio.to_thread.run_sync(self._compare, _known(request)))
+
+    def _compare(self, known: str) -> dict[str, Any]:
+        tag = _tag(self._dirs)
+        names = compare.run_names(self._dirs)
+        states = [(name, _status(path)[0][1]) for name, path in zip(names, self._dirs, strict=True)]
+        answer: dict[str, Any] = {"status": states, "tag": tag, "html": None, "data": None}
+        if tag == known:
+            return answer
+        if not all(run_paths(path)["metrics"].exists() for path in self._dirs):
+            return answer | {"html": _NOTHING_YET}
+        html, data = compare.render_body(self._dirs)
+        return answer | {"html": html, "data": data}
+
+    async def csv(self, request: Request) -> Response:
+        """All values, a row a step."""
+        run_dir = self._dir(request)
+        text = await anyio.to_thread.run_sync(metrics_csv, run_dir)
+        name = f'attachment; filename="{run_dir.resolve().name}.csv"'
+        return Response(text, media_type="text/csv", headers={"Content-Disposition": name})
+
+    async def prompt(self, request: Request) -> Response:
+        """When a prompt was met, and how it was answered."""
+        met = await anyio.to_thread.run_sync(prompt_history, self._dir(request), request.query_params.get("id", ""))
+        return JSONResponse({"met": met})
+
+    async def ask(self, request: Request) -> Response:
+        """Ask the run to stop or to save a checkpoint, for who has the token."""
+        if not hmac.compare_digest(request.headers.get("x-lachesis-token", ""), self._token):
+            return PlainTextResponse("the token is not that of this page's address", status_code=403)
+        run_dir, what = self._dir(request), request.url.path.strip("/")
+        status = read_status(run_dir)
+        if not status.goes_on:
+            return PlainTextResponse(f"the run does not go on: it is {status.state}", status_code=409)
+        ask(run_dir, "stop" if what == "stop" else "checkpoint")
+        return PlainTextResponse("asked; it does so after this step")
+
+    def _dir(self, request: Request) -> Path:
+        number = request.query_params.get("run", "0")
+        if not number.isdecimal() or int(number) >= len(self._dirs):
+            raise DataError(f"there is no run {number!r} on this page")
+        return self._dirs[int(number)]
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    return PlainTextResponse(str(error), status_code=404)
+
+
+def _known(request: Request) -> str:
+    return request.query_params.get("known", "")
+
+
+def _tag(run_dirs: Sequence[Path]) -> str:
+    """Differs when a run has got another line of metrics, or another configuration."""
+    files = [run_paths(path)[name] for path in run_dirs for name in ("metrics", "config")]
+    return "-".join(f"{file.stat().st_mtime_ns:x}.{file.stat().st_size:x}" if file.exists() else "0" for file in files)
+
+
+def _status(run_dir: Path) -> list[tuple[str, str]]:
+    try:
+        return status_lines(read_status(run_dir))
+    except LachesisError as error:
+        return [("state", error.message)]
+
+
+def metrics_csv(run_dir: Path) -> str:
+    """metrics.jsonl as CSV: step, time (seconds since 1970), and all values; empty where a step has none."""
+    steps = read_metrics(run_paths(run_dir)["metrics"]).steps
+    names = list(dict.fromkeys(name for line in steps for name in line.values))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, fieldnames=["step", "time", *names], restval="")
+    writer.writeheader()
+    writer.writerows({"step": line.step, "time": line.time, **line.values} for line in steps)
+    return out.getvalue()
+
+
+def prompt_history(run_dir: Path, prompt_id: str) -> list[dict[str, Any]]:
+    """Each time that a prompt is on the tape, the latest first: step, mean reward, best completion."""
+    met: list[dict[str, Any]] = []
+    files = tape_files(run_paths(run_dir)["rollouts"])
+    for step in list(reversed(files))[:_MOST_STEPS]:
+        for line in read_lines(files[step]):
+            known = [sample for sample in line["samples"] if sample["reward"] is not None]
+            if line["prompt"]["id"] == prompt_id and known:
+                best = max(known, key=lambda sample: sample["reward"])
+                mean = statistics.fmean(sample["reward"] for sample in known)
+                met.append({"step": step, "mean": mean, "best": best["text"]})
+    return met

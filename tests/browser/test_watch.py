@@ -1,0 +1,119 @@
+"""The live page in a real browser, before its real server, while runs go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+
+from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.run.requests import is_asked
+from lachesis.run.watch import Watch
+from tests.browser.test_dashboard import browser  # noqa: F401  # the one that reaches this machine
+from tests.browser.test_report import Page
+from tests.waiting import LONG_S, until
+
+
+@pytest.fixture(scope="module")
+def runs(make_run: Callable[[int], Path]) -> Iterator[list[Path]]:
+    """Two runs; the first goes on, as far as one can see: a process that sleeps is its trainer."""
+    paths = [make_run(30), make_run(20)]
+    trainer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    state = {
+        "status": "running",
+        "pid": trainer.pid,
+        "host": socket.gethostname(),
+        "began": time.time() + 1,
+        "step": 30,
+    }
+    (paths[0] / "state.json").write_text(json.dumps(state | {"steps": 60}))
+    waits = [
+        {"name": "the trainer's wait for a batch", "since": time.time() - 5, "limit_s": 600.0, "background": False}
+    ]
+    live = {"pid": trainer.pid, "time": time.time(), "waits": waits}
+    (paths[0] / "live.json").write_text(json.dumps(live))
+    yield paths
+    trainer.terminate()
+    trainer.wait()
+
+
+@pytest.fixture(scope="module")
+def address(runs: list[Path]) -> Iterator[str]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(Watch(runs, token="secret").app(), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join(LONG_S)
+
+
+@pytest.fixture
+def page(browser: Page, address: str) -> Iterator[Page]:  # noqa: F811
+    browser.complaints(), browser.requests()
+    browser.viewport(width=1280, height=1000)
+    browser.driver.get("about:blank")
+    browser.driver.get(f"{address}#token=secret")
+    until(lambda: browser.ask("document.querySelectorAll('[data-chart=reward] path.line').length") > 0)
+    yield browser
+    assert browser.complaints() == []
+    assert {url.partition("?")[0].rpartition("/")[0] + "/" for url in browser.requests()} <= {address}
+
+
+def add_step(run_dir: Path) -> int:
+    last = read_metrics(run_dir / "metrics.jsonl").steps[-1]
+    line: dict[str, Any] = {"type": "step", "step": last.step + 1, "time": last.time + 1, "values": dict(last.values)}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return last.step + 1
+
+
+def test_curves_grow_without_loading_the_page_anew(page: Page, runs: list[Path]):
+    page.driver.execute_script("window.marked = true; document.querySelector('details').open = true")
+    page.driver.execute_script("byId('previous').click()")
+    chosen = page.text("#step-label")
+    step = add_step(runs[0])
+    until(lambda: page.ask("report.charts[0].series[0].x.at(-1)") == step)
+    assert page.ask("window.marked && document.querySelector('details').open")
+    assert page.text("#step-label") == chosen, "what one reads stays"
+
+
+def test_it_says_what_is_waited_for_and_until_when(page: Page):
+    status = page.text("#status")
+    assert "running, step 3" in status and "of 60" in status
+    assert "the trainer's wait for a batch" in status and "deadline 10m" in status
+
+
+def test_runs_side_by_side_and_the_history_of_a_prompt(page: Page, runs: list[Path]):
+    page.driver.execute_script("byId('history').click()")
+    until(lambda: page.ask("document.querySelectorAll('#past tr').length") > 1)
+    page.driver.execute_script("[...document.querySelectorAll('#runs button')].at(-1).click()")
+    until(lambda: page.ask("document.querySelectorAll('[data-chart=reward] path.line:not(.raw)').length") == 2)
+    assert "run.steps" in page.text("#differences")
+    page.driver.execute_script("document.querySelectorAll('#runs button')[1].click()")
+    until(lambda: page.ask("report.charts[0].series[0].x.at(-1)") == 20)
+
+
+def test_on_a_phone_in_the_dark_nothing_is_cut_off(page: Page):
+    page.viewport(width=390, height=844, dark=True)
+    until(lambda: page.ask("document.documentElement.scrollWidth") <= 390)
+    paper = page.ask("getComputedStyle(document.body).backgroundColor")
+    assert max(int(part) for part in paper.removeprefix("rgb(").removesuffix(")").split(",")) < 60
+
+
+def test_the_button_stops_the_run(page: Page, runs: list[Path]):
+    page.driver.execute_script("byId('stop').click()")
+    until(lambda: "asked" in page.text("#connection"))
+    assert is_asked(runs[0], "stop")

@@ -1,0 +1,130 @@
+"""The live page's server: what it says of a run, and whom it lets stop one."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from lachesis.common.types import Group, Prompt, Sample, StepRecord, VersionSpan
+from lachesis.metrics.sinks.jsonl import JsonlSink
+from lachesis.metrics.sinks.tape import TapeSink
+from lachesis.run.requests import ask, either, is_asked, take
+from lachesis.run.watch import Watch
+
+TOKEN = {"X-Lachesis-Token": "secret"}
+
+
+def sample(text: str, reward: float | None) -> Sample:
+    return Sample((1,), (2,), (0.0,), "stop", VersionSpan(0, 0), text=text, rewards=(reward,), reward=reward)
+
+
+def write_run(path: Path, *, steps: int = 2, status: str = "running", seed: int = 0, rate: float = 1e-6) -> Path:
+    path.mkdir(parents=True)
+    settings = {"run": {"name": path.name, "seed": seed}, "optimizer": {"learning_rate": rate}}
+    (path / "config.yaml").write_text(json.dumps(settings))
+    state = {"status": status, "pid": os.getpid(), "host": socket.gethostname(), "began": time.time(), "step": steps}
+    (path / "state.json").write_text(json.dumps(state))
+    lines, tape = JsonlSink(path / "metrics.jsonl"), TapeSink(path / "rollouts")
+    for step in range(1, steps + 1):
+        group = Group(Prompt("7", (1,), "2+2="), (sample("4", 1.0), sample("5", 0.0), sample("?", None)))
+        record = StepRecord(
+            step=step, values={"reward": 0.25 * step + seed, "reward_metrics/tools": 3.0}, groups=[group]
+        )
+        lines.write(record)
+        tape.write(record)
+    lines.close()
+    return path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "first")
+
+
+def client(*run_dirs: Path, address: str = "http://127.0.0.1") -> TestClient:
+    return TestClient(Watch(run_dirs, token="secret").app(), base_url=address)
+
+
+def test_the_page_is_one_file(run_dir: Path):
+    answer = client(run_dir).get("/")
+    assert answer.status_code == 200
+    assert '["first"]' in answer.text
+    assert "https:" not in answer.text and "src=" not in answer.text
+
+
+def test_the_report_comes_once_and_again_when_there_is_news(run_dir: Path):
+    page = client(run_dir)
+    first = page.get("/data").json()
+    charts = {chart["id"]: chart for chart in first["data"]["charts"]}
+    assert charts["reward"]["series"][0]["y"] == [0.25, 0.5]
+    assert charts["reward_metrics/tools"]["title"] == "tools"
+    assert 'id="charts"' in first["html"] and "<html" not in first["html"]
+    assert dict(first["status"])["state"].startswith("running, step 2")
+    again = page.get("/data", params={"known": first["tag"]}).json()
+    assert (again["html"], again["data"], again["tag"]) == (None, None, first["tag"])
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"type": "step", "step": 3, "time": 1.0, "values": {"reward": 0.9}}) + "\n")
+    news = page.get("/data", params={"known": first["tag"]}).json()
+    assert news["data"]["charts"][0]["series"][0]["y"] == [0.25, 0.5, 0.9]
+
+
+def test_a_run_without_a_step(tmp_path: Path):
+    path = write_run(tmp_path / "new", steps=0)
+    (path / "metrics.jsonl").unlink()
+    assert "No step is done yet" in client(path).get("/data").json()["html"]
+
+
+def test_csv_and_the_history_of_a_prompt(run_dir: Path):
+    page = client(run_dir)
+    rows = list(csv.DictReader(io.StringIO(page.get("/metrics.csv").text)))
+    assert [(row["step"], row["reward"]) for row in rows] == [("1", "0.25"), ("2", "0.5")]
+    met = page.get("/prompt", params={"id": "7"}).json()["met"]
+    assert met == [{"step": step, "mean": 0.5, "best": "4"} for step in (2, 1)]
+    assert page.get("/prompt", params={"id": "8"}).json()["met"] == []
+
+
+def test_only_who_has_the_token_may_ask(run_dir: Path):
+    page = client(run_dir)
+    for headers in ({}, {"X-Lachesis-Token": "secres"}):
+        assert page.post("/stop", headers=headers).status_code == 403
+    assert not is_asked(run_dir, "stop")
+    assert page.get("/stop", headers=TOKEN).status_code == 405
+    assert page.post("/stop", headers=TOKEN).status_code == 200
+    assert is_asked(run_dir, "stop")
+    assert page.post("/checkpoint", headers=TOKEN).status_code == 200
+    assert [take(run_dir, "checkpoint") for _ in range(2)] == [True, False]
+
+
+def test_what_has_ended_is_not_asked(tmp_path: Path):
+    answer = client(write_run(tmp_path / "old", status="finished")).post("/stop", headers=TOKEN)
+    assert (answer.status_code, answer.text) == (409, "the run does not go on: it is finished")
+
+
+def test_other_names_and_other_runs_are_refused(run_dir: Path):
+    assert client(run_dir, address="http://rebound.example").get("/data").status_code == 400
+    answer = client(run_dir).get("/data", params={"run": "1"})
+    assert (answer.status_code, answer.text) == (404, "there is no run '1' on this page")
+
+
+def test_several_runs_side_by_side(tmp_path: Path):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rate=1e-5)]
+    answer = client(*runs).get("/compare").json()
+    (reward,) = [chart for chart in answer["data"]["charts"] if chart["id"] == "reward"]
+    assert [series["label"] for series in reward["series"]] == ["a", "b"]
+    assert "optimizer.learning_rate" in answer["html"] and "2+2=" in answer["html"]
+    assert [name for name, _ in answer["status"]] == ["a", "b"]
+
+
+def test_requests_are_files_of_the_run(tmp_path: Path):
+    asked = either(lambda: False, lambda: is_asked(tmp_path, "stop"))
+    assert not asked()
+    ask(tmp_path, "stop")
+    assert asked()
