@@ -17,7 +17,15 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 KINDS = {
     "Tutorials": ["quickstart-by-mode", "python"],
-    "How-to guides": ["data-and-rewards", "code", "environments", "migration", "extending", "troubleshooting"],
+    "How-to guides": [
+        "data-and-rewards",
+        "code",
+        "environments",
+        "watching",
+        "migration",
+        "extending",
+        "troubleshooting",
+    ],
     "Reference": ["configuration", "commands", "metrics", "losses", "atropos-api", "deprecations"],
     "Explanation": ["architecture", "pipeline", "engines", "defects"],
 }

@@ -16,6 +16,7 @@ import pytest
 
 import lachesis
 from lachesis.cli.doctor import write_proof
+from lachesis.metrics.sinks.tape import read_groups
 from lachesis.run.requests import ask, is_asked
 from tests.e2e.test_quickstart import load
 from tests.paths import EXAMPLES, ROOT
@@ -81,7 +82,8 @@ def test_where_an_event_loop_runs(keys: dict[str, Any]):
                 ticks += 1
 
         beside = asyncio.ensure_future(others())
-        run = lachesis.train(**keys | {"data": datasets.Dataset.from_list(ROWS)})
+        data = {"path": datasets.Dataset.from_list(ROWS), "eval_path": ROWS[:4]}
+        run = lachesis.train(**keys | {"data": data})
         summary = await run
         beside.cancel()
         assert summary.finished
@@ -92,7 +94,11 @@ def test_where_an_event_loop_runs(keys: dict[str, Any]):
     assert run.done
     assert run.error is None
     assert run.status.state == "finished"
-    assert list(run.metrics["step"]) == [1, 2, 3]
+    assert list(run.metrics["step"]) == [0, 1, 2, 3]
+    assert list(run.metrics["evaluation/problems"].dropna()) == [4, 4]
+    kept = {path.name: read_groups(path) for path in (run.directory / "evaluations").iterdir()}
+    assert {name: len(groups) for name, groups in kept.items()} == {"step_000000.jsonl": 4, "step_000003.jsonl": 4}
+    assert "Held-out problems" in run.report.read_text()
     assert set(run.rollouts) >= {"step", "prompt", "completion", "reward", "advantage", "reward/share_of_a"}
     assert len(run.rollouts) == 3 * 8 * 4
     assert run.report.is_file()

@@ -79,7 +79,7 @@ class TestUsage:
     @pytest.mark.parametrize(
         ("arguments", "cause"),
         [
-            (("trian", "config.yaml"), "No such command 'trian'. Did you mean 'train'?"),
+            (("trian", "config.yaml"), "No such command 'trian'. Did you mean 'train'"),
             (("train", "--resum", "config.yaml"), "No such option: --resum"),
             (("train",), "Missing argument"),
             (("explain", "a", "b"), "unexpected extra argument"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lachesis.common.deadline import Deadline
@@ -27,6 +27,7 @@ class Evaluator:
         success_reward: a completion with at least this total reward is a success.
         generation_s: limit of generating all completions of one evaluation, in seconds.
         turns: plays the completions where these are of several turns.
+        keep: is given the step and the scored groups of each evaluation.
 
     Raises:
         DataError: there are no problems.
@@ -44,6 +45,7 @@ class Evaluator:
     seed: int = 0
     generation_s: float | None = None
     turns: ToolTurns | None = None
+    keep: Callable[[int, Sequence[Group]], None] | None = None
 
     def __post_init__(self) -> None:
         self.problems = self.problems[: self.limit]
@@ -74,6 +76,8 @@ class Evaluator:
         items = self._sample([request_seed(self.seed, number) for number in range(len(self.problems))], deadline)
         groups, extras = [item.group for item in items], [item.extras for item in items]
         scored = self.rewarder.score(groups, extras=extras, on_error="fail").groups
+        if self.keep is not None:
+            self.keep(step, scored)
         return self._result(step, scored, seconds=time.monotonic() - started)
 
     def _sample(self, seeds: Sequence[int], deadline: Deadline) -> list[Item]:

@@ -381,9 +381,18 @@ def build_reroll(config: LachesisConfig) -> Reroll | None:
 
 
 def build_evaluation(
-    config: LachesisConfig, *, held_out: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder | None
+    config: LachesisConfig,
+    *,
+    held_out: Sequence[Prompt],
+    policy: Policy,
+    engine: Engine,
+    rewarder: Rewarder | None,
+    keep: Callable[[int, Sequence[Group]], None] | None = None,
 ) -> ScheduledEvaluation:
-    """One completion for each held-out problem, greedy unless configured otherwise; never, without problems."""
+    """One completion for each held-out problem, greedy unless configured otherwise; never, without problems.
+
+    ``keep`` is given what each evaluation has generated.
+    """
     evaluator = None
     if held_out and rewarder is not None:
         evaluator = Evaluator(
@@ -398,6 +407,7 @@ def build_evaluation(
             seed=config.run.seed,
             generation_s=config.deadlines.generation_s,
             turns=build_turns(config, policy=policy, engine=engine) if getattr(config.source, "tools", []) else None,
+            keep=keep,
         )
     return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=total_steps(config))
 

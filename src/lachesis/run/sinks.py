@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from lachesis.bridges.proof import QUANTIZED_TOLERANCE
-from lachesis.common.types import StepRecord
+from lachesis.common.run_files import run_paths
+from lachesis.common.types import Group, StepRecord
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import steps_per_batch, total_steps
 from lachesis.metrics.health.monitor import HealthMonitor
@@ -20,12 +23,14 @@ from lachesis.metrics.report.page import ReportSink
 from lachesis.metrics.sinks.console import CompletionPicker, CompletionsSink, ConsoleSink
 from lachesis.metrics.sinks.jsonl import JsonlSink, read_metrics
 from lachesis.metrics.sinks.mlflow import MlflowSink
-from lachesis.metrics.sinks.tape import TapeSink, token_texts
+from lachesis.metrics.sinks.tape import TapeSink, token_texts, write_groups
 from lachesis.metrics.sinks.tensorboard import TensorBoardSink
 from lachesis.metrics.sinks.trackio import TrackioSink
 from lachesis.metrics.sinks.wandb import WandbSink, is_wanted
 from lachesis.rollouts.generation import text_decoder
 from lachesis.run.directory import RunDirectory
+
+logger = logging.getLogger("lachesis")
 
 # Logprobs are about 0.1 nats apart, in the mean, where one side has NF4 weights or multiplies in float8; with int8
 # weights the usual limit holds.
@@ -136,6 +141,14 @@ def _completion_picker(
         decode=lambda token_ids: decode([list(token_ids)])[0],
         every_steps=config.logging.every_steps,
     )
+
+
+def keep_evaluation(run_dir: Path, step: int, groups: Sequence[Group]) -> None:
+    """Write what an evaluation has generated to RUN/evaluations/; where that fails it is said, and training goes on."""
+    try:
+        write_groups(run_paths(run_dir)["evaluations"], step, groups)
+    except OSError as error:
+        logger.warning("the completions of the evaluation at step %d are not kept: %s", step, error)
 
 
 class StateSink(Sink):

@@ -45,7 +45,7 @@ from lachesis.run.parts import (
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.rehearsal import rehearse
 from lachesis.run.requests import either, is_asked, take
-from lachesis.run.sinks import build_sinks
+from lachesis.run.sinks import build_sinks, keep_evaluation
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints
 from lachesis.train.loop import Evaluation, Trainer
@@ -254,7 +254,14 @@ def build_parts(
         else:
             feed = build_feed(config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder)
         closing.callback(feed.close)
-        evaluation = build_evaluation(config, held_out=held_out, policy=policy, engine=bridge.engine, rewarder=rewarder)
+        evaluation = build_evaluation(
+            config,
+            held_out=held_out,
+            policy=policy,
+            engine=bridge.engine,
+            rewarder=rewarder,
+            keep=partial(keep_evaluation, place.directory) if config.logging.tape else None,
+        )
         names = () if environments or rewarder is None else rewarder.names
         return config, Parts(place, side, policy, feed, evaluation, names)
 

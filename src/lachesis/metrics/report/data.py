@@ -29,6 +29,8 @@ MIN_TOKENS_A_SAMPLE = 160
 MAX_PROMPT_CHARACTERS = 2000
 MAX_PIECE_CHARACTERS = 60
 USUAL_PIECE_CHARACTERS = 6
+MAX_HELD_OUT = 20
+MAX_HELD_OUT_CHARACTERS = 400
 
 TRAINING = (("train_time", "Training"), ("sync_time", "Optimizer and sync"))
 SAMPLING = (("generation_time", "Generation"), ("reward_time", "Rewards"))
@@ -399,6 +401,30 @@ def rollouts(directory: Path, *, groups: int) -> list[dict[str, Any]]:
         }
         for step in steps
     ]
+
+
+def held_out(directory: Path) -> dict[str, Any] | None:
+    """Completions of the last evaluation that was kept, the worst first; None where none was.
+
+    Raises:
+        DataError: a file is malformed.
+    """
+    files = tape_files(directory)
+    if not files:
+        return None
+    step = max(files)
+    rows = [
+        {
+            "prompt": _cut(line["prompt"]["text"], MAX_HELD_OUT_CHARACTERS),
+            "completion": _cut(sample["text"], MAX_HELD_OUT_CHARACTERS),
+            "reward": math.nan if sample["reward"] is None else sample["reward"],
+        }
+        for line in read_lines(files[step])
+        for sample in line["samples"]
+    ]
+    rows.sort(key=lambda row: (not math.isnan(row["reward"]), row["reward"]))
+    shown = [row | {"reward": format_number(row["reward"])} for row in rows[:MAX_HELD_OUT]]
+    return {"step": step, "count": len(rows), "rows": shown}
 
 
 def _spread(steps: list[int], *, limit: int) -> list[int]:

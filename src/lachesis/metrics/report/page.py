@@ -93,6 +93,7 @@ def report_values(run_dir: Path) -> dict[str, Any]:
         "findings": report_data.findings(steps),
         "unusual": report_data.unusual(steps),
         "config": config_path.read_text(encoding="utf-8") if config_path.exists() else "",
+        "held_out": report_data.held_out(run_paths(run_dir)["evaluations"]),
         "data": {
             "charts": report_data.charts(run.log),
             "timing": report_data.timing(steps),

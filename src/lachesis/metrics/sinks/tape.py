@@ -7,7 +7,7 @@ logprobs and numbers go in: what was generated, under which weights, and how it 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,13 +57,19 @@ class TapeSink(Sink):
                 path.unlink()
 
     def write(self, record: StepRecord) -> None:
-        if not record.groups:
-            return
-        lines = [
-            _line(encode_group(group, texts=self._texts if index < self._report_groups else None))
-            for index, group in enumerate(record.groups)
-        ]
-        write_atomic(tape_path(self._directory, record.step), b"\n".join(lines) + b"\n")
+        if record.groups:
+            texts = self._texts if self._report_groups else None
+            write_groups(self._directory, record.step, record.groups, texts=texts, with_texts=self._report_groups)
+
+
+def write_groups(
+    directory: Path, step: int, groups: Sequence[Group], *, texts: TokenTexts | None = None, with_texts: int = 0
+) -> None:
+    """Write the groups of a step, the first ``with_texts`` of them with the text of each token. Raises OSError."""
+    lines = [
+        _line(encode_group(group, texts=texts if index < with_texts else None)) for index, group in enumerate(groups)
+    ]
+    write_atomic(tape_path(directory, step), b"\n".join(lines) + b"\n")
 
 
 def tape_path(directory: Path, step: int) -> Path:
