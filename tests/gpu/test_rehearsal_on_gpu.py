@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 def test_the_first_step_compiles_nothing(tmp_path: Path, adapter: str):
     shape = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 2048}
+    shape["vocab_size"] = 4096
     tiny_model("qwen2", **shape).to(torch.bfloat16).save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     tree = {"run": {"steps": 1}, "model": {"path": str(tmp_path), "compile": "on"}, "adapter": {"kind": adapter}}

@@ -16,7 +16,6 @@ from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.model.loading import context_length, load_tokenizer, made_trainable, switch_off_dropout
 from lachesis.train.policy import Policy
 
-VOCABULARY = 1024
 _LAYERS = 2
 _LONGEST = 347  # tokens of a sequence
 
@@ -45,7 +44,7 @@ def pass_once(policy: Policy, config: LachesisConfig) -> None:
 
 
 def short_policy(config: LachesisConfig, *, device: torch.device) -> Policy:
-    """A policy as ``config`` has it, over a model with few layers and words."""
+    """A policy as ``config`` has it, over a model with few layers."""
     loaded = made_trainable(
         _short_model(config, device=device),
         load_tokenizer(config.model),
@@ -73,15 +72,15 @@ def _short_model(config: LachesisConfig, *, device: torch.device) -> PreTrainedM
 
 
 def shorten(config: PretrainedConfig) -> None:
-    """Leave as many of the first layers as it takes to have one of each kind, two at least; and few words."""
+    """Leave as many of the first layers as it takes to have one of each kind, two at least.
+
+    The vocabulary stays: the head is compiled for the size of its weight.
+    """
     kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
     layers = max((kinds.index(kind) + 1 for kind in set(kinds)), default=_LAYERS)
     config.num_hidden_layers = min(config.num_hidden_layers, max(layers, _LAYERS))
     if kinds:
         config.layer_types = list(kinds[: config.num_hidden_layers])
-    config.vocab_size = min(config.vocab_size, VOCABULARY)
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(config, name, None)
 
 
 def _group(start: int, *, longest: int, vocab_size: int) -> Group:
