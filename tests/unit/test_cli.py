@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ import typer
 
 import lachesis
 from lachesis import cli
-from lachesis.cli.base import stop_on_signals
+from lachesis.cli.base import conclude, stop_on_signals
 from lachesis.common import errors
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.sinks.jsonl import JsonlSink
@@ -248,3 +250,38 @@ def test_a_run_that_is_stopped_before_its_first_step_ends_as_a_signal_does(capsy
         raise errors.StopRequested("it was asked to stop")
     assert exit_.value.exit_code == 128 + signal.SIGINT
     assert "it was asked to stop" in capsys.readouterr().err
+
+
+class TestLookingAtRuns:
+    @pytest.fixture
+    def run_dir(self, tmp_path: Path) -> Path:
+        sink = JsonlSink(tmp_path / "run" / "metrics.jsonl")
+        for step in (1, 2):
+            sink.write(StepRecord(step=step, values={"reward": 0.5, "step_time": 1.0, "train_time": 0.5}))
+        sink.close()
+        return tmp_path / "run"
+
+    def test_a_timeline_is_written(self, lachesis_command: Command, run_dir: Path):
+        answer = lachesis_command("trace", run_dir)
+        assert answer.code == 0
+        assert "timeline of 2 steps" in answer.out
+        names = [event["name"] for event in json.loads((run_dir / "trace.json").read_text())["traceEvents"]]
+        assert names.count("forward, backward") == 2
+
+    def test_runs_are_compared(self, lachesis_command: Command, run_dir: Path, tmp_path: Path):
+        out = tmp_path / "both.html"
+        assert lachesis_command("compare", run_dir, run_dir, "--out", out).code == 0
+        assert "the configurations are the same" in out.read_text()
+        assert "nothing to compare one run with" in lachesis_command("compare", run_dir).error
+
+    def test_what_is_no_run_is_not_watched(self, lachesis_command: Command, tmp_path: Path):
+        answer = lachesis_command("watch", tmp_path / "none")
+        assert (answer.code, "holds no run" in answer.error) == (errors.DataError.exit_code, True)
+
+    def test_one_that_was_stopped_by_the_page_is_no_failure(self, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+        summary: Any = SimpleNamespace(run_dir=tmp_path, finished=False, steps=4)
+        with pytest.raises(typer.Exit) as exit_:
+            conclude(summary, [], ["lachesis", "train", "config.yaml"])
+        assert exit_.value.exit_code == 0
+        said = capsys.readouterr().out
+        assert "stopped by request after step 4; go on with: lachesis train config.yaml --resume" in said
