@@ -9,9 +9,9 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from lachesis.common.deadline import Wait, waits_now
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
+from lachesis.engines.fleet import EngineRow
 from lachesis.metrics.sinks.jsonl import read_metrics
 
 logger = logging.getLogger("lachesis")
@@ -86,15 +87,17 @@ class RunDirectory:
 
 
 @contextmanager
-def live_file(path: Path, *, every_s: float = 1.0) -> Iterator[None]:
+def live_file(
+    path: Path, *, every_s: float = 1.0, engines: Callable[[], Sequence[EngineRow]] = tuple
+) -> Iterator[None]:
     """Within it a thread looks every ``every_s`` seconds what this process waits for, and writes it to ``live.json``.
 
-    It is written when the waits change, also while the caller is blocked, and removed at the end. A process that is
-    killed leaves it behind: what it waited for last.
+    So is how several ``engines`` stand. It is written when one of these changes, also while the caller is blocked, and
+    removed at the end. A process that is killed leaves it behind: what it waited for last.
     """
     ended = threading.Event()
     loop = threading.get_ident()
-    thread = threading.Thread(target=_keep_live, args=(path, loop, every_s, ended), daemon=True)
+    thread = threading.Thread(target=_keep_live, args=(path, loop, every_s, ended, engines), daemon=True)
     thread.start()
     try:
         yield
@@ -105,25 +108,29 @@ def live_file(path: Path, *, every_s: float = 1.0) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _keep_live(path: Path, loop: int, every_s: float, ended: threading.Event) -> None:
-    said: tuple[Wait, ...] | None = None
+def _keep_live(
+    path: Path, loop: int, every_s: float, ended: threading.Event, engines: Callable[[], Sequence[EngineRow]]
+) -> None:
+    said: Any = None
     said_at = 0.0
     while True:
         waits = tuple(wait for wait in waits_now() if wait.deadline.elapsed_s() >= _WORTH_NAMING_S)
-        if waits != said or time.monotonic() - said_at >= _SIGN_OF_LIFE_S:
+        rows = engines()
+        saying = waits, [(row.url, row.state, row.version) for row in rows]
+        if saying != said or time.monotonic() - said_at >= _SIGN_OF_LIFE_S:
             try:
-                _write_live(path, waits, loop=loop)
+                _write_live(path, waits, loop=loop, engines=rows)
             except OSError as error:
                 logger.warning(
                     "%s cannot be written, so `lachesis status` does not know what is waited for: %s", path, error
                 )
                 return
-            said, said_at = waits, time.monotonic()
+            said, said_at = saying, time.monotonic()
         if ended.wait(every_s):
             return
 
 
-def _write_live(path: Path, waits: tuple[Wait, ...], *, loop: int) -> None:
+def _write_live(path: Path, waits: tuple[Wait, ...], *, loop: int, engines: Sequence[EngineRow]) -> None:
     now = time.time()
     lines = [
         {
@@ -137,7 +144,8 @@ def _write_live(path: Path, waits: tuple[Wait, ...], *, loop: int) -> None:
     ]
     path.parent.stat()  # a run directory that somebody has removed is not made again
     # Whole or not at all for readers, but not forced to disk: a power cut takes the process with it.
-    write_atomic(path, json.dumps({"pid": os.getpid(), "time": now, "waits": lines}) + "\n", durable=False)
+    content = {"pid": os.getpid(), "time": now, "waits": lines, "engines": [asdict(row) for row in engines]}
+    write_atomic(path, json.dumps(content) + "\n", durable=False)
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:

@@ -25,6 +25,7 @@ from lachesis.common.errors import LachesisError
 from lachesis.config.schema import HttpEngineConfig, LachesisConfig
 from lachesis.engines.base import Engine, TrainedModel
 from lachesis.engines.build import IN_PROCESS, server_command, server_processes, server_urls
+from lachesis.engines.fleet import EngineRow
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
 from lachesis.train.model.loading import LoadedModel, context_length, empty_transformer, eos_token_ids, load_model
@@ -55,6 +56,13 @@ class EngineSide:
     bridge: Bridge[Policy]
     weights: EngineWeights | None = None
     owned: OwnedEngine | None = None
+
+    def rows(self) -> tuple[EngineRow, ...]:
+        """How the engines stand, where there are several."""
+        engine = self.bridge.engine
+        if not isinstance(engine, HttpEngine) or len(engine.urls) == 1:
+            return ()
+        return engine.fleet.rows
 
     def keep_log(self, path: Path) -> None:
         """Move the log of the servers to its place in the run directory, which is there by now."""

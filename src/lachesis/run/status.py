@@ -6,7 +6,7 @@ import json
 import math
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -59,6 +59,20 @@ class NamedWait:
     background: bool = False
 
 
+@pydantic.dataclasses.dataclass(frozen=True, slots=True, config=_STRICT)
+class NamedEngine:
+    """One of several engines, as :class:`~lachesis.engines.fleet.EngineRow` when ``live.json`` was written."""
+
+    url: str
+    state: str
+    version: int | None = None
+    in_flight: int = 0
+    expected_tokens: int = 0
+    completed: int = 0
+    for_s: float = 0.0
+    reason: str = ""
+
+
 class _StateFile(BaseModel):
     """What is read of state.json."""
 
@@ -82,6 +96,7 @@ class _LiveFile(BaseModel):
     pid: int | None = None
     time: float | None = None
     waits: tuple[NamedWait, ...] = ()
+    engines: tuple[NamedEngine, ...] = ()
 
 
 FileT = TypeVar("FileT", _StateFile, _LiveFile)
@@ -100,6 +115,7 @@ class RunStatus:
         silent_s: since the run last wrote anything.
         values: all metrics of the last step.
         waits: under way, the outermost first; the last ones of a run that is gone.
+        engines: where there are several; as they were when the run last wrote it.
     """
 
     run_dir: Path
@@ -119,6 +135,7 @@ class RunStatus:
     checkpoint: Path | None
     waits: tuple[NamedWait, ...] | None
     logs: tuple[Path, ...]
+    engines: tuple[NamedEngine, ...] = ()
 
     @property
     def goes_on(self) -> bool:
@@ -167,6 +184,7 @@ def read_status(run_dir: Path, *, now: float | None = None) -> RunStatus:
         checkpoint=_last_checkpoint(files["checkpoints"]),
         waits=None if live is None else live.waits,
         logs=tuple(sorted(files["logs"].glob("*.log"))),
+        engines=() if live is None else live.engines,
     )
 
 
@@ -269,6 +287,7 @@ def status_lines(status: RunStatus, *, now: float | None = None) -> list[tuple[s
     lines.append(("checkpoint", "none yet" if status.checkpoint is None else str(status.checkpoint)))
     if status.state in (*_GOING_ON, "suspended", "gone"):
         lines += _titled("waited in" if status.state == "gone" else "waits in", _wait_texts(status, now=now))
+    lines += _titled("engines", _engine_texts(status.engines))
     lines += _titled("logs", [str(path) for path in status.logs])
     return lines
 
@@ -296,6 +315,24 @@ def _seconds(values: Mapping[str, float]) -> str:
         f"{title} {format_seconds(seconds) if seconds >= 10 else f'{format_number(seconds)} s'}"
         for title, seconds in shown.items()
     )
+
+
+def _engine_texts(engines: Sequence[NamedEngine]) -> list[str]:
+    """A table: a row for each engine, its columns below one another."""
+    rows = [
+        (
+            engine.url,
+            engine.state,
+            "no version proved" if engine.version is None else f"version {engine.version}",
+            f"{engine.in_flight} requests of about {engine.expected_tokens} tokens",
+            f"{engine.completed} done",
+            f"for {format_seconds(engine.for_s)}",
+        )
+        for engine in engines
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [f"{text}  {engine.reason}".rstrip() for text, engine in zip(texts, engines, strict=True)]
 
 
 def _wait_texts(status: RunStatus, *, now: float) -> list[str]:

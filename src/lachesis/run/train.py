@@ -27,6 +27,7 @@ from lachesis.config.load import LoadedConfig, dump_config, log_findings
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps, with_steps
+from lachesis.engines.fleet import EngineRow
 from lachesis.metrics.hub import DISK_FULL, HubTelemetry, MetricsHub
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.pipeline.feed import Feed
@@ -127,7 +128,7 @@ def train(
             companions=companions,
             leadership=leadership,
         )
-        with begin_run(run, resume=resume) as log:
+        with begin_run(run, resume=resume, engines=parts.side.rows) as log:
             for finding in findings:
                 log.print(f"{finding.level}: {finding.message}", markup=False)
             if leadership is not None:
@@ -313,7 +314,9 @@ def run_to_end(
 
 
 @contextmanager
-def begin_run(run: RunDirectory, *, resume: bool) -> Iterator[Console]:
+def begin_run(
+    run: RunDirectory, *, resume: bool, engines: Callable[[], Sequence[EngineRow]] = tuple
+) -> Iterator[Console]:
     """Within it the run directory is this run's. What is logged (by libraries too) and an error go into its log.
 
     Yields a console that writes into that log.
@@ -323,7 +326,7 @@ def begin_run(run: RunDirectory, *, resume: bool) -> Iterator[Console]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
-        with live_file(run.files["live"]):
+        with live_file(run.files["live"], engines=engines):
             yield Console(file=handler.stream, width=1000, highlight=False, soft_wrap=True)
     except BaseException as error:
         failure = cannot_write(run.path, error) if isinstance(error, OSError) and error.errno in DISK_FULL else error

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from lachesis import cli
 from lachesis.common.deadline import Deadline, Wait, waits_now
 from lachesis.common.errors import ConfigError, DataError
+from lachesis.engines.fleet import EngineRow, State
 from lachesis.run import directory as rundir
 from lachesis.run.directory import RunDirectory, live_file
 from lachesis.run.status import RunStatus, read_status, status_json, status_lines
@@ -119,6 +121,19 @@ class TestALiveRun:
         assert f"waits in   {WAIT['name']}: for 1m 30s, since {since}, deadline 50m 00s (source.wait_s)" in waits
         assert "           generation of a batch (in the background): for 30 s" in waits
         assert "no deadline" in waits
+
+    def test_several_engines_are_a_table(self, path: Path):
+        serving = EngineRow("http://a:9001", State.SERVING, 12, 3, 240, 71, 65.0, "")
+        dead = EngineRow("http://b:9002", State.DEAD, None, 0, 0, 5, 4.0, "it gives no answer")
+        live(path, engines=[asdict(serving), asdict(dead)])
+        status = read_status(path)
+        assert [engine.state for engine in status.engines] == ["serving", "dead"]
+        table = text(status)
+        first = "http://a:9001  serving  version 12         3 requests of about 240 tokens  71 done  for 1m 05s"
+        assert f"engines    {first}" in table
+        assert "http://b:9002  dead     no version proved  0 requests of about 0 tokens    5 done   for 4.0 s" in table
+        assert "it gives no answer" in table
+        assert json.loads(status_json(status))["engines"][0]["in_flight"] == 3
 
     def test_short_waits_are_not_worth_a_name_and_an_unknown_one_is_not_none(self, path: Path):
         assert "not known: there is no live.json" in text(read_status(path))
