@@ -275,14 +275,15 @@ def build_feed(
         collector=collector, finisher=finisher, batch_deadline_s=config.deadlines.batch_s
     )
     if ahead := generated_ahead(config):
-        whole_batches = config.source.kind == "local" and config.source.rollout_func is not None
+        source_config = config.source
+        whole_batches = source_config.kind == "local" and bool(source_config.rollout_func or source_config.tools)
         feed = AsynchronousFeed(
             source=source,
             collector=collector,
             finisher=finisher,
             ahead=ahead,
             batch_deadline_s=config.deadlines.batch_s,
-            # What shares the trainer's process, or is a function of the user, does one call after the other.
+            # What shares the trainer's process, or calls functions of the user, does one call after the other.
             at_once=1 if whole_batches or config.engine.place == "trainer" else None,
             whole_batches=whole_batches,
         )
