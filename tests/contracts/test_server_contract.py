@@ -191,6 +191,20 @@ class TestGenerate:
         answer = server.post("/generate", **GREEDY)
         assert answer["logprobs"] is None and len(answer["token_logprobs"][0]) == len(answer["token_ids"][0])
 
+    def test_tokens_come_back_as_the_train_client_of_verifiers_reads_them(self, server: Server):
+        sampling = {"temperature": 1.0, "max_tokens": 6, "seed": 3, "stop_token_ids": [9], "logprobs": 1}
+        answer = server.post("/inference/v1/generate", token_ids=PROMPT, sampling_params=sampling, model="policy")
+        plain = server.post("/generate", prompt_token_ids=PROMPT, **{**sampling, "logprobs": None})
+        (choice,) = answer["choices"]
+        assert choice["token_ids"] == plain["token_ids"][0]
+        assert choice["finish_reason"] == plain["finish_reasons"][0]
+        assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
+            f"token_id:{token}" for token in choice["token_ids"]
+        ]
+        assert [entry["logprob"] for entry in choice["logprobs"]["content"]] == pytest.approx(
+            plain["token_logprobs"][0], abs=1e-4
+        )
+
     def test_the_likeliest_tokens_come_beside_the_sampled_one(self, server: Server):
         answer = server.post("/generate", prompt_token_ids=PROMPT, max_tokens=4, seed=3, logprobs=2)
         for token, entry in zip(answer["token_ids"][0], answer["logprobs"][0], strict=True):

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
+
+from lachesis.common.errors import EngineError
 
 T = TypeVar("T")
 
@@ -142,3 +144,58 @@ class DaemonThread:
                     future.set_result(self._caller.call(function, kwargs))
                 except BaseException as error:
                     future.set_exception(error)
+
+
+class LoopThread:
+    """An event loop in a daemon thread, started at its first use.
+
+    Args:
+        what: whose it is, in the error of who comes after the end.
+    """
+
+    def __init__(self, name: str, *, what: str) -> None:
+        self._name = name
+        self._what = what
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, which is cancelled where the wait for it is interrupted."""
+        with self._lock:
+            if self._closed:
+                work.close()
+                raise EngineError(f"{self._what} is closed", remedy="make a new one")
+            future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._started())
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run ``last`` and stop the thread. Idempotent."""
+        with self._lock:
+            self._closed = True
+            loop, thread, self._loop = self._loop, self._thread, None
+        if loop is None or thread is None:
+            return
+        asyncio.run_coroutine_threadsafe(last(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._serve, args=(self._loop,), name=self._name, daemon=True)
+            self._thread.start()
+        return self._loop
+
+    def _serve(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run it to its end. A library that would end the program with ``sys.exit`` ends its own call alone."""
+        while True:
+            with suppress(SystemExit):
+                loop.run_forever()
+                return

@@ -8,6 +8,7 @@ or when the file is there:
 - ``model.path`` and ``model.tokenizer``: what begins with ``.``, ``/`` or ``~`` and what exists as a
   directory; everything else is a hub id. With ``run.setup``, which builds the model, ``model.path`` is a
   path in any case.
+- ``source.environment``: what ends in ``.py``; everything else is an installed package.
 - ``data.path`` and the paths of other datasets: what begins so, what exists, and what ends as a data file does
   (``.jsonl``, ``.json``, ``.parquet``, ``.csv``); everything else is a dataset of the hub.
 - ``model.chat_template``: whatever holds no ``{``.
@@ -68,7 +69,11 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
         "rewards": _resolved(config.rewards, functions=places.reward),
         "algorithm": _resolved(config.algorithm, loss=places.function),
         "source": _resolved(
-            config.source, rollout_func=places.function, tools=places.function, tool_parser=places.function
+            config.source,
+            rollout_func=places.function,
+            tools=places.function,
+            tool_parser=places.function,
+            environment=places.module,
         ),
         "bridge": _resolved(config.bridge, config_path=places.path),
     }
@@ -114,6 +119,9 @@ class _Places:
             if (path := resolve_path(directory, relative)).is_file():
                 return f"{path}:{function}"
         return spec
+
+    def module(self, value: str) -> str:
+        return self.path(value) if value.endswith(".py") else value
 
     def model(self, value: str, *, local: bool = False) -> str:
         path = self.path(value)

@@ -123,6 +123,12 @@ METRICS: Mapping[str, Metric] = {
             "tool_errors", "Failed tool calls", "", "Calls that the model was told an error of; of each tool "
             "`tool_errors/NAME`.",
         ),
+        Metric(
+            "rollout_failures", "Rollouts failed", "", "Rollouts of an environment that crashed, took too long "
+            "or lost their sandbox, and are left out of their groups; `rollout_failures/CAUSE` counts one kind.",
+            (0.0, 0.0),
+        ),
+        Metric("refilled_rollouts", "Rollouts anew", "", "Rollouts played in the place of failed ones."),
         Metric("reward_errors", "Reward errors", "", "Reward calls that failed.", (0.0, 0.0)),
         Metric("weight_version", "Weight version", "", "How many updates the engine has received."),
         Metric(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, RewardError
@@ -119,6 +120,12 @@ class Evaluator:
         return any(reward is not None and reward >= self.success_reward for reward in group.rewards)
 
 
+class Evaluates(Protocol):
+    """Measures the engine's current weights."""
+
+    def run(self, step: int) -> EvalResult: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledEvaluation:
     """Evaluates when it is due: before the first step, every N steps, and after the last.
@@ -128,7 +135,7 @@ class ScheduledEvaluation:
         every_steps: 0 leaves only the first and the last.
     """
 
-    evaluator: Evaluator | None
+    evaluator: Evaluates | None
     every_steps: int
     last_step: int
 

@@ -32,7 +32,8 @@ from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.custom import CustomSource
 from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, load_problems, ranks, split_eval
 from lachesis.rollouts.datasets.transforms import axolotl_names
-from lachesis.rollouts.evaluate import Evaluator, ScheduledEvaluation
+from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource
+from lachesis.rollouts.evaluate import Evaluates, Evaluator, ScheduledEvaluation
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
@@ -40,6 +41,7 @@ from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools import Toolbox, load_parser, load_tools
 from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
+from lachesis.rollouts.verifiers.build import build_verifiers_source
 from lachesis.train.batch import Batch, pack_for_ranks
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import Pack, RepeatedFeed, undivided
@@ -257,6 +259,24 @@ def build_feed(
 ) -> Feed[Batch]:
     """The way from problems to packed batches."""
     source = build_source(config, problems=problems, policy=policy, engine=engine, rewarder=rewarder)
+    return feed_from(source, config, policy=policy)
+
+
+def build_episodes(
+    config: LachesisConfig, *, policy: Policy, engine: Engine
+) -> tuple[EpisodeSource, EpisodeEvaluator | None]:
+    """The environment of ``source``, over the run's engine."""
+    return build_verifiers_source(
+        config,
+        tokenizer=policy.loaded.tokenizer,
+        engine=engine,
+        max_context=context_length(config.model),
+        vocab_size=policy.transformer.config.get_text_config().vocab_size,
+    )
+
+
+def feed_from(source: GroupwiseSource, config: LachesisConfig, *, policy: Policy) -> Feed[Batch]:
+    """The way from the groups of a source to packed batches."""
     pipeline = config.pipeline
     pack_groups = partial(pack_batch, config=config, policy=policy)
     collector = Collector(
@@ -389,12 +409,13 @@ def build_evaluation(
     engine: Engine,
     rewarder: Rewarder | None,
     keep: Callable[[int, Sequence[Group]], None] | None = None,
+    evaluator: Evaluates | None = None,
 ) -> ScheduledEvaluation:
     """One completion for each held-out problem, greedy unless configured otherwise; never, without problems.
 
-    ``keep`` is given what each evaluation has generated.
+    ``keep`` is given what each evaluation has generated. An environment that has held-out tasks of its own brings its
+    ``evaluator``.
     """
-    evaluator = None
     if held_out and rewarder is not None:
         evaluator = Evaluator(
             problems=held_out,

@@ -36,10 +36,12 @@ from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_f
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
 from lachesis.run.parts import (
     build_atropos_feed,
+    build_episodes,
     build_evaluation,
     build_feed,
     build_policy,
     build_rewarder,
+    feed_from,
     load_data,
     set_up,
 )
@@ -229,7 +231,7 @@ def build_parts(
     """
     problems, held_out = load_data(config)
     config = with_steps(config, problems=len(problems))
-    environments = config.source.kind == "atropos"
+    environments = config.source.kind != "local"  # which score their own rollouts
     rewarder = None if environments and not held_out else build_rewarder(config)
     if rewarder is not None:
         closing.callback(rewarder.close)
@@ -244,7 +246,11 @@ def build_parts(
         bridge = side.bridge
         policy = bridge.prepare(partial(build, config, weights=side.weights))
         feed: Feed[Batch]
-        if environments or rewarder is None:
+        evaluator = None
+        if config.source.kind == "verifiers":
+            episodes, evaluator = build_episodes(config, policy=policy, engine=bridge.engine)
+            feed = feed_from(episodes, config, policy=policy)
+        elif environments or rewarder is None:
             feed = build_atropos_feed(
                 config,
                 policy=policy,
@@ -262,8 +268,11 @@ def build_parts(
             engine=bridge.engine,
             rewarder=rewarder,
             keep=partial(keep_evaluation, place.directory) if config.logging.tape else None,
+            evaluator=evaluator,
         )
         names = () if environments or rewarder is None else rewarder.names
+        if config.source.kind == "verifiers":
+            names = ("environment",)
         return config, Parts(place, side, policy, feed, evaluation, names)
 
 

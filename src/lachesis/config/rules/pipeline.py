@@ -71,9 +71,9 @@ def _streaming(config: LachesisConfig) -> Iterator[Said]:
             yield note(f"{key} does nothing while pipeline.streaming is false")
     elif config.source.kind == "atropos":
         yield warning("pipeline.streaming does nothing with source.kind atropos: the environments score their groups")
-    elif config.source.tools:
+    elif config.source.kind == "local" and config.source.tools:
         yield warning("pipeline.streaming does nothing with source.tools, which plays all rollouts of a batch together")
-    elif config.source.rollout_func is not None:
+    elif config.source.kind == "local" and config.source.rollout_func is not None:
         yield warning(
             "pipeline.streaming does nothing with source.rollout_func, which gives all groups of a batch at once"
         )
@@ -129,6 +129,9 @@ def _source(config: LachesisConfig) -> Iterator[Said]:
                 f"({config.batch.prompts_per_step}), which are not split: some workers are idle"
             )
         return
+    if source.kind == "verifiers":
+        yield from _environment(config)
+        return
     if not config.data.evaluates and (config.data.path is not None or config.rewards.functions):
         yield warning("data and rewards do nothing with source.kind atropos: the environments have their own")
     if config.data.evaluates and not config.rewards.functions:
@@ -141,6 +144,21 @@ def _source(config: LachesisConfig) -> Iterator[Said]:
             f"source.max_sequence_length {source.max_sequence_length} is less than a longest sequence ({room} tokens); "
             "the environments decide how long completions are"
         )
+
+
+def _environment(config: LachesisConfig) -> Iterator[Said]:
+    """What does nothing, or cannot work, where an environment has tasks and rewards of its own."""
+    if config.data.path is not None or config.data.evaluates or config.rewards.functions:
+        yield problem(
+            "data and rewards are of a dataset, and source.kind verifiers has an environment with tasks and a rubric "
+            "of its own; remove them (source.eval_tasks holds tasks out)"
+        )
+    if config.run.epochs is not None:
+        yield problem("run.epochs counts problems of a dataset, and source.kind verifiers has none; set run.steps")
+    for key in changed(config, "evaluation", "samples_per_problem", "temperature"):
+        yield problem(f"{key}: an environment's held-out tasks are played once each, greedily; remove it")
+    if config.pipeline.streaming:
+        yield warning("pipeline.streaming does nothing with source.kind verifiers: rollouts are scored as they end")
 
 
 def _rollout_api(config: LachesisConfig) -> Iterator[Said]:

@@ -56,6 +56,7 @@ from lachesis.config.schema.rollouts import (
     RewardsConfig,
     SamplingConfig,
     SourceConfig,
+    VerifiersSourceConfig,
 )
 from lachesis.config.schema.training import AlgorithmConfig, BatchConfig, OptimizerConfig
 

@@ -158,7 +158,38 @@ class AtroposSourceConfig(Section):
     )
 
 
-SourceConfig = Annotated[LocalSourceConfig | AtroposSourceConfig, Field(discriminator="kind")]
+class VerifiersSourceConfig(Section):
+    """An environment of the library verifiers, with its own tasks, tools and rubric: `data` and `rewards` are out."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    environment: str = Field(description="Id of an installed environment or task set, or a `.py` file that is one.")
+    args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the environment: keywords of its `load_environment` in verifiers 0.1, its `env` "
+        "section (`taskset`, `agent`, ...) in 0.4 and later.",
+    )
+    renderer: dict[str, Any] = Field(
+        default_factory=lambda: {"name": "auto"},
+        description="Name and fields of the renderer that makes tokens of conversations; `auto` takes the one that the "
+        "library has for the model, or else its chat template.",
+    )
+    max_tasks: PositiveInt | None = Field(
+        default=None, description="Use the first N tasks only; needed where an environment has no end of them."
+    )
+    eval_tasks: NonNegativeInt = Field(
+        default=0, description="Tasks that are held out: of the environment's evaluation set, or else its last ones."
+    )
+    max_concurrent: PositiveInt = Field(default=128, description="Most rollouts at the same time.")
+    refill_rounds: NonNegativeInt = Field(
+        default=1,
+        description="How often rollouts that failed are played anew. A group that then has fewer than two is dropped.",
+    )
+    rollout_s: PositiveFloat | None = Field(
+        default=600.0, description="Limit of one rollout, in seconds; one that takes longer has failed."
+    )
+
+
+SourceConfig = Annotated[LocalSourceConfig | AtroposSourceConfig | VerifiersSourceConfig, Field(discriminator="kind")]
 
 
 # Those of TRL and open-r1 that need no module before them: the keys of lachesis.rollouts.rewards.registry.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from lachesis.common.deadline import Deadline, Retry
 from lachesis.common.errors import ConfigError, EngineError, EngineUnreachable, LachesisError, StaleWeights
+from lachesis.common.threads import LoopThread
 from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
 from lachesis.engines.base import Engine, Finished, PauseMode, largest_difference
 from lachesis.engines.fleet import Fleet, State
@@ -68,7 +67,7 @@ class HttpEngine(Engine):
         self._tolerance = canary_tolerance
         self.fleet = Fleet(addresses, clock=time.monotonic, max_in_flight=max_in_flight, hang_s=hang_s)
         self._calls = GenerationCalls(self.fleet, server=self.control, check_session=self.check_session)
-        self._loop = _LoopThread("lachesis-engine-client")
+        self._loop = LoopThread("lachesis-engine-client", what="the engine client")
         self._threads = ThreadPoolExecutor(len(self.controls), thread_name_prefix="lachesis-engine-control")
         self._closed = False
         self._owner = ""
@@ -362,49 +361,6 @@ class HttpEngine(Engine):
                 remedy="a transfer did not reach all of them; look at their logs",
             )
         return readings
-
-
-class _LoopThread:
-    """An event loop in a daemon thread, started at its first use."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``, which is cancelled where the wait for it is interrupted."""
-        with self._lock:
-            if self._closed:
-                work.close()
-                raise EngineError("the engine client is closed", remedy="make a new one")
-            future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._started())
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self, last: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run ``last`` and stop the thread."""
-        with self._lock:
-            self._closed = True
-            loop, thread = self._loop, self._thread
-        if loop is None or thread is None:
-            return
-        asyncio.run_coroutine_threadsafe(last(), loop).result()
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-    def _started(self) -> asyncio.AbstractEventLoop:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
-            self._thread.start()
-        return self._loop
 
 
 def _info_or_reason(server: ServerControl, deadline: Deadline) -> ServerInfo | str:

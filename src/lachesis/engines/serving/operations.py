@@ -35,6 +35,7 @@ from lachesis.engines.serving.served import (
     TensorInfo,
     TransferKind,
 )
+from lachesis.engines.serving.tokens import TokensAnswer, TokensBody
 from lachesis.transport.layout import ChannelBackend
 
 Q = TypeVar("Q", bound=Request)
@@ -285,6 +286,8 @@ LORA_STATUS = Operation("lora_status", "/lora/status", Nothing, LoraStatus, meth
 RECEIVER = Operation("", "/nccl/status", Nothing, Receiving, method="GET", guarded=False)
 STATE_DICT = Operation("state_dict", "/bridge/state_dict_info", Nothing, StateDict, method="GET", guarded=False)
 CANARY = Operation("canary", "/bridge/canary", CanaryRequest, Canary, guarded=False)
+# vLLM has this route with --enable-scale-out only, and names tokens otherwise.
+TOKENS = Operation("generate_tokens", "/inference/v1/generate", TokensBody, TokensAnswer, guarded=False)
 DIGESTS = Operation("digests", "/bridge/digests", DigestRequest, Digests, guarded=False)
 CLAIM = Operation("claim", "/bridge/claim", Claim, Owned)
 RELEASE = Operation("release", "/bridge/release", Release, Owned)

@@ -35,6 +35,7 @@ from lachesis.engines.serving.generation import (
 )
 from lachesis.engines.serving.served import AdapterStatus, DigestRequest, ModelInfo, ReceiverSpec, ServedEngine
 from lachesis.engines.serving.session import TOKEN_VARIABLE, Session, session_path
+from lachesis.engines.serving.tokens import TokensBody, generate_body, tokens_answer
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +186,13 @@ class Server:
             raise Refused(message, status=503, remedy="look at the server's log") from error
         except EngineError as error:
             raise Refused(f"no token can be generated: {error.message}", status=503, remedy=error.remedy) from error
+
+    async def generate_tokens(self, request: TokensBody) -> Found:
+        wanted = generate_body(request, sampling_fields=self.served.sampling_fields)
+        described = self.served.model_info()
+        check_model(wanted.model, info=described, adapter=self.served.adapter())
+        check_prompt(wanted, info=described)
+        return dict(tokens_answer(await self.served.generate(wanted), request_id=wanted.request_id))
 
     async def lora_status(self, _: ops.Nothing) -> Found:
         adapter, described = self.served.adapter(), self.served.model_info()
@@ -404,7 +412,9 @@ def _endpoint(server: Server, operation: ops.Operation[Any, Any]) -> Endpoint:
             # Before the body: who may not change anything learns nothing about it.
             server.check_token(request.headers.get("authorization"))
         document = await read_body(request) if operation.method == "POST" else {}
-        return JSONResponse(await server.run(operation, document))
+        answer = server.run(operation, document)
+        # What changes nothing ends with the client that asked for it.
+        return JSONResponse(await (answer if operation.guarded else while_connected(request, answer)))
 
     return endpoint
 

@@ -471,3 +471,28 @@ def test_a_residual_stream_that_is_in_float32_anyway(build):
     assert check(build(model={"dtype": "bfloat16", "residual_dtype": "float32"})) == []
     (finding,) = check(build(model={"dtype": "float32", "residual_dtype": "float32"}))
     assert (finding.rule, finding.level) == ("model", "note")
+
+
+VERIFIERS = {"source": {"kind": "verifiers", "environment": "gsm8k"}}
+NO_DATASET = {"data": {"path": None}, "rewards": {"functions": []}}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, "data and rewards are of a dataset"),
+        ({**NO_DATASET, "run": {"steps": None, "epochs": 1.0}}, "run.epochs counts problems of a dataset"),
+        ({**NO_DATASET, "evaluation": {"samples_per_problem": 4, "temperature": 1.0}}, "played once each, greedily"),
+        ({**NO_DATASET, "evaluation": {"every_steps": 5}}, "there are no held-out problems"),
+    ],
+)
+def test_an_environment_has_tasks_and_rewards_of_its_own(build, sections, expected):
+    with pytest.raises(ConfigError, match=expected):
+        check(build(**VERIFIERS, **sections))
+
+
+def test_an_environment_may_hold_tasks_out(build):
+    held_out = {"source": VERIFIERS["source"] | {"eval_tasks": 4}, "evaluation": {"every_steps": 5}}
+    assert check(build(**NO_DATASET, **held_out)) == []
+    (finding,) = check(build(**NO_DATASET, **VERIFIERS, pipeline={"streaming": True}))
+    assert "rollouts are scored as they end" in finding.message

@@ -1,0 +1,101 @@
+"""What every environment that plays episodes owes to a source, over a fake engine and the real library.
+
+The lines of verifiers cannot be in one Python, so each is played in a process of its own, which writes what it got.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.paths import ROOT
+from tests.tiny import EOS_ID, tiny_tokenizer
+
+OLD_LINE = ROOT / ".venv-verifiers-0.1"
+TODAY = pytest.param(
+    "digits_v1.py",
+    marks=pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed"),
+    id="verifiers",
+)
+LINE_01 = pytest.param(
+    "digits_v01.py",
+    marks=pytest.mark.skipif(not OLD_LINE.is_dir(), reason="`make verifiers-0.1` installs it"),
+    id="verifiers 0.1",
+)
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
+SIZE, GROUPS = 4, 3
+
+
+@pytest.fixture(scope="module", params=[TODAY, LINE_01])
+def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a source got of the guessing game of an example, with rollouts of which some were made to fail."""
+    directory = tmp_path_factory.mktemp("played")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(directory / "tokenizer")
+    old = request.param == "digits_v01.py"
+    path = [str(OLD_LINE)] * old + [str(ROOT / "src"), str(ROOT)]
+    program = [sys.executable, "-m", "tests.contracts.play", request.param, str(directory)]
+    ran = subprocess.run(
+        program, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)}, capture_output=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr.decode()[-4000:]
+    return json.loads((directory / "played.json").read_text())
+
+
+def test_groups_are_whole(played: dict[str, Any]):
+    assert len(played["groups"]) == GROUPS
+    for group in played["groups"]:
+        assert len(group) == SIZE
+        assert all(sample["rewards"] == [sample["reward"]] for sample in group)
+
+
+def test_tokens_are_exactly_those_that_the_engine_sampled(played: dict[str, Any]):
+    """Each turn's tokens, with the logprobs and the prompt that it was sampled with."""
+    sampled = {(tuple(prompt), tuple(ids)): logprobs for prompt, ids, logprobs in played["sampled"]}
+    for sample in (sample for group in played["groups"] for sample in group):
+        sequence, start = [*sample["prompt_ids"], *sample["completion_ids"]], len(sample["prompt_ids"])
+        for first, last in runs_of(sample["mask"]):
+            key = tuple(sequence[: start + first]), tuple(sequence[start + first : start + last])
+            assert sample["logprobs"][first:last] == sampled[key]
+
+
+def test_masks_leave_out_what_the_environment_said(played: dict[str, Any]):
+    turns = [list(runs_of(sample["mask"])) for group in played["groups"] for sample in group]
+    assert max(map(len, turns)) > 1, "some rollouts have several turns"
+    for sample, found in zip((sample for group in played["groups"] for sample in group), turns, strict=True):
+        assert sample["mask"][-1] == 1
+        assert all(sample["completion_ids"][last - 1] == EOS_ID for _, last in found)
+
+
+def test_rewards_are_the_rubrics(played: dict[str, Any]):
+    rewards = {round(sample["reward"], 6) for group in played["groups"] for sample in group}
+    assert rewards <= {0.0, 0.333333, 0.666667, 1.0} and len(rewards) > 1
+
+
+def test_what_fails_is_left_out_and_counted(played: dict[str, Any]):
+    assert played["failed"]["samples"] < SIZE * GROUPS
+    lost = SIZE * GROUPS - played["failed"]["samples"]
+    assert played["failed"]["counters"]["rollout_failures"] == lost
+    assert set(played["failed"]["others"]) <= set(played["all"]), "and changes nothing about the others"
+
+
+def test_a_deadline_ends_rollouts_and_nothing_is_left(played: dict[str, Any]):
+    assert played["cancelled"] == {"error": "DeadlineExceeded", "tasks_left": 0, "again": True}
+
+
+def test_held_out_tasks_are_played(played: dict[str, Any]):
+    assert played["evaluated"]["problems"] == 2
+    assert 0.0 <= played["evaluated"]["mean_reward"] <= 1.0
+
+
+def runs_of(mask: list[int]) -> list[tuple[int, int]]:
+    """Where runs of ones begin and end."""
+    edges = [place for place, (a, b) in enumerate(zip([0, *mask], [*mask, 0], strict=True)) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))

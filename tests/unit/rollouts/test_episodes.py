@@ -1,0 +1,154 @@
+"""Groups of rollouts that may fail: what failed is left out and counted, and changes nothing about the others."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import pytest
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
+from lachesis.config.schema import AlgorithmConfig
+from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.episodes import EpisodeSource, Played, Players, RolloutFailed
+from lachesis.train.losses.advantage import advantage_function, assign_advantages
+
+TASKS, SIZE = 12, 8
+
+
+class Dice(Players):
+    """A rollout's tokens and reward follow from its task and seed. ``fails`` says which end otherwise."""
+
+    def __init__(self, fails: Callable[[Prompt, int], Exception | None] = lambda prompt, seed: None) -> None:
+        self.fails = fails
+        self.seeds: list[int] = []
+        self.under_way = self.most = 0
+        self.stopped = False
+
+    async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
+        self.seeds.append(seed)
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        try:
+            await asyncio.sleep(0)
+            if (error := self.fails(prompt, seed)) is not None:
+                if isinstance(error, TimeoutError):
+                    await asyncio.sleep(60)
+                raise error
+            return Played((sample(prompt, seed),), metrics={"turns": 2.0})
+        finally:
+            self.under_way -= 1
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+def sample(prompt: Prompt, seed: int) -> Sample:
+    reward = random.Random(f"{prompt.id}:{seed}").random()
+    return Sample((int(prompt.id),), (5, 6), (-1.0, -2.0), "stop", VersionSpan(0, 0), rewards=(reward,), reward=reward)
+
+
+def source(players: Players, **changes: object) -> EpisodeSource:
+    prompts = [Prompt(id=str(number), token_ids=(), text="") for number in range(TASKS)]
+    options: dict = {"num_generations": SIZE, "max_concurrent": 64, "refill_rounds": 0, "rollout_s": 0.05, "seed": 3}
+    return EpisodeSource(stream=PromptStream(prompts, seed=1), players=players, **(options | changes))
+
+
+def groups(episodes: EpisodeSource, count: int = TASKS) -> list[Group]:
+    try:
+        return episodes.next_groups(count, deadline=Deadline("a test", 20.0))
+    finally:
+        episodes.close()
+
+
+def killed(prompt: Prompt, seed: int) -> Exception | None:
+    """15 % of all rollouts: some crash, some lose their sandbox, some hang."""
+    draw = random.Random(f"kill:{prompt.id}:{seed}").random()
+    if draw < 0.06:
+        return RolloutFailed("it crashed", cause="harness")
+    if draw < 0.11:
+        return RolloutFailed("the sandbox is gone", cause="sandbox")
+    return TimeoutError() if draw < 0.15 else None
+
+
+def advantages(found: list[Group]) -> list[list[float | None]]:
+    compute = advantage_function(AlgorithmConfig(), weights=None)
+    return [[one.advantage for one in group.samples] for group in assign_advantages(found, compute=compute)]
+
+
+def test_with_15_percent_of_rollouts_killed_advantages_are_as_if_these_had_never_been():
+    episodes = source(Dice(killed))
+    found = groups(episodes)
+    counts = episodes.counters()
+    lost = {name: count for name, count in counts.items() if name.startswith("rollout_failures/")}
+    assert set(lost) == {f"rollout_failures/{cause}" for cause in ("harness", "sandbox", "timeout")}
+    assert 0.08 < sum(lost.values()) / (TASKS * SIZE) < 0.25
+    whole = groups(source(Dice()))
+    survivors = [
+        Group(group.prompt, tuple(one for one in group.samples if one in found[place].samples))
+        for place, group in enumerate(whole)
+    ]
+    assert [len(group.samples) for group in found] == [len(group.samples) for group in survivors]
+    assert found == survivors, "a rollout that failed changes nothing about the others"
+    assert advantages(found) == advantages(survivors)
+    assert sum(lost.values()) == TASKS * SIZE - sum(len(group.samples) for group in found)
+
+
+def test_what_failed_is_played_anew_with_seeds_of_its_own():
+    dice = Dice(killed)
+    episodes = source(dice, refill_rounds=4)
+    found = groups(episodes)
+    assert [len(group.samples) for group in found] == [SIZE] * TASKS
+    assert len(set(dice.seeds)) == len(dice.seeds) > TASKS * SIZE
+    assert episodes.counters()["refilled_rollouts"] == len(dice.seeds) - TASKS * SIZE
+
+
+def test_a_group_that_stays_too_small_gives_way_to_the_next_task():
+    dead = {"0", "1", "2"}
+    episodes = source(Dice(lambda prompt, seed: RolloutFailed("x", cause="task") if prompt.id in dead else None))
+    found = groups(episodes, TASKS)
+    assert not dead & {group.prompt.id for group in found}
+    assert episodes.counters()["dropped_groups"] == len(dead)
+
+
+def test_an_environment_whose_rollouts_all_fail_is_an_error_that_counts_the_causes():
+    episodes = source(Dice(lambda prompt, seed: RolloutFailed("no disk", cause="sandbox")))
+    with pytest.raises(RewardError, match="sandbox 80"):
+        groups(episodes, 1)
+
+
+def test_an_engine_that_fails_is_no_fault_of_a_rollout_and_nothing_is_lost():
+    failing = [True]
+    dice = Dice(lambda prompt, seed: EngineError("dead") if failing[0] else None)
+    episodes = source(dice)
+    with pytest.raises(EngineError, match="dead"):
+        episodes.next_groups(3, deadline=Deadline("a test", 20.0))
+    assert dice.under_way == 0
+    failing[0] = False
+    assert groups(episodes, 3) == groups(source(Dice()), 3)
+
+
+def test_a_deadline_cancels_all_rollouts_before_it_is_told():
+    dice = Dice(lambda prompt, seed: TimeoutError())
+    episodes = source(dice, rollout_s=None)
+    with pytest.raises(DeadlineExceeded, match="rollouts"):
+        episodes.next_groups(2, deadline=Deadline("a test", 0.1))
+    assert dice.under_way == 0
+    episodes.close()
+    assert dice.stopped
+
+
+def test_no_more_rollouts_than_are_allowed_run_at_once():
+    dice = Dice()
+    groups(source(dice, max_concurrent=5))
+    assert dice.most == 5
+
+
+def test_a_saved_state_goes_on_exactly():
+    first, second = source(Dice()), source(Dice())
+    first.next_groups(5, deadline=Deadline("a test", 20.0))
+    second.load_state_dict(first.state_dict())
+    assert groups(first, 4) == groups(second, 4)
