@@ -16,6 +16,7 @@ from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.config.explain import Explanation, explain
 from lachesis.config.load import load_config
+from lachesis.config.translated import translated
 
 data_app = typer.Typer(help="Datasets.", no_args_is_help=True)
 rewards_app = typer.Typer(help="Reward functions.", no_args_is_help=True)
@@ -125,6 +126,15 @@ def _headline(found: Explanation) -> str:
     default = "required" if found.default is None else f"default {found.default}"
     kinds = f" (only with kind {' or '.join(found.kinds)})" if found.kinds else ""
     return f"{found.path}: {found.type}, {default}{kinds}"
+
+
+@app.command("translate")
+def translate_command(
+    file: Annotated[Path, typer.Argument(help="A file of Axolotl's, TRL's, verl's or OpenRLHF's, or a script.")],
+    overrides: Overrides = None,
+) -> None:
+    """Print another trainer's configuration in our keys."""
+    console.out(translated(file, overrides=overrides or []), end="")
 
 
 @app.command()

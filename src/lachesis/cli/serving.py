@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from lachesis.cli.base import PASS_ON, Overrides, app, console
+from lachesis.common.errors import ConfigError
 from lachesis.config.load import log_findings
 from lachesis.engines.options import EngineName, ServeOptions, flag_of
 
@@ -92,8 +93,11 @@ def serve(context: typer.Context, **values: Any) -> None:
 @app.command("vllm-serve", context_settings=PASS_ON)
 def vllm_serve(
     context: typer.Context,
-    config: Annotated[Path, typer.Argument(help="YAML file of a run, in our keys, Axolotl's or TRL's.")],
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file of a run, in our keys, Axolotl's or TRL's; or give --model.")
+    ] = None,
     overrides: Overrides = None,
+    model: Annotated[str | None, typer.Option(help="Directory or hub id, in place of a file; on port 8000.")] = None,
     engine: Annotated[EngineName | None, typer.Option(help="What generates, instead of what the file says.")] = None,
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="Port to listen on, instead of the file's.")
@@ -105,6 +109,13 @@ def vllm_serve(
     """
     from lachesis.run import serve as serving
 
+    if (config is None) == (model is None):
+        raise ConfigError("vllm-serve takes a configuration or --model, one of them", remedy="give one of them")
+    if config is None:
+        place = {"port": 8000 if port is None else port, "engine": engine or "vllm"}
+        served = ServeOptions(model=model or "", arguments=tuple(context.args), **place)  # type: ignore[arg-type]
+        serving.serve(served, on_ready=console.print)
+        return
     options, loaded = serving.config_options(
         config, overrides=overrides or [], served_by=engine, port=port, arguments=context.args
     )

@@ -25,6 +25,7 @@ from lachesis.config.init import init as write_first_run
 from lachesis.config.load import load_config
 from lachesis.config.plan import plan, plan_lines
 from lachesis.config.rules import check
+from lachesis.config.trial import trial
 
 
 @app.command()
@@ -33,10 +34,15 @@ def train(
     overrides: Overrides = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Try it for two steps, in NAME-smoke, which is replaced each time.")
+    ] = False,
 ) -> None:
     """Train as a configuration says."""
     world = world_of_leader()
     loaded = load_config(config, overrides=overrides or [])
+    if smoke:
+        loaded, overwrite = trial(loaded), True
     with busy("loading torch and the model"):
         from lachesis.run.train import train as run_training
 
@@ -50,7 +56,8 @@ def train(
             stop_requested=lambda: bool(stop),
             world=world,
         )
-    conclude(summary, stop, ["lachesis", "train", str(config), *(f"--set={item}" for item in overrides or [])])
+    words = [*(f"--set={item}" for item in overrides or []), *(["--smoke"] if smoke else [])]
+    conclude(summary, stop, ["lachesis", "train", str(config), *words])
 
 
 @app.command("plan")

@@ -20,7 +20,7 @@ from lachesis.common.process import answers, check_port_free
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config import schema
 from lachesis.config.document import apply_overrides, read_document
-from lachesis.config.load import LoadedConfig, load_config
+from lachesis.config.load import LoadedConfig, load_document
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.options import EngineName, ServeOptions, command_line
 from lachesis.engines.serving.session import Session, read_session, session_path
@@ -79,7 +79,10 @@ def config_options(
     """
     from lachesis.engines.build import server_options, trainer_dtype
 
-    loaded = load_config(path, overrides=overrides)
+    # A server needs neither problems nor rewards, nor to know how long a run is.
+    loaded = load_document(
+        read_document(path), base_dir=path.absolute().parent, overrides=overrides, keys={"run": {}}, complete=False
+    )
     config, engine = loaded.config, loaded.config.engine
     more: dict[str, Any] = {}
     if not isinstance(engine, schema.EmbeddedServerConfig | schema.VllmEngineConfig | schema.HttpEngineConfig):

@@ -380,3 +380,18 @@ def test_a_device_that_is_none_is_refused(device: str):
 def test_a_rank_of_adapters_that_may_not_be_loaded_is_refused():
     with pytest.raises(ConfigError, match="--max-lora-rank has no effect without --enable-lora"):
         serve.serve(ServeOptions(model="m", max_lora_rank=8), on_ready=lambda line: None)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "base_model: org/model\nrl: grpo\nvllm: {port: 8003}\ntrl: {use_vllm: true}\n",
+        "model: {path: org/model}\nengine: {kind: http, urls: [http://127.0.0.1:8003]}\nbridge: {kind: broadcast}\n",
+    ],
+)
+def test_a_server_needs_neither_problems_nor_rewards(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"{text}")
+    monkeypatch.setattr("lachesis.engines.build.trainer_dtype", lambda _: "float32")
+    assert config_options(file)[0].port == 8003

@@ -11,6 +11,7 @@ from lachesis.config.dialects.atropos import SERVER, TRAINER
 from lachesis.config.dialects.axolotl_names import AXOLOTL
 from lachesis.config.dialects.distributed import ACCELERATE
 from lachesis.config.dialects.environment import ENVIRONMENT
+from lachesis.config.dialects.other_systems import OPENRLHF, VERL, other_system
 from lachesis.config.dialects.table import Dialect, Translation
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document
@@ -18,7 +19,7 @@ from lachesis.config.schema import LachesisConfig
 
 DialectName = Literal["canonical", "axolotl", "trl"]
 
-DIALECTS: tuple[Dialect, ...] = (AXOLOTL, TRL, TRAINER, SERVER, ACCELERATE, ENVIRONMENT)
+DIALECTS: tuple[Dialect, ...] = (AXOLOTL, TRL, VERL, OPENRLHF, TRAINER, SERVER, ACCELERATE, ENVIRONMENT)
 
 
 def recognize(data: Mapping[str, Any]) -> DialectName:
@@ -27,8 +28,13 @@ def recognize(data: Mapping[str, Any]) -> DialectName:
     A canonical section holds keys, so ``optimizer: adamw`` is no canonical section.
 
     Raises:
-        ConfigError: it is a file for accelerate, which describes processes and no training.
+        ConfigError: it is a file for accelerate, which describes processes and no training, or verl's or OpenRLHF's.
     """
+    if (system := other_system(data)) is not None:
+        raise ConfigError(
+            f"this is a configuration of {system}, whose rewards have another signature",
+            remedy="`lachesis translate FILE` writes what is common in our keys",
+        )
     sections = LachesisConfig.model_fields
     known: dict[DialectName, int] = {
         "canonical": sum(key in sections and not isinstance(value, str | bool | list) for key, value in data.items()),

@@ -284,7 +284,9 @@ def _without_counterpart() -> Iterator[Entry]:
         *("attn_implementation", "pad_to_multiple_of", "use_cache"),
     )
     yield from nothing("Lachesis chooses the variant that works with the backend", "gradient_checkpointing_kwargs")
-    yield from nothing("the loss never makes the logits here, with any loss_type", "use_liger_kernel", "use_liger_loss")
+    yield from nothing(
+        "the loss never makes the logits here, with any loss_type", "use_liger_kernel", "use_liger_loss", "use_liger"
+    )
     yield from nothing(
         "one process has the data, in one thread; weights are gathered for it, by gloo on CPUs and NCCL on GPUs",
         *("ddp_backend", "ds3_gather_for_generation", "tf32", "log_level"),

@@ -1,0 +1,25 @@
+"""A short trial of any configuration: whether it runs, and not what it learns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lachesis.config.load import LoadedConfig
+
+STEPS = 2
+PROBLEMS = 4
+NAME = "-smoke"
+
+
+def trial(loaded: LoadedConfig) -> LoadedConfig:
+    """The same for two steps, with few held-out problems, no uploads, and a name of its own."""
+    config = loaded.config
+    run = config.run.model_copy(update={"steps": STEPS, "epochs": None, "name": f"{config.run.name}{NAME}"})
+    most = min(PROBLEMS, config.evaluation.max_problems or PROBLEMS) if config.data.evaluates else None
+    changes = {
+        "run": run,
+        "evaluation": config.evaluation.model_copy(update={"every_steps": 0, "max_problems": most}),
+        "checkpoint": config.checkpoint.model_copy(update={"every_steps": 0}),
+        "logging": config.logging.model_copy(update={"wandb": None}),
+    }
+    return replace(loaded, config=config.model_copy(update=changes))
