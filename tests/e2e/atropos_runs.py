@@ -187,6 +187,12 @@ class Stage:
         assert found, f"{of} has no process {words}"
         return found[-1]
 
+    def supervisor(self, of: str, words: str) -> psutil.Process:
+        """The process that watches over :meth:`child` for the one that started it."""
+        found = self.child(of, words).parent()
+        assert found is not None and "supervisor.py" in " ".join(found.cmdline())
+        return found
+
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()
 

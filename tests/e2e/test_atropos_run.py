@@ -20,7 +20,7 @@ from tests.e2e.atropos_runs import (
     wait_for,
     write_model,
 )
-from tests.e2e.runs import rewards, state
+from tests.e2e.runs import metrics, rewards, state
 from tests.original import RUN_API, needs_original
 
 # The last four steps of `none` are those after its fourth restart.
@@ -159,6 +159,26 @@ def test_one_command_runs_everything_and_revives_what_dies(model: Path, tmp_path
         assert said.count("was ended by SIGKILL") >= 3
         assert {"api.log", "engine.log", "env.log", "trainer.log"} <= {p.name for p in (job.run_dir / "logs").iterdir()}
         assert_each_batch_once(job, steps=steps)
+
+
+def test_one_command_outlives_the_engine_that_shares_its_weights_and_killed_supervisors(model: Path, tmp_path: Path):
+    """Of the engine's weights only checkpoints are left, which such a run has by default."""
+    steps = 12
+    with stage(tmp_path, model=model, mode="shared_vllm", steps=steps) as job:
+        start_everything(job)
+        job.wait_step(2)
+        job.supervisor("trainer", "run-api").kill()
+        job.wait_step(4)
+        job.child("trainer", "lachesis serve").kill()
+        wait_for(lambda: "with a new engine (1 of 3)" in job.log("trainer"), "the next attempt")
+        job.wait_step(8)
+        job.supervisor("trainer", "lachesis serve").kill()
+        assert job.wait_trainer() == 0, job.log("trainer")
+        said = job.log("trainer")
+        assert "the rollout API" in said and "lost its supervisor" in said
+        assert said.count("the run goes on from its last checkpoint") == 2
+        assert state(job.run_dir)["status"] == "finished"
+        assert [line.step for line in metrics(job.run_dir).steps] == list(range(1, steps + 1))
 
 
 def test_one_command_stops_everything_when_it_is_asked_to(model: Path, tmp_path: Path):

@@ -18,6 +18,7 @@ import typer
 import lachesis
 from lachesis import cli
 from lachesis.cli.base import conclude, stop_on_signals
+from lachesis.cli.commands import COMMANDS
 from lachesis.common import errors
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.sinks.jsonl import JsonlSink
@@ -285,3 +286,46 @@ class TestLookingAtRuns:
         assert exit_.value.exit_code == 0
         said = capsys.readouterr().out
         assert "stopped by request after step 4; go on with: lachesis train config.yaml --resume" in said
+
+
+class TestHelp:
+    def test_it_imports_no_command(self):
+        """Its tenth of a second would be half of one."""
+        code = (
+            "import sys\nfrom lachesis.cli import main\nsys.argv[1:] = ['--help']\ntry:\n    main()\nfinally:\n"
+            "    heavy = ('pydantic', 'torch', 'lachesis.config')\n"
+            "    print(sorted(name for name in sys.modules if name.startswith(heavy)))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
+        assert done.stdout.rstrip().endswith("[]"), done.stdout
+
+    @pytest.mark.parametrize("command", ["grpo", "run", "train", "serve"])
+    def test_that_of_a_command_imports_no_torch(self, command: str):
+        code = (
+            f"import sys\nfrom lachesis.cli import main\nsys.argv[1:] = ['{command}', '-h']\ntry:\n    main()\n"
+            "finally:\n    print('torch' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
+        assert done.stdout.rstrip().endswith("False"), done.stdout
+
+    def test_all_commands_are_in_the_table_and_in_its_order(self, lachesis_command: Command):
+        group: Any = typer.main.get_command(cli.app)
+        assert set(group.commands) == set(COMMANDS)
+        shown = lachesis_command("-h").out
+        assert [shown.index(f"\n  {name} ") for name in COMMANDS] == sorted(
+            shown.index(f"\n  {name} ") for name in COMMANDS
+        )
+
+    def test_the_version_is_printed(self, lachesis_command: Command):
+        assert lachesis_command("--version").out.strip() == lachesis.__version__
+
+
+def test_a_missing_model_is_said_once(lachesis_command: Command):
+    assert lachesis_command("grpo").err.count("missing") == 1
+
+
+def test_a_host_that_is_none_is_said(lachesis_command: Command, tmp_path: Path):
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG + "engine: {kind: vllm, host: 'a b'}\nbridge: {kind: shared_vllm}\n")
+    answer = lachesis_command("plan", str(config))
+    assert answer.code == 2 and "engine.host" in answer.err and "'a b'" in answer.err

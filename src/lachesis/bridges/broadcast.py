@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -181,7 +182,9 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._specs = tuple(self._source.specs(self.policy))
         ranks, world_size = _ranks(self._infos(deadline))
         self._stop_receivers(deadline)
-        rendezvous = listen(self._init_method or f"tcp://{address_towards(self.engine.urls)}:0")
+        # It travels with the request to join, which only who holds the session's token may send.
+        address = self._init_method or f"tcp://{address_towards(self.engine.urls)}:0"
+        rendezvous = listen(address, secret=secrets.token_hex(32))
         cancel, made = threading.Event(), list[Channel]()
 
         def connect() -> Channel:
@@ -240,6 +243,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
                 tensors=self._specs,
                 rank=ranks[server.url],
                 lora=lora,
+                secret=rendezvous.secret,
             )
             try:
                 server.start_receiver(spec, deadline=deadline)

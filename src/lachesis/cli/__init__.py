@@ -8,12 +8,20 @@ import sys
 
 import typer
 
-from lachesis.cli import environments, grpo, inspection, scripts, serving, training
-from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, app, fail
+from lachesis.cli import base
+from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, fail
+from lachesis.cli.commands import load
 from lachesis.common.errors import LachesisError, TrainingError
 
-# Importing them makes their commands known.
-__all__ = ["app", "environments", "grpo", "inspection", "main", "run_api_main", "scripts", "serving", "training"]
+__all__ = ["main", "run_api_main"]
+
+
+def __getattr__(name: str) -> typer.Typer:
+    """``app``, with all commands."""
+    if name != "app":
+        raise AttributeError(name)
+    load()
+    return base.app
 
 
 def run_api_main() -> None:
@@ -29,7 +37,9 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         # Without standalone mode typer returns the code of typer.Exit, and that of an interrupt.
-        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+        words = sys.argv[1:] or ["--help"]
+        load(None if "_LACHESIS_COMPLETE" in os.environ else words)
+        code = base.app(words, standalone_mode=False)
     except LachesisError as error:
         fail(str(error), error, code=error.exit_code)
     except typer.TyperException as error:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lachesis import __version__
+from lachesis.cli.commands import Commands
 from lachesis.common.errors import LachesisError, StopRequested
 from lachesis.common.types import Finding
 from lachesis.common.world import World, find_world
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from lachesis.run.train import RunSummary
 
 app = typer.Typer(
+    cls=Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Lachesis trains language models with GRPO.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,

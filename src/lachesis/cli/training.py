@@ -21,6 +21,7 @@ from lachesis.cli.base import (
     stop_on_signals,
     world_of_leader,
 )
+from lachesis.config.fit import fit, fit_lines
 from lachesis.config.init import init as write_first_run
 from lachesis.config.load import load_config
 from lachesis.config.plan import plan, plan_lines
@@ -66,6 +67,9 @@ def plan_command(
     overrides: Overrides = None,
     device: Annotated[Literal["cuda", "cpu"] | None, typer.Option(help="Plan for it; what is here, if unset.")] = None,
     devices: Annotated[int, typer.Option(min=1, help="How many train, as torchrun starts them.")] = 1,
+    fit_gb: Annotated[
+        float | None, typer.Option("--fit", min=1, metavar="GB", help="Say what fits on a card of this size.")
+    ] = None,
 ) -> None:
     """Say what a run will do, and the memory and disk it takes, without loading anything."""
     loaded = load_config(config, overrides=overrides or [], processes=devices if devices > 1 else None)
@@ -73,6 +77,9 @@ def plan_command(
         console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")
     for line in plan_lines(plan(loaded.config, device=device, devices=devices)):
         console.print(line)
+    if fit_gb is not None:
+        for line in fit_lines(fit(loaded.config, card_gb=fit_gb, devices=devices), card_gb=fit_gb):
+            console.print(line)
 
 
 @app.command("export")

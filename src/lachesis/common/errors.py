@@ -63,6 +63,10 @@ class EngineUnreachable(EngineError):
     """A server gives no answer at all: it is not up yet, or gone."""
 
 
+class EngineLost(EngineError):
+    """The engine died, and the weights that the trainer shared with it are gone: only a checkpoint has them."""
+
+
 class StaleWeights(EngineError):
     """The engine's weights are not the trainer's: a transfer did not arrive, or only in part."""
 

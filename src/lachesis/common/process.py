@@ -45,6 +45,8 @@ _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 # What the supervisor itself may take, besides the grace that its command gets.
 _SUPERVISOR_S = 30.0
 _HEALTH_S = 5.0
+# How long what got SIGKILL may take to be gone: giving back GPU memory is part of it.
+_REAP_S, _REAP_LOOK_S = 20.0, 0.02
 
 
 def last_lines(path: Path, *, start: int = 0) -> list[str]:
@@ -318,11 +320,17 @@ class _Life:
             self._died(self)
 
     def _kill(self) -> None:
-        """Without the supervisor's help, and only if the pid is still that of the server we started."""
+        """Without the supervisor's help: its group, if that is still the one we started, and wait until it is gone."""
         self._supervisor.kill()
-        if self._server is not None and self._server.is_running():
-            with suppress(ProcessLookupError):  # it ended by itself just now
-                os.killpg(self.pid, signal.SIGKILL)
+        leader = _process(self.pid)
+        if leader is not None and leader != self._server:
+            return  # another process has got that pid, so none is left that had the group
+        with suppress(ProcessLookupError):  # it ended by itself just now
+            os.killpg(self.pid, signal.SIGKILL)
+        # What is not our child nobody tells us of; a port, or a GPU's memory, is free once all have ended.
+        until = time.monotonic() + _REAP_S
+        while _has_members(self.pid) and time.monotonic() < until:
+            time.sleep(_REAP_LOOK_S)
 
 
 def check_port_free(url: str) -> None:
@@ -383,6 +391,17 @@ def _process(pid: int) -> psutil.Process | None:
         return psutil.Process(pid)
     except psutil.NoSuchProcess:
         return None
+
+
+def _has_members(group: int) -> bool:
+    """Whether a process of the group has not ended. A zombie has, once none of its threads is left to close files."""
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group and (
+                process.status() != psutil.STATUS_ZOMBIE or process.num_threads() > 1
+            ):
+                return True
+    return False
 
 
 def _open_log(path: Path) -> IO[bytes]:

@@ -8,7 +8,8 @@ end, and the command. Down the socket go ``started PID``, then ``exited CODE`` w
 Why a process in between, and not prctl(PR_SET_PDEATHSIG): that signal is sent when the *thread* that started
 the child ends, it reaches the child but not what the child has started (an engine has workers, and they hold
 the GPU), it cannot be followed by a stronger one, and only Linux has it. A closed socket is seen everywhere,
-however the other side died, and from here the whole group can be ended and waited for.
+however the other side died, and from here the whole group can be ended and waited for. Where this process itself is
+killed, that signal is what is left: the command ends with it, and who asked ends the rest of the group.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ import time
 _LOOK_S = 1.0
 # How long what got SIGKILL may take to be gone: giving back GPU memory is part of it.
 _REAP_S = 20.0
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+
+# Loaded before a child is forked.
+_LIBC = ctypes.CDLL(None)
 
 
 def supervise(link: socket.socket, parent: int, grace_s: float, command: list[str]) -> None:
@@ -43,7 +48,7 @@ def supervise(link: socket.socket, parent: int, grace_s: float, command: list[st
     signal.set_wakeup_fd(awake.fileno(), warn_on_full_buffer=False)
     _adopt_orphans()
     try:
-        child = subprocess.Popen(command, start_new_session=True, preexec_fn=_default_signals)
+        child = subprocess.Popen(command, start_new_session=True, preexec_fn=_prepare_child)
     except OSError as error:
         _tell(link, f"failed {error}")
         return
@@ -78,7 +83,7 @@ def _signal_group(pid: int, number: int) -> None:
 def _adopt_orphans() -> None:
     """Become the parent of what the command leaves behind, so that its end can be waited for (Linux only)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _reap_group(pid: int) -> None:
@@ -89,7 +94,10 @@ def _reap_group(pid: int) -> None:
                 time.sleep(0.02)
 
 
-def _default_signals() -> None:
+def _prepare_child() -> None:
+    """In the child, before the command: signals as usual, and SIGKILL where this process dies (Linux only)."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 

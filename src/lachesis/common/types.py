@@ -179,11 +179,22 @@ class EngineHealth:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence of the health rules: what is wrong and what to change."""
+    """One sentence of the health rules: what is wrong and what to change.
+
+    ``resolved`` is the step from which on a finding of before is gone; its message is that of before.
+    """
 
     level: Level
     rule: str
     message: str
+    resolved: int | None = None
+
+    @property
+    def line(self) -> str:
+        """As people read it."""
+        if self.resolved is None:
+            return f"{self.level}: {self.message}"
+        return f"resolved at step {self.resolved}: {self.message}"
 
 
 @dataclass(frozen=True, slots=True)

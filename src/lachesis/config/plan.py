@@ -94,7 +94,7 @@ def plan(config: LachesisConfig, *, device: str | None = None, devices: int = 1)
         checkpoint=None if shape is None else checkpoint_bytes(config, shape, device=chosen),
         export=None if shape is None else export_bytes(config, shape, device=chosen),
         exports_kept=getattr(config.bridge, "keep_last", -1) + 1,  # the one being written included
-        checkpoints_kept=config.checkpoint.keep_last if config.checkpoint.every_steps else 1,
+        checkpoints_kept=config.checkpoint.keep_last if config.checkpoint_interval else 1,
         notes=tuple(_notes(config, batches, lengths=lengths, shape=shape)),
         devices=devices,
     )

@@ -139,6 +139,7 @@ class Receiver:
                     device=self._device,
                     deadline=Deadline(f"the engine: joining the weight channel at {self.spec.init_method}", _JOIN_S),
                     cancel=self._cancel,
+                    secret=self.spec.secret,
                 )
             if self._cancel.is_set():
                 self._channel.close()

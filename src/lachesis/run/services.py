@@ -80,13 +80,15 @@ class Services:
         return self._config.services.api is not None
 
     def start(self, run_dir: Path) -> None:
-        """Start the API, wait until it answers, start the environment. Logs go to ``run_dir/logs``.
+        """Start the API, wait until it answers, start the environment, also after a stop. Logs: ``run_dir/logs``.
 
         Raises:
             EngineError: one died; with the last lines of its log.
             DeadlineExceeded: the API does not answer in time.
         """
         config, logs = self._config, Path(os.path.abspath(run_dir)) / "logs"
+        self._stopping.clear()
+        self._ended = self._failure = None
         assert isinstance(config.source, AtroposSourceConfig), "check_services saw to it"
         self._supervisor = threading.Thread(target=self._supervise, name="lachesis-services", daemon=True)
         self._supervisor.start()

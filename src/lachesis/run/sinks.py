@@ -119,7 +119,11 @@ def health_limits(config: LachesisConfig) -> HealthLimits:
     """
     kind, pipeline = config.model.quantization, config.pipeline
     wanted = max(HealthLimits().staleness, steps_per_batch(config) - 1)
-    limits = HealthLimits(staleness=max(wanted, pipeline.max_staleness or 0) if pipeline.async_prefetch else wanted)
+    limits = HealthLimits(
+        staleness=max(wanted, pipeline.max_staleness or 0) if pipeline.async_prefetch else wanted,
+        sync_every=getattr(config.bridge, "every_steps", 1),
+        environments=config.source.kind == "atropos",
+    )
     if config.model.matmul_dtype != "auto":
         return replace(limits, logprob_diff=ROUNDED_LOGPROB_DIFF)
     if kind == "none" or config.engine.place == "trainer":

@@ -283,7 +283,7 @@ def status_lines(status: RunStatus, *, now: float | None = None) -> list[tuple[s
     lines += [("time", text) for text in [_times(status)] if text]
     lines += [("last step", text) for text in [_metrics(status.values)] if text]
     lines += [("seconds", text) for text in [_seconds(status.values)] if text]
-    lines += _titled("health", [f"{finding.level}: {finding.message}" for finding in status.findings])
+    lines += _titled("health", [finding.line for finding in status.findings])
     lines.append(("checkpoint", "none yet" if status.checkpoint is None else str(status.checkpoint)))
     if status.state in (*_GOING_ON, "suspended", "gone"):
         lines += _titled("waited in" if status.state == "gone" else "waits in", _wait_texts(status, now=now))

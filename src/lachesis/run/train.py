@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from lachesis.common.errors import CheckpointError, EngineError, LachesisError, StopRequested
+from lachesis.common.errors import CheckpointError, EngineError, EngineLost, LachesisError, StopRequested
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import EvalResult
@@ -94,6 +95,9 @@ def train(
 ) -> RunSummary:
     """Train as the configuration says, in its run directory.
 
+    Where an engine dies that the run has started and that shared its weights, the run goes on by itself from its last
+    checkpoint, as often as ``services.restarts`` says.
+
     Args:
         loaded: the configuration.
         resume: go on from the last checkpoint in the run directory. What torchrun starts again goes on by itself.
@@ -108,9 +112,45 @@ def train(
         LachesisError: one of its subclasses, for everything that can be wrong; what was trained until the last
             checkpoint is kept.
     """
+    log_findings([*loaded.findings, *check(loaded.config)])
+    directory = Path(loaded.config.run.dir) / loaded.config.run.name
+    most = loaded.config.services.restarts if world is None else 0  # torchrun starts ranks again
+    for restart in range(1, most + 2):
+        try:
+            return _train_once(
+                loaded,
+                resume=resume,
+                overwrite=overwrite,
+                console=console,
+                stop_requested=stop_requested,
+                companions=companions,
+                world=world,
+            )
+        except EngineLost as lost:
+            if restart > most:
+                raise
+            logger.warning("%s", lost.message)
+            resume = _has_checkpoint(directory)
+            where = "from its last checkpoint" if resume else "from the start, for it had no checkpoint yet"
+            logger.warning("the run goes on %s, with a new engine (%d of %d)", where, restart, most)
+            overwrite = not resume
+        gc.collect()  # what the old policy held on the device
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _train_once(
+    loaded: LoadedConfig,
+    *,
+    resume: bool,
+    overwrite: bool,
+    console: Console | None,
+    stop_requested: Callable[[], bool],
+    companions: Companions | None,
+    world: World | None,
+) -> RunSummary:
+    """One attempt. Raises EngineLost where another may go on from a checkpoint."""
     config = loaded.config
     findings = [*loaded.findings, *check(config)]
-    log_findings(findings)
     directory = Path(config.run.dir) / config.run.name
     if world is not None and began_before(world, directory):
         resume = _can_resume(directory, restarts=world.restarts)
@@ -144,15 +184,33 @@ def train(
             if companions is not None:
                 closing.callback(companions.stop)
                 companions.start(run.path)
-            return run_to_end(run, config, trainer=trainer, start=start, hub=hub)
+            with engine_losses(parts.side):
+                return run_to_end(run, config, trainer=trainer, start=start, hub=hub)
+
+
+@contextmanager
+def engine_losses(side: EngineSide) -> Iterator[None]:
+    """Within it the death of an engine that took the weights with it is an EngineLost."""
+    try:
+        yield
+    except EngineLost:
+        raise
+    except EngineError as error:
+        if side.weights is None or side.owned is None or not side.owned.died():
+            raise
+        raise EngineLost(error.message, remedy=error.remedy) from error
 
 
 def _can_resume(directory: Path, *, restarts: int) -> bool:
     """Whether a run that torchrun has started again has a checkpoint to go on from."""
-    found = CheckpointManager(run_paths(directory)["checkpoints"], keep_last=1).latest() is not None
+    found = _has_checkpoint(directory)
     where = "from its last checkpoint" if found else "from the start, for it had no checkpoint yet"
     logger.warning("torchrun has started all ranks again (restart %d): the run goes on %s", restarts, where)
     return found
+
+
+def _has_checkpoint(directory: Path) -> bool:
+    return CheckpointManager(run_paths(directory)["checkpoints"], keep_last=1).latest() is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +240,7 @@ def build_trainer(
         CheckpointManager(run.files["checkpoints"], keep_last=config.checkpoint.keep_last),
         policy=policy,
         feed=parts.feed,
-        every_steps=config.checkpoint.every_steps,
+        every_steps=config.checkpoint_interval,
         asked=partial(take, run.path, "checkpoint"),
     )
     start = checkpoints.restore() if resume else 0

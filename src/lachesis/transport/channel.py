@@ -62,6 +62,7 @@ class Channel:
         deadline: Deadline,
         rendezvous: Rendezvous | None = None,
         cancel: threading.Event | None = None,
+        secret: str = "",
     ) -> Channel:
         """Meet the others and build the transport; returns when all ranks are connected.
 
@@ -74,6 +75,7 @@ class Channel:
             deadline: of meeting and building.
             rendezvous: rank 0, where :func:`~lachesis.transport.rendezvous.listen` was called before (to know a port).
             cancel: set it from another thread to give up waiting.
+            secret: other ranks: what rank 0's rendezvous wants them to know.
 
         Raises:
             EngineError: the sides do not fit together, a peer died, or ``cancel`` was set.
@@ -87,7 +89,7 @@ class Channel:
                 with rendezvous.listener:
                     links.accept(rendezvous, hello=hello, cancel=cancel, deadline=deadline)
             else:
-                links.connect(init_method, hello=hello, cancel=cancel, deadline=deadline)
+                links.connect(init_method, hello=hello, cancel=cancel, deadline=deadline, secret=secret)
             transport = _build_transport(
                 backend, rank=rank, world_size=world_size, device=torch.device(device), links=links, deadline=deadline
             )

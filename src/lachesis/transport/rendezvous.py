@@ -10,8 +10,10 @@ died. The operating system closes a dead process's connections, and the others s
 
 from __future__ import annotations
 
+import hmac
 import ipaddress
 import json
+import secrets
 import socket
 import struct
 import threading
@@ -30,6 +32,8 @@ from lachesis.common.json_values import is_object
 
 PROTOCOL = 2
 _LONGEST_HELLO, _LONGEST_MESSAGE = 4096, 64 * 2**20
+# Of a challenge, and of its SHA-256 answer.
+_PROOF_BYTES = 32
 # A wait looks this often at its deadline and at whether it was called off.
 _TICK_S = 0.1
 # A peer that stops in the middle of a message, or reads nothing for so long, counts as gone.
@@ -44,13 +48,17 @@ class Aborted(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Where the trainer listens: ``init_method`` has the real port where port 0 was asked for."""
+    """Where the trainer listens: ``init_method`` has the real port where port 0 was asked for.
+
+    Who does not know ``secret`` is turned away before anything else is read; an empty one lets everybody speak.
+    """
 
     init_method: str
     listener: socket.socket
+    secret: str = ""
 
 
-def listen(init_method: str) -> Rendezvous:
+def listen(init_method: str, *, secret: str = "") -> Rendezvous:
     """Listen where ``init_method`` says ("tcp://host:port"; port 0 takes a free one), on that address only.
 
     Raises:
@@ -66,7 +74,7 @@ def listen(init_method: str) -> Rendezvous:
             remedy="name an address of the trainer's host and a port that is free (port 0 takes any)",
         ) from error
     shown = f"[{host}]" if ":" in host else host
-    return Rendezvous(f"tcp://{shown}:{listener.getsockname()[1]}", listener)
+    return Rendezvous(f"tcp://{shown}:{listener.getsockname()[1]}", listener, secret)
 
 
 def address_towards(urls: Sequence[str]) -> str:
@@ -147,10 +155,18 @@ class Links:
                 continue
             except OSError as error:
                 raise EngineError(f"{rendezvous.init_method} was closed while {missing_text}") from error
-            self._let_in(connection, hello=hello, missing=missing)
+            self._let_in(connection, hello=hello, missing=missing, secret=rendezvous.secret)
 
-    def connect(self, init_method: str, *, hello: Message, cancel: threading.Event | None, deadline: Deadline) -> None:
-        """Other ranks: try to reach the trainer until it listens."""
+    def connect(
+        self,
+        init_method: str,
+        *,
+        hello: Message,
+        cancel: threading.Event | None,
+        deadline: Deadline,
+        secret: str = "",
+    ) -> None:
+        """Other ranks: try to reach the trainer until it listens, and show that they know its ``secret``."""
         address = parse_init_method(init_method)
         while True:
             self._check(cancel)
@@ -161,6 +177,9 @@ class Links:
                 deadline.check(f"nobody answers at {init_method} ({error.strerror or error})")
                 (cancel or threading.Event()).wait(_TICK_S)
         try:
+            if secret:
+                connection.settimeout(_STALLED_S)
+                connection.sendall(_answer(secret, _exactly(connection, _PROOF_BYTES)))
             connection.sendall(_encoded(hello) + b"\n")
         except OSError as error:
             raise _gone(0) from error
@@ -226,9 +245,12 @@ class Links:
             for connection in (*self._peers.values(), self._wake, self._woken):
                 connection.close()
 
-    def _let_in(self, connection: socket.socket, *, hello: Message, missing: set[int]) -> None:
+    def _let_in(self, connection: socket.socket, *, hello: Message, missing: set[int], secret: str) -> None:
         """Admit a rank that fits. Whatever else connects to the port is turned away."""
         connection.settimeout(1.0)
+        if secret and not _knows(connection, secret):
+            connection.close()
+            return
         told: Any = None
         # Without a buffer, so that what comes after the line stays in the socket.
         with suppress(OSError, ValueError), connection.makefile("rb", buffering=0) as stream:
@@ -274,6 +296,31 @@ class Links:
             raise Aborted(f"the weight channel was aborted: {self._aborted}")
         if cancel is not None and cancel.is_set():
             raise EngineError("the weight channel was called off while it connected")
+
+
+def _knows(connection: socket.socket, secret: str) -> bool:
+    """Whether the other side answers a new challenge as only who has the secret can: it does not travel itself."""
+    challenge = secrets.token_bytes(_PROOF_BYTES)
+    try:
+        connection.sendall(challenge)
+        return hmac.compare_digest(_exactly(connection, _PROOF_BYTES), _answer(secret, challenge))
+    except OSError:
+        return False
+
+
+def _answer(secret: str, challenge: bytes) -> bytes:
+    return hmac.digest(secret.encode(), challenge, "sha256")
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """So many bytes. Raises OSError where the other side ends, or stalls, before."""
+    received = b""
+    while len(received) < count:
+        part = connection.recv(count - len(received))
+        if not part:
+            raise ConnectionResetError("the other side has closed the connection")
+        received += part
+    return received
 
 
 def _linked(connection: socket.socket) -> Connection:

@@ -92,6 +92,13 @@ def test_steps_count_deliveries():
     assert state.delivered.batches == 3 and state.delivered.sequences == 24
 
 
+def test_a_registration_takes_no_step_back():
+    state = new_state()
+    state.register(registration(starting_step=7))
+    state.register(registration(starting_step=3))
+    assert state.step == 7
+
+
 def test_only_a_first_poll_and_batches_change_anything():
     state = new_state()
     batch, change = state.next_batch(NOW)

@@ -198,6 +198,7 @@ class FakeServer(ServerControl):
             backend=spec.backend,
             device="cpu",
             deadline=Deadline("a fake receiver connecting", LONG_S),
+            secret=spec.secret,
         )
 
     def _take(self, channel: Channel, deadline: Deadline) -> dict[str, Tensor]:

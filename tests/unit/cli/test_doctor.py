@@ -132,10 +132,10 @@ class TestConfiguration:
         assert "algorithm" in found.message
 
     def test_what_does_not_fit_together_is_a_failure(self, proof: Path):
-        proof.write_text(proof.read_text().replace("learning_rate:", "warmup_steps: 99\n  learning_rate:"))
+        proof.write_text(proof.read_text() + "\npipeline: {reroll_start_fraction: 0.5, reroll_max_groups: 99}\n")
         (found,) = inspect_config(proof)
         assert found.failed
-        assert "warmup_steps 99" in found.message
+        assert "reroll_max_groups 99" in found.message
 
     def test_a_missing_file_is_a_failure(self, tmp_path: Path):
         (found,) = inspect_config(tmp_path / "none.yaml")

@@ -258,7 +258,19 @@ def test_a_killed_supervisor_leaves_nothing_behind(server: Server):
     (supervisor,) = [child for child in psutil.Process().children() if "supervisor.py" in " ".join(child.cmdline())]
     supervisor.kill()
     assert "lost its supervisor" in server.deaths.get(timeout=LONG_S).message
+    # By then all have ended, so that another may take the port.
+    assert not any(map(runs, pids))
+    check_port_free(server.url)
+
+
+def test_where_nobody_else_is_left_a_server_ends_with_its_supervisor(server: Server):
+    """As where both are killed at once: nobody closes the socket for it, or reads it."""
+    pids = server.start()
+    (supervisor,) = [child for child in psutil.Process().children() if "supervisor.py" in " ".join(child.cmdline())]
+    server.process._life._kill = lambda: None  # type: ignore[union-attr, method-assign]
+    supervisor.kill()
     assert gone(pids[:1])
+    os.kill(pids[1], signal.SIGKILL)
 
 
 def parent_of(server: Server, *arguments: str) -> subprocess.Popen[bytes]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lachesis.common.errors import ConfigError
+from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import batches_ahead, oldest_sample, steps_of, with_steps
 
 
@@ -53,3 +54,21 @@ def test_as_many_batches_are_ahead_as_keep_samples_young(every, depth, iteration
     assert found == ahead
     if limit is not None and ahead:
         assert oldest_sample(every_steps=every, depth=ahead, iterations=iterations) <= limit
+
+
+def test_a_run_that_shares_its_weights_with_an_engine_has_checkpoints():
+    """They die with the engine; a tenth of the run is what is lost at most."""
+    sections = {
+        "run": {"steps": 100}, "model": {"path": "m"}, "data": {"path": "p"}, "rewards": {"functions": ["r.f"]},
+        "engine": {"kind": "vllm"},
+    }  # fmt: skip
+
+    def interval(**more: object) -> int:
+        return LachesisConfig.model_validate(sections | more).checkpoint_interval
+
+    assert interval(bridge={"kind": "shared_vllm"}) == 10
+    assert interval(bridge={"kind": "shared_vllm"}, checkpoint={"every_steps": 0}) == 0
+    assert interval(bridge={"kind": "broadcast"}) == 0
+    assert interval(engine={"kind": "embedded"}) == 0
+    lora = {"kind": "lora_only", "share_base": True}
+    assert interval(bridge=lora, adapter={"kind": "lora"}) == 10

@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import DeadlineExceeded, EngineError
+from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
 from lachesis.transport.channel import Channel
 from lachesis.transport.layout import ReceivedTensor, difference, plan_buckets, to_wire
 from lachesis.transport.rendezvous import Rendezvous, listen, parse_init_method
@@ -345,6 +346,17 @@ def test_waiting_for_the_others_can_be_called_off():
     cancel.set()
     with pytest.raises(EngineError, match="called off"):
         waiting.result(LONG_S)
+
+
+@pytest.mark.parametrize("secret", ["", "that of another job"])
+def test_who_does_not_know_the_secret_is_turned_away_unread(secret: str):
+    rendezvous = listen(ANYWHERE, secret="of this job")
+    trainer = in_thread(connect, rendezvous, 0)
+    with pytest.raises(LachesisError):
+        connect(rendezvous, 1, secret=secret, deadline=within(2.0))
+    engine = connect(rendezvous, 1, secret="of this job")
+    with closing(engine), closing(trainer.result(LONG_S)):
+        assert engine.rank == 1
 
 
 def test_strangers_at_the_door_are_turned_away():

@@ -189,6 +189,7 @@ def translate_argv(argv: Sequence[str], *, engine: ManagedEngine | None = None) 
     translation.run()
     if not translation.has("model-name"):
         translation.problem("model-name", "missing, but required: the model to train")
+        translation.put("model.path", "-", "model-name")  # said once
     mode = _mode(translation)
     if mode is not None:
         translation.put("bridge.kind", mode, "weight-bridge-mode")

@@ -83,3 +83,12 @@ class LachesisConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     services: ServicesConfig = Field(default_factory=ServicesConfig)
+
+    @property
+    def checkpoint_interval(self) -> int:
+        """After how many steps a resumable checkpoint is saved; 0 for only on stop."""
+        if self.checkpoint.every_steps is not None:
+            return self.checkpoint.every_steps
+        # What an engine of its own process shares with the trainer dies with it.
+        shared = self.bridge.capabilities.shares_storage or getattr(self.bridge, "share_base", False)
+        return max(1, (self.run.steps or 0) // 10) if shared and self.engine.place != "trainer" else 0

@@ -10,6 +10,7 @@ from pydantic import Field
 from lachesis.config.schema.base import NonNegativeFloat, PositiveInt, Section
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]+$")]
 
 
 class EngineSection(Section):
@@ -35,7 +36,7 @@ class EmbeddedServerConfig(EngineSection):
 
     place = "run"
     kind: Literal["embedded_server"] = "embedded_server"
-    host: str = Field(default="127.0.0.1", description="Address that the server binds.")
+    host: Host = Field(default="127.0.0.1", description="Address that the server binds.")
     port: Port = Field(default=9001, description="Port that the server listens on.")
     max_batch_size: PositiveInt = Field(default=512, description="Most sequences decoded at the same time.")
     max_model_len: PositiveInt | None = Field(
@@ -48,7 +49,7 @@ class VllmEngineConfig(EngineSection):
 
     place = "run"
     kind: Literal["vllm"] = "vllm"
-    host: str = Field(default="127.0.0.1", description="Address that the server binds.")
+    host: Host = Field(default="127.0.0.1", description="Address that the server binds.")
     port: Port = Field(default=9001, description="Port that the server listens on.")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,

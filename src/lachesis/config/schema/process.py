@@ -38,8 +38,10 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """Saving, and going on."""
 
-    every_steps: NonNegativeInt = Field(
-        default=0, description="Save a resumable checkpoint every N steps; 0: only on stop."
+    every_steps: NonNegativeInt | None = Field(
+        default=None,
+        description="Save a resumable checkpoint every N steps; 0: only on stop. If unset 0, and a tenth of the run "
+        "where trainer and engine share one copy of the weights: an engine that dies takes them with it.",
     )
     keep_last: PositiveInt = Field(default=2, description="Older resumable checkpoints are deleted.")
     save_final: bool = Field(default=True, description="Save the trained model (or adapter) under final/ at the end.")
@@ -155,5 +157,7 @@ class ServicesConfig(Section):
     )
     start_s: PositiveFloat = Field(default=120.0, description="Longest time until the rollout API answers, in seconds.")
     restarts: NonNegativeInt = Field(
-        default=3, description="How often each of the two is started again where it dies; then the run ends."
+        default=3,
+        description="How often each of the two is started again where it dies, and the run itself, from its last "
+        "checkpoint, where an engine dies that shares its weights; then the run ends.",
     )

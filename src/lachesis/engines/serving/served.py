@@ -151,7 +151,7 @@ class ReceiverSpec(Request):
 
     ``init_method`` is "tcp://host:port". ``lora`` is set exactly where ``kind`` is "lora". ``param_mappings``
     is what the caller said about the engine's names; empty where the engine is to map them itself. Bodies may have
-    the documented ``param_metadata`` for ``tensors``.
+    the documented ``param_metadata`` for ``tensors``. ``secret`` is what the trainer wants to see that they know.
     """
 
     also = ("param_metadata",)
@@ -164,6 +164,7 @@ class ReceiverSpec(Request):
     rank: Annotated[Whole, Field(ge=1)] = 1
     lora: LoraSpec | None = None
     param_mappings: Mapping[str, Any] = Field(default_factory=dict)
+    secret: str = Field(default="", repr=False)
 
     @field_validator("init_method")
     @classmethod

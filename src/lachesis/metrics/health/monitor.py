@@ -4,31 +4,40 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lachesis.common.types import LEVELS, EvalResult, Finding, StepRecord
 from lachesis.metrics.health.rules import RULES
 from lachesis.metrics.health.types import Alarm, HealthLimits, Observation
+from lachesis.metrics.health.wording import for_environments
 
 WORSE = 1.5
+# So many steps a rule has to be silent until what it said counts as resolved.
+QUIET = 5
 
 
 def alarms(seen: Observation) -> dict[str, Alarm]:
     """What each rule says about a step, by rule; silent ones are left out. Pure."""
-    return {name: alarm for name, rule in RULES.items() if (alarm := rule(seen)) is not None}
+    found = {name: alarm for name, rule in RULES.items() if (alarm := rule(seen)) is not None}
+    if not seen.limits.environments:
+        return found
+    return {name: replace(alarm, message=for_environments(alarm.message)) for name, alarm in found.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Reported:
+    """A finding that was told at ``step``; ``seen`` is the last step at which its rule spoke."""
+
     step: int
     alarm: Alarm
+    seen: int
 
 
 class HealthMonitor:
     """Keeps the short history that the rules need, and reports a finding anew only when that helps.
 
     A finding of the same rule is repeated after ``repeat_after`` steps, or at once when its level rises or
-    its severity grows by half.
+    its severity grows by half. Where its rule has been silent for five steps it is told once more, as resolved.
 
     Args:
         limits: thresholds of the run.
@@ -60,10 +69,23 @@ class HealthMonitor:
             limits=self._limits,
         )
         self._history.append(record.values)
-        fresh = {name: alarm for name, alarm in alarms(seen).items() if self._is_news(name, alarm, record.step)}
-        self._reported |= {name: _Reported(record.step, alarm) for name, alarm in fresh.items()}
+        now = alarms(seen)
+        fresh = {name: alarm for name, alarm in now.items() if self._is_news(name, alarm, record.step)}
+        for name in now.keys() & self._reported.keys():
+            self._reported[name] = replace(self._reported[name], seen=record.step)
+        self._reported |= {name: _Reported(record.step, alarm, record.step) for name, alarm in fresh.items()}
         found = [Finding(alarm.level, name, alarm.message) for name, alarm in fresh.items()]
-        return tuple(sorted(found, key=lambda finding: -LEVELS.index(finding.level)))
+        found.sort(key=lambda finding: -LEVELS.index(finding.level))
+        return (*found, *self._resolved(record.step))
+
+    def _resolved(self, step: int) -> list[Finding]:
+        """Those whose rule has been silent for long enough, which are then forgotten."""
+        gone = {name: told for name, told in self._reported.items() if step - told.seen >= QUIET}
+        for name in gone:
+            del self._reported[name]
+        return [
+            Finding(told.alarm.level, name, told.alarm.message, resolved=told.seen + 1) for name, told in gone.items()
+        ]
 
     def _is_news(self, name: str, alarm: Alarm, step: int) -> bool:
         last = self._reported.get(name)

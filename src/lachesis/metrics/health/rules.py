@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import TypeAlias
 
 from lachesis.common.types import Group, Level
-from lachesis.metrics.health.types import Alarm, Observation
+from lachesis.metrics.health.types import Alarm, HealthLimits, Observation
 from lachesis.metrics.names import format_number, format_share, reward_functions
 
 Rule: TypeAlias = Callable[[Observation], Alarm | None]
@@ -412,10 +412,21 @@ def samples_stale(seen: Observation) -> Alarm | None:
     return Alarm(
         "warning",
         f"samples are {format_number(staleness)} weight versions old (limit: "
-        f"{format_number(seen.limits.staleness)}): generation does not keep up, or runs far ahead; give "
-        "it more hardware, or lower batch.prompts_per_step or pipeline.prefetch_depth (with environments "
-        "--env.max_batches_offpolicy)",
+        f"{format_number(seen.limits.staleness)}): {_why_stale(seen.limits)}",
         staleness,
+    )
+
+
+def _why_stale(limits: HealthLimits) -> str:
+    if limits.sync_every > 1:
+        return (
+            f"weights travel every {limits.sync_every} steps only; lower bridge.every_steps (--vllm-restart-interval)"
+        )
+    if limits.environments:
+        return "environments run far ahead, or do not keep up; lower --env.max_batches_offpolicy, or give them more"
+    return (
+        "generation does not keep up, or runs far ahead; give it more hardware, or lower batch.prompts_per_step or "
+        "pipeline.prefetch_depth"
     )
 
 

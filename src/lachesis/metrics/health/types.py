@@ -14,11 +14,14 @@ class HealthLimits:
 
     ``staleness`` in weight versions; ``canary_error`` and ``logprob_diff`` in nats (means of absolute
     differences between trainer and engine; 16-bit weights on two different kernels differ by about 0.01).
+    ``sync_every`` is after how many steps weights travel; ``environments`` whether rollouts come from them.
     """
 
     staleness: float = 4.0
     canary_error: float = 0.1
     logprob_diff: float = 0.05
+    sync_every: int = 1
+    environments: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,7 +113,7 @@ class ConsoleSink(Sink):
         if record.step % self._every == 0 or record.step == self._total or self._course.seen == 1:
             self._line(plain_line(self._course, self._total))
         for finding in record.findings:
-            self._line(f"{finding.level}: {finding.message}")
+            self._line(finding.line)
 
     def evaluation(self, result: EvalResult) -> None:
         with self._lock:
@@ -195,7 +195,7 @@ def render(course: _Course, *, total_steps: int, title: str, width: int, ascii_o
         facts.add_row(name, speed, Text("tokens/s", style="dim"))
     findings = [
         Text.assemble(
-            (f"{finding.level} ", LEVEL_STYLE[finding.level]),
+            _heading(finding),
             (f"step {step}  ", "dim"),
             finding.message,
             no_wrap=False,  # also on a console that leaves wrapping to the terminal: the display counts its lines
@@ -204,6 +204,10 @@ def render(course: _Course, *, total_steps: int, title: str, width: int, ascii_o
         for step, finding in course.findings
     ]
     return Group(_progress(course, total_steps=total_steps, title=title, width=width), facts, *findings)
+
+
+def _heading(finding: Finding) -> tuple[str, str]:
+    return ("resolved ", "dim") if finding.resolved is not None else (f"{finding.level} ", LEVEL_STYLE[finding.level])
 
 
 def _progress(course: _Course, *, total_steps: int, title: str, width: int) -> RenderableType:

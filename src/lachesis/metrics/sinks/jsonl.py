@@ -60,7 +60,7 @@ class JsonlSink(Sink):
                 "time": self._clock(),
                 # JSON has no NaN.
                 "values": {name: value if math.isfinite(value) else None for name, value in record.values.items()},
-                "findings": [asdict(finding) for finding in record.findings],
+                "findings": [_fields(finding) for finding in record.findings],
                 "evaluation": None if record.evaluation is None else asdict(record.evaluation),
             }
         )
@@ -74,6 +74,11 @@ class JsonlSink(Sink):
     def _append(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
+
+
+def _fields(finding: Finding) -> dict[str, Any]:
+    """``resolved`` is there where it says something."""
+    return {name: value for name, value in asdict(finding).items() if value is not None}
 
 
 def read_metrics(path: Path) -> MetricsLog:

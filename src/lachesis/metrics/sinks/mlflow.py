@@ -89,7 +89,7 @@ class MlflowSink(Sink):
             values |= evaluation_values(record.evaluation)
         self._log(values, step=record.step)
         for finding in record.findings:
-            message = f"step {record.step}: {finding.level}: {finding.message}"
+            message = f"step {record.step}: {finding.line}"
             self._client.set_tag(self._id, f"health.{finding.rule}", message[:_TAG_CHARACTERS])
         if self._completions is not None and (table := self._completions.table(record)) is not None:
             columns, rows = table

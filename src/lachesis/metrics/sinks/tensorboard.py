@@ -38,7 +38,7 @@ class TensorBoardSink(Sink):
         if record.evaluation is not None:
             self.evaluation(record.evaluation)
         for finding in record.findings:
-            self._writer.add_text(f"health/{finding.rule}", f"{finding.level}: {finding.message}", record.step)
+            self._writer.add_text(f"health/{finding.rule}", finding.line, record.step)
 
     def evaluation(self, result: EvalResult) -> None:
         for name, value in evaluation_values(result).items():

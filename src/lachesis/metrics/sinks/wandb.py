@@ -88,7 +88,7 @@ class WandbSink(Sink):
         if record.evaluation is not None:
             values |= evaluation_values(record.evaluation)
         for finding in record.findings:
-            values[f"health/{finding.rule}"] = f"{finding.level}: {finding.message}"
+            values[f"health/{finding.rule}"] = finding.line
         if self._completions is not None and (table := self._completions.table(record)) is not None:
             columns, rows = table
             values["completions"] = self._wandb.Table(columns=columns, data=rows)

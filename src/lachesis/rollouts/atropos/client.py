@@ -146,6 +146,14 @@ class RolloutApiClient:
         """
         self._ask("POST", "/batch/ack", deadline=deadline, body={"uuid": trainer.uuid, "batch_ids": list(ids)})
 
+    def environment_names(self) -> list[str]:
+        """The names of environments by id, where the API is ours and answers."""
+        try:
+            found = self._send("GET", "/dashboard/data", timeout=_CONNECT_S).json()
+            return [str(environment["name"]) for environment in found["environments"]]
+        except (httpx.TransportError, ValueError, KeyError, TypeError):
+            return []
+
     def leave(self, trainer: Registered, *, limit_s: float) -> None:
         """Say goodbye, so that what this trainer asked for binds no environment; an API that is away needs none."""
         try:

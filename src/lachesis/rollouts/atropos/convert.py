@@ -231,6 +231,9 @@ def _finish_reason(overrides: Mapping[str, Any], one: _Sequence, conversion: Con
     for known in _FINISH_REASONS:
         if overrides.get("finish_reason") == known:
             return known
+    turns = sum(now and not before for before, now in zip((False, *one.trains), one.trains, strict=False))
+    if turns > 1 or not one.trains[-1]:
+        return "stop"  # of several turns: what ends them is the environment's to say, and it has not
     trained = [token for token, counts in zip(one.tokens, one.trains, strict=True) if counts]
     return "stop" if trained and trained[-1] in conversion.eos_token_ids else "length"
 

@@ -82,6 +82,7 @@ class AtroposSource(RolloutSource):
         self._received = 0
         self._counts: Counter[str] = Counter()
         self._said: set[str] = set()
+        self._names: list[str] = []
 
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
         """The usable groups of the next batch, however many: batches are counted in sequences here, not ``count``.
@@ -178,7 +179,7 @@ class AtroposSource(RolloutSource):
                 group = convert_group(data, group_id=f"{number}-{index}", conversion=self.conversion)
             except Unusable as error:
                 reasons.append(error.message)
-                self._say_once(f"a group of environment {data.get('env_id')} was set aside: {error.message}")
+                self._say_once(f"a group of {self._name(data.get('env_id'))} was set aside: {error.message}")
                 continue
             self._check_logprobs(data)
             groups.append(group)
@@ -196,12 +197,20 @@ class AtroposSource(RolloutSource):
     def _check_logprobs(self, data: Mapping[str, Any]) -> None:
         if data.get("inference_logprobs"):
             return
-        what = f"environment {data.get('env_id')} sends no inference_logprobs"
+        what = f"{self._name(data.get('env_id'))} sends no inference_logprobs"
         remedy = "serve it with --openai.server_type vllm"
         if self.missing_logprobs == "error":
             raise DataError(f"{what}, and source.missing_logprobs is error", remedy=remedy)
         self._counts["groups_without_logprobs"] += 1
         self._say_once(f"{what}: the trainer takes its own in their place, as if the samples were on-policy; {remedy}")
+
+    def _name(self, env_id: object) -> str:
+        """What an environment is called, for a sentence that is said once."""
+        if not isinstance(env_id, int):
+            return "an environment that has not registered"
+        if len(self._names) <= env_id:
+            self._names = self.client.environment_names()
+        return f"environment {self._names[env_id] if 0 <= env_id < len(self._names) else env_id}"
 
     def _say_once(self, line: str) -> None:
         """Sentences that differ in numbers only are said once."""
@@ -326,7 +335,7 @@ def build_atropos_source(
     assert isinstance(section, AtroposSourceConfig), "of source.kind atropos"
     steps = config.run.steps
     assert steps is not None, "config.rules checks it"
-    every, wandb = config.checkpoint.every_steps, config.logging.wandb
+    every, wandb = config.checkpoint_interval, config.logging.wandb
     client = RolloutApiClient(section.url, watch=watch)
     if reachable:
         client.require(limit_s=_REACH_S)

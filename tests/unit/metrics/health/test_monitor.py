@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +12,10 @@ from pydantic import BaseModel
 
 from lachesis.common.types import EvalResult, Group, StepRecord
 from lachesis.config.schema import LachesisConfig, LoraAdapterConfig
+from lachesis.metrics.health import rules
 from lachesis.metrics.health.monitor import RULES, HealthMonitor, alarms
 from lachesis.metrics.health.types import Alarm, HealthLimits, Observation
+from lachesis.metrics.health.wording import for_environments
 
 MakeGroup = Callable[..., Group]
 
@@ -267,3 +271,50 @@ class TestMonitor:
     def test_the_worst_comes_first(self) -> None:
         record = StepRecord(step=1, values={"entropy": 3.0, "mean_kl": 0.2, "clipped_fraction": 0.9})
         assert [finding.level for finding in HealthMonitor().examine(record)] == ["problem", "warning", "note"]
+
+
+class TestWhatHasPassed:
+    def monitor(self) -> HealthMonitor:
+        return HealthMonitor()
+
+    def step(self, monitor: HealthMonitor, step: int, **values: float) -> Any:
+        return monitor.examine(StepRecord(step=step, values=HEALTHY | values))
+
+    def test_it_says_at_which_step_it_was_resolved(self) -> None:
+        monitor = self.monitor()
+        (told,) = self.step(monitor, 1, mean_kl=0.2)
+        assert told.resolved is None
+        assert self.step(monitor, 2, mean_kl=0.2) == ()
+        quiet = [self.step(monitor, step) for step in range(3, 10)]
+        assert [found.line for step in quiet for found in step] == [f"resolved at step 3: {told.message}"]
+        assert quiet[4], "after five silent steps"
+
+    def test_what_comes_again_is_told_again(self) -> None:
+        monitor = self.monitor()
+        self.step(monitor, 1, mean_kl=0.2)
+        for step in range(2, 8):
+            self.step(monitor, step)
+        (again,) = self.step(monitor, 8, mean_kl=0.2)
+        assert again.resolved is None and again.rule == "kl_high"
+
+
+def test_stale_samples_name_the_interval_at_which_weights_travel() -> None:
+    seen = replace(see(staleness=9.0), limits=HealthLimits(sync_every=5))
+    message = say("samples_stale", seen).message
+    assert "every 5 steps" in message and "--vllm-restart-interval" in message and "generation" not in message
+
+
+NOT_THERE = re.compile(r"\b(sampling|rewards|data|pipeline)\.\w+|batch\.prompts_per_step|model\.chat_template")
+
+
+def test_remedies_apply_to_runs_with_environments() -> None:
+    """Each message of a rule's source, as such a run says it."""
+    source = re.sub(r'"\s*\n\s*f?"', "", inspect.getsource(rules))
+    told = re.findall(r'f?"([^"]*(?:lower|raise|check|call|see|shorten|set|give)[^"]*)"', source)
+    assert len(told) > 15
+    left = {word.group() for text in told for word in NOT_THERE.finditer(for_environments(text))}
+    assert left <= {"pipeline.prefetch_depth"}, "which _why_stale says to others only"
+    stale = replace(see(staleness=9.0), limits=HealthLimits(environments=True))
+    assert not NOT_THERE.search(say("samples_stale", stale).message)
+    flat = replace(see(zero_std_fraction=1.0), limits=HealthLimits(environments=True))
+    assert "--env.temperature" in say("zero_variance", flat).message

@@ -133,6 +133,18 @@ def test_findings_are_gathered_by_rule(tmp_path: Path) -> None:
     assert '<li class="problem">' in page and "steps 2 to 22, 3 times" in page
 
 
+def test_what_was_resolved_stands_last_and_is_not_red(tmp_path: Path) -> None:
+    run = write_run(tmp_path, steps=1)
+    sink = JsonlSink(run / "metrics.jsonl", resume_step=1)
+    sink.write(StepRecord(step=2, values={}, findings=[Finding("problem", "kl_high", "gone by now")]))
+    sink.write(StepRecord(step=3, values={}, findings=[Finding("note", "entropy_off", "still so")]))
+    sink.write(StepRecord(step=8, values={}, findings=[Finding("problem", "kl_high", "gone by now", resolved=3)]))
+    sink.close()
+    page = write_report(run).read_text()
+    assert '<li class="problem">' not in page and "problem of step 2, resolved at step 3" in page
+    assert page.index("still so") < page.index("gone by now")
+
+
 def test_nothing_to_report_is_said_only_where_all_is_in_its_range(tmp_path: Path) -> None:
     quiet = write_report(write_run(tmp_path / "quiet", steps=2, values={"grad_norm": 0.5, "reward": 0.5})).read_text()
     assert "Nothing to report" in quiet

@@ -142,6 +142,12 @@ def test_versions_and_endings_are_those_that_the_environment_names():
     assert [s.finish_reason for s in convert().samples] == ["stop", "length"]
 
 
+def test_rollouts_of_several_turns_are_not_cut_off():
+    tokens, masks = [[3, 5, 6, 7, 8]] * 2, [[-100, 5, -100, 7, 8], [-100, 5, 6, -100, -100]]
+    changed = convert(tokens=tokens, masks=masks, inference_logprobs=[[1.0, -0.5, -0.5, -0.5, -0.5]] * 2)
+    assert [sample.finish_reason for sample in changed.samples] == ["stop", "stop"]
+
+
 def test_a_group_may_have_an_id_of_its_own():
     assert convert(group_overrides={"group_id": "sum-17"}).prompt.id == "sum-17"
 

@@ -1,0 +1,62 @@
+"""Which commands there are, in the order of a reader's first day, and in which module: help imports none of them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import click
+from typer.core import TyperGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """``module`` of this room makes it known; ``summary`` is the line of `lachesis --help`."""
+
+    module: str
+    summary: str
+
+
+COMMANDS: Mapping[str, Command] = {
+    "init": Command("training", "Write a first run, which runs at once: configuration, reward, model, problems."),
+    "train": Command("training", "Train as a configuration says, in our keys, Axolotl's or TRL's."),
+    "plan": Command("training", "Say what a run will do and the memory it takes; --fit says what fits."),
+    "translate": Command("inspection", "Print another trainer's file in our keys."),
+    "run": Command("grpo", "Start rollout API, engine, environment and trainer, and stop them."),
+    "grpo": Command("grpo", "Train with the Atropos trainer's flags."),
+    "status": Command("inspection", "Say how a run stands and what it waits for."),
+    "report": Command("inspection", "Write report.html of a run anew."),
+    "watch": Command("inspection", "Show runs while they go on, and those that have ended, on a live page."),
+    "compare": Command("inspection", "Write a page that shows runs side by side."),
+    "trace": Command("inspection", "Write a run's steps as a timeline."),
+    "export": Command("training", "Write a checkpoint as a model or an adapter."),
+    "serve": Command("serving", "Serve a model whose weights trainers can change."),
+    "vllm-serve": Command("serving", "Serve the model of a configuration."),
+    "run-api": Command("serving", "Serve the rollout API of Atropos' environments."),
+    "env": Command("environments", "Serve, process or evaluate an environment."),
+    "data": Command("inspection", "Look for what is wrong with a dataset: data check."),
+    "rewards": Command("inspection", "Try reward functions on right and wrong answers: rewards check."),
+    "explain": Command("inspection", "Say what a key or flag means, ours or another trainer's."),
+    "doctor": Command("inspection", "Check the installation, and prove that training learns."),
+    "scripts": Command("scripts", "Write the scripts of other trainers' documents."),
+    "version": Command("inspection", "Print the version."),
+}
+
+
+class Commands(TyperGroup):
+    """Those of the table, in its order."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.summary) for name, command in COMMANDS.items()])
+
+
+def load(words: Sequence[str] | None = None) -> None:
+    """Make the command of a command line known; all of them where it names none of them, for those that are near."""
+    named = COMMANDS if words is None else [word for word in words if not word.startswith("-")][:1]
+    for name in named if all(name in COMMANDS for name in named) else COMMANDS:
+        importlib.import_module(f"lachesis.cli.{COMMANDS[name].module}")
