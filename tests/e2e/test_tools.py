@@ -25,7 +25,7 @@ def test_it_learns_to_use_the_tool(main: Main, tmp_path: Path, monkeypatch: pyte
     calls = [line.values["tool_calls"] for line in log.steps]
     assert sum(calls[-5:]) > 1.5 * sum(calls[:5])
     assert all(line.values["turns"] >= 64 for line in log.steps)
-    first = read_groups(sorted(tape_files(run_dir).items())[0][1])
+    first = read_groups(sorted(tape_files(run_dir / "rollouts").items())[0][1])
     masked = [sample for group in first for sample in group.samples if sample.mask is not None]
     assert masked
     assert all("<tool>" in sample.text for sample in masked)
