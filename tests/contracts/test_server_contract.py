@@ -323,6 +323,12 @@ class TestInfo:
         assert info["pid"] > 0 and info["engine"] and info["dtype"].startswith("float")
         assert TOKEN not in json.dumps(info)
 
+    def test_what_it_has_generated_is_counted(self, server: Server):
+        before = server.get("/bridge/info")["generated_tokens"]
+        reply = server.post("/generate", prompt_token_ids=[5, 6], n=2, max_tokens=4, ignore_eos=True)
+        assert [len(ids) for ids in reply["token_ids"]] == [4, 4]
+        assert server.get("/bridge/info")["generated_tokens"] - before == 8
+
     def test_parameters_are_listed_and_digested(self, server: Server, base: PreTrainedModel):
         listed = server.get("/bridge/state_dict_info")
         assert listed["num_params"] == len(listed["param_mappings"]) > 0

@@ -188,7 +188,9 @@ class Fleet:
             if session != member.session:
                 member.session, member.proved, member.tokens = session, None, 0
                 self._set(member, State.STALE, "")
-            elif member.state in (State.SUSPECT, State.STARTING, State.DEAD):
+            elif member.state in (State.STARTING, State.DEAD) or (
+                member.state is State.SUSPECT and self._moves(member)
+            ):
                 self._set(member, self._by_proof(member), "")
 
     def require(self, version: int) -> None:
@@ -243,6 +245,24 @@ class Fleet:
             if member.state is State.SUSPECT:
                 self._set(member, self._by_proof(member), "")
 
+    def excused(self, url: str) -> None:
+        """It may stand still: it is paused or asleep, or does not say how much it has generated."""
+        with self._lock:
+            member = self._members.get(url)
+            if member is not None:
+                member.moved = self._clock()
+
+    @property
+    def at_work(self) -> tuple[str, ...]:
+        """Those that have requests."""
+        with self._lock:
+            return tuple(member.url for member in self._members.values() if member.in_flight)
+
+    @property
+    def hang_s(self) -> float | None:
+        """See the class."""
+        return self._hang_s
+
     def check_progress(self) -> tuple[str, ...]:
         """Find those that hang; the engines that have died of it now."""
         if self._hang_s is None:
@@ -254,11 +274,12 @@ class Fleet:
                 if not member.in_flight or still < self._hang_s:
                     continue
                 reason = f"it has {member.in_flight} requests and generated nothing for {still:.0f} s"
-                if member.state in (State.SERVING, State.STALE):
-                    self._set(member, State.SUSPECT, reason)
-                elif member.state is State.SUSPECT and still >= 2 * self._hang_s:
-                    self._set(member, State.DEAD, reason)
+                alive = member.state in (State.SERVING, State.STALE, State.SUSPECT)
+                if alive and still >= 2 * self._hang_s:
+                    self.died(member.url, reason)
                     dead.append(member.url)
+                elif member.state in (State.SERVING, State.STALE):
+                    self._set(member, State.SUSPECT, reason)
         return tuple(dead)
 
     # Requests.
@@ -308,6 +329,10 @@ class Fleet:
         self._groups.move_to_end(group)
         if len(self._groups) > _GROUPS:
             self._groups.popitem(last=False)
+
+    def _moves(self, member: _Member) -> bool:
+        """Whether it cannot be said to hang."""
+        return self._hang_s is None or not member.in_flight or self._clock() - member.moved < self._hang_s
 
     def _is_admitted(self, member: _Member) -> bool:
         if self._required is None:

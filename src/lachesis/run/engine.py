@@ -140,7 +140,10 @@ def build_servers(
         ModelError: a server that runs already serves another model.
     """
     processes = server_processes(config, directory=place.directory, log_path=place.engine_log)
-    engine = HttpEngine(server_urls(config), control_s=config.deadlines.sync_s)
+    urls = server_urls(config)
+    # One that is alone is waited for: there is no other to take its requests.
+    hang_s = config.deadlines.progress_s if len(urls) > 1 else None
+    engine = HttpEngine(urls, control_s=config.deadlines.sync_s, hang_s=hang_s)
     start_s = config.deadlines.engine_start_s
     owned = OwnedEngine(engine=engine, processes=processes, owner=place.owner, start_s=start_s) if processes else None
     try:

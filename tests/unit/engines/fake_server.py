@@ -40,6 +40,7 @@ class FakeState:
     sleeping: bool = False
     owner: str | None = None
     model: str = "fake"
+    generated_tokens: int | None = None
     canary: float = -1.0
     digests: dict[str, str] = field(default_factory=lambda: {"a": "00000000000000ff", "b": "1"})
     requests: list[tuple[str, Body]] = field(default_factory=list)
@@ -193,6 +194,7 @@ def _info(state: FakeState) -> Body:
         "paused": state.paused,
         "sleeping": state.sleeping,
         "owner": state.owner,
+        "generated_tokens": state.generated_tokens,
         "engine": "fake",
         "model": state.model,
         "served_names": ["fake"],

@@ -166,6 +166,17 @@ class TestHanging:
         clock.now += 9.0
         assert fleet.check_progress() == () and fleet.state(A) is State.SERVING
 
+    def test_that_it_answers_is_no_progress_but_one_that_is_paused_may_stand_still(self, clock: Clock):
+        fleet = fleet_of(A, B, clock=clock, hang_s=10.0)
+        pick(fleet)
+        pick(fleet)
+        clock.now += 10.0
+        fleet.excused(B)
+        fleet.check_progress()
+        for url in (A, B):
+            fleet.met(url, f"session of {url}")
+        assert (fleet.state(A), fleet.state(B)) == (State.SUSPECT, State.SERVING)
+
     def test_who_has_nothing_to_do_does_not_hang(self, clock: Clock):
         fleet = fleet_of(A, clock=clock, hang_s=10.0)
         clock.now += 1000.0

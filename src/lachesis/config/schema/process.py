@@ -18,6 +18,10 @@ class DeadlinesConfig(Section):
     engine_start_s: PositiveFloat = Field(
         default=900.0, description="A server of the run coming up: loading weights, compiling, capturing CUDA graphs."
     )
+    progress_s: PositiveFloat = Field(
+        default=120.0,
+        description="Of several engines one that is at work generating nothing; after as long again it is given up.",
+    )
     ranks_s: PositiveFloat = Field(
         default=600.0, description="With several devices: one waiting for another, or for a sign of life of the leader."
     )

@@ -33,6 +33,8 @@ _FINISH_REASONS = ("stop", "length", "abort")
 # Engines at work are looked at so often, and one that is looked at gets so long to answer.
 _LOOK_S = 1.0
 _ANSWER_S = 10.0
+# In the time after which an engine hangs it is asked so often how much it has generated.
+_LOOKS = 4
 # A request that has failed with so many engines that live fails.
 _MOST_FAILURES = 2
 
@@ -175,10 +177,16 @@ class GenerationCalls:
 
     async def _look(self) -> None:
         """While requests are under way: give those up whose engine has died, and look at engines that stand still."""
+        since = 0.0
         while True:
             await asyncio.sleep(_LOOK_S)
             for url in self._fleet.check_progress():
                 logger.warning("the engine at %s is given up: %s", url, self._fleet.reason(url))
+            since += _LOOK_S
+            if self._fleet.hang_s is not None and since >= self._fleet.hang_s / _LOOKS:
+                since = 0.0
+                for url in self._fleet.at_work:
+                    self._visit(url, patient=True)
             for url in self._fleet.having(State.SUSPECT):
                 self._visit(url)
             for url, route in self._routes.items():
@@ -186,24 +194,34 @@ class GenerationCalls:
                     route.give_up(self._fleet.reason(url))
             self._room.set()
 
-    def _visit(self, url: str) -> None:
-        """Ask an engine, beside everything else, whether it is still there."""
+    def _visit(self, url: str, *, patient: bool = False) -> None:
+        """Ask an engine, beside everything else, how it is: see :func:`visit`."""
         if url not in self._visits:
-            task = self._visits[url] = asyncio.create_task(asyncio.to_thread(visit, self._fleet, self._server(url)))
+            work = asyncio.to_thread(visit, self._fleet, self._server(url), patient=patient)
+            task = self._visits[url] = asyncio.create_task(work)
             task.add_done_callback(lambda _: (self._visits.pop(url, None), self._room.set()))
 
 
-def visit(fleet: Fleet, server: ServerControl, *, answer_s: float = _ANSWER_S) -> None:
-    """Tell the fleet whether an engine that it suspects is there, and still the one that it was."""
+def visit(fleet: Fleet, server: ServerControl, *, patient: bool = False, answer_s: float = _ANSWER_S) -> None:
+    """Tell the fleet whether an engine is there, still the one that it was, and how much it has generated.
+
+    One that gives no answer in time is dead, unless it is given the time that its work may take: ``patient``.
+    """
     try:
         info = server.info(deadline=Deadline(f"an answer of {server.url}", answer_s))
     except LachesisError as error:
-        fleet.died(server.url, error.message)
+        if not (patient and isinstance(error, DeadlineExceeded)):
+            fleet.died(server.url, error.message)
         return
-    if info.session_id == fleet.session(server.url):
-        fleet.met(server.url, info.session_id)
-    else:
+    if info.session_id != fleet.session(server.url):
         fleet.died(server.url, f"it was started again: session {info.session_id}")
+        return
+    if info.generated_tokens is not None:
+        fleet.progressed(server.url, info.generated_tokens)
+    if info.generated_tokens is None or info.paused or info.sleeping:
+        fleet.excused(server.url)
+    if fleet.state(server.url) is not State.DEAD:  # whose weights are seen to before it serves again
+        fleet.met(server.url, info.session_id)
 
 
 def nobody_serves(fleet: Fleet) -> EngineUnreachable:

@@ -139,7 +139,8 @@ class Stamped(BaseModel):
 class ServerInfo(Stamped):
     """Who a server is and how it stands. In the answer the model's fields stand beside the others.
 
-    ``url`` is the address that a client knows the server by.
+    ``url`` is the address that a client knows the server by, ``generated_tokens`` all that the engine has generated
+    since its start, of unfinished requests too; ``None`` where it does not count them.
     """
 
     url: str = Field(default="", exclude=True)
@@ -151,6 +152,7 @@ class ServerInfo(Stamped):
     model: ModelInfo
     adapter: AdapterStatus | None = None
     lachesis: str = ""
+    generated_tokens: int | None = None
 
     @model_validator(mode="before")
     @classmethod

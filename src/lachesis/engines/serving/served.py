@@ -253,6 +253,10 @@ class ServedEngine(Protocol):
 
     def model_info(self) -> ModelInfo: ...
 
+    def generated_tokens(self) -> int | None:
+        """How many since its start, of unfinished requests too; ``None`` where nobody counts."""
+        ...
+
     async def generate(self, request: GenerateBody) -> GenerateResult:
         """All ``n`` completions. While the engine is paused or asleep, requests wait."""
         ...

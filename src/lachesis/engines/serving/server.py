@@ -85,6 +85,7 @@ class Server:
             "pid": os.getpid(),
             "adapter": self.served.adapter(),
             "lachesis": lachesis.__version__,
+            "generated_tokens": self.served.generated_tokens(),
             "receiver": self.served.receiver(),
             "adapter_roots": self.roots,
             "variables": {name: os.environ.get(name) for name in _VARIABLES},

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import vllm
+from prometheus_client import REGISTRY
 from vllm.inputs import TextPrompt as TextPrompt
 from vllm.inputs import TokensPrompt as TokensPrompt
 from vllm.lora.lora_model import LoRAModel as LoRAModel
@@ -103,3 +104,11 @@ def later_output(output: AsyncModelRunnerOutput, change: Callable[[Any], Any]) -
             return change(output.get_output())
 
     return Changed()
+
+
+def generated_tokens() -> int | None:
+    """By vLLM's own statistics, which count each step; ``None`` where those are switched off."""
+    name = "vllm:generation_tokens_total"
+    families = REGISTRY.restricted_registry([name]).collect()
+    counts = [sample.value for family in families for sample in family.samples if sample.name == name]
+    return round(sum(counts)) if counts else None

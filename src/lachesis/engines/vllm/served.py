@@ -115,6 +115,9 @@ class ServedVllm:
         await self._gate.wait()
         self._check_usable()
 
+    def generated_tokens(self) -> int | None:
+        return compat.generated_tokens()
+
     async def generate(self, request: GenerateBody) -> GenerateResult:
         await self.wait_until_running()
         return await self._generator.generate(request, cache_salt=self.cache_salt)

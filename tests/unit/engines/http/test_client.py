@@ -24,7 +24,7 @@ from lachesis.common.errors import (
 )
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from lachesis.engines.fleet import State
-from lachesis.engines.http import client
+from lachesis.engines.http import client, generation
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerInfo
 from lachesis.engines.http.generation import request_body
@@ -362,6 +362,18 @@ class TestLosses:
         assert len(both.generate(asking(4), deadline=soon())) == 4
         until(lambda: both.fleet.state(pair[0].url) is State.DEAD, "it was not looked at")
         assert "started again" in both.fleet.reason(pair[0].url)
+
+    def test_one_that_generates_nothing_is_given_up_although_it_answers(
+        self, pair: list[FakeServer], make_engine: Callable[..., HttpEngine], monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setattr(generation, "_LOOK_S", 0.05)
+        engine = make_engine(*pair, hang_s=0.3)
+        pair[0].hold()
+        pair[0].state.generated_tokens = 5
+        assert len(engine.generate(asking(4), deadline=soon())) == 4
+        assert engine.fleet.state(pair[0].url) is State.DEAD
+        assert "generated nothing for" in engine.fleet.reason(pair[0].url)
+        assert len(pair[1].state.bodies("/generate")) == 4
 
     def test_where_none_is_left_the_last_says_why(self, pair: list[FakeServer], both: HttpEngine):
         both.connect(deadline=soon())

@@ -65,6 +65,9 @@ class FakeServed(ServedEngine):
     def model_info(self) -> ModelInfo:
         return INFO
 
+    def generated_tokens(self) -> int:
+        return 7
+
     async def generate(self, request: GenerateBody) -> GenerateResult:
         self.requests.append(request)
         await self._call("generate")

@@ -90,6 +90,7 @@ class BatchRunner:
         self._gate = engine.gate
         self._queue: deque[Job] = deque()
         self._running: list[Job] = []
+        self.generated_tokens = 0
         self._thread = threading.Thread(target=self._run, name="embedded-generation", daemon=True)
         self._thread.start()
 
@@ -179,6 +180,7 @@ class BatchRunner:
     def _generate(self, jobs: Sequence[Job]) -> None:
         def listener(step: Step) -> Collection[int]:
             _note(jobs, step)
+            self.generated_tokens += len(step.reasons)
             return [i for i, job in enumerate(jobs) if job.cancelled]
 
         self._engine.generate(

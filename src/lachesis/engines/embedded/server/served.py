@@ -97,6 +97,9 @@ class ServedEmbedded(ServedEngine):
     def model_info(self) -> ModelInfo:
         return self._info
 
+    def generated_tokens(self) -> int:
+        return self._runner.generated_tokens
+
     async def generate(self, request: GenerateBody) -> GenerateResult:
         job, news = self._submit(request)
         try:

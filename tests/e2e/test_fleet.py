@@ -1,0 +1,223 @@
+"""A run over three engines, of which one is killed, one is stopped, and one does not get the weights for a while."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lachesis.bridges import build
+from lachesis.bridges.saved import load_checkpoint
+from lachesis.common.deadline import Deadline
+from lachesis.engines.fleet import Fleet, State, Ticket
+from lachesis.engines.http import generation
+from lachesis.engines.http.control import ServerControl
+from tests import warm
+from tests.e2e.runs import environment, run_here, tape, write_run
+from tests.ports import free_port
+from tests.waiting import LONG_S, until
+
+STEPS = 60
+SECTIONS: dict[str, dict[str, Any]] = {
+    "run": {"steps": STEPS},
+    "batch": {"prompts_per_step": 6},
+    "checkpoint": {"save_final": False},
+}
+
+
+class Engine:
+    """A server, which may be started again at its address."""
+
+    def __init__(self, directory: Path, *, sessions: Path) -> None:
+        self._directory = directory
+        self._sessions = sessions
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.starts = 0
+        self.start()
+
+    def start(self) -> None:
+        command = [
+            sys.executable, "-m", "lachesis", "serve", "--engine", "embedded", "--device", "cpu",
+            "--model", str(self._directory / "model"), "--port", str(self.port),
+            "--adapter-root", str(self._directory),
+        ]  # fmt: skip
+        self.starts += 1
+        with (self._directory / f"engine-{self.port}.log").open("ab") as log:
+            self.process: subprocess.Popen[Any] = warm.Popen(
+                command, env=environment(LACHESIS_SESSION_DIR=str(self._sessions)), stdout=log, stderr=log
+            )
+
+    def send(self, number: int) -> None:
+        os.kill(self.process.pid, number)
+
+    def end(self) -> None:
+        self.send(signal.SIGKILL)
+        self.process.wait(LONG_S)
+
+
+@contextmanager
+def engines(directory: Path, *, sessions: Path) -> Iterator[list[Engine]]:
+    started = [Engine(directory, sessions=sessions) for _ in range(3)]
+    try:
+        yield started
+    finally:
+        for engine in started:
+            engine.end()
+
+
+class Journal:
+    """What happened to the run's fleet, in order, as ``(what, url, session)``."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.entries: list[tuple[str, str, str]] = []
+        for name in ("died", "unproved"):
+            self._note(patch, name)
+        pick, proved = Fleet.pick, Fleet.proved
+
+        def noting_pick(fleet: Fleet, **request: Any) -> Ticket | None:
+            with fleet._lock:  # so that the order is that of the calls
+                ticket = pick(fleet, **request)
+                if ticket is not None:
+                    self.entries.append(("picked", ticket.url, ticket.session))
+            return ticket
+
+        def noting_proof(fleet: Fleet, url: str, session: str, version: int) -> None:
+            with fleet._lock:
+                proved(fleet, url, session, version)
+                self.entries.append(("proved", url, session))
+
+        patch.setattr(Fleet, "pick", noting_pick)
+        patch.setattr(Fleet, "proved", noting_proof)
+
+    def _note(self, patch: pytest.MonkeyPatch, name: str) -> None:
+        call = getattr(Fleet, name)
+
+        def noting(fleet: Fleet, url: str, reason: str) -> None:
+            with fleet._lock:
+                if fleet.state(url) is not State.DEAD:
+                    self.entries.append((name, url, fleet.session(url)))
+                call(fleet, url, reason)
+
+        patch.setattr(Fleet, name, noting)
+
+    def of(self, engine: Engine) -> list[tuple[str, str]]:
+        return [(what, session) for what, url, session in self.entries if url == engine.url]
+
+
+def prompts(run_dir: Path) -> dict[str, list[tuple[str, int]]]:
+    """Which groups were trained in each step, and of how many samples."""
+    return {
+        name: [(line["prompt"]["id"], len(line["samples"])) for line in map(json.loads, text.splitlines())]
+        for name, text in tape(run_dir).items()
+    }
+
+
+class Disturbance:
+    """Does things to engines as the run comes to certain steps."""
+
+    def __init__(self, run_dir: Path, plan: dict[int, Callable[[], None]]) -> None:
+        self._run_dir, self._plan = run_dir, plan
+        self.failed: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for step, action in sorted(self._plan.items()):
+                until(lambda step=step: self._step() >= step, f"step {step} was not reached", limit_s=4 * LONG_S)
+                action()
+        except BaseException as error:
+            self.failed.append(error)
+
+    def _step(self) -> int:
+        path = self._run_dir / "metrics.jsonl"
+        return path.read_text().count('"type": "step"') if path.is_file() else 0
+
+    def join(self) -> None:
+        self._thread.join(LONG_S)
+        assert not self.failed and not self._thread.is_alive()
+
+
+@pytest.mark.timeout(600)
+def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(generation, "_LOOK_S", 0.1)
+    straight = run_here(write_run(tmp_path / "straight", **SECTIONS))
+    sessions = tmp_path / "sessions"
+    monkeypatch.setenv("LACHESIS_SESSION_DIR", str(sessions))
+    directory = tmp_path / "fleet"
+    write_run(directory, **SECTIONS)
+    journal = Journal(monkeypatch)
+    with engines(directory, sessions=sessions) as (killed, stopped, stale):
+        fleet = {
+            "engine": {"kind": "http", "urls": [killed.url, stopped.url, stale.url], "wait_s": LONG_S},
+            "bridge": {"kind": "reload"},
+            "deadlines": {"progress_s": 2.0},
+        }
+        config = write_run(directory, **SECTIONS, **fleet)
+        missing: set[str] = set()
+
+        def load(server: ServerControl, path: Path, version: int, deadline: Deadline) -> None:
+            """One engine is told the version and does not get the weights."""
+            if server.url in missing:
+                server.set_version(version, deadline=deadline)
+            else:
+                load_checkpoint(server, path, version, deadline)
+
+        monkeypatch.setattr(build, "load_checkpoint", load)
+        at = sorted(random.Random(7).sample(range(3, 50, 5), 4))
+        disturbance = Disturbance(
+            directory / "runs/proof",
+            {
+                at[0]: lambda: (killed.end(), killed.start()),
+                at[1]: lambda: missing.add(stale.url),
+                at[2]: lambda: (missing.clear(), stopped.send(signal.SIGSTOP)),
+                at[3]: lambda: stopped.send(signal.SIGCONT),
+            },
+        )
+        found = run_here(config)
+        disturbance.join()
+    assert found.steps == STEPS
+    assert prompts(found.run_dir) == prompts(straight.run_dir), "the same groups, none lost and none twice"
+
+    assert [engine.starts for engine in (killed, stopped, stale)] == [2, 1, 1]
+    assert len({session for _, session in journal.of(stopped)}) == len({s for _, s in journal.of(stale)}) == 1
+    before, after = sorted({s for what, s in journal.of(killed) if what == "picked"}, key=_place(journal.of(killed)))
+    assert journal.of(killed).index(("proved", after)) < journal.of(killed).index(("picked", after))
+    assert ("died", before) in journal.of(killed)
+    assert "died" in [what for what, _ in journal.of(stopped)]
+    _check_admitted(journal.of(stale), out="unproved")
+    _check_admitted(journal.of(stopped), out="died")
+
+
+def _place(entries: list[tuple[str, str]]) -> Callable[[str], int]:
+    """When a session came first."""
+    return lambda session: next(index for index, entry in enumerate(entries) if entry[1] == session)
+
+
+def _check_admitted(entries: list[tuple[str, str]], *, out: str) -> None:
+    """Once it was out it got nothing until it was proved anew, and then it got requests again."""
+    steps = [what for what, _ in entries]
+    assert out in steps
+    admitted, again = False, 0
+    for what in steps:
+        if what == out:
+            admitted, again = False, 0
+        elif what == "proved":
+            admitted = True
+        elif what == "picked":
+            assert admitted, "it got a request that it had no proof for"
+            again += 1
+    assert again, "it serves again"
