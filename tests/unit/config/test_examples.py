@@ -25,7 +25,7 @@ def test_an_example(path: Path, monkeypatch):
     for spec in loaded.config.rewards.functions:
         file, colon, function = spec.rpartition(":")
         if not colon:
-            assert spec.startswith("grpo_code.")
+            assert spec.startswith(("grpo_code.", "lachesis."))
             continue
         assert f"def {function}(" in Path(file).read_text()
 

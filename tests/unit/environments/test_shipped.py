@@ -93,6 +93,23 @@ def test_arithmetic_group():
     assert (fake.bodies[0]["n"], fake.bodies[0]["max_tokens"]) == (4, 6)
 
 
+def test_reasoning_gym_asks_and_scores_as_its_tasks_do():
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    from lachesis.environments.shipped.reasoning_gym import ReasoningGym
+
+    def answer(prompt: list[int], n: int, body: Any) -> Sequence[Sequence[int]]:
+        a, operator, b = TOKENIZER.decode(prompt).rsplit(":", 1)[1].rstrip("= ").split()
+        right = str(int(a) + int(b) if operator == "+" else int(a) - int(b))
+        return [ids(right), ids("none")][:n]
+
+    tasks = "chain_sum?size=4&max_terms=2&max_digits=1&min_terms=2&min_digits=1"
+    with served(ReasoningGym, answer, group_size=2, tasks=tasks, eval_num=3, max_token_length=120) as (_, run):
+        _, group = run(one_group)
+        result = run(lambda environment: environment.evaluate())
+    assert (group.scores[0], group.scores[1] < 0.1) == (1.0, True)
+    assert (result.problems, result.accuracy) == (3, 1.0)
+
+
 def test_evaluation_is_greedy_on_held_out_problems():
     def answer(prompt: list[int], n: int, body: Any) -> Sequence[Sequence[int]]:
         return [ids(right_sum(prompt) if TOKENIZER.decode(prompt) in easy else "x")]

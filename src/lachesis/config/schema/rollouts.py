@@ -28,8 +28,8 @@ class DataConfig(Section):
 
     path: str | None = Field(
         default=None,
-        description="File of problems (JSONL, JSON, Parquet or CSV), or the name of a dataset on the hub. Required "
-        "with source.kind local.",
+        description="File of problems (JSONL, JSON, Parquet or CSV), the name of a dataset on the hub, or tasks of "
+        "reasoning-gym, as `reasoning_gym:chain_sum?size=500,leg_counting`. Required with source.kind local.",
     )
     name: str | None = Field(default=None, description="Configuration of a dataset that has several, as `main`.")
     split: str = Field(default="train", description="Split of a dataset that has several; `train[:1000]` is a part.")

@@ -8,9 +8,11 @@ from lachesis.environments.base import Environment
 from lachesis.environments.shipped.arithmetic import Arithmetic
 from lachesis.environments.shipped.calculator import Calculator
 from lachesis.environments.shipped.gsm8k import Gsm8k
+from lachesis.environments.shipped.reasoning_gym import ReasoningGym
 
 SHIPPED: dict[str, type[Environment[Any, Any]]] = {
     "arithmetic": Arithmetic,
     "gsm8k": Gsm8k,
     "calculator": Calculator,
+    "reasoning_gym": ReasoningGym,
 }

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from lachesis.common.errors import DataError
 from lachesis.common.given import given, is_given
+from lachesis.common.procedural import PREFIX
 from lachesis.common.types import Prompt
 from lachesis.rollouts.datasets.formats import Format, Problem, detect_format, to_problems
 from lachesis.rollouts.datasets.prepared import Prepared, key_of, load_prepared, save_prepared, tokenizer_digest
@@ -27,6 +28,7 @@ from lachesis.rollouts.datasets.rows import (
     read_bytes,
     read_file,
     read_library,
+    read_made,
     read_object,
     select,
 )
@@ -47,7 +49,7 @@ class Dataset:
     """A dataset and how to read it.
 
     Args:
-        path: a file, a directory, or a name on the hub.
+        path: a file, a directory, a name on the hub, or tasks of reasoning-gym, as in ``reasoning_gym:chain_sum``.
         name: configuration of a dataset on the hub that has several.
         split: ``train``, or a part of one such as ``train[:100]``.
         format: one of :data:`~lachesis.rollouts.datasets.formats.Format`, or ``auto``.
@@ -140,6 +142,9 @@ def read_rows(dataset: Dataset) -> tuple[list[Row], str]:
     """The rows of a dataset as they are, and a digest of their content. Raises DataError, ConfigError."""
     if is_given(dataset.path):
         rows, digest = read_object(given(dataset.path), name=dataset.path.rpartition(".")[2])
+        return aligned(select(rows, dataset.split, Path(dataset.path))), digest
+    if dataset.path.startswith(PREFIX):
+        rows, digest = read_made(dataset.path)
         return aligned(select(rows, dataset.split, Path(dataset.path))), digest
     path = Path(dataset.path).expanduser()
     if path.is_dir() or is_hub_name(dataset.path):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lachesis.common import procedural
 from lachesis.common.errors import DataError
 
 _LINE_REMEDY = "write one JSON object a line, each on one line, without commas or brackets around them"
@@ -245,6 +246,24 @@ def read_library(path: str, *, name: str | None, split: str) -> tuple[list[Row],
         raise DataError(f"the split {split!r} of the dataset {path} is empty", remedy="name another split")
     rows = [Row(f"{path} ({split}), row {number}", record) for number, record in enumerate(records, start=1)]
     return rows, str(loaded._fingerprint)
+
+
+def read_made(spec: str) -> tuple[list[Row], str]:
+    """Rows of tasks of reasoning-gym, and a digest of their content.
+
+    A row has the question as ``problem``, the answer as ``solution``, and as ``entry`` all that the scoring needs.
+
+    Raises:
+        ConfigError: there is no such task, or it cannot be made so.
+        DependencyError: the library is not installed.
+    """
+    rows: list[Row] = []
+    for task in procedural.parse_tasks(spec):
+        for number, entry in enumerate(procedural.entries(task), start=1):
+            columns = {"problem": entry["question"], "solution": entry["answer"], "entry": entry}
+            rows.append(Row(f"reasoning_gym {task.name}, problem {number}", columns))
+    digest = hashlib.sha256(repr([row.columns for row in rows]).encode("utf-8", "surrogatepass"))
+    return rows, digest.hexdigest()
 
 
 def read_object(value: Any, *, name: str) -> tuple[list[Row], str]:

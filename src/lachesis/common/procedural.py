@@ -1,0 +1,99 @@
+"""Tasks of the library reasoning-gym, made as they are asked for, and its own scoring of answers."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl
+
+from lachesis.common.errors import ConfigError, DependencyError, nearest
+
+PREFIX = "reasoning_gym:"
+_SIZE = 1000
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# A comma that begins another task, and none of a list among the options of one.
+_NEXT = re.compile(r",(?=\w+(?:[?,]|$))")
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One of the library's data sets: its name, how many problems, from which seed, and what else it is made with."""
+
+    name: str
+    size: int
+    seed: int
+    options: Mapping[str, Any]
+
+
+def parse_tasks(spec: str) -> list[Task]:
+    """The tasks in ``reasoning_gym:chain_sum?size=500&max_terms=3,leg_counting``.
+
+    Raises:
+        ConfigError: there is none of that name, or it is written otherwise.
+        DependencyError: reasoning-gym is not installed.
+    """
+    return [_parse(part) for part in _NEXT.split(spec.removeprefix(PREFIX))]
+
+
+def _parse(part: str) -> Task:
+    name, _, query = part.partition("?")
+    known = _library().factory.DATASETS
+    if name not in known:
+        near = nearest(name, sorted(known))
+        hint = f"did you mean {near!r}?" if near else f"it has {', '.join(sorted(known)[:8])} and {len(known) - 8} more"
+        raise ConfigError(f"reasoning_gym has no task {name!r}", remedy=hint)
+    options = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
+    size, seed = options.pop("size", _SIZE), options.pop("seed", 0)
+    if not isinstance(size, int) or not isinstance(seed, int) or size < 1:
+        raise ConfigError(f"{part!r}: size and seed are whole numbers", remedy="write size=500&seed=1")
+    return Task(name, size, seed, options)
+
+
+def entries(task: Task) -> Iterator[dict[str, Any]]:
+    """Its problems: ``question``, ``answer`` and the ``metadata`` that the scoring needs.
+
+    Raises:
+        ConfigError: the library does not know an option, or a value of one.
+    """
+    try:
+        made = _library().create_dataset(task.name, size=task.size, seed=task.seed, **task.options)
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"reasoning_gym cannot make {task.name!r} with {dict(task.options)}: {error}", remedy="correct the options"
+        ) from error
+    return (dict(made[index]) for index in range(task.size))
+
+
+def score(entry: Mapping[str, Any], text: str) -> float:
+    """How right an answer is, 0 to 1, as the task itself says: what stands in ``<answer>`` tags, or else the text."""
+    found = _ANSWER.findall(text)
+    answer = found[-1] if found else text
+    return float(_scorer(entry["metadata"]["source_dataset"])(answer.strip(), dict(entry)))
+
+
+@functools.cache
+def _scorer(name: str) -> Any:
+    return _library().get_score_answer_fn(name)
+
+
+@functools.cache
+def _library() -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise DependencyError(
+            "reasoning_gym tasks need the package reasoning-gym", remedy="pip install 'lachesis[reasoning-gym]'"
+        ) from error
+    return reasoning_gym
+
+
+def _value(text: str) -> Any:
+    """A number, a list or another value of JSON; any other text is a text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

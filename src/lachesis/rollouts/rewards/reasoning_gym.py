@@ -1,0 +1,17 @@
+"""The scoring of reasoning-gym as a reward: ``lachesis.rollouts.rewards.reasoning_gym.score``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lachesis.common import procedural
+
+
+def score(completions: Sequence[Any], entry: Sequence[Mapping[str, Any]], **_: Any) -> list[float]:
+    """How right each answer is, as its task says, 0 to 1. ``entry`` is the column that ``reasoning_gym:`` data has."""
+    return [procedural.score(one, _text(completion)) for one, completion in zip(entry, completions, strict=True)]
+
+
+def _text(completion: Any) -> str:
+    return completion if isinstance(completion, str) else str(completion[-1]["content"])
