@@ -37,6 +37,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "openai-gpt": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "initializer_range": 0.25},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.25},
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "initializer_range": 0.25},
+    "olmo2": _LLAMA_LIKE,
     "lfm2": _LLAMA_LIKE | {"layer_types": ["conv", "full_attention"], "block_ff_dim": 48},
     "recurrent_gemma": _LLAMA_LIKE
     | {

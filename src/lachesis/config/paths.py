@@ -12,6 +12,7 @@ or when the file is there:
 - ``data.path`` and the paths of other datasets: what begins so, what exists, and what ends as a data file does
   (``.jsonl``, ``.json``, ``.parquet``, ``.csv``); everything else is a dataset of the hub.
 - ``model.chat_template``: whatever holds no ``{``.
+- ``source.command``: the parts of it that are files.
 - functions: ``FILE.py:FUNCTION``; and ``module.function`` where ``module.py`` stands beside the configuration or
   in the current directory (looked for in this order), before anything that is installed. A reward with a
   ``/`` and without a ``:`` is a model.
@@ -74,6 +75,8 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
             tools=places.function,
             tool_parser=places.function,
             environment=places.module,
+            command=places.program,
+            workdir=places.path,
         ),
         "bridge": _resolved(config.bridge, config_path=places.path),
     }
@@ -122,6 +125,11 @@ class _Places:
 
     def module(self, value: str) -> str:
         return self.path(value) if value.endswith(".py") else value
+
+    def program(self, argument: str) -> str:
+        """A part of a command: where a file of that name is there, its path."""
+        path = self.path(argument)
+        return path if argument and Path(path).is_file() else argument
 
     def model(self, value: str, *, local: bool = False) -> str:
         path = self.path(value)

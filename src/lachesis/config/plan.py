@@ -197,7 +197,7 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, shape:
             f"the last micro-batch is smaller: batch.micro_batch_size {rows} does not divide {batches.completions}; "
             f"{fitting} do"
         )
-    if config.source.kind == "local":
+    if config.source.kind in ("local", "agent"):
         yield from _prompt_notes(config, lengths=lengths, shape=shape)
     if batches.steps is None:
         yield "the steps of run.epochs follow from the number of problems, which is known once the data is read"

@@ -29,7 +29,7 @@ def config_error(name: str, problems: list[str]) -> ConfigError:
 def missing_problems(document: Document) -> list[str]:
     """What a run needs besides what the schema requires: its length, and for the local source data and rewards."""
     needed = [] if _lookup(document.data, ("run", "epochs")) is not None else [("run", "steps")]
-    if _kind("source", document, LachesisConfig) == "local":
+    if _kind("source", document, LachesisConfig) in ("local", "agent"):
         needed += [("data", "path"), ("rewards", "functions")]
     unwritten = [place for place in needed if _lookup(document.data, place) in (None, [])]
     found = ["".join(_missing(find_keys(".".join(place))[0], document)) for place in unwritten]

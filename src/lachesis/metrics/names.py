@@ -114,7 +114,7 @@ METRICS: Mapping[str, Metric] = {
             "batches_known", "Batches known", "", "Batches that the rollout API handed out again and a checkpoint "
             "had already; they were passed over.",
         ),
-        Metric("turns", "Turns", "", "Turns that the model took in rollouts with tools."),
+        Metric("turns", "Turns", "", "Turns that the model took in rollouts with tools or of agents."),
         Metric(
             "tool_calls", "Tool calls", "", "Calls of tools that were answered, those with an error too; of each tool "
             "`tool_calls/NAME`, under `unknown` where there is no such tool.",
@@ -124,8 +124,8 @@ METRICS: Mapping[str, Metric] = {
             "`tool_errors/NAME`.",
         ),
         Metric(
-            "rollout_failures", "Rollouts failed", "", "Rollouts of an environment that crashed, took too long "
-            "or lost their sandbox, and are left out of their groups; `rollout_failures/CAUSE` counts one kind.",
+            "rollout_failures", "Rollouts failed", "", "Rollouts of an environment or agent that crashed, took too "
+            "long or lost their sandbox, and are left out of their groups; `rollout_failures/CAUSE` counts one kind.",
             (0.0, 0.0),
         ),
         Metric("refilled_rollouts", "Rollouts anew", "", "Rollouts played in the place of failed ones."),

@@ -14,7 +14,25 @@ from lachesis.engines.base import Engine
 from lachesis.rollouts.generation import TextDecoder, generate_groups, request_seed
 from lachesis.rollouts.rewards.attempts import Item
 from lachesis.rollouts.rewards.rewarder import Rewarder
-from lachesis.rollouts.tools.source import COLUMNS, ToolTurns
+
+
+class Turns(Protocol):
+    """Plays completions of several turns. ``columns`` is what reward functions get beside the dataset's."""
+
+    @property
+    def columns(self) -> tuple[str, ...]: ...
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        params: SamplingParams,
+        num_generations: int,
+        seeds: Sequence[int],
+        deadline: Deadline,
+    ) -> list[Item]: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -45,7 +63,7 @@ class Evaluator:
     limit: int | None = None
     seed: int = 0
     generation_s: float | None = None
-    turns: ToolTurns | None = None
+    turns: Turns | None = None
     keep: Callable[[int, Sequence[Group]], None] | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +72,7 @@ class Evaluator:
             raise DataError(
                 "there are no held-out problems to evaluate on", remedy="set data.eval_path or data.eval_size"
             )
-        own = () if self.turns is None else COLUMNS
+        own = () if self.turns is None else self.turns.columns
         self.rewarder.check_columns({*own, *(name for problem in self.problems for name in problem.columns)})
 
     def run(self, step: int) -> EvalResult:
@@ -138,6 +156,11 @@ class ScheduledEvaluation:
     evaluator: Evaluates | None
     every_steps: int
     last_step: int
+
+    def close(self) -> None:
+        """End who plays completions of several turns. Idempotent."""
+        if isinstance(self.evaluator, Evaluator) and self.evaluator.turns is not None:
+            self.evaluator.turns.close()
 
     def due(self, step: int) -> bool:
         """Whether the weights after ``step`` are looked at, so that the engine must have them."""

@@ -26,6 +26,11 @@ from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
 from lachesis.pipeline.filters import any_reward_differs, has_signal
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
+from lachesis.rollouts.agent.calls import EngineCalls
+from lachesis.rollouts.agent.process import AgentCommand
+from lachesis.rollouts.agent.proxy import AgentProxy
+from lachesis.rollouts.agent.session import Recorder
+from lachesis.rollouts.agent.source import AgentRollouts, AgentSource
 from lachesis.rollouts.atropos.convert import Conversion
 from lachesis.rollouts.atropos.source import build_atropos_source, keep_given_advantages
 from lachesis.rollouts.base import GroupwiseSource
@@ -72,7 +77,7 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
         ConfigError: the model's context has no room for a prompt and a completion, or a transform is none.
         DataError: as :func:`load_problems`, or nothing would remain to train on.
     """
-    trains = config.source.kind == "local"  # environments have problems of their own
+    trains = config.source.kind in ("local", "agent")  # environments have problems of their own
     if not trains and not config.data.evaluates:
         return [], []
     room = context_length(config.model) - config.sampling.max_completion_length
@@ -326,7 +331,6 @@ def build_source(
     config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
 ) -> GroupwiseSource:
     """Prompts of a dataset, and completions by the engine or by a function of the user."""
-    assert isinstance(config.source, schema.LocalSourceConfig)
     common: dict[str, Any] = {
         "stream": build_stream(config, problems),
         "engine": engine,
@@ -337,6 +341,9 @@ def build_source(
         "seed": config.run.seed,
         "generation_s": config.deadlines.generation_s,
     }
+    if isinstance(config.source, schema.AgentSourceConfig):
+        return AgentSource(rollouts=build_agents(config, policy=policy, engine=engine), **common)
+    assert isinstance(config.source, schema.LocalSourceConfig)
     if config.source.tools:
         return ToolSource(turns=build_turns(config, policy=policy, engine=engine), **common)
     streaming = config.pipeline.streaming
@@ -362,6 +369,45 @@ def _sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
         return params
     ends = dict.fromkeys((*params.stop_token_ids, policy.loaded.tokenizer.convert_tokens_to_ids(token)))
     return replace(params, stop_token_ids=tuple(ends))
+
+
+def build_player(config: LachesisConfig, *, policy: Policy, engine: Engine) -> ToolTurns | AgentRollouts | None:
+    """Who plays completions of several turns; nobody where they are of one."""
+    if isinstance(config.source, schema.AgentSourceConfig):
+        return build_agents(config, policy=policy, engine=engine)
+    has_tools = isinstance(config.source, schema.LocalSourceConfig) and config.source.tools
+    return build_turns(config, policy=policy, engine=engine) if has_tools else None
+
+
+def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine) -> AgentRollouts:
+    """Agents and their proxy, which begins to listen with the first rollout.
+
+    Raises:
+        ConfigError: the command or its directory is not there, or the model has no chat template.
+    """
+    source, tokenizer = config.source, policy.loaded.tokenizer
+    assert isinstance(source, schema.AgentSourceConfig)
+    if not tokenizer.chat_template and "chat_template" not in config.data.chat_template_kwargs:
+        raise ConfigError(
+            "agents send conversations, and the model has no chat template", remedy="set model.chat_template"
+        )
+    recorder = Recorder(
+        tokenizer,
+        parse=load_parser(source.tool_parser),
+        template_kwargs=config.data.chat_template_kwargs,
+        max_context=context_length(config.model),
+    )
+    # What shares the trainer's process does one call after the other.
+    at_once = 1 if config.engine.place == "trainer" else source.max_concurrent
+    workdir = None if source.workdir is None else Path(source.workdir)
+    return AgentRollouts(
+        agent=AgentCommand(tuple(source.command), workdir, source.env, source.timeout_s),
+        proxy=AgentProxy(lambda: EngineCalls(engine, at_once=at_once), recorder, host=source.host),
+        decode=text_decoder(tokenizer),
+        max_concurrent=source.max_concurrent,
+        retries=source.retries,
+        score_nonzero=source.nonzero_exit == "score",
+    )
 
 
 def build_turns(config: LachesisConfig, *, policy: Policy, engine: Engine) -> ToolTurns:
@@ -428,7 +474,7 @@ def build_evaluation(
             limit=config.evaluation.max_problems,
             seed=config.run.seed,
             generation_s=config.deadlines.generation_s,
-            turns=build_turns(config, policy=policy, engine=engine) if getattr(config.source, "tools", []) else None,
+            turns=build_player(config, policy=policy, engine=engine),
             keep=keep,
         )
     return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=total_steps(config))

@@ -289,7 +289,7 @@ def build_parts(
     """
     problems, held_out = load_data(config)
     config = with_steps(config, problems=len(problems))
-    environments = config.source.kind != "local"  # which score their own rollouts
+    environments = config.source.kind not in ("local", "agent")  # which score their own rollouts
     rewarder = None if environments and not held_out else build_rewarder(config)
     if rewarder is not None:
         closing.callback(rewarder.close)
@@ -328,6 +328,7 @@ def build_parts(
             keep=partial(keep_evaluation, place.directory) if config.logging.tape else None,
             evaluator=evaluator,
         )
+        closing.callback(evaluation.close)
         names = () if environments or rewarder is None else rewarder.names
         if config.source.kind == "verifiers":
             names = ("environment",)

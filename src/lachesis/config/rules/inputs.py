@@ -51,6 +51,16 @@ def _is_call(given: Mapping[str, Any]) -> bool:
     return given.keys() <= {"function", "kwargs"} and isinstance(given.get("kwargs") or {}, dict)
 
 
+def _agent(config: LachesisConfig) -> Iterator[Said]:
+    if config.source.kind != "agent":
+        return
+    by_code = [spec for spec in config.rewards.functions if spec.endswith("agent.rewards.exit_code")]
+    if by_code and config.source.nonzero_exit == "exclude":
+        yield problem(
+            f"{by_code[0]} scores exit codes, and source.nonzero_exit exclude leaves out all but 0; set it to score"
+        )
+
+
 def _tools(config: LachesisConfig) -> Iterator[Said]:
     if config.source.kind != "local":
         return
@@ -189,6 +199,6 @@ def _group_size(config: LachesisConfig) -> Iterator[Said]:
 
 
 INPUT_RULES: tuple[Rule, ...] = (
-    *(_run_name, _function_spec, _tools, _layers, _chat_template, _data, _reward_weights, _held_out),
+    *(_run_name, _function_spec, _agent, _tools, _layers, _chat_template, _data, _reward_weights, _held_out),
     *(_truncated_sampling, _engine_sampling, _group_size),
 )

@@ -71,6 +71,8 @@ def _streaming(config: LachesisConfig) -> Iterator[Said]:
             yield note(f"{key} does nothing while pipeline.streaming is false")
     elif config.source.kind == "atropos":
         yield warning("pipeline.streaming does nothing with source.kind atropos: the environments score their groups")
+    elif config.source.kind == "agent":
+        yield warning("pipeline.streaming does nothing with source.kind agent, which plays all rollouts together")
     elif config.source.kind == "local" and config.source.tools:
         yield warning("pipeline.streaming does nothing with source.tools, which plays all rollouts of a batch together")
     elif config.source.kind == "local" and config.source.rollout_func is not None:
@@ -122,7 +124,7 @@ def _reroll(config: LachesisConfig) -> Iterator[Said]:
 
 def _source(config: LachesisConfig) -> Iterator[Said]:
     source = config.source
-    if source.kind == "local":
+    if source.kind in ("local", "agent"):
         if config.rewards.num_workers > config.batch.prompts_per_step:
             yield note(
                 f"rewards.num_workers {config.rewards.num_workers} is more than a batch has groups "

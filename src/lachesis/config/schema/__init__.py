@@ -48,6 +48,7 @@ from lachesis.config.schema.process import (
     WandbConfig,
 )
 from lachesis.config.schema.rollouts import (
+    AgentSourceConfig,
     AtroposSourceConfig,
     DataConfig,
     DatasetConfig,

@@ -135,6 +135,35 @@ class LocalSourceConfig(Section):
     )
 
 
+class AgentSourceConfig(Section):
+    """Prompts from a dataset, rollouts by a program that talks to the model as to OpenAI or Anthropic."""
+
+    kind: Literal["agent"] = "agent"
+    command: list[str] = Field(
+        min_length=1,
+        description="Program and arguments of one rollout; an argument `{prompt}` or `{COLUMN}` is the task's. It gets "
+        "OPENAI_BASE_URL, ANTHROPIC_BASE_URL, a key of its own, and the task in the file LACHESIS_TASK.",
+    )
+    workdir: str | None = Field(
+        default=None, description="Directory of which each rollout gets a copy to run in; an empty one if unset."
+    )
+    env: dict[str, str] = Field(default_factory=dict, description="Further environment variables.")
+    timeout_s: PositiveFloat = Field(
+        default=600.0, description="Limit of one rollout, at which the program and all of its process group are ended."
+    )
+    nonzero_exit: Literal["exclude", "score"] = Field(
+        default="exclude",
+        description="What an exit code above 0 means: the rollout failed and is left out, or it is scored.",
+    )
+    retries: NonNegativeInt = Field(default=2, description="How often a rollout that failed is played anew.")
+    max_concurrent: PositiveInt = Field(default=32, description="Most programs at the same time.")
+    tool_parser: str = Field(default="hermes", description="How the model writes a call of a tool, as with kind local.")
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address at which the proxy listens, on a free port; containers need one that they reach.",
+    )
+
+
 class AtroposSourceConfig(Section):
     """Scored groups that environments push to a rollout API; `data` and `rewards` are for held-out problems only."""
 
@@ -189,7 +218,9 @@ class VerifiersSourceConfig(Section):
     )
 
 
-SourceConfig = Annotated[LocalSourceConfig | AtroposSourceConfig | VerifiersSourceConfig, Field(discriminator="kind")]
+SourceConfig = Annotated[
+    LocalSourceConfig | AgentSourceConfig | AtroposSourceConfig | VerifiersSourceConfig, Field(discriminator="kind")
+]
 
 
 # Those of TRL and open-r1 that need no module before them: the keys of lachesis.rollouts.rewards.registry.

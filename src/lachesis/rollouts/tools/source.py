@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# What reward functions get beside the columns of the dataset.
-COLUMNS = ("turns", "tool_calls")
-
-
 @dataclass(frozen=True, slots=True)
 class TurnLimits:
     """When a rollout goes no further: turns of the model, tokens of one answer of a tool, seconds (``None``: any)."""
@@ -54,6 +50,8 @@ class ToolTurns:
     tokenizer: PreTrainedTokenizerBase
     decode: TextDecoder
     limits: TurnLimits
+
+    columns = ("turns", "tool_calls")
 
     def __post_init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -237,7 +235,7 @@ class ToolSource(LocalSource):
         self.turns.close()
 
     def _check_columns(self) -> None:
-        self.rewarder.check_columns({*self.stream.columns, *COLUMNS})
+        self.rewarder.check_columns({*self.stream.columns, *self.turns.columns})
 
     def _sample(self, prompts: list[Prompt], seeds: list[int], deadline: Deadline) -> list[Item]:
         return self.turns.sample(

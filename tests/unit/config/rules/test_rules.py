@@ -62,6 +62,13 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             {"source": {"kind": "local", "tools": ["a.b"], "rollout_func": "c.d"}},
             "source.tools and source.rollout_func both say",
         ),
+        (
+            {
+                "source": {"kind": "agent", "command": ["a"]},
+                "rewards": {"functions": ["lachesis.rollouts.agent.rewards.exit_code"]},
+            },
+            "source.nonzero_exit exclude leaves out all but 0",
+        ),
         ({"source": {"kind": "local", "tools": ["a"]}}, "source.tools[0]: 'a' is neither"),
         ({"data": {"eval_split": "test", "eval_size": 0.1}}, "data.eval_split and data.eval_size both"),
         ({"evaluation": {"samples_per_problem": 4}}, "all samples of a problem would be the same"),

@@ -1,0 +1,84 @@
+"""Single turns of many conversations, put together into calls of an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError, LachesisError
+from lachesis.common.types import Completion, GenerationRequest
+from lachesis.engines.base import Engine, Finished
+
+# How long a turn waits for others to go with it, in seconds.
+_GATHER_S = 0.005
+_PAUSED_S = 0.05
+
+
+class EngineCalls:
+    """Completes single prompts on one event loop; those that wait at the same time are one call of the engine.
+
+    Args:
+        at_once: most calls of the engine at the same time. One in the trainer's process does one after the other.
+    """
+
+    def __init__(self, engine: Engine, *, at_once: int) -> None:
+        self._engine = engine
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="lachesis-agent-turns")
+        self._slots = asyncio.Semaphore(at_once)
+        self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
+        self._calls: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def complete(self, request: GenerationRequest) -> Completion:
+        """One completion of a prompt. Raises EngineError, DeadlineExceeded."""
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, future))
+        call = asyncio.create_task(self._call())
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return await future
+
+    def close(self) -> None:
+        """Begin no further call. Idempotent."""
+        self._closed = True
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _call(self) -> None:
+        await asyncio.sleep(_GATHER_S)
+        async with self._slots:
+            taken, self._waiting = self._waiting, []
+            wanted = [(request, future) for request, future in taken if not future.cancelled()]
+            if not wanted:
+                return
+            loop = asyncio.get_running_loop()
+
+            def finished(place: int, completions: list[Completion]) -> None:
+                loop.call_soon_threadsafe(_fulfil, wanted[place][1], completions[0])
+
+            try:
+                requests = [request for request, _ in wanted]
+                await loop.run_in_executor(self._threads, self._generate, requests, finished)
+            except (LachesisError, RuntimeError) as error:  # the latter from an executor that is closed
+                for _, future in wanted:
+                    if not future.done():
+                        future.set_exception(error)
+
+    def _generate(self, requests: Sequence[GenerationRequest], finished: Finished) -> None:
+        while True:
+            try:
+                # Who waits for the turn has a limit, and ends the agent at it.
+                self._engine.generate(requests, deadline=Deadline("turns of agents", None), finished=finished)
+                return
+            except EngineError:
+                # Weights are on their way to it: nothing of the call has begun.
+                if self._closed or not self._engine.health().paused:
+                    raise
+                time.sleep(_PAUSED_S)
+
+
+def _fulfil(future: asyncio.Future[Completion], completion: Completion) -> None:
+    if not future.done():
+        future.set_result(completion)

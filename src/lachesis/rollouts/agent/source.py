@@ -1,0 +1,266 @@
+"""Groups of rollouts that agents play: each a process, each with a key of its own at the recording proxy."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import RewardError
+from lachesis.common.types import Group, Prompt, Sample, SamplingParams
+from lachesis.rollouts.agent.process import AgentCommand, Ended, run_agent
+from lachesis.rollouts.agent.proxy import AgentProxy
+from lachesis.rollouts.agent.session import Session
+from lachesis.rollouts.base import Draw
+from lachesis.rollouts.generation import TextDecoder, request_seed
+from lachesis.rollouts.local import LocalSource, Part, tokens_in
+from lachesis.rollouts.rewards.attempts import TURNS, Item
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S = 0.2
+# A group needs two rollouts: one has nothing to be measured against.
+_FEWEST = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A rollout that came to an end."""
+
+    session: Session
+    ended: Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A rollout that may not be scored, and why, in one word for counting and in a sentence."""
+
+    cause: Literal["timeout", "crash", "silent"]
+    message: str
+
+
+@dataclass(kw_only=True, eq=False)
+class AgentRollouts:
+    """Runs agents, many at the same time, and makes samples of what the proxy recorded of them.
+
+    A rollout that took too long, ended with another code than 0 (unless ``score_nonzero``) or never asked the model is
+    none: it is played anew, up to ``retries`` times, and then left out of its group and counted by its cause.
+    """
+
+    agent: AgentCommand
+    proxy: AgentProxy
+    decode: TextDecoder
+    max_concurrent: int
+    retries: int
+    score_nonzero: bool
+
+    columns = ("turns", "tool_calls", "exit_code", "reported", "output")
+
+    def __post_init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._closing = threading.Event()
+        self._started = False
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        params: SamplingParams,
+        num_generations: int,
+        seeds: Sequence[int],
+        deadline: Deadline,
+    ) -> list[Item]:
+        """``num_generations`` rollouts of each prompt, unscored; fewer where some failed, even none.
+
+        Raises:
+            EngineError: the engine failed, or the command cannot be run.
+            DeadlineExceeded: all agents have been ended then.
+        """
+        self._start()
+        with ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="lachesis-agent") as pool:
+            over = threading.Event()
+            rows = [
+                [
+                    pool.submit(self._play, prompt, request_seed(seed, number), params, deadline, over.is_set)
+                    for number in range(num_generations)
+                ]
+                for prompt, seed in zip(prompts, seeds, strict=True)
+            ]
+            try:
+                self._wait([future for row in rows for future in row], deadline)
+            finally:  # the pool waits for its threads, which end their agents
+                over.set()
+                for row in rows:
+                    for future in row:
+                        future.cancel()
+        played = [[future.result() for future in row] for row in rows]
+        return [self._item(prompt, row, params) for prompt, row in zip(prompts, played, strict=True)]
+
+    def take_counts(self) -> dict[str, float]:
+        """Since the last call: ``turns``, ``tool_calls``, ``refilled_rollouts`` and ``rollout_failures``, these by
+        their cause too."""
+        with self._counting:
+            counts, self._counts = self._counts, Counter()
+        names = ("turns", "tool_calls", "refilled_rollouts", "rollout_failures")
+        return {name: float(counts[name]) for name in (*names, *sorted(set(counts) - set(names)))}
+
+    def close(self) -> None:
+        """End all agents and close the proxy. Idempotent."""
+        self._closing.set()
+        self.proxy.stop()
+
+    def _start(self) -> None:
+        with self._counting:
+            if not self._started:
+                self.proxy.start()
+                self._started = True
+
+    def _wait(self, futures: Sequence[Future[Played | Failed]], deadline: Deadline) -> None:
+        """Until all have ended; raises what one raised, what the engine did, or that the deadline passed."""
+        with deadline.waiting():
+            pending = set(futures)
+            while pending:
+                done, pending = wait(pending, timeout=_LOOK_S, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                if self.proxy.failure is not None:
+                    failure, self.proxy.failure = self.proxy.failure, None
+                    raise failure
+                if pending:
+                    deadline.check(f"{len(futures) - len(pending)} of {len(futures)} agents have ended")
+
+    def _play(
+        self, prompt: Prompt, seed: int, params: SamplingParams, deadline: Deadline, over: Callable[[], bool]
+    ) -> Played | Failed:
+        for number in range(self.retries + 1):
+            outcome = self._attempt(prompt, request_seed(seed, number), params, deadline, over)
+            if isinstance(outcome, Played):
+                return outcome
+            if over() or self._closing.is_set():
+                return outcome
+            self._note(outcome)
+            self._count(refilled_rollouts=int(number < self.retries))
+        return outcome
+
+    def _attempt(
+        self, prompt: Prompt, seed: int, params: SamplingParams, deadline: Deadline, over: Callable[[], bool]
+    ) -> Played | Failed:
+        key, session = self.proxy.open(seed=seed, params=params)
+        started = time.monotonic()
+        try:
+            ended = run_agent(
+                self.agent,
+                prompt,
+                url=self.proxy.url,
+                key=key,
+                stop=lambda: over() or self._closing.is_set(),
+                limit_s=deadline.remaining_s(),
+            )
+        finally:
+            self.proxy.close(key)
+        where = f"the agent of prompt {prompt.id!r}"
+        tail = f"; it wrote last:\n{ended.output[-500:]}" if ended.output else ""
+        if ended.timed_out:
+            return Failed("timeout", f"{where} was ended after {time.monotonic() - started:.0f} s{tail}")
+        if ended.exit_code != 0 and not (self.score_nonzero and (ended.exit_code or 0) > 0):
+            return Failed("crash", f"{where} ended with {ended.exit_code}{tail}")
+        if not session.trajectories:
+            return Failed("silent", f"{where} never asked the model{tail}")
+        return Played(session, ended)
+
+    def _item(self, prompt: Prompt, row: Sequence[Played | Failed], params: SamplingParams) -> Item:
+        played = [one for one in row if isinstance(one, Played)]
+        self._count(turns=sum(one.session.turns for one in played), tool_calls=sum(one.session.calls for one in played))
+        parts = [(one, trajectory) for one in played for trajectory in one.session.trajectories]
+        texts = self.decode([trajectory.conversation.token_ids for _, trajectory in parts]) if parts else []
+        temperature = 1.0 if params.greedy else params.temperature
+        samples: list[Sample] = [
+            trajectory.conversation.as_sample(text=text, temperature=temperature)
+            for (_, trajectory), text in zip(parts, texts, strict=True)
+        ]
+        extras = {
+            TURNS: [list(trajectory.messages) for _, trajectory in parts],
+            "turns": [one.session.turns for one, _ in parts],
+            "tool_calls": [one.session.calls for one, _ in parts],
+            "exit_code": [one.ended.exit_code for one, _ in parts],
+            "reported": [one.ended.reward for one, _ in parts],
+            "output": [one.ended.output for one, _ in parts],
+        }
+        return Item(Group(prompt, tuple(samples)), extras)
+
+    def _note(self, failure: Failed) -> None:
+        name = f"rollout_failures/{failure.cause}"
+        with self._counting:
+            first = not self._counts[name]
+        if first:
+            logger.warning("a rollout is left out of its group (%s): %s", failure.cause, failure.message)
+        self._count(**{name: 1, "rollout_failures": 1})
+
+    def _count(self, **amounts: int) -> None:
+        with self._counting:
+            self._counts.update(amounts)
+
+
+@dataclass(kw_only=True, eq=False)
+class AgentSource(LocalSource):
+    """A source whose samples are what agents said.
+
+    A rollout whose turns do not continue each other is several samples, each with its reward. A group that is left with
+    fewer than two samples is dropped.
+    """
+
+    rollouts: AgentRollouts
+
+    def counters(self) -> dict[str, float]:
+        """Those of :class:`LocalSource`, and those of :meth:`AgentRollouts.take_counts`."""
+        return super().counters() | self.rollouts.take_counts()
+
+    def close(self) -> None:
+        """End all agents and close the proxy. Idempotent."""
+        self.rollouts.close()
+
+    def _check_columns(self) -> None:
+        self.rewarder.check_columns({*self.stream.columns, *self.rollouts.columns})
+
+    def _roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Callable[[Part], None]) -> None:
+        prompts = [self.stream.own(draw.prompt) for draw in draws]
+        with self._generating.span():
+            items = self.rollouts.sample(
+                prompts,
+                params=self.params,
+                num_generations=self.num_generations,
+                seeds=self._seeds(draws),
+                deadline=self._generation(draws, deadline),
+            )
+        generated = time.monotonic()
+        whole = [place for place, item in enumerate(items) if len(item.group.samples) >= _FEWEST]
+        groups = [items[place].group for place in whole]
+        scored = self.rewarder.score(groups, extras=[items[place].extras for place in whole])
+        failures = [_failure(item.group) for place, item in enumerate(items) if place not in set(whole)]
+        part = Part(
+            range(len(items)),
+            tokens_in(groups),
+            replace(
+                scored,
+                dropped=scored.dropped + len(failures),
+                errors=[*scored.errors, *failures],
+                kept=[whole[place] for place in scored.kept],
+            ),
+        )
+        self._count(reward_time=time.monotonic() - generated)
+        self._count_part(part)
+        done(part)
+
+
+def _failure(group: Group) -> RewardError:
+    return RewardError(
+        f"all but {len(group.samples)} rollouts of prompt {group.prompt.id!r} failed",
+        remedy="see the log for the first of each cause; mend the command, or raise source.timeout_s",
+    )

@@ -1,0 +1,203 @@
+"""An agent's process: what it is told, what becomes of it, and that a rollout that failed is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError, EngineError
+from lachesis.common.types import Prompt, SamplingParams
+from lachesis.rollouts.agent.calls import EngineCalls
+from lachesis.rollouts.agent.process import AgentCommand, Ended, run_agent
+from lachesis.rollouts.agent.proxy import AgentProxy
+from lachesis.rollouts.agent.session import Recorder
+from lachesis.rollouts.agent.source import AgentRollouts, AgentSource
+from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
+from lachesis.rollouts.tools.parsers import hermes
+from tests.fakes import FakeEngine
+from tests.tiny import tiny_tokenizer
+
+PROMPT = Prompt(id="7", token_ids=(3,), text="do it", columns={"prompt": "do it", "level": 2})
+ASK = """
+import json, os, sys, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"model": "m", "messages": [{"role": "user", "content": sys.argv[1]}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+"""
+
+
+def command(program: str, *arguments: str, **fields: Any) -> AgentCommand:
+    options: dict[str, Any] = {"workdir": None, "env": {}, "timeout_s": 20.0} | fields
+    return AgentCommand((sys.executable, "-c", program, *arguments), **options)
+
+
+def run(agent: AgentCommand) -> Ended:
+    return run_agent(agent, PROMPT, url="http://127.0.0.1:1", key="sk-1", stop=lambda: False, limit_s=None)
+
+
+def test_it_knows_its_task_its_endpoint_and_where_its_reward_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "of the user")
+    (tmp_path / "given.txt").write_text("given")
+    program = """
+import json, os, sys
+names = ("OPENAI_BASE_URL", "ANTHROPIC_BASE_URL", "OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "MINE")
+print(json.dumps([sys.argv[1:], [os.environ.get(name) for name in names], os.listdir(".")]))
+print(json.dumps(json.load(open(os.environ["LACHESIS_TASK"]))))
+open("made.txt", "w")
+open(os.environ["LACHESIS_REWARD"], "w").write("0.5")
+sys.exit(3)
+"""
+    ended = run(command(program, "{prompt}", "{level}", "{else}", workdir=tmp_path, env={"MINE": "x"}))
+    said, task = map(json.loads, ended.output.splitlines())
+    assert said == [
+        ["do it", "2", "{else}"],
+        ["http://127.0.0.1:1/v1", "http://127.0.0.1:1", "sk-1", "sk-1", None, "x"],
+        ["given.txt"],
+    ]
+    assert task == {"id": "7", "prompt": "do it", "level": 2, "messages": []}
+    assert (ended.exit_code, ended.timed_out, ended.reward) == (3, False, "0.5")
+    assert os.listdir(tmp_path) == ["given.txt"], "it ran in a copy"
+
+
+def test_at_its_limit_it_ends_with_all_that_it_started(tmp_path: Path):
+    pids = tmp_path / "pids"
+    program = f"""
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", stubborn])
+open({str(pids)!r}, "w").write(f"{{os.getpid()}} {{child.pid}}")
+time.sleep(60)
+"""
+    started = time.monotonic()
+    ended = run(command(program, timeout_s=1.5))
+    assert ended.timed_out
+    assert time.monotonic() - started < 15
+    for pid in map(int, pids.read_text().split()):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_a_program_that_is_not_there():
+    with pytest.raises(ConfigError, match=r"source\.command: the program 'no-such-program'"):
+        AgentCommand(("no-such-program",), None, {}, 1.0)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    tokenizer = tiny_tokenizer()
+    return FakeEngine(lambda request, index: tokenizer("hello<eos>")["input_ids"])
+
+
+@pytest.fixture
+def build(engine: FakeEngine) -> Iterator[Any]:
+    made: list[AgentRollouts] = []
+
+    def make(agent: AgentCommand, **fields: Any) -> AgentRollouts:
+        tokenizer: Any = tiny_tokenizer()
+        tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+        recorder = Recorder(tokenizer, parse=hermes, template_kwargs={}, max_context=100)
+        options: dict[str, Any] = {"max_concurrent": 4, "retries": 0, "score_nonzero": False} | fields
+        proxy = AgentProxy(lambda: EngineCalls(engine, at_once=1), recorder)
+        made.append(AgentRollouts(agent=agent, proxy=proxy, decode=text_decoder(tokenizer), **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def sample(rollouts: AgentRollouts, *, n: int = 4, limit_s: float = 30) -> Any:
+    (item,) = rollouts.sample(
+        [PROMPT],
+        params=SamplingParams(max_tokens=20),
+        num_generations=n,
+        seeds=[1],
+        deadline=Deadline("test", limit_s),
+    )
+    return item
+
+
+FAILING = """
+kind = int(open(sys.argv[2]).read())
+open(sys.argv[2], "w").write(str(kind + 1))
+if kind == 0: sys.exit(3)
+if kind == 1: time.sleep(60)
+if kind == 2: sys.exit(0)
+urllib.request.urlopen(request).read()
+"""
+
+
+def test_what_crashed_took_too_long_or_said_nothing_is_left_out_and_counted(build: Any, tmp_path: Path):
+    (tmp_path / "count").write_text("0")
+    program = f"import time{ASK}{FAILING}"
+    rollouts = build(command(program, "{prompt}", str(tmp_path / "count"), timeout_s=3.0), max_concurrent=1)
+    item = sample(rollouts, n=5)
+    assert [sample.text for sample in item.group.samples] == ["hello", "hello"]
+    counts = rollouts.take_counts()
+    assert {name: count for name, count in counts.items() if "failures" in name} == {
+        "rollout_failures": 3,
+        "rollout_failures/crash": 1,
+        "rollout_failures/timeout": 1,
+        "rollout_failures/silent": 1,
+    }
+
+
+def test_what_failed_is_played_anew(build: Any, tmp_path: Path):
+    (tmp_path / "count").write_text("2")
+    program = f"import time{ASK}{FAILING}"
+    rollouts = build(command(program, "{prompt}", str(tmp_path / "count")), max_concurrent=1, retries=1)
+    assert len(sample(rollouts, n=2).group.samples) == 2
+    assert rollouts.take_counts()["refilled_rollouts"] == 1
+
+
+def test_an_exit_code_may_be_an_outcome(build: Any):
+    program = f"{ASK}urllib.request.urlopen(request).read()\nsys.exit(3)"
+    rollouts = build(command(program, "{prompt}"), score_nonzero=True)
+    assert sample(rollouts, n=2).extras["exit_code"] == [3, 3]
+
+
+def test_an_engine_that_fails_ends_the_call_and_its_agents(build: Any, engine: FakeEngine):
+    program = f"import time{ASK}\ntry: urllib.request.urlopen(request)\nexcept Exception: time.sleep(60)"
+    rollouts = build(command(program, "{prompt}"))
+    engine.close()
+    started = time.monotonic()
+    with pytest.raises(EngineError, match="the engine is closed"):
+        sample(rollouts, n=2)
+    assert time.monotonic() - started < 20
+
+
+def test_a_group_of_which_too_little_is_left_is_dropped(build: Any, engine: FakeEngine):
+    """The crash is that of one task; the other's group is whole."""
+    program = f"{ASK}urllib.request.urlopen(request).read()\nsys.exit(sys.argv[1] == 'bad')"
+    rollouts = build(command(program, "{prompt}"))
+    source = AgentSource(
+        rollouts=rollouts,
+        stream=PromptStream(
+            [Prompt(id=str(i), token_ids=(3,), text=text) for i, text in enumerate(("bad", "good"))],
+            seed=0,
+            shuffle=False,
+        ),
+        engine=engine,
+        rewarder=Rewarder([NamedReward("length", lambda completions, **_: [len(one) for one in completions])]),
+        decode=rollouts.decode,
+        params=SamplingParams(max_tokens=20),
+        num_generations=2,
+        seed=0,
+    )
+    (group,) = source.next_groups(2, deadline=Deadline("test", 30))
+    assert (group.prompt.text, group.rewards) == ("good", (1.0, 1.0))
+    counters = source.counters()
+    assert (counters["dropped_groups"], counters["rollout_failures/crash"], counters["turns"]) == (1, 2, 2)

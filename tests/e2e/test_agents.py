@@ -1,0 +1,113 @@
+"""Programs that know nothing of training play the rollouts, and the model learns from what they say."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+import yaml
+
+from lachesis.metrics.sinks.tape import read_groups, tape_files
+from tests.e2e.runs import metrics, run_here
+from tests.tiny import tiny_model, tiny_tokenizer
+
+TEMPLATE = """
+{%- for message in messages %}[{{ message.role }}]{{ message.content }}
+{%- if message.role == 'assistant' %}<eos>{% else %};{% endif %}{% endfor %}
+{%- if add_generation_prompt %}[assistant]{% endif %}"""
+REWARD = """
+def letters(completions, **columns):
+    texts = ["".join(m["content"] for m in messages if m["role"] == "assistant") for messages in completions]
+    return [sum(map(str.isalpha, text)) / max(len(text), 1) for text in texts]
+"""
+# Two turns in one conversation, by nothing but the standard library; one task in eight crashes its program.
+PLAIN = """
+import json, os, sys, urllib.request
+messages = []
+for question in (sys.argv[1], "and then?"):
+    messages.append({"role": "user", "content": question})
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+        json.dumps({"model": os.environ["LACHESIS_MODEL"], "messages": messages}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+    )
+    messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
+    if int(os.environ["OPENAI_API_KEY"][-1], 16) < 2:
+        sys.exit(3)
+"""
+SMOLAGENTS = """
+import os, sys
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+@tool
+def double(x: int) -> int:
+    '''Twice a number.
+
+    Args:
+        x: The number.
+    '''
+    return 2 * x
+
+model = OpenAIServerModel(os.environ["LACHESIS_MODEL"], api_base=os.environ["OPENAI_BASE_URL"])
+agent = ToolCallingAgent(tools=[double], model=model, max_steps=1, instructions="Be brief.")
+agent.prompt_templates["system_prompt"] = "Use tools."
+agent.prompt_templates["final_answer"] = {"pre_messages": "", "post_messages": "{{task}}?"}
+print(agent.run(sys.argv[1]))
+"""
+
+
+def write_run(directory: Path, program: str, **sections: dict) -> Path:
+    """A run in which the share of letters in what the model says is its reward."""
+    tiny_model("olmo2", max_position_embeddings=4096, initializer_range=0.1).save_pretrained(directory / "model")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.model_max_length = 4096
+    tokenizer.save_pretrained(directory / "model")
+    (directory / "tasks.csv").write_text("prompt\n" + "".join(f"task {i}\n" for i in range(8)))
+    (directory / "rewards.py").write_text(REWARD)
+    (directory / "program.py").write_text(program)
+    config = {
+        "run": {"name": "agents", "dir": str(directory / "runs"), "steps": 9},
+        "model": {"path": str(directory / "model")},
+        "data": {"path": str(directory / "tasks.csv")},
+        "source": {"kind": "agent", "command": [sys.executable, "program.py", "{prompt}"], "timeout_s": 60},
+        "rewards": {"functions": ["rewards.letters"]},
+        "sampling": {"num_generations": 8, "max_completion_length": 8},
+        "batch": {"prompts_per_step": 2},
+        "optimizer": {"learning_rate": 1e-2},
+        "checkpoint": {"save_final": False},
+    }
+    for name, keys in sections.items():
+        config[name] = config[name] | keys
+    path = directory / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def test_a_program_trains_the_model_and_its_crashes_are_no_rewards(tmp_path: Path):
+    summary = run_here(write_run(tmp_path, PLAIN))
+    lines = metrics(summary.run_dir).steps
+    rewards = [line.values["reward"] for line in lines]
+    assert fmean(rewards[-3:]) - fmean(rewards[:3]) > 0.15
+    assert sum(line.values["rollout_failures/crash"] for line in lines if "rollout_failures/crash" in line.values) > 0
+    for line in lines:
+        assert line.values["mean_ratio"] == pytest.approx(1.0, abs=1e-3), "trained on what was sampled, token by token"
+    for path in tape_files(summary.run_dir).values():
+        for group in read_groups(path):
+            for sample in group.samples:
+                assert sample.mask is not None
+                assert "[user]and then?;[assistant]" in sample.text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("smolagents") is None, reason="smolagents is not installed")
+def test_an_agent_from_pypi_trains_it_too(tmp_path: Path):
+    sections = {"run": {"steps": 1}, "sampling": {"num_generations": 2}, "source": {"nonzero_exit": "score"}}
+    summary = run_here(write_run(tmp_path, SMOLAGENTS, **sections))
+    (line,) = metrics(summary.run_dir).steps
+    assert line.values["groups"] == 2
+    assert line.values["turns"] >= 4, "several turns of each rollout"
+    assert line.values["mean_ratio"] == pytest.approx(1.0, abs=1e-3)
+    assert line.values["tokens_trained"] == line.values["tokens_generated"] > 0
