@@ -95,7 +95,7 @@ def test_a_program_trains_the_model_and_its_crashes_are_no_rewards(tmp_path: Pat
     assert sum(line.values["rollout_failures/crash"] for line in lines if "rollout_failures/crash" in line.values) > 0
     for line in lines:
         assert line.values["mean_ratio"] == pytest.approx(1.0, abs=1e-3), "trained on what was sampled, token by token"
-    for path in tape_files(summary.run_dir).values():
+    for path in tape_files(summary.run_dir / "rollouts").values():
         for group in read_groups(path):
             for sample in group.samples:
                 assert sample.mask is not None

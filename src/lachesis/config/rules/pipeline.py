@@ -124,7 +124,7 @@ def _reroll(config: LachesisConfig) -> Iterator[Said]:
 
 def _source(config: LachesisConfig) -> Iterator[Said]:
     source = config.source
-    if source.kind in ("local", "agent"):
+    if source.kind == "local" or source.kind == "agent":  # one by one, which narrows the type
         if config.rewards.num_workers > config.batch.prompts_per_step:
             yield note(
                 f"rewards.num_workers {config.rewards.num_workers} is more than a batch has groups "
