@@ -6,6 +6,7 @@ import atexit
 import importlib
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-class Popen(subprocess.Popen):
+class _Forked(subprocess.Popen):
     """``subprocess.Popen`` of ``[sys.executable, "-c" or "-m", what, *arguments]``, which is forked by a server.
 
     Environment, directory, arguments, streams, signals and exit are its own, and where its ``PYTHONPATH`` has another
@@ -72,6 +73,11 @@ class Popen(subprocess.Popen):
         return self.returncode
 
 
+# CUDA is of no use to a process that was forked from one which has looked for GPUs, as some imports do.
+FORKS = shutil.which("nvidia-smi") is None
+Popen = _Forked if FORKS else subprocess.Popen
+
+
 def run(command: Sequence[str | os.PathLike[str]], *, timeout: float, **options: Any) -> subprocess.CompletedProcess:
     """``subprocess.run``, with what it writes captured as text."""
     with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
@@ -85,6 +91,8 @@ def run(command: Sequence[str | os.PathLike[str]], *, timeout: float, **options:
 
 def fork_servers(assign: Callable[[Any, str, Any], None] = setattr) -> None:
     """From now on servers of ours that this process starts are forked as well, with their supervisors."""
+    if not FORKS:
+        return
     process = importlib.import_module("lachesis.common.process")
     assign(process, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": _supervised}))
 
