@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from lachesis.metrics.sinks.console import BARS
-from tests import warm
 from tests.e2e.runs import COMMAND, environment, state, write_reward, write_run
 from tests.waiting import LONG_S
 
@@ -30,9 +29,10 @@ SECTIONS = {
 class Terminal:
     """A command in a terminal of 100 columns, and what it has written so far."""
 
-    def __init__(self, *arguments: str | Path, forked: bool = True) -> None:
+    def __init__(self, *arguments: str | Path) -> None:
         master, slave = pty.openpty()
-        self.process = (warm.Popen if forked else subprocess.Popen)(
+        # Not forked: whether there is a terminal is found out by libraries that are imported, who say what they like.
+        self.process = subprocess.Popen(
             [sys.executable, "-c", COMMAND, *map(str, arguments)],
             env=environment(TERM="xterm-256color", COLUMNS="100", LINES="40", LANG="C.UTF-8", PYTHONUTF8="1"),
             stdin=slave,
@@ -71,7 +71,7 @@ def test_the_live_display_shows_how_the_run_goes(tmp_path: Path):
     config = write_run(
         tmp_path, **SECTIONS, rewards={"functions": [write_reward(tmp_path, "time.sleep(0.1)\nreturn shares")]}
     )
-    terminal = Terminal("train", config, forked=False)  # libraries that are imported say what they like
+    terminal = Terminal("train", config)
     shown = terminal.read()
     assert terminal.close() == 0, shown
     assert "Traceback" not in shown
