@@ -495,7 +495,6 @@ def test_missing_and_misshapen_inputs_are_refused(changes: dict, error: type[Exc
         {"importance_sampling_level": "row"},
         {"sampler_correction": "clip"},
         {"epsilon": -0.1},
-        {"epsilon": None},
         {"epsilon_high": math.inf},
         {"beta": math.nan},
         {"delta": 0},
