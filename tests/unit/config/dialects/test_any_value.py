@@ -18,6 +18,7 @@ REQUIRED = {
     "axolotl": {"base_model": "m", "rl": "grpo", "datasets": [{"path": "d"}], "max_steps": 8, "micro_batch_size": 8},
     "trl": {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["a.b"], "max_steps": 8},
 }
+SET_NOTHING = ("nothing", "cannot", "refused")
 VARIANTS = [{}, {"use_vllm": True, "vllm_mode": "colocate", "async_prefetch": True}]
 
 
@@ -27,23 +28,28 @@ def nested(name: str, value: object) -> dict:
 
 
 def merged(base: dict, over: dict) -> dict:
-    return {
-        **base,
-        **{
-            key: merged(base[key], value) if isinstance(value, dict) and isinstance(base.get(key), dict) else value
-            for key, value in over.items()
-        },
-    }
+    return {**base, **{key: over_one(base.get(key), value) for key, value in over.items()}}
+
+
+def over_one(base: object, value: object) -> object:
+    """A field of a list's items is one of its first."""
+    if isinstance(value, dict) and isinstance(base, list) and isinstance(base[0], dict):
+        return [merged(base[0], value), *base[1:]]
+    return merged(base, value) if isinstance(value, dict) and isinstance(base, dict) else value
+
+
+def example(kind: str, variant: dict) -> dict:
+    if kind == "axolotl":
+        return {**REQUIRED[kind], "trl": {"reward_funcs": ["a.b"], **variant}}
+    return {**REQUIRED[kind], **{key: value for key, value in variant.items() if key != "async_prefetch"}}
 
 
 @pytest.mark.parametrize(("dialect", "kind"), [(AXOLOTL, "axolotl"), (TRL, "trl")])
 @pytest.mark.parametrize("variant", VARIANTS, ids=["embedded", "colocate"])
 def test_a_value_of_any_kind(dialect: Dialect, kind, variant):
-    if kind == "axolotl":
-        base = {**REQUIRED[kind], "trl": {"reward_funcs": ["a.b"], **variant}}
-    else:
-        base = {**REQUIRED[kind], **{key: value for key, value in variant.items() if key != "async_prefetch"}}
-    for name in [*dialect.entries, *dialect.top_level]:
+    base = example(kind, variant)
+    setting = [name for name, entry in dialect.entries.items() if entry.treatment not in SET_NOTHING]
+    for name in [*setting, *dialect.top_level]:
         for value in VALUES:
             data = merged(base, nested(name, value))
             try:
@@ -52,6 +58,20 @@ def test_a_value_of_any_kind(dialect: Dialect, kind, variant):
                 assert "Traceback" not in error.message
             else:
                 assert config.run.steps or config.run.epochs
+
+
+@pytest.mark.parametrize(("dialect", "kind"), [(AXOLOTL, "axolotl"), (TRL, "trl")])
+def test_a_value_of_any_kind_of_what_sets_nothing(dialect: Dialect, kind):
+    base = example(kind, {})
+    plain = translate(Document(name="x", data=base), dialect=kind).document.data
+    for name in [name for name, entry in dialect.entries.items() if entry.treatment in SET_NOTHING]:
+        for value in VALUES:
+            try:
+                found = translate(Document(name="x", data=merged(base, nested(name, value))), dialect=kind)
+            except ConfigError as error:
+                assert "Traceback" not in error.message
+            else:
+                assert found.document.data == plain, (name, value)
 
 
 def test_a_flag_of_any_value():
