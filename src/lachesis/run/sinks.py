@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -65,38 +66,7 @@ def build_sinks(
         sinks.append(TapeSink(files["rollouts"], resume_step=resume_step, report_groups=report_groups, texts=texts))
     if logging_config.tensorboard:
         sinks.append(TensorBoardSink(files["tensorboard"], resume_step=resume_step))
-    if logging_config.wandb is not None and is_wanted(logging_config.wandb):
-        sinks.append(
-            WandbSink(
-                logging_config.wandb,
-                run_dir=run.path,
-                run_name=config.run.name,
-                settings=config.model_dump(mode="json"),
-                resume_step=resume_step,
-                completions=completions,
-            )
-        )
-    if logging_config.trackio is not None:
-        sinks.append(
-            TrackioSink(
-                logging_config.trackio,
-                run_name=config.run.name,
-                settings=config.model_dump(mode="json"),
-                resume_step=resume_step,
-                completions=completions,
-            )
-        )
-    if logging_config.mlflow is not None:
-        sinks.append(
-            MlflowSink(
-                logging_config.mlflow,
-                run_dir=run.path,
-                run_name=config.run.name,
-                settings=config.model_dump(mode="json"),
-                resume_step=resume_step,
-                completions=completions,
-            )
-        )
+    sinks += _services(config, run=run, resume_step=resume_step, completions=completions)
     sinks += [StateSink(run), ReportSink(run.path, logging_config.report_every_steps)]
     for console in consoles:
         if console is not None:
@@ -109,6 +79,27 @@ def build_sinks(
         for result in read_metrics(files["metrics"]).evaluations:
             monitor.evaluation(result)
     return MetricsHub(sinks, monitor=monitor)
+
+
+def _services(
+    config: LachesisConfig, *, run: RunDirectory, resume_step: int | None, completions: CompletionPicker | None
+) -> list[Sink]:
+    """The services for experiments that the configuration names."""
+    wandb, trackio, mlflow = config.logging.wandb, config.logging.trackio, config.logging.mlflow
+    shared: dict[str, Any] = {
+        "run_name": config.run.name,
+        "settings": config.model_dump(mode="json"),
+        "resume_step": resume_step,
+        "completions": completions,
+    }
+    sinks: list[Sink] = []
+    if wandb is not None and is_wanted(wandb):
+        sinks.append(WandbSink(wandb, run_dir=run.path, **shared))
+    if trackio is not None:
+        sinks.append(TrackioSink(trackio, **shared))
+    if mlflow is not None:
+        sinks.append(MlflowSink(mlflow, run_dir=run.path, **shared))
+    return sinks
 
 
 def health_limits(config: LachesisConfig) -> HealthLimits:
