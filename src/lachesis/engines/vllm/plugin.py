@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lachesis.common.errors import LachesisError
 from lachesis.engines.serving.generation import POLICY
+from lachesis.engines.serving.operations import TOKENS
 from lachesis.engines.serving.server import engine_routes, error_response
 from lachesis.engines.serving.session import new_session, remove_session, write_session
 from lachesis.transport.bridge_file import default_directory
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 
 # Routes whose bodies have a field for the salt of the prefix cache.
 _SALTED = (
-    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses",
-    "/inference/v1/generate", "/invocations",
+    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/invocations",
 )  # fmt: skip
 _GENERATING = (*_SALTED, "/v1/messages", "/generative_scoring", "/v1/systemone")
 
@@ -74,7 +74,11 @@ class LachesisPlugin:
         write_session(session)
         atexit.register(remove_session, session)
         state.lachesis = served
-        self._app.router.routes.extend(engine_routes(served, session=session, adapter_roots=roots))
+        routes = engine_routes(served, session=session, adapter_roots=roots)
+        # vLLM's own route of this name, which it refuses to serve unless it is told to, would come first.
+        first = [route for route in routes if route.path == TOKENS.path]
+        self._app.router.routes[:0] = first
+        self._app.router.routes.extend(route for route in routes if route not in first)
 
 
 def adapter_roots(variable: str | None) -> tuple[Path, ...]:
