@@ -82,7 +82,6 @@ CONFIGURATION = [
     Bad("text for a list", sets("rewards.functions=a.py:f"), 2, ("rewards.functions", "expected", "list", "write [")),
     Bad("no such choice", sets("algorithm.loss_type=dapoo"), 2, ("algorithm.loss_type", "did you mean dapo?")),
     Bad("group of one", sets("sampling.num_generations=1"), 2, ("sampling.num_generations", ">= 2")),
-    Bad("warm-up beyond the end", sets("optimizer.warmup_steps=99"), 2, ("warmup_steps 99", "run.steps", "lower")),
     Bad("weights that do not fit", sets("rewards.weights=[1, 2]"), 2, ("2 values for 1 rewards.functions", "give one")),
     Bad("evaluation of nothing", sets("evaluation.every_steps=2"), 2, ("no held-out problems", "data.eval_size")),
     Bad("all problems held out", sets("data.eval_size=16"), 3, ("data.eval_size is 16", "hold out fewer")),

@@ -186,7 +186,8 @@ class TestAnEngineThatIsKilled:
         assert not list(sessions.glob("*.json"))
 
     def test_ends_a_run_whose_weights_were_in_its_memory(self, tmp_path: Path, sessions: Path):
-        config = self.write(tmp_path, {"kind": "shared_vllm"}, checkpoint={"every_steps": 2})
+        sections = {"checkpoint": {"every_steps": 2}, "services": {"restarts": 0}}
+        config = self.write(tmp_path, {"kind": "shared_vllm"}, **sections)
         run_dir = tmp_path / "runs" / "proof"
         with training(config) as run:
             killed = self.kill(run_dir, sessions)

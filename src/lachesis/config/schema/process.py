@@ -151,7 +151,7 @@ class EnvironmentServiceConfig(Section):
 
 
 class ServicesConfig(Section):
-    """What `lachesis run` starts besides engine and trainer; other commands leave it alone."""
+    """What `lachesis run` starts besides engine and trainer; of it other commands read `restarts` only."""
 
     api: ApiServiceConfig | None = Field(
         default_factory=ApiServiceConfig, description="The rollout API; null where it runs already."
