@@ -11,9 +11,9 @@ import openai
 import pytest
 
 from lachesis.common.types import GenerationRequest, SamplingParams
-from lachesis.rollouts.agent.calls import EngineCalls
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.agent.session import Recorder, Session
+from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.tools.parsers import hermes
 from tests.fakes import FakeEngine
 from tests.tiny import EOS, tiny_tokenizer
@@ -40,7 +40,7 @@ class World:
         self.answers: list[str] = []
         self.engine = FakeEngine(self.answer)
         recorder = Recorder(self.tokenizer, parse=hermes, template_kwargs={}, max_context=600)
-        self.proxy = AgentProxy(lambda: EngineCalls(self.engine, at_once=1), recorder)
+        self.proxy = AgentProxy(lambda: GatheredCalls(self.engine, at_once=1), recorder)
         self.proxy.start()
         self.key, self.session = self.proxy.open(seed=1, params=SamplingParams(max_tokens=200))
 

@@ -15,12 +15,12 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.types import Prompt, SamplingParams
-from lachesis.rollouts.agent.calls import EngineCalls
 from lachesis.rollouts.agent.process import AgentCommand, Ended, run_agent
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.agent.session import Recorder
 from lachesis.rollouts.agent.source import AgentRollouts, AgentSource
 from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.parsers import hermes
@@ -110,7 +110,7 @@ def build(engine: FakeEngine) -> Iterator[Any]:
         tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
         recorder = Recorder(tokenizer, parse=hermes, template_kwargs={}, max_context=100)
         options: dict[str, Any] = {"max_concurrent": 4, "retries": 0, "score_nonzero": False} | fields
-        proxy = AgentProxy(lambda: EngineCalls(engine, at_once=1), recorder)
+        proxy = AgentProxy(lambda: GatheredCalls(engine, at_once=1), recorder)
         made.append(AgentRollouts(agent=agent, proxy=proxy, decode=text_decoder(tokenizer), **options))
         return made[-1]
 

@@ -9,7 +9,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -18,13 +17,14 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import EngineError, LachesisError
+from lachesis.common.errors import LachesisError
 from lachesis.common.types import Completion, GenerationRequest, Sample, SamplingParams, VersionSpan
 from lachesis.engines.base import Engine
 from lachesis.engines.serving.bodies import Refused, parse
 from lachesis.engines.serving.generation import GenerateBody
 from lachesis.engines.serving.server import guarded, read_body, while_connected
 from lachesis.engines.serving.tokens import TokensAnswer, TokensBody, generate_body, token_choice
+from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import TextDecoder, request_seed
 
 logger = logging.getLogger(__name__)
@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 SESSION = "x-session-id"
 """The header that says to which conversation a request belongs."""
 MODEL = "policy"
-# Requests that are sent together arrive some milliseconds apart.
-_GATHER_S = 0.003
-_PAUSED_S = 0.05
 # A connection that the server closes as a request comes in on it would be a failed rollout.
 _KEEP_ALIVE_S = 3600
 _FIELDS = frozenset({
@@ -50,71 +47,6 @@ class Turn:
 
     prompt_ids: tuple[int, ...]
     completion: Completion
-
-
-class GatheredCalls:
-    """An engine for many coroutines: what is asked for at about the same time goes in one call.
-
-    Args:
-        at_once: most calls at the same time; an engine in this process generates one after the other anyway.
-    """
-
-    def __init__(self, engine: Engine, *, at_once: int) -> None:
-        self._engine = engine
-        self._slots = asyncio.Semaphore(at_once)
-        self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
-        self._calls: set[asyncio.Task[None]] = set()
-        self.deadline = Deadline("generation", None)
-
-    async def complete(self, request: GenerationRequest) -> Completion:
-        """One completion. Raises as :meth:`Engine.generate`."""
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, future))
-        if len(self._waiting) == 1:
-            call = asyncio.ensure_future(self._call())
-            self._calls.add(call)
-            call.add_done_callback(self._calls.discard)
-        return await future
-
-    async def close(self) -> None:
-        """Wait until no call is under way: an engine cannot be told to end one."""
-        await asyncio.gather(*self._calls, return_exceptions=True)
-
-    async def _call(self) -> None:
-        await asyncio.sleep(_GATHER_S)
-        async with self._slots:
-            taken, self._waiting = self._waiting, []
-            wanted = [(request, future) for request, future in taken if not future.cancelled()]
-            if not wanted:
-                return
-            loop = asyncio.get_running_loop()
-
-            def finished(place: int, completions: list[Completion]) -> None:
-                loop.call_soon_threadsafe(_fulfil, wanted[place][1], completions[0])
-
-            try:
-                await self._generate([request for request, _ in wanted], finished)
-            except LachesisError as error:
-                for _, future in wanted:
-                    if not future.done():
-                        future.set_exception(error)
-
-    async def _generate(self, requests: Sequence[GenerationRequest], finished: Any) -> None:
-        while True:
-            try:
-                await asyncio.to_thread(self._engine.generate, requests, deadline=self.deadline, finished=finished)
-                return
-            except EngineError:
-                # Weights are on their way to it: nothing of the call has begun.
-                if not self._engine.health().paused or self.deadline.limit_s is None:
-                    raise
-                self.deadline.check("the engine is paused")
-                await asyncio.sleep(_PAUSED_S)
-
-
-def _fulfil(future: asyncio.Future[Completion], completion: Completion) -> None:
-    if not future.done():
-        future.set_result(completion)
 
 
 class TurnServer:
@@ -160,7 +92,8 @@ class TurnServer:
             self._server.should_exit = True
             await self._task
             self._server = None
-        await self.calls.close()
+        await self.calls.ended()
+        self.calls.close()
 
     def begin(self, deadline: Deadline) -> None:
         """More rollouts begin: the engine's calls have a new limit, and what it failed with before is past."""

@@ -26,7 +26,6 @@ from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
 from lachesis.pipeline.filters import any_reward_differs, has_signal
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
-from lachesis.rollouts.agent.calls import EngineCalls
 from lachesis.rollouts.agent.process import AgentCommand
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.agent.session import Recorder
@@ -39,6 +38,7 @@ from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, loa
 from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource
 from lachesis.rollouts.evaluate import Evaluates, Evaluator, ScheduledEvaluation
+from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
@@ -402,7 +402,7 @@ def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine) -> A
     workdir = None if source.workdir is None else Path(source.workdir)
     return AgentRollouts(
         agent=AgentCommand(tuple(source.command), workdir, source.env, source.timeout_s),
-        proxy=AgentProxy(lambda: EngineCalls(engine, at_once=at_once), recorder, host=source.host),
+        proxy=AgentProxy(lambda: GatheredCalls(engine, at_once=at_once), recorder, host=source.host),
         decode=text_decoder(tokenizer),
         max_concurrent=source.max_concurrent,
         retries=source.retries,

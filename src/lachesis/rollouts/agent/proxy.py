@@ -20,8 +20,8 @@ from lachesis.common.errors import EngineError, LachesisError
 from lachesis.common.types import SamplingParams
 from lachesis.rollouts.agent import chat, messages, responses
 from lachesis.rollouts.agent.asked import Asked, BadRequest, Dialect, Event, Turn
-from lachesis.rollouts.agent.calls import EngineCalls
 from lachesis.rollouts.agent.session import Recorder, Session
+from lachesis.rollouts.gathered import GatheredCalls
 
 _START_S = 20.0
 _ANSWERS: Mapping[Dialect, tuple[Callable[[Turn], dict[str, Any]], Callable[[Turn], Iterator[Event]]]] = {
@@ -40,12 +40,12 @@ class AgentProxy:
         host: the address to listen at, which agents in containers have to reach.
     """
 
-    def __init__(self, make_calls: Callable[[], EngineCalls], recorder: Recorder, *, host: str = "127.0.0.1") -> None:
+    def __init__(self, make_calls: Callable[[], GatheredCalls], recorder: Recorder, *, host: str = "127.0.0.1") -> None:
         self.failure: LachesisError | None = None
         self._recorder = recorder
         self._sessions: dict[str, Session] = {}
         self._make_calls = make_calls
-        self.calls: EngineCalls | None = None
+        self.calls: GatheredCalls | None = None
         self._listener = socket.create_server((host, 0))
         self.url = f"http://{host}:{self._listener.getsockname()[1]}"
         routes = [

@@ -8,41 +8,49 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import EngineError, LachesisError
+from lachesis.common.errors import EngineError
 from lachesis.common.types import Completion, GenerationRequest
 from lachesis.engines.base import Engine, Finished
 
-# How long a turn waits for others to go with it, in seconds.
-_GATHER_S = 0.005
+# Turns that are asked for together arrive some milliseconds apart.
+_GATHER_S = 0.004
 _PAUSED_S = 0.05
 
 
-class EngineCalls:
+class GatheredCalls:
     """Completes single prompts on one event loop; those that wait at the same time are one call of the engine.
+
+    ``deadline`` is that of the calls to come. By default they have none: who waits for a turn has a limit of its own.
 
     Args:
         at_once: most calls of the engine at the same time. One in the trainer's process does one after the other.
     """
 
     def __init__(self, engine: Engine, *, at_once: int) -> None:
+        self.deadline = Deadline("single turns", None)
         self._engine = engine
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="lachesis-agent-turns")
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="lachesis-turns")
         self._slots = asyncio.Semaphore(at_once)
         self._waiting: list[tuple[GenerationRequest, asyncio.Future[Completion]]] = []
         self._calls: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def complete(self, request: GenerationRequest) -> Completion:
-        """One completion of a prompt. Raises EngineError, DeadlineExceeded."""
+        """One completion of a prompt. Raises as :meth:`Engine.generate`."""
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((request, future))
-        call = asyncio.create_task(self._call())
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        if len(self._waiting) == 1:
+            call = asyncio.create_task(self._call())
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
         return await future
 
+    async def ended(self) -> None:
+        """Wait until no call is under way: an engine cannot be told to end one."""
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
     def close(self) -> None:
-        """Begin no further call. Idempotent."""
+        """Begin no further call. Idempotent, from any thread."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -61,21 +69,22 @@ class EngineCalls:
             try:
                 requests = [request for request, _ in wanted]
                 await loop.run_in_executor(self._threads, self._generate, requests, finished)
-            except (LachesisError, RuntimeError) as error:  # the latter from an executor that is closed
+            except Exception as error:  # whatever it is, those who wait hear of it
                 for _, future in wanted:
                     if not future.done():
                         future.set_exception(error)
 
     def _generate(self, requests: Sequence[GenerationRequest], finished: Finished) -> None:
+        deadline = self.deadline
         while True:
             try:
-                # Who waits for the turn has a limit, and ends the agent at it.
-                self._engine.generate(requests, deadline=Deadline("turns of agents", None), finished=finished)
+                self._engine.generate(requests, deadline=deadline, finished=finished)
                 return
             except EngineError:
                 # Weights are on their way to it: nothing of the call has begun.
                 if self._closed or not self._engine.health().paused:
                     raise
+                deadline.check("the engine is paused")
                 time.sleep(_PAUSED_S)
 
 
