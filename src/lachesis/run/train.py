@@ -47,9 +47,9 @@ from lachesis.run.parts import (
     set_up,
 )
 from lachesis.run.ranks import Leadership, began_before, leading
-from lachesis.run.rehearsal import rehearse
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
+from lachesis.run.warm_up import warm_up
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints
 from lachesis.train.loop import Evaluation, Trainer
@@ -298,7 +298,7 @@ def build_parts(
     build = build_policy if leadership is None else leadership.build_policy
     with unclaimed_on_error(config, owner=place.owner, claimed_before="owner" in run.state):
         stop = partial(raise_if_asked, stop_requested, leadership)
-        meanwhile = partial(rehearse, config) if leadership is None else lambda: None
+        meanwhile = partial(warm_up, config) if leadership is None else lambda: None
         side = build_engine_side(config, place=place, sharded=sharded, watch=stop, meanwhile=meanwhile)
         closing.callback(side.close)
         bridge = side.bridge

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig
 
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.rehearsal import pass_once, rehearse, short_policy, shorten
+from lachesis.run.warm_up import pass_once, short_policy, shorten, warm_up
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ADAPTERS = [{"kind": "none"}, {"kind": "lora", "r": 4}]
@@ -52,5 +52,5 @@ def test_nothing_is_done_on_a_cpu(tmp_path: Path):
     config = config.model_copy(update={"model": config.model.model_copy(update={"device": "cpu"})})
     before = torch.random.get_rng_state()
     (tmp_path / "config.json").unlink()  # which would be an error to whoever builds a model
-    rehearse(config)
+    warm_up(config)
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 from lachesis.config.schema import LachesisConfig
 from lachesis.run.parts import build_policy, pack_batch
-from lachesis.run.rehearsal import rehearse
+from lachesis.run.warm_up import warm_up
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.train.model.test_forward import random_groups
 
@@ -31,11 +31,11 @@ def test_the_first_step_compiles_nothing(tmp_path: Path, adapter: str):
     torch._dynamo.reset()
     counters.clear()
     random = torch.cuda.get_rng_state()
-    rehearse(config)
+    warm_up(config)
     assert torch.equal(torch.cuda.get_rng_state(), random)
-    rehearsed = dict(counters["stats"])
-    assert rehearsed["unique_graphs"] > 0
+    compiled = dict(counters["stats"])
+    assert compiled["unique_graphs"] > 0
     policy = build_policy(config)
     groups = random_groups(groups=5, samples=6, longest=90)
     policy.accumulate(pack_batch(groups, config=config, policy=policy))
-    assert dict(counters["stats"]) == rehearsed
+    assert dict(counters["stats"]) == compiled

@@ -20,7 +20,7 @@ _LAYERS = 2
 _LONGEST = 347  # tokens of a sequence
 
 
-def rehearse(config: LachesisConfig) -> None:
+def warm_up(config: LachesisConfig) -> None:
     """Run forward and backward as the first step will, on a few layers with random weights.
 
     Compiled code is found again by other layers of the same kind, so the first step does not wait for it. Nothing
@@ -62,11 +62,10 @@ def _has_short_form(config: LachesisConfig) -> bool:
 def _short_model(config: LachesisConfig, *, device: torch.device) -> PreTrainedModel:
     found = AutoConfig.from_pretrained(config.model.path)
     shorten(found.get_text_config())
-    dtype = config.model.dtype if config.model.dtype != "auto" else (found.dtype or torch.float32)
+    named = config.model.dtype
+    dtype = (found.dtype or torch.float32) if named == "auto" else getattr(torch, named)
     with device:
-        model = AutoModelForCausalLM.from_config(
-            found, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        )
+        model = AutoModelForCausalLM.from_config(found, dtype=dtype)
     switch_off_dropout(model)
     return model.eval()
 
@@ -91,7 +90,7 @@ def _group(start: int, *, longest: int, vocab_size: int) -> Group:
         completion = _tokens(int(share * longest) - start, start=start + number, vocab_size=vocab_size)
         sample = Sample(prompt, completion, (-1.0,) * len(completion), "stop", VersionSpan(0, 0))
         samples.append(replace(sample, advantage=1.0 if number % 2 else -0.5))
-    return Group(Prompt(id=f"rehearsal {start}", token_ids=prompt, text=""), tuple(samples))
+    return Group(Prompt(id=f"warm-up {start}", token_ids=prompt, text=""), tuple(samples))
 
 
 def _tokens(length: int, *, start: int, vocab_size: int) -> tuple[int, ...]:
