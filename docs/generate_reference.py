@@ -63,10 +63,11 @@ MIGRATION_INTRODUCTION = """\
 
 `lachesis train config.yaml` takes a file in Axolotl's keys or in TRL's names as it stands: its dialect is seen from
 its keys, and every key is translated by the tables below. Errors name the line and the key of *your* file; an unknown
-key is an error with the nearest known one. `--set` takes a key of the file's own dialect (`--set trl.beta=0.01`) or
-one of ours (`--set algorithm.beta=0.01`), and `lachesis explain KEY` knows the names of all trainers. What a run was
-translated to is in `config.yaml` of its directory. Null is as good as not written, a key that is written twice has its
-last value, and what is not written has the default that it has there.
+key is an error with the nearest known one, and `--set KEY=null` trains without it. `--set` takes a key of the file's
+own dialect (`--set trl.beta=0.01`, `--set datasets[0].path=x`) or one of ours (`--set algorithm.beta=0.01`), and
+`lachesis explain KEY` knows the names of all trainers. What a run was translated to is in `config.yaml` of its
+directory. Null is as good as not written, a key that is written twice has its last value, and what is not written has
+the default that it has there.
 
 **Keys that mean nothing here** are listed in one note. What cannot be done and bears on something beside the trained
 weights, such as an upload, is a warning; what would change what is trained is an error that says what to do. The

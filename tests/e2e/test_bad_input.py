@@ -91,7 +91,7 @@ CONFIGURATION = [
         2,
         ("sampling.max_completion_length is 32", "context 32", "lower"),
     ),
-    Bad("a name that is a path", sets("run.name=../up"), 2, ("run.name '../up'", "directory name")),
+    Bad("a name that is a path", sets("run.name=../up"), 2, ("run.name", "'../up'", "directory name")),
     Bad("a setup that is missing", sets("run.setup=none.py:prepare"), 2, ("none.py",)),
 ]
 DATASET = [

@@ -73,7 +73,7 @@ def plan_command(
 ) -> None:
     """Say what a run will do, and the memory and disk it takes, without loading anything."""
     loaded = load_config(config, overrides=overrides or [], processes=devices if devices > 1 else None)
-    for finding in [*loaded.findings, *check(loaded.config)]:
+    for finding in [*loaded.findings, *check(loaded.config, located=loaded.located)]:
         console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")
     for line in plan_lines(plan(loaded.config, device=device, devices=devices)):
         console.print(line)

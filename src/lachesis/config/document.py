@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.json_values import is_object
+from lachesis.common.json_values import is_list, is_object
 
 Place = tuple[str | int, ...]
 
@@ -59,7 +59,8 @@ class Document:
     """The data of a file, where each value was written (``line 7``, ``--set a.b``), and what is wrong.
 
     ``problems`` has a line each for what can be said without knowing the schema; ``repeated`` for keys that are
-    written twice, of which the last counts.
+    written twice, of which the last counts. ``spelled`` says how the file's own dialect writes a canonical key that is
+    not in it, with the place where it would stand; ours where it is unset.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Document:
     origins: dict[Place, str] = field(default_factory=dict[Place, str])
     problems: list[str] = field(default_factory=list[str])
     repeated: list[str] = field(default_factory=list[str])
+    spelled: Callable[[str], str | None] = lambda path: None
 
     def at(self, place: Place) -> str:
         """`` (line 7)`` for the value at ``place``, or for the nearest thing around it that was written."""
@@ -119,21 +121,28 @@ def parse_document(text: str, *, name: str) -> Document:
     return document
 
 
-def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
+def apply_overrides(document: Document, overrides: Sequence[str], *, row_sections: Collection[str] = ()) -> None:
     """Write each ``a.b=c`` into the document; ``c`` is YAML and later ones win.
 
-    What cannot be read is added to ``document.problems``. Whether the keys exist is for the schema to say.
+    An item of a list is ``a[0]`` or ``a.0``; one after the last makes the list longer. Where a list has one mapping,
+    ``a.b`` is a key of that. What cannot be read is added to ``document.problems``. Whether the keys exist is for the
+    schema to say.
+
+    Args:
+        row_sections: keys that are lists of mappings, for a file that has none yet.
     """
     for override in overrides:
         path, equals, text = override.partition("=")
-        parts = tuple(path.strip().split("."))
-        if not equals or not all(parts):
+        if not equals or (written := _parts(path.strip())) is None:
             document.problems.append(f"--set {override}: expected section.key=value")
             continue
+        parts = _into_rows(document, written, row_sections)
         try:
             node = _compose(text, name=f"--set {override}")
         except ConfigError as error:
             document.problems.append(error.message)
+            continue
+        if not _reachable(document, parts, path.strip()):
             continue
         _forget(document, parts)
         document.origins[parts] = f"--set {path.strip()}"
@@ -281,18 +290,69 @@ def _forget(document: Document, place: Place) -> None:
         del document.origins[known]
 
 
-def _assign(document: Document, parts: tuple[str, ...], value: Any) -> None:
-    data = document.data
-    for depth, part in enumerate(parts[:-1], start=1):
-        if data.get(part) is None:
-            data[part] = {}
-            document.origins[parts[:depth]] = document.origins[parts]
-        section = data[part]
-        if not is_object(section):
-            document.problems.append(
-                f"--set {'.'.join(parts)}: {'.'.join(parts[:depth])}{document.at(parts[:depth])} is "
-                f"{describe(section)} and has no keys"
-            )
-            return
-        data = section
-    data[parts[-1]] = value
+def _parts(path: str) -> Place | None:
+    """``("a", 0, "b")`` for ``a[0].b`` and ``a.0.b``; None where a part is empty."""
+    parts = tuple(re.sub(r"\[(\d+)\]", r".\1", path).split("."))
+    return tuple(int(part) if part.isdecimal() else part for part in parts) if all(parts) else None
+
+
+def _into_rows(document: Document, parts: Place, row_sections: Collection[str]) -> Place:
+    """The place with the index of the only item where a list of mappings is named without one."""
+    place, inside = list(parts), document.data
+    for depth in range(1, len(parts)):
+        below = _child(inside, place[depth - 1])
+        if not isinstance(place[depth], int) and (
+            (is_list(below) and len(below) == 1 and is_object(below[0]))
+            or (not below and dotted(tuple(place[:depth])) in row_sections)
+        ):
+            return _into_rows(document, (*place[:depth], 0, *place[depth:]), row_sections)
+        inside = below
+    return tuple(place)
+
+
+def _child(data: Any, part: str | int) -> Any:
+    if isinstance(part, str):
+        return data.get(part) if is_object(data) else None
+    return data[part] if is_list(data) and part < len(data) else None
+
+
+def _reachable(document: Document, parts: Place, name: str) -> bool:
+    """Whether all that is around the place can hold it, or is not there yet; a problem says so where not."""
+    inside: Any = document.data
+    for depth, part in enumerate(parts):
+        around = parts[:depth]
+        if inside is None:
+            return True
+        if isinstance(part, int) and not is_list(inside):
+            found = f"is {describe(inside)} and no list"
+        elif isinstance(part, int) and part > len(inside):
+            found = f"ends before that; the next item is [{len(inside)}]"
+        elif isinstance(part, str) and is_list(inside):
+            found = f"is a list; write the item: {dotted((*around, 0))}" + f".{part}"
+        elif isinstance(part, str) and not is_object(inside):
+            found = f"is {describe(inside)} and has no keys"
+        else:
+            inside = _child(inside, part)
+            continue
+        document.problems.append(f"--set {name}: {dotted(around) or 'the file'}{document.at(around)} {found}")
+        return False
+    return True
+
+
+def _assign(document: Document, parts: Place, value: Any) -> None:
+    """Set what :func:`_reachable` has found to have a place, with all that is not there yet around it."""
+    inside: Any = document.data
+    for depth, part in enumerate(parts):
+        if depth + 1 < len(parts) and _child(inside, part) is None:
+            document.origins[parts[: depth + 1]] = document.origins[parts]
+            _put(inside, part, [] if isinstance(parts[depth + 1], int) else {})
+        if depth + 1 == len(parts):
+            _put(inside, part, value)
+        inside = _child(inside, part)
+
+
+def _put(inside: Any, part: str | int, value: Any) -> None:
+    if isinstance(part, int) and part == len(inside):
+        inside.append(value)
+    else:
+        inside[part] = value

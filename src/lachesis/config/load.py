@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,11 +19,12 @@ from lachesis.config.dialects import DialectName, recognize, translate
 from lachesis.config.dialects.atropos import ManagedEngine, translate_argv
 from lachesis.config.dialects.axolotl_names import AXOLOTL
 from lachesis.config.dialects.environment import environment_findings
+from lachesis.config.dialects.table import Dialect
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document, apply_overrides, read_document, to_yaml
 from lachesis.config.keys import all_sections, without_nulls
 from lachesis.config.paths import resolve_all
-from lachesis.config.problems import config_error, missing_problems, schema_problems
+from lachesis.config.problems import config_error, located, missing_problems, schema_problems
 from lachesis.config.schema import LachesisConfig
 
 logger = logging.getLogger("lachesis")
@@ -33,12 +35,14 @@ class LoadedConfig:
     """A configuration whose paths are absolute, and the directory of the file that it came from.
 
     ``findings`` are what is to be said about keys of another trainer's that mean something else here, or nothing.
+    ``located`` adds to a message about keys of ours where they are in the file that was read, in its own names.
     """
 
     config: LachesisConfig
     base_dir: Path
     dialect: str = "canonical"
     findings: tuple[Finding, ...] = ()
+    located: Callable[[str], str] = field(default=str, compare=False, repr=False)
 
 
 def load_config(path: str | Path, *, overrides: Sequence[str] = (), processes: int | None = None) -> LoadedConfig:
@@ -81,9 +85,10 @@ def load_document(
     if dialect == "canonical":
         lay_over(document.data, keys or {})
         apply_overrides(document, overrides)
-        return LoadedConfig(resolve_all(validate(document, complete=complete), base_dir=base_dir, cwd=cwd), base_dir)
+        config = resolve_all(validate(document, complete=complete), base_dir=base_dir, cwd=cwd)
+        return LoadedConfig(config, base_dir, located=partial(located, document=document))
     theirs = [override for override in overrides if _is_theirs(override, dialect)]
-    apply_overrides(document, theirs)
+    apply_overrides(document, theirs, row_sections=row_sections(dialect))
     if processes is None and "WORLD_SIZE" in os.environ:
         processes = world_size(os.environ)
     translation = translate(document, dialect=dialect, processes=processes)
@@ -91,7 +96,13 @@ def load_document(
     apply_overrides(translation.document, [override for override in overrides if override not in theirs])
     config = validate(translation.document, complete=complete)
     config = resolve_all(config, base_dir=base_dir, cwd=cwd, like_theirs=True)
-    return LoadedConfig(config, base_dir, dialect=dialect, findings=tuple(translation.findings))
+    return LoadedConfig(
+        config,
+        base_dir,
+        dialect=dialect,
+        findings=tuple(translation.findings),
+        located=partial(located, document=translation.document),
+    )
 
 
 def lay_over(data: dict[str, Any], keys: Mapping[str, Any]) -> None:
@@ -120,7 +131,8 @@ def load_argv(
     cwd = Path.cwd()
     config = resolve_all(validate(translation.document), base_dir=cwd, cwd=cwd, like_theirs=True)
     findings = (*translation.findings, *environment_findings(os.environ))
-    return LoadedConfig(config, cwd, dialect="atropos", findings=findings)
+    places = partial(located, document=translation.document)
+    return LoadedConfig(config, cwd, dialect="atropos", findings=findings, located=places)
 
 
 def log_findings(findings: Iterable[Finding]) -> None:
@@ -159,8 +171,16 @@ def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
 def _is_theirs(override: str, dialect: DialectName) -> bool:
     """Whether an override names a key of the file's dialect, or at least none of ours."""
     path = override.partition("=")[0].strip()
-    names = AXOLOTL if dialect == "axolotl" else TRL
-    return path in names.entries or path.partition(".")[0] not in LachesisConfig.model_fields
+    return path in _names(dialect).entries or path.partition(".")[0] not in LachesisConfig.model_fields
+
+
+def row_sections(dialect: DialectName) -> frozenset[str]:
+    """The keys of another trainer's file that are lists of mappings."""
+    return _names(dialect).row_sections
+
+
+def _names(dialect: DialectName) -> Dialect:
+    return AXOLOTL if dialect == "axolotl" else TRL
 
 
 def _with_default_kinds(data: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from lachesis.config.document import Document, Place, describe, dotted
 from lachesis.config.keys import Key, SectionInfo, all_keys, find_keys, find_section, paths_named, unknown_key_hint
 from lachesis.config.schema import LachesisConfig
 
+# A dotted key of ours, perhaps with an item of its list; not a part of a longer path or of a file's name.
+_PATH = re.compile(r"(?<![\w./-])([a-z_]+(?:\.[a-z_0-9]+)+)(\[\d+\])?(?![\w/-]|\.\w)")
 _YAML_1_1_BOOLEANS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
@@ -24,6 +27,27 @@ def config_error(name: str, problems: list[str]) -> ConfigError:
     else:
         message = "\n".join([f"{name}: {len(problems)} problems", *(f"  {problem}" for problem in problems)])
     return ConfigError(message, remedy="correct the configuration; `lachesis explain KEY` tells about a key")
+
+
+def located(message: str, document: Document) -> str:
+    """The message with the place of each key of ours that it names, in the lines and names of the user's file.
+
+    ``rewards.weights`` becomes ``rewards.weights (line 40: reward_weights)``; of a file of another trainer's that does
+    not write it, ``(TRL's reward_weights)``.
+    """
+    said: set[str] = set()
+
+    def place(match: re.Match[str]) -> str:
+        path = match[1]
+        if match[0] in said or not find_keys(path) or message.startswith(" (", match.end()):
+            return match[0]
+        said.add(match[0])
+        parts: Place = tuple(path.split("."))
+        item = (*parts, int(match[2][1:-1])) if match[2] else parts
+        found = document.origins.get(item) or document.origins.get(parts) or document.spelled(path)
+        return f"{match[0]} ({found})" if found else match[0]
+
+    return _PATH.sub(place, message)
 
 
 def missing_problems(document: Document) -> list[str]:
@@ -119,8 +143,10 @@ def _required(section: SectionInfo, root: type[BaseModel]) -> list[Key]:
 
 
 def _missing(key: Key, document: Document) -> tuple[str, str]:
-    place = tuple(key.path.split("."))
-    return key.path, f"{document.at(place)}: missing, but required: {key.description.split(' Required')[0]}"
+    meaning = key.description.split(" Required")[0]
+    if (theirs := document.spelled(key.path)) is not None:
+        return theirs, f": missing, but required (here {key.path}): {meaning}"
+    return key.path, f"{document.at(tuple(key.path.split('.')))}: missing, but required: {meaning}"
 
 
 def _hint(place: Place, document: Document, root: type[BaseModel]) -> str:

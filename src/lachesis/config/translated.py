@@ -14,7 +14,7 @@ from lachesis.config.dialects import recognize, translate
 from lachesis.config.dialects.other_systems import OPENRLHF, VERL, other_system
 from lachesis.config.dialects.table import Translation
 from lachesis.config.document import Document, apply_overrides, parse_document, read_document, to_yaml
-from lachesis.config.load import validate
+from lachesis.config.load import row_sections, validate
 
 # ``a.b=c`` as hydra takes it, or ``--flag=value``; a shell's own ``NAME=value`` is neither.
 _ASSIGNMENT = re.compile(r"(--[\w.-]+|\+*[A-Za-z_]\w*(\.\w+)+)=")
@@ -33,8 +33,8 @@ def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
     names = dict(_flat(document.data))
     if (system := other_system(names)) is not None:
         return _of_other_system(document, names, system)
-    apply_overrides(document, overrides)
     dialect = recognize(document.data)
+    apply_overrides(document, overrides, row_sections=() if dialect == "canonical" else row_sections(dialect))
     if dialect == "canonical":
         return to_yaml(document.data)
     translation = translate(document, dialect=dialect, processes=None)

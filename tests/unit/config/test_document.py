@@ -152,11 +152,33 @@ def test_an_override_fills_a_section_that_was_null():
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
+        ("one[0]=z", {"one": ["z"]}),
+        ("one.0=z", {"one": ["z"]}),
+        ("one[1]=z", {"one": ["x", "z"]}),
+        ("rows[0].b=2", {"rows": [{"a": 1, "b": 2}]}),
+        ("rows.b=2", {"rows": [{"a": 1, "b": 2}]}),
+        ("rows[1].a=2", {"rows": [{"a": 1}, {"a": 2}]}),
+        ("new[0].a=2", {"new": [{"a": 2}]}),
+        ("listed.a=2", {"listed": [{"a": 2}]}),
+        ("deep.rows.a.b=2", {"deep": {"rows": [{"a": {"b": 2}}]}}),
+    ],
+)
+def test_overrides_reach_into_lists(override, expected):
+    document = parse_document("one: [x]\nrows: [{a: 1}]\ndeep: {rows: [{}]}\n", name="c.yaml")
+    apply_overrides(document, [override], row_sections=("listed",))
+    assert not document.problems
+    assert {key: document.data[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
         ("a.b", "--set a.b: expected section.key=value"),
         ("=3", "--set =3: expected section.key=value"),
         ("a..b=3", "--set a..b=3: expected section.key=value"),
         ("a.b=[1", "not valid YAML"),
         ("a.b.c=1", "--set a.b.c: a.b (line 2) is the number 1 and has no keys"),
+        ("a[0]=1", "--set a[0]: a (line 1) is a mapping {'b': 1} and no list"),
     ],
 )
 def test_overrides_that_cannot_be_applied(override, expected):
@@ -165,6 +187,21 @@ def test_overrides_that_cannot_be_applied(override, expected):
     assert len(document.problems) == 1
     assert expected in document.problems[0]
     assert document.data == {"a": {"b": 1}}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rows[3].a=1", "--set rows[3].a: rows (line 1) ends before that; the next item is [2]"),
+        ("rows.a=1", "--set rows.a: rows (line 1) is a list; write the item: rows[0].a"),
+        ("rows[0][0]=1", "--set rows[0][0]: rows[0] (line 1) is a mapping {'a': 1} and no list"),
+    ],
+)
+def test_overrides_of_lists_that_cannot_be_applied(override, expected):
+    document = parse("rows: [{a: 1}, {a: 2}]\n")
+    apply_overrides(document, [override])
+    assert document.problems == [expected]
+    assert document.data == {"rows": [{"a": 1}, {"a": 2}]}
 
 
 def test_text_that_looks_like_something_else_survives_the_way_through_yaml():

@@ -135,7 +135,7 @@ def _put_datasets(translation: Translation) -> None:
     datasets = [_dataset(translation, f"datasets[{index}]", row) for index, row in enumerate(rows)]
     for index, dataset in enumerate(datasets[:1]):
         for key, value in dataset.items():
-            translation.put(f"data.{key}", value, f"datasets[{index}]")
+            translation.put(f"data.{key}", value, _row_key(f"datasets[{index}]", rows[index], key))
     if len(datasets) > 1:
         translation.put("data.more", datasets[1:], "datasets[1]")
     held_out = [row for row in translation.value("test_datasets", []) if is_object(row)]
@@ -149,13 +149,21 @@ def _put_datasets(translation: Translation) -> None:
         dataset = _dataset(translation, "test_datasets[0]", row)
         for key, path in (("path", "data.eval_path"), ("split", "data.eval_split")):
             if key in dataset:
-                translation.put(path, dataset[key], "test_datasets[0]")
+                translation.put(path, dataset[key], _row_key("test_datasets[0]", row, key))
     if translation.has("sequence_len"):
         translation.copy("sequence_len", "data.max_prompt_length")
         strategy = translation.value("excess_length_strategy", "drop")
         if strategy == "truncate":
             translation.problem("excess_length_strategy", "a prompt that is cut asks another question; write drop")
         translation.put("data.overlong_prompts", "error" if strategy == "raise" else "drop", "excess_length_strategy")
+
+
+def _row_key(name: str, row: dict[str, Any], key: str) -> str:
+    """Which of its keys says what a dataset's ``key`` here is."""
+    if key == "path" and row.get("data_files"):
+        return f"{name}.data_files"
+    written = key if key in _ROW_KEYS else "field_messages" if key == "prompt_column" else "type"
+    return f"{name}.{written}"
 
 
 def _dataset(translation: Translation, name: str, row: dict[str, Any]) -> dict[str, Any]:

@@ -135,6 +135,7 @@ class Translation:
     def __init__(self, theirs: Document, dialect: Dialect) -> None:
         self.dialect = dialect
         self.document = Document(name=theirs.name, data={}, problems=list(theirs.problems))
+        self.document.spelled = self._spelled
         # As their reader takes it.
         self.findings = [_finding("warning", f"{text}; the last one counts, as there") for text in theirs.repeated]
         self._nothing: list[Entry] = []
@@ -220,11 +221,21 @@ class Translation:
 
     def origin(self, name: str) -> str:
         """``line 7: trl.beta``, or that it is their default."""
-        written = self._theirs.at(_place(name)).strip(" ()") if self.has(name) else ""
+        in_row = "[" in name
+        written = self._theirs.at(_place(name)).strip(" ()") if in_row or self.has(name) else ""
         label = f"{self.dialect.prefix}{name}"
         if not written:
             return f"{self.dialect.name}'s {label}"
         return written if written.endswith(label) else f"{written}: {label}"
+
+    def _spelled(self, path: str) -> str | None:
+        """``trl.reward_funcs (line 8)``: their name of a key of ours, with the line of what would be around it."""
+        names = (entry.name for entry in self.dialect.by_path.get(path, ()) if entry.treatment in ("sets", "together"))
+        name = next(names, None)
+        return None if name is None else f"{self.dialect.name}'s {self.dialect.prefix}{name}{self._around(name)}"
+
+    def _around(self, name: str) -> str:
+        return "" if self.dialect.prefix else self._theirs.at(_place(name)[:-1])
 
     def problem(self, name: str, message: str) -> None:
         self._used.add(name)
@@ -240,7 +251,9 @@ class Translation:
 
     def unknown(self, name: str) -> None:
         closest = self.dialect.nearest(name)
-        hint = f"; did you mean {self.dialect.prefix}{closest}?" if closest else ""
+        hint = f"; did you mean {self.dialect.prefix}{closest}?" if closest else "."
+        if not self.dialect.prefix:
+            hint += f" If it is for a trainer of your own, --set {name}=null trains without what it does there"
         self.problem(name, f"no key of {self.dialect.name}'s that Lachesis knows{hint}")
 
     def _find(self, level: Literal["note", "warning"], name: str, message: str) -> None:

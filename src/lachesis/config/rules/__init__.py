@@ -6,6 +6,8 @@ that was asked for, a ``warning`` one that works otherwise than most would expec
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lachesis.common.types import Finding
 from lachesis.config.problems import config_error
 from lachesis.config.rules.base import Rule
@@ -20,8 +22,12 @@ __all__ = ["RULES", "check", "learning_rate"]
 RULES: tuple[Rule, ...] = (*INPUT_RULES, *TRAINING_RULES, *PIPELINE_RULES, *SERVING_RULES)
 
 
-def check(config: LachesisConfig) -> list[Finding]:
+def check(config: LachesisConfig, *, located: Callable[[str], str] = str) -> list[Finding]:
     """The warnings and notes of all rules.
+
+    Args:
+        config: the configuration.
+        located: adds to a problem where its keys are in the file (:attr:`lachesis.config.load.LoadedConfig.located`).
 
     Raises:
         ConfigError: the configuration cannot work; the message lists every problem.
@@ -31,7 +37,7 @@ def check(config: LachesisConfig) -> list[Finding]:
         for rule in RULES
         for level, message in rule(config)
     ]
-    problems = [finding.message for finding in findings if finding.level == "problem"]
+    problems = [located(finding.message) for finding in findings if finding.level == "problem"]
     if problems:
         raise config_error("the configuration cannot work", problems)
     return findings

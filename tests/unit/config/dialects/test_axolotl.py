@@ -322,7 +322,7 @@ def test_errors_name_the_line_and_the_key_of_the_file(text, trl, expected):
         ),
         ("[3]", "datasets[0] (line 3): expected keys, got the number 3"),
         ("[{path: json, data_files: [a, b]}]", "datasets[0].data_files (line 3): Lachesis reads one file a dataset"),
-        ("", "data.path: missing, but required"),
+        ("", "Axolotl's datasets.path (line 3): missing, but required (here data.path)"),
     ],
 )
 def test_errors_in_datasets(datasets, expected):
