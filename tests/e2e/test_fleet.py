@@ -19,9 +19,11 @@ import pytest
 from lachesis.bridges import build
 from lachesis.bridges.saved import load_checkpoint
 from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError
 from lachesis.engines.fleet import Fleet, State, Ticket
 from lachesis.engines.http import generation
 from lachesis.engines.http.control import ServerControl
+from lachesis.run import fleet
 from tests import warm
 from tests.e2e.runs import environment, run_here, tape, write_run
 from tests.ports import free_port
@@ -67,8 +69,8 @@ class Engine:
 
 
 @contextmanager
-def engines(directory: Path, *, sessions: Path) -> Iterator[list[Engine]]:
-    started = [Engine(directory, sessions=sessions) for _ in range(3)]
+def engines(directory: Path, *, sessions: Path, number: int = 3) -> Iterator[list[Engine]]:
+    started = [Engine(directory, sessions=sessions) for _ in range(number)]
     try:
         yield started
     finally:
@@ -161,12 +163,12 @@ def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
     write_run(directory, **SECTIONS)
     journal = Journal(monkeypatch)
     with engines(directory, sessions=sessions) as (killed, stopped, stale):
-        fleet = {
+        engine = {
             "engine": {"kind": "http", "urls": [killed.url, stopped.url, stale.url], "wait_s": LONG_S},
             "bridge": {"kind": "reload"},
             "deadlines": {"progress_s": 2.0},
         }
-        config = write_run(directory, **SECTIONS, **fleet)
+        config = write_run(directory, **SECTIONS, **engine)
         missing: set[str] = set()
 
         def load(server: ServerControl, path: Path, version: int, deadline: Deadline) -> None:
@@ -200,6 +202,39 @@ def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
     assert "died" in [what for what, _ in journal.of(stopped)]
     _check_admitted(journal.of(stale), out="unproved")
     _check_admitted(journal.of(stopped), out="died")
+
+
+def test_an_engine_joins_a_run_and_another_leaves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sections = SECTIONS | {"run": {"steps": 20}}
+    straight = run_here(write_run(tmp_path / "straight", **sections))
+    sessions = tmp_path / "sessions"
+    monkeypatch.setenv("LACHESIS_SESSION_DIR", str(sessions))
+    directory = tmp_path / "fleet"
+    write_run(directory, **sections)
+    journal = Journal(monkeypatch)
+    with engines(directory, sessions=sessions, number=2) as (first, second):
+        config = write_run(
+            directory,
+            **sections,
+            engine={"kind": "http", "urls": [first.url], "wait_s": LONG_S, "quorum": 1},
+            bridge={"kind": "reload"},
+        )
+        run_dir = directory / "runs/proof"
+        disturbance = Disturbance(
+            run_dir, {3: lambda: fleet.add(run_dir, second.url), 10: lambda: fleet.drain(run_dir, first.url)}
+        )
+        found = run_here(config)
+        disturbance.join()
+        with pytest.raises(ConfigError, match="is the only engine of"):
+            fleet.drain(run_dir, second.url)
+        left = ServerControl(first.url)
+        assert left.info(deadline=Deadline("the engine that left", LONG_S)).owner is None, "another run may have it"
+        left.close()
+    assert prompts(found.run_dir) == prompts(straight.run_dir)
+    joined = [what for what, _ in journal.of(second)]
+    assert joined.index("proved") < joined.index("picked")
+    picked = [url for what, url, _ in journal.entries if what == "picked"]
+    assert first.url in picked and first.url not in picked[-6:], "it got no more requests"
 
 
 def _place(entries: list[tuple[str, str]]) -> Callable[[str], int]:

@@ -83,8 +83,8 @@ class Bridge(ABC, Generic[PolicyT]):
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
         """Bring the trainer's current weights to the engine and give them ``version``, within ``deadline``."""
 
-    def _assemble(self, deadline: Deadline) -> None:
-        """Before a transfer: find out who is there to take it."""
+    def _assemble(self) -> None:
+        """Before a transfer: find out who is there to take it. Raises EngineError, DeadlineExceeded."""
 
     def rest(self) -> None:
         """Called before the trainer computes: an engine that is to leave it the GPU's memory meanwhile falls asleep.
@@ -160,6 +160,8 @@ class Bridge(ABC, Generic[PolicyT]):
 
     def _try_transfer(self, version: int, *, resuming: ExitStack) -> None:
         started = time.perf_counter()
+        self._assemble()
+        assembled = time.perf_counter()
         deadline = Deadline(
             name=f"the transfer of weight version {version} and its proof",
             limit_s=self._sync_s,
@@ -168,7 +170,6 @@ class Bridge(ABC, Generic[PolicyT]):
         with deadline.waiting():
             self.wake()
             awake = time.perf_counter()
-            self._assemble(deadline)
             self._transfer(version, deadline=deadline)
             # The canary goes through the engine's scheduler, which has to run for it.
             resuming.close()
@@ -181,7 +182,7 @@ class Bridge(ABC, Generic[PolicyT]):
             proof_seconds=time.perf_counter() - transferred,
             canary_error=error,
             sleep_seconds=self._slept,
-            wake_seconds=None if self._slept is None else awake - started,
+            wake_seconds=None if self._slept is None else awake - assembled,
         )
 
     def recover(self, error: EngineError) -> None:

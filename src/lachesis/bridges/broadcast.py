@@ -114,7 +114,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._init_method = init_method
         self._specs: tuple[ReceivedTensor, ...] = ()
         self._channel: Channel | None = None
-        self._connected: tuple[ServerControl, ...] = ()
+        self._connected: tuple[tuple[str, str], ...] = ()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="lachesis-broadcast")
 
     def _transfer(self, version: int, *, deadline: Deadline) -> None:
@@ -125,7 +125,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
     def _sent(self, version: int, *, deadline: Deadline) -> bool:
         """Whether the servers took the weights; else some of them have died, and others have not."""
-        servers = self.engine.living
+        servers = self.engine.sessions
         if self._channel is not None and servers != self._connected:
             self._disconnect()
         try:
@@ -139,10 +139,10 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             if len(servers) == 1 or not isinstance(error, EngineError):
                 raise
             self.engine.look()
-            if self.engine.living == servers:
+            if self.engine.sessions == servers:
                 raise
             return False
-        if self.engine.living != servers:  # one died when it had sent its last word
+        if self.engine.sessions != servers:  # one died when it had sent its last word
             self._disconnect()
         return True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from lachesis.config.schema import (
     BroadcastBridgeConfig,
     ChannelBridgeSection,
     EmbeddedServerConfig,
+    HttpEngineConfig,
     InProcessBridgeConfig,
     LachesisConfig,
     LoraBroadcastBridgeConfig,
@@ -58,6 +59,7 @@ class BridgeParts(Generic[ModelPolicyT]):
         weights: the engine's tensors where the policy is built on them, as :func:`engine_weights`.
         owned: the servers' processes, where the run starts them.
         command: serves a checkpoint.
+        members: which servers there are to be now, where that may change.
         whole_of: makes a policy's parameters whole before they travel.
         companions: writes what a checkpoint of a policy has besides weights.
     """
@@ -68,6 +70,7 @@ class BridgeParts(Generic[ModelPolicyT]):
     weights: EngineWeights | None
     owned: OwnedEngine | None
     command: Command
+    members: Callable[[], Sequence[str]] | None
     whole_of: Callable[[ModelPolicyT], Whole]
     companions: Callable[[ModelPolicyT, Path], None]
 
@@ -100,12 +103,16 @@ def _servers(
     slices_of = None if weights is None else lambda: weights.slices
     proof = partial(remote_proof, config, slices_of=slices_of, whole_of=parts.whole_of)
     start_s = config.deadlines.engine_start_s if config.bridge.capabilities.owns_engine else 0.0
+    engine = config.engine
     return Servers(
         engine=parts.engine,
+        members=parts.members,
+        quorum=engine.quorum if isinstance(engine, HttpEngineConfig | VllmEngineConfig) else None,
+        quorum_s=config.deadlines.quorum_s,
         proof_builder=proof if config.bridge.proof else None,
         owned=parts.owned,
         trains_in_engine=weights is not None,
-        sleeps=isinstance(config.engine, VllmEngineConfig) and config.engine.enable_sleep_mode,
+        sleeps=isinstance(engine, VllmEngineConfig) and engine.enable_sleep_mode,
         sync_s=config.deadlines.sync_s + start_s,
         every_steps=every_steps,
         pause_mode=pause,

@@ -17,7 +17,7 @@ import torch
 from lachesis.bridges.base import Bridge, PolicyT
 from lachesis.bridges.proof import Proof
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import DeadlineExceeded, EngineError
+from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
 from lachesis.common.process import ManagedProcess
 from lachesis.config.schema import BridgeCapabilities
 from lachesis.engines.base import PauseMode
@@ -32,6 +32,8 @@ Command = Callable[[int, Path], Sequence[str]]
 _LOOK_S = 0.05
 # What a server that was dead gets to say that it is there.
 _GREETING_S = 2.0
+# Fewer than the quorum are looked at so often.
+_QUORUM_LOOK_S = 1.0
 
 
 class OwnedEngine:
@@ -174,6 +176,10 @@ class Servers(Generic[PolicyT]):
         owned: their processes, where the run starts them: one that dies is started again.
         trains_in_engine: the policy is built on the engine's memory, and lost with it.
         sleeps: they give their GPU memory back while the trainer computes.
+        members: which servers it is to have now, by address, where that may change; may raise LachesisError, and then
+            nothing changes.
+        quorum: so many have to live before a transfer; they are waited for, ``quorum_s`` seconds at most. Without it
+            one has to, and is not waited for.
         sync_s, every_steps, pause_mode: as in :class:`Bridge`.
     """
 
@@ -182,6 +188,9 @@ class Servers(Generic[PolicyT]):
     owned: OwnedEngine | None = None
     trains_in_engine: bool = False
     sleeps: bool = False
+    members: Callable[[], Sequence[str]] | None = None
+    quorum: int | None = None
+    quorum_s: float | None = None
     sync_s: float | None = None
     every_steps: int = 1
     pause_mode: PauseMode = "keep"
@@ -209,14 +218,50 @@ class ExternalBridge(Bridge[PolicyT]):
         self.renew()
         return self._policy
 
-    def _assemble(self, deadline: Deadline) -> None:
-        """Find out which servers have gone, have those replaced, and let those that came back take part."""
-        engine = self.engine
-        if len(engine.controls) == 1 or self.capabilities.owns_engine:
+    def _assemble(self) -> None:
+        """Find out which servers have come and gone, and wait until there are as many as are needed.
+
+        Raises:
+            EngineUnreachable: none lives.
+            DeadlineExceeded: fewer than the quorum do, for too long.
+        """
+        if self.capabilities.owns_engine or self.capabilities.shares_storage:
             return
-        engine.look()
-        back = self._owned.replace_dead() if self._owned is not None else engine.fleet.having(State.DEAD)
-        for url in back:
+        servers, fleet = self._servers, self.engine.fleet
+        patience = Deadline("the wait for a quorum of engines", servers.quorum_s, "deadlines.quorum_s")
+        with patience.waiting():
+            while True:
+                self._update_members()
+                if len(self.engine.urls) > 1 or servers.quorum is not None:
+                    self._meet()
+                living = len(self.engine.living)
+                if servers.quorum is None or living >= servers.quorum:
+                    return
+                gone = "; ".join(f"{url}: {fleet.reason(url) or fleet.state(url)}" for url in self._absent())
+                patience.check(f"{living} of {servers.quorum} live; {gone or 'no others are in engine.urls'}")
+                time.sleep(_QUORUM_LOOK_S)
+
+    def _absent(self) -> tuple[str, ...]:
+        return self.engine.fleet.having(State.DEAD, State.STARTING)
+
+    def _update_members(self) -> None:
+        if self._servers.members is None:
+            return
+        try:
+            urls = self._servers.members()
+        except LachesisError as error:
+            logger.warning("the engines stay as they are: %s", error)
+            return
+        if not urls:
+            logger.warning("the engines stay as they are: engine.urls names none now")
+            return
+        self.engine.set_members(urls, deadline=Deadline("giving engines back", _GREETING_S))
+
+    def _meet(self) -> None:
+        """Have dead servers replaced, and let those take part that came or came back."""
+        engine = self.engine
+        engine.look(needed=self._servers.quorum is None)
+        for url in self._owned.replace_dead() if self._owned is not None else self._absent():
             try:
                 engine.greet(url, deadline=Deadline(f"an answer of {url}", _GREETING_S))
             except (EngineError, DeadlineExceeded) as error:
@@ -239,10 +284,19 @@ class ExternalBridge(Bridge[PolicyT]):
     def recover(self, error: EngineError) -> None:
         """Start an engine of the run's own that died again, once for each version, and bring it the weights.
 
+        Engines that others start are waited for where a quorum is asked for.
+
         Raises:
             EngineError: ``error``, where the engine lives or is not the run's; or that the weights were in its
                 memory, or that it died twice with these weights.
+            DeadlineExceeded: as :meth:`_assemble`.
         """
+        if self._owned is None and self._servers.quorum is not None and self._recovered != self.version:
+            self._recovered = self.version
+            logger.warning("the engine is gone and waited for: %s", error.message)
+            self.renew()
+            self.sync(self.version)
+            return
         if self._owned is None or not self._owned.died():
             raise error
         if self._servers.trains_in_engine:

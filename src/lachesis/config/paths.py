@@ -13,6 +13,7 @@ or when the file is there:
   (``.jsonl``, ``.json``, ``.parquet``, ``.csv``); everything else is a dataset of the hub.
 - ``model.chat_template``: whatever holds no ``{``.
 - ``source.command``: the parts of it that are files.
+- ``engine.urls``: what follows ``file:``.
 - functions: ``FILE.py:FUNCTION``; and ``module.function`` where ``module.py`` stands beside the configuration or
   in the current directory (looked for in this order), before anything that is installed. A reward with a
   ``/`` and without a ``:`` is a model.
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lachesis.common.json_values import is_list
-from lachesis.config.schema import LachesisConfig, Section
+from lachesis.config.schema import SERVERS_FILE, LachesisConfig, Section
 
 S = TypeVar("S", bound=Section)
 
@@ -78,6 +79,7 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
             command=places.program,
             workdir=places.path,
         ),
+        "engine": _resolved(config.engine, urls=places.address),
         "bridge": _resolved(config.bridge, config_path=places.path),
     }
     return config.model_copy(update=sections)
@@ -144,6 +146,11 @@ class _Places:
     def data(self, value: str) -> str:
         path = self.path(value)
         return path if _looks_like_path(value) or value.endswith(DATA_SUFFIXES) or Path(path).exists() else value
+
+    def address(self, value: str) -> str:
+        """Of servers: an address, or a file of them."""
+        file = value.removeprefix(SERVERS_FILE)
+        return value if file == value else f"{SERVERS_FILE}{self.path(file)}"
 
     def template(self, value: str) -> str:
         return value if "{" in value else self.path(value)

@@ -23,6 +23,7 @@ from lachesis.config.schema import (
     LoraAdapterConfig,
     VllmEngineConfig,
 )
+from lachesis.engines.addresses import addresses
 from lachesis.engines.base import Engine, TrainedModel
 from lachesis.engines.embedded.loading import load_errors
 from lachesis.engines.options import ServeOptions, command_line
@@ -56,10 +57,14 @@ IN_PROCESS: Mapping[type[EngineSection], Callable[[Any, TrainedModel], Engine]] 
 
 
 def server_urls(config: LachesisConfig) -> list[str]:
-    """The addresses of the engine's servers; those of further copies of the model follow on the first one's port."""
+    """The addresses of the engine's servers; those of further copies of the model follow on the first one's port.
+
+    Raises:
+        ConfigError, EngineUnreachable: as :func:`~lachesis.engines.addresses.addresses`.
+    """
     engine = config.engine
     if isinstance(engine, HttpEngineConfig):
-        return list(engine.urls)
+        return addresses(engine.urls)
     assert isinstance(engine, VllmEngineConfig | EmbeddedServerConfig)
     copies = engine.data_parallel_size if isinstance(engine, VllmEngineConfig) else 1
     return [f"http://{engine.host}:{engine.port + number}" for number in range(copies)]

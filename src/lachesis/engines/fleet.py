@@ -86,8 +86,8 @@ class Fleet:
         urls: of the engines, in the order in which they are met.
         clock: seconds, of any beginning.
         max_in_flight: most requests that one engine has at a time.
-        hang_s: an engine that is at work and generates nothing for so long is a suspect, and dead after as long again;
-            ``None``: never.
+        hang_s: of several engines one that is at work and generates nothing for so long is a suspect, and dead after
+            as long again; ``None``: never.
     """
 
     def __init__(
@@ -166,6 +166,12 @@ class Fleet:
     def retire(self, url: str, reason: str = "") -> None:
         """It gets no more requests; it may end once :meth:`is_idle`."""
         self._move(url, State.RETIRED, reason, out_of=frozenset(State) - {State.RETIRED})
+
+    def forget(self, url: str) -> None:
+        """One that was retired and has no request is no member any more."""
+        with self._lock:
+            if self.state(url) is State.RETIRED and self.is_idle(url):
+                self._members.pop(url, None)
 
     def is_idle(self, url: str) -> bool:
         """Whether it has no request."""
@@ -260,22 +266,24 @@ class Fleet:
 
     @property
     def hang_s(self) -> float | None:
-        """See the class."""
-        return self._hang_s
+        """See the class; ``None`` for an engine that is alone, which is waited for: no other takes its requests."""
+        with self._lock:
+            several = sum(member.state is not State.RETIRED for member in self._members.values()) > 1
+            return self._hang_s if several else None
 
     def check_progress(self) -> tuple[str, ...]:
         """Find those that hang; the engines that have died of it now."""
-        if self._hang_s is None:
-            return ()
         dead: list[str] = []
         with self._lock:
+            if (hang_s := self.hang_s) is None:
+                return ()
             for member in self._members.values():
                 still = self._clock() - member.moved
-                if not member.in_flight or still < self._hang_s:
+                if not member.in_flight or still < hang_s:
                     continue
                 reason = f"it has {member.in_flight} requests and generated nothing for {still:.0f} s"
                 alive = member.state in (State.SERVING, State.STALE, State.SUSPECT)
-                if alive and still >= 2 * self._hang_s:
+                if alive and still >= 2 * hang_s:
                     self.died(member.url, reason)
                     dead.append(member.url)
                 elif member.state in (State.SERVING, State.STALE):
@@ -332,7 +340,8 @@ class Fleet:
 
     def _moves(self, member: _Member) -> bool:
         """Whether it cannot be said to hang."""
-        return self._hang_s is None or not member.in_flight or self._clock() - member.moved < self._hang_s
+        hang_s = self.hang_s
+        return hang_s is None or not member.in_flight or self._clock() - member.moved < hang_s
 
     def _is_admitted(self, member: _Member) -> bool:
         if self._required is None:

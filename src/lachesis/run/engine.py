@@ -23,11 +23,13 @@ from lachesis.bridges.shared import EngineWeights
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
 from lachesis.config.schema import HttpEngineConfig, LachesisConfig
+from lachesis.engines.addresses import addresses
 from lachesis.engines.base import Engine, TrainedModel
 from lachesis.engines.build import IN_PROCESS, server_command, server_processes, server_urls
 from lachesis.engines.fleet import EngineRow
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
+from lachesis.run.fleet import fleet_members
 from lachesis.train.model.loading import LoadedModel, context_length, empty_transformer, eos_token_ids, load_model
 from lachesis.train.policy import Policy
 
@@ -140,10 +142,9 @@ def build_servers(
         ModelError: a server that runs already serves another model.
     """
     processes = server_processes(config, directory=place.directory, log_path=place.engine_log)
-    urls = server_urls(config)
-    # One that is alone is waited for: there is no other to take its requests.
-    hang_s = config.deadlines.progress_s if len(urls) > 1 else None
-    engine = HttpEngine(urls, control_s=config.deadlines.sync_s, hang_s=hang_s)
+    members = fleet_members(config, directory=place.directory)
+    urls = server_urls(config) if members is None else members()
+    engine = HttpEngine(urls, control_s=config.deadlines.sync_s, hang_s=config.deadlines.progress_s)
     start_s = config.deadlines.engine_start_s
     owned = OwnedEngine(engine=engine, processes=processes, owner=place.owner, start_s=start_s) if processes else None
     try:
@@ -157,7 +158,8 @@ def build_servers(
             meanwhile()
         for process in processes:
             process.wait_ready(deadline=deadline)
-        engine.connect_when_up(wait_s=wait_s, deadline=deadline)
+        quorum = config.engine.quorum if config.engine.kind == "http" else None
+        engine.connect_when_up(wait_s=wait_s, quorum=quorum, deadline=deadline)
         takeover = config.engine.kind == "http" and config.engine.takeover
         engine.claim(place.owner, takeover=takeover, deadline=deadline)
         if not processes:
@@ -169,6 +171,7 @@ def build_servers(
             weights=engine_weights(config, engine=engine, owner=place.owner, directory=place.directory),
             owned=owned,
             command=partial(server_command, config, directory=place.directory),
+            members=members,
             whole_of=whole_of,
             companions=lambda policy, path: save_companions(policy.transformer, policy.loaded.tokenizer, path),
         )
@@ -222,7 +225,7 @@ def unclaimed_on_error(config: LachesisConfig, *, owner: str, claimed_before: bo
     except BaseException:
         engine = config.engine
         if isinstance(engine, HttpEngineConfig) and not engine.takeover and not claimed_before:
-            for url in engine.urls:
+            for url in addresses(engine.urls):
                 # What went wrong before says more.
                 with suppress(LachesisError), closing(ServerControl(url)) as control:
                     control.release(owner, deadline=Deadline("giving the engine back", _RELEASE_S))

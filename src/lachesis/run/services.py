@@ -23,7 +23,6 @@ import httpx
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError
-from lachesis.common.http import server_url
 from lachesis.common.process import ManagedProcess, check_port_free
 from lachesis.config.dialects.atropos import ManagedEngine
 from lachesis.config.load import LoadedConfig, load_argv, load_config
@@ -213,7 +212,7 @@ def require_server(config: LachesisConfig) -> None:
     """Raise EngineError unless the inference servers answer that are to run already."""
     if not isinstance(config.engine, HttpEngineConfig):
         return
-    for url in map(server_url, config.engine.urls):
+    for url in server_urls(config):
         try:
             httpx.get(f"{url}/health", timeout=_HEALTH_S, trust_env=False).raise_for_status()
         except httpx.HTTPError as error:

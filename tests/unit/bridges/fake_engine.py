@@ -118,6 +118,11 @@ class FakeServer(ServerControl):
         self._begin("claim")
         self.owner = owner
 
+    def release(self, owner: str, *, deadline: Deadline) -> None:
+        self._begin("release")
+        if self.owner == owner:
+            self.owner = None
+
     def canary(self, token_ids: Sequence[int], *, deadline: Deadline) -> CanaryReading:
         self._begin("canary")
         return CanaryReading(read(self.tensors), version=self.version, session_id=self.session_id)
@@ -234,10 +239,13 @@ class FakeServer(ServerControl):
 class FakeHttpEngine(HttpEngine):
     """The real client over fake servers."""
 
-    def __init__(self, *servers: FakeServer) -> None:
+    def __init__(self, *servers: FakeServer, later: Sequence[FakeServer] = ()) -> None:
+        self._known = {server.url: server for server in (*servers, *later)}
         super().__init__([server.url for server in servers])
-        self.controls = servers
         self.servers = servers
+
+    def _client(self, url: str) -> ServerControl:
+        return self._known[url]
 
 
 class FakeProcess:

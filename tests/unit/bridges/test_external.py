@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from lachesis.bridges import external
 from lachesis.bridges.external import OwnedEngine
 from lachesis.bridges.extract import lora_tensors
 from lachesis.bridges.saved import AdapterFiles, SavedBridge, adapter_config, load_adapter
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import EngineError, StaleWeights
+from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, StaleWeights
 from lachesis.config.schema import LoraSwapBridgeConfig
 from lachesis.engines.fleet import State
 from tests.unit.bridges.fake_engine import (
@@ -193,17 +194,7 @@ def test_only_the_dead_one_of_several_is_started_again_and_it_serves_once_it_is_
     owned = OwnedEngine(engine=engine, processes=processes, owner="run 7")  # type: ignore[arg-type]
     for process in processes:
         process.launch()
-    bridge: SavedBridge[FakePolicy] = SavedBridge(
-        servers_of(engine, {"owned": owned}),
-        capabilities=LoraSwapBridgeConfig.capabilities,
-        directory=tmp_path / "adapters",
-        keep_last=1,
-        save=AdapterFiles(
-            tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
-        ),
-        load=load_adapter,
-        done="%d in %.3f s",
-    )
+    bridge = adapters_to(engine, tmp_path, owned=owned)
     policy = bridge.prepare(lambda: FakePolicy(lora=True))
     engine.claim("run 7", deadline=within())
     bridge.sync(0)
@@ -223,6 +214,112 @@ def test_only_the_dead_one_of_several_is_started_again_and_it_serves_once_it_is_
         policy.step()
     assert [server.version for server in servers] == [2, 2, 2]
     assert (engine.fleet.admitted, servers[1].owner) == (engine.urls, "run 7")
+    bridge.close()
+
+
+def adapters_to(engine: FakeHttpEngine, tmp_path: Path, **options: Any) -> SavedBridge[FakePolicy]:
+    return SavedBridge(
+        servers_of(engine, options),
+        capabilities=LoraSwapBridgeConfig.capabilities,
+        directory=tmp_path / "adapters",
+        keep_last=1,
+        save=AdapterFiles(
+            tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
+        ),
+        load=load_adapter,
+        done="%d in %.3f s",
+    )
+
+
+def test_servers_join_and_leave_and_those_that_joined_serve_once_they_are_proved(tmp_path):
+    one, two, three = servers = [FakeServer(number=i) for i in range(3)]
+    urls = [server.url for server in servers]
+    engine = FakeHttpEngine(one, two, later=[three])
+    members = urls[:2]
+    bridge = adapters_to(engine, tmp_path, members=lambda: members)
+    policy = bridge.prepare(lambda: FakePolicy(lora=True))
+    engine.claim("run 7", deadline=within())
+    bridge.sync(0)
+
+    busy = engine.fleet.pick(completions=1, max_tokens=8, group="a prompt")
+    assert busy is not None and busy.url == urls[0]
+    members = urls[1:]
+    with bridge.update_to(1):
+        policy.step()
+    assert engine.urls == engine.fleet.admitted == tuple(urls[1:])
+    assert [server.version for server in servers] == [0, 1, 1]
+    assert [server.owner for server in servers] == ["run 7"] * 3, "it still has a request"
+
+    engine.fleet.ended(busy, lengths=[3])
+    members = []  # as where a name is being moved: the engines stay as they are
+    with bridge.update_to(2):
+        policy.step()
+    assert engine.fleet.admitted == tuple(urls[1:]) and one.owner == "run 7"
+    members = urls[1:]
+    with bridge.update_to(3):
+        policy.step()
+    assert one.owner is None, "another run may have it"
+    members = urls
+    with bridge.update_to(4):
+        policy.step()
+    assert [server.version for server in servers] == [4, 4, 4]
+    assert set(engine.fleet.admitted) == set(urls)
+    bridge.close()
+
+
+def test_members_that_cannot_be_learned_change_nothing(tmp_path, caplog: pytest.LogCaptureFixture):
+    def unknown() -> list[str]:
+        raise EngineError("the name has no address")
+
+    engine = FakeHttpEngine(FakeServer(), FakeServer(number=1))
+    bridge = adapters_to(engine, tmp_path, members=unknown)
+    bridge.prepare(lambda: FakePolicy(lora=True))
+    bridge.sync(0)
+    assert engine.fleet.admitted == engine.urls and "the engines stay as they are" in caplog.text
+    bridge.close()
+
+
+def test_fewer_than_the_quorum_are_waited_for_by_name(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(external, "_QUORUM_LOOK_S", 0.01)
+    servers = [FakeServer(), FakeServer(number=1)]
+    engine = FakeHttpEngine(*servers)
+    bridge = adapters_to(engine, tmp_path, quorum=2, quorum_s=0.05)
+    policy = bridge.prepare(lambda: FakePolicy(lora=True))
+    bridge.sync(0)
+    servers[1].die()
+    with pytest.raises(DeadlineExceeded) as raised, bridge.update_to(1):
+        policy.step()
+    assert "the wait for a quorum of engines took longer than 0.05 s" in str(raised.value)
+    assert "1 of 2 live; http://127.0.0.1:50001: " in str(raised.value)
+    assert "deadlines.quorum_s" in raised.value.remedy
+    assert servers[0].version == 0
+
+    came_back = threading.Timer(0.05, servers[1].restarted)
+    bridge = adapters_to(engine, tmp_path, quorum=2, quorum_s=LONG_S)
+    bridge.prepare(lambda: policy)
+    came_back.start()
+    bridge.sync(1)
+    assert [server.version for server in servers] == [1, 1]
+    bridge.close()
+
+
+def test_the_only_server_is_waited_for_where_a_quorum_is_asked_for(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(external, "_QUORUM_LOOK_S", 0.01)
+    server = FakeServer()
+    engine = FakeHttpEngine(server)
+    bridge = adapters_to(engine, tmp_path, quorum=1, quorum_s=LONG_S)
+    bridge.prepare(lambda: FakePolicy(lora=True))
+    bridge.sync(0)
+    server.die()
+    threading.Timer(0.05, server.restarted).start()
+
+    def call() -> str:
+        if server.gone or engine.fleet.session(server.url) != server.session_id:
+            raise EngineUnreachable("the engine does not answer")
+        return "answer"
+
+    assert bridge.retry(call) == "answer"
+    assert engine.fleet.admitted == engine.urls
     bridge.close()
 
 

@@ -154,7 +154,7 @@ class TestHanging:
         assert fleet.reason(A) == "it has 1 requests and generated nothing for 20 s"
 
     def test_progress_clears_it(self, clock: Clock):
-        fleet = fleet_of(A, clock=clock, hang_s=10.0)
+        fleet = fleet_of(A, B, clock=clock, hang_s=10.0)
         pick(fleet)
         fleet.progressed(A, 7)
         clock.now += 10.0
@@ -178,12 +178,36 @@ class TestHanging:
         assert (fleet.state(A), fleet.state(B)) == (State.SUSPECT, State.SERVING)
 
     def test_who_has_nothing_to_do_does_not_hang(self, clock: Clock):
-        fleet = fleet_of(A, clock=clock, hang_s=10.0)
+        fleet = fleet_of(A, B, clock=clock, hang_s=10.0)
         clock.now += 1000.0
         fleet.check_progress()
         pick(fleet)
         fleet.check_progress()
         assert fleet.state(A) is State.SERVING
+
+    def test_one_that_is_alone_is_waited_for(self, clock: Clock):
+        fleet = fleet_of(A, clock=clock, hang_s=10.0)
+        pick(fleet)
+        clock.now += 1000.0
+        assert fleet.check_progress() == () and fleet.state(A) is State.SERVING
+
+
+class TestMembers:
+    def test_one_that_left_is_forgotten_once_it_has_nothing_to_do(self, clock: Clock):
+        fleet = fleet_of(A, B, clock=clock)
+        tickets = [pick(fleet), pick(fleet)]
+        fleet.retire(A)
+        fleet.forget(A)
+        assert fleet.having(State.RETIRED) == (A,) and fleet.admitted == (B,)
+        for ticket in tickets:
+            fleet.ended(ticket)
+        fleet.forget(A)
+        assert fleet.having(*State) == (B,)
+
+    def test_one_that_works_is_not_forgotten(self, clock: Clock):
+        fleet = fleet_of(A, clock=clock)
+        fleet.forget(A)
+        assert fleet.having(*State) == (A,)
 
 
 class History:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lachesis.config.rules.base import Rule, Said, note, problem, warning
-from lachesis.config.schema import LachesisConfig, VllmEngineConfig
+from lachesis.config.schema import (
+    SERVERS_DNS,
+    SERVERS_FILE,
+    HttpEngineConfig,
+    LachesisConfig,
+    VllmEngineConfig,
+)
 
 _OTHER_BRIDGES = "shared_vllm, broadcast or none, or lora_only with LoRA"
 
@@ -50,6 +56,8 @@ def _shared(config: LachesisConfig) -> Iterator[Said]:
             f"{key} gives the trainer the engine's own tensors, and with engine.tensor_parallel_size "
             f"{engine.tensor_parallel_size} each GPU holds slices that no layer of the trainer's can use; set it to 1"
         )
+    if engine.kind == "http" and any(entry.startswith((SERVERS_DNS, SERVERS_FILE)) for entry in engine.urls):
+        yield problem(f"{key} has one copy of the weights, and engine.urls may come to name several; name the server")
     if engine.kind == "vllm" and engine.data_parallel_size > 1:
         yield problem(
             f"{key} has one copy of the weights, and engine.data_parallel_size {engine.data_parallel_size} makes "
@@ -91,6 +99,7 @@ def _engine(config: LachesisConfig) -> Iterator[Said]:
         yield note("engine.enforce_eager: generation is several times slower; CUDA graphs see new weights too")
     if engine.kind == "vllm" and engine.data_parallel_size > 1:
         yield from _copies(engine)
+    yield from _quorum(config)
     every = getattr(config.bridge, "every_steps", 1)
     if config.run.steps is not None and every > config.run.steps:
         yield warning(
@@ -98,6 +107,26 @@ def _engine(config: LachesisConfig) -> Iterator[Said]:
             "during the run"
         )
     yield from _context(config)
+
+
+def _quorum(config: LachesisConfig) -> Iterator[Said]:
+    """Whether so many servers can be there."""
+    engine = config.engine
+    if not isinstance(engine, HttpEngineConfig | VllmEngineConfig) or engine.quorum is None:
+        return
+    if config.bridge.capabilities.shares_storage or config.bridge.capabilities.owns_engine:
+        yield problem(
+            f"engine.quorum counts engines that others go on without, and bridge.kind {config.bridge.kind} has none; "
+            "remove it"
+        )
+    if isinstance(engine, VllmEngineConfig):
+        key, most = "engine.data_parallel_size", engine.data_parallel_size
+    else:
+        key, most = "engine.urls", len(engine.urls)
+        if any(entry.startswith((SERVERS_DNS, SERVERS_FILE)) for entry in engine.urls):
+            return
+    if engine.quorum > most:
+        yield problem(f"engine.quorum {engine.quorum} is more than the servers of {key}, {most}; lower it")
 
 
 def _sleep(config: LachesisConfig) -> Iterator[Said]:

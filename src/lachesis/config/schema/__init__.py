@@ -14,6 +14,8 @@ from pydantic import Field
 
 from lachesis.config.schema.base import Section
 from lachesis.config.schema.engines import (
+    SERVERS_DNS,
+    SERVERS_FILE,
     BridgeCapabilities,
     BridgeConfig,
     BroadcastBridgeConfig,

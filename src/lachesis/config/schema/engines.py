@@ -10,6 +10,8 @@ from pydantic import Field
 from lachesis.config.schema.base import NonNegativeFloat, PositiveInt, Section
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+# Entries of engine.urls that stand for several servers, and may stand for others later.
+SERVERS_DNS, SERVERS_FILE = "dns+", "file:"
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]+$")]
 
 
@@ -21,6 +23,13 @@ class EngineSection(Section):
     """
 
     place: ClassVar[Literal["trainer", "run", "elsewhere"]]
+
+
+_QUORUM = Field(
+    default=None,
+    description="So many servers have to be there at the start and before each transfer of weights; they are waited "
+    "for. If unset all of them at the start, and one later.",
+)
 
 
 class EmbeddedEngineConfig(EngineSection):
@@ -65,6 +74,7 @@ class VllmEngineConfig(EngineSection):
     data_parallel_size: PositiveInt = Field(
         default=1, description="Copies of the model that share the requests: servers on the ports from `port` on."
     )
+    quorum: PositiveInt | None = _QUORUM
     enforce_eager: bool = Field(
         default=False, description="Run without CUDA graphs: much slower, and needed by none of the bridges."
     )
@@ -86,8 +96,11 @@ class HttpEngineConfig(EngineSection):
     urls: list[str] = Field(
         default=["http://127.0.0.1:9001"],
         min_length=1,
-        description="Their addresses, with or without `/v1`; requests go to the least busy one.",
+        description="Their addresses, with or without `/v1`; requests go to the least busy one. `dns+http://NAME:PORT` "
+        "is a server at each address of that name, `file:PATH` a file with an address on each line; both are looked "
+        "up again before each transfer of weights.",
     )
+    quorum: PositiveInt | None = _QUORUM
     wait_s: NonNegativeFloat = Field(
         default=0.0, description="Longest wait for servers that are not up yet, in seconds; 0 waits for none."
     )

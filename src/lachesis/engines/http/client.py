@@ -11,7 +11,14 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from lachesis.common.deadline import Deadline, Retry
-from lachesis.common.errors import ConfigError, EngineError, EngineUnreachable, LachesisError, StaleWeights
+from lachesis.common.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineError,
+    EngineUnreachable,
+    LachesisError,
+    StaleWeights,
+)
 from lachesis.common.threads import LoopThread
 from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
 from lachesis.engines.base import Engine, Finished, PauseMode, largest_difference
@@ -24,6 +31,8 @@ T = TypeVar("T")
 R = TypeVar("R", CanaryReading, Digests)
 logger = logging.getLogger("lachesis")
 _AGAIN_S = 1.0
+# To servers at the same time; a fleet is hardly larger.
+_MOST_CALLS = 64
 
 
 class HttpEngine(Engine):
@@ -34,6 +43,8 @@ class HttpEngine(Engine):
     is asked of all of these. The sessions are those of the first contact: an answer of another one means that a server
     was started again and has other weights; it gets nothing more, and where it is the only one that raises
     :class:`StaleWeights`, until :meth:`connect` is called.
+
+    Servers may come and go: :meth:`set_members`.
 
     A paused server lets requests wait: :meth:`generate` returns once it is resumed, or raises at its deadline.
 
@@ -59,40 +70,53 @@ class HttpEngine(Engine):
         max_in_flight: int = 512,
         hang_s: float | None = None,
     ) -> None:
-        self.controls = tuple(ServerControl(url, token=token) for url in urls)
-        addresses = [control.url for control in self.controls]
-        if not addresses or len(set(addresses)) < len(addresses):
-            raise ConfigError(f"the engine's servers are {addresses}", remedy="name at least one, and each once")
+        self._token = token
+        self._controls = {control.url: control for control in map(self._client, urls)}
+        addresses = tuple(self._controls)
+        if not addresses or len(addresses) < len(urls):
+            raise ConfigError(f"the engine's servers are {list(urls)}", remedy="name at least one, and each once")
         self._control_s = control_s
         self._tolerance = canary_tolerance
         self.fleet = Fleet(addresses, clock=time.monotonic, max_in_flight=max_in_flight, hang_s=hang_s)
         self._calls = GenerationCalls(self.fleet, server=self.control, check_session=self.check_session)
         self._loop = LoopThread("lachesis-engine-client", what="the engine client")
-        self._threads = ThreadPoolExecutor(len(self.controls), thread_name_prefix="lachesis-engine-control")
+        self._threads = ThreadPoolExecutor(_MOST_CALLS, thread_name_prefix="lachesis-engine-control")
         self._closed = False
         self._owner = ""
 
-    def connect(self, *, deadline: Deadline) -> tuple[ServerInfo, ...]:
+    def _client(self, url: str) -> ServerControl:
+        return ServerControl(url, token=self._token)
+
+    def connect(self, *, quorum: int | None = None, deadline: Deadline) -> tuple[ServerInfo, ...]:
         """Learn who the servers are, and from now on insist on these sessions.
+
+        Args:
+            quorum: so many are enough, and those that give no answer are dead; all are needed if unset.
+            deadline: of their answers.
 
         Raises:
             EngineError: a server does not answer, or they serve different models.
         """
-        infos = tuple(self._on(self.controls, lambda server: server.info(deadline=deadline)))
+        controls = self.controls
+        answers = self._on(controls, lambda server: _info_or_silence(server, deadline))
+        infos = tuple(answer for answer in answers if isinstance(answer, ServerInfo))
+        silent = [answer for answer in answers if isinstance(answer, EngineUnreachable)]
+        if silent and len(infos) < (quorum or len(controls)):
+            raise silent[0]
         for info in infos[1:]:
-            models = [one.model for one in (infos[0], info)]
-            ours, theirs = (f"{model.model} ({model.dtype}, {model.vocab_size} tokens)" for model in models)
-            if ours != theirs:
-                raise EngineError(
-                    f"the servers serve different models: {infos[0].url} has {ours}, {info.url} has {theirs}",
-                    remedy="start all of them with the same model and dtype",
-                )
-        for control, info in zip(self.controls, infos, strict=True):
-            self.fleet.met(control.url, info.session_id)
+            _check_same_model(infos[0], info)
+        for control, answer in zip(controls, answers, strict=True):
+            if isinstance(answer, ServerInfo):
+                self.fleet.met(control.url, answer.session_id)
+            else:
+                logger.warning("the engine at %s is not there, others begin: %s", control.url, answer.message)
+                self.fleet.died(control.url, answer.message)
         return infos
 
-    def connect_when_up(self, *, wait_s: float, deadline: Deadline) -> tuple[ServerInfo, ...]:
-        """:meth:`connect`, asking again for ``wait_s`` seconds while a server gives no answer.
+    def connect_when_up(
+        self, *, wait_s: float, quorum: int | None = None, deadline: Deadline
+    ) -> tuple[ServerInfo, ...]:
+        """:meth:`connect`, asking again for ``wait_s`` seconds while a server that is needed gives no answer.
 
         Raises:
             EngineError: as :meth:`connect`; of a server without an answer once that time is over.
@@ -107,24 +131,53 @@ class HttpEngine(Engine):
         with patience.waiting():
             while True:
                 try:
-                    return self.connect(deadline=deadline)
+                    return self.connect(quorum=quorum, deadline=deadline)
                 except EngineUnreachable as error:
                     if not patience.remaining_s():
                         raise
                     pause_s = retry.after(error.message)
                 time.sleep(pause_s)
 
+    def set_members(self, urls: Sequence[str], *, deadline: Deadline) -> None:
+        """Have these servers, by :func:`~lachesis.common.http.server_url`, and no others.
+
+        New ones are there once they have been greeted and proved. Those that leave get no more requests and end those
+        that they have; then they are given back for other runs.
+        """
+        for url in urls:
+            if self.fleet.state(url) is State.RETIRED:
+                logger.info("the engine at %s joins", url)
+                self._controls[url] = self._controls.get(url) or self._client(url)
+                self.fleet.add(url)
+        for url in set(self.urls) - set(urls):
+            logger.info("the engine at %s leaves: it gets no more requests", url)
+            self.fleet.retire(url, "it was taken out of the fleet")
+        for url in self.fleet.having(State.RETIRED):
+            if self.fleet.is_idle(url):
+                self.fleet.forget(url)
+                control = self._controls.pop(url)
+                if self._owner:
+                    with suppress(EngineError, DeadlineExceeded):  # it may be gone for good
+                        control.release(self._owner, deadline=deadline)
+                control.close()
+
+    @property
+    def controls(self) -> tuple[ServerControl, ...]:
+        """The clients of the servers that have not left, in order."""
+        gone = self.fleet.having(State.RETIRED)
+        return tuple(control for url, control in self._controls.items() if url not in gone)
+
     @property
     def urls(self) -> tuple[str, ...]:
-        """The servers' addresses, in order."""
+        """Their addresses, in order."""
         return tuple(control.url for control in self.controls)
 
     @property
     def session_ids(self) -> tuple[str, ...]:
-        """The servers' sessions, in the order of their addresses. Connects if need be."""
+        """The sessions of the servers that have been met, in the order of their addresses. Connects if need be."""
         if self.fleet.having(State.STARTING) == self.urls:
             self.connect(deadline=self._deadline("learning the sessions"))
-        return tuple(self.fleet.session(url) for url in self.urls)
+        return tuple(session for url in self.urls if (session := self.fleet.session(url)))
 
     @property
     def session_id(self) -> str:
@@ -133,7 +186,7 @@ class HttpEngine(Engine):
 
     def control(self, url: str) -> ServerControl:
         """The client of the server at an address of :attr:`urls`."""
-        return next(control for control in self.controls if control.url == url)
+        return self._controls[url]
 
     @property
     def living(self) -> tuple[ServerControl, ...]:
@@ -141,6 +194,11 @@ class HttpEngine(Engine):
         there = self.fleet.having(State.STALE, State.SERVING, State.SUSPECT)
         none_met = self.fleet.having(State.STARTING) == self.urls
         return tuple(control for control in self.controls if none_met or control.url in there)
+
+    @property
+    def sessions(self) -> tuple[tuple[str, str], ...]:
+        """Address and session of each server that lives: another one at an address is another engine."""
+        return tuple((control.url, self.fleet.session(control.url)) for control in self.living)
 
     def on_all(self, call: Callable[[ServerControl], T]) -> list[T]:
         """Call every server that lives at the same time; results in the order of the servers.
@@ -175,23 +233,30 @@ class HttpEngine(Engine):
             self.fleet.died(control.url, error.message)
         return [(control, result) for control, result in found if not isinstance(result, EngineUnreachable)]
 
-    def look(self) -> None:
-        """Learn which of the servers that are thought to live do: one that gives no answer is dead."""
+    def look(self, *, needed: bool = True) -> None:
+        """Learn which of the servers that are thought to live do: one that gives no answer is dead.
+
+        Raises:
+            EngineUnreachable: one is ``needed`` and none is left.
+        """
         self._on(self.living, lambda server: visit(self.fleet, server))
-        if not self.living:
+        if needed and not self.living:
             raise nobody_serves(self.fleet)
 
     def greet(self, url: str, *, deadline: Deadline) -> None:
-        """Meet a server that was dead, in whatever session it is now, and claim it for whom the others are claimed.
+        """Meet a server that was dead or has joined, in whatever session it is, and claim it as the others are.
 
         Raises:
-            EngineError, DeadlineExceeded: it is not there, or another run has it.
+            EngineError, DeadlineExceeded: it is not there, serves another model, or another run has it.
         """
         control = self.control(url)
-        session_id = control.info(deadline=deadline).session_id
+        info = control.info(deadline=deadline)
+        others = [one for one in self.living if one.url != url]
+        if others:
+            _check_same_model(others[0].info(deadline=deadline), info)
         if self._owner:
             control.claim(self._owner, deadline=deadline)
-        self.fleet.met(url, session_id)
+        self.fleet.met(url, info.session_id)
 
     def _on(self, controls: Sequence[ServerControl], call: Callable[[ServerControl], T]) -> list[T]:
         """Results in order; the first error, without waiting for the others."""
@@ -274,10 +339,11 @@ class HttpEngine(Engine):
         self.on_all(lambda server: server.set_version(version, deadline=deadline))
 
     def health(self) -> EngineHealth:
-        """Ready if all servers are. ``detail`` says which is not, and how it was last seen; see also Engine."""
+        """Ready if all servers that have been met are. ``detail`` says which is not, and how it was last seen."""
         sessions = self.session_ids
         deadline = self._deadline("asking for the engine's health")
-        found = self._on(self.controls, lambda server: _info_or_reason(server, deadline))
+        met = [control for control in self.controls if self.fleet.session(control.url)]
+        found = self._on(met, lambda server: _info_or_reason(server, deadline))
         infos = [entry for entry in found if isinstance(entry, ServerInfo)]
         details = [entry for entry in found if isinstance(entry, str)]
         details += [f"{info.url} is paused" for info in infos if info.paused]
@@ -327,7 +393,7 @@ class HttpEngine(Engine):
         self._closed = True
         self._loop.close(self._calls.close)
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for control in self.controls:
+        for control in self._controls.values():
             control.close()
 
     def _deadline(self, what: str) -> Deadline:
@@ -361,6 +427,23 @@ class HttpEngine(Engine):
                 remedy="a transfer did not reach all of them; look at their logs",
             )
         return readings
+
+
+def _info_or_silence(server: ServerControl, deadline: Deadline) -> ServerInfo | EngineUnreachable:
+    try:
+        return server.info(deadline=deadline)
+    except EngineUnreachable as error:
+        return error
+
+
+def _check_same_model(one: ServerInfo, other: ServerInfo) -> None:
+    """Raise EngineError unless both serve the same."""
+    ours, theirs = (f"{m.model} ({m.dtype}, {m.vocab_size} tokens)" for m in (one.model, other.model))
+    if ours != theirs:
+        raise EngineError(
+            f"the servers serve different models: {one.url} has {ours}, {other.url} has {theirs}",
+            remedy="start all of them with the same model and dtype",
+        )
 
 
 def _info_or_reason(server: ServerControl, deadline: Deadline) -> ServerInfo | str:
