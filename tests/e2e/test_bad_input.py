@@ -57,13 +57,12 @@ def reward_file(text: str, name: str = "right") -> Arrange:
     return arrange
 
 
-def model(architecture: str = "llama", *, pad_token: str | None = "<pad>", damage: int = 0) -> Arrange:
+def model(architecture: str = "llama", *, special: bool = True, damage: int = 0) -> Arrange:
     def arrange(directory: Path) -> list[str]:
         path = directory / "bad"
         tiny_model(architecture).save_pretrained(path)
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer().backend_tokenizer, eos_token="<eos>")
-        if pad_token is not None:
-            tokenizer.pad_token = pad_token
+        roles = {"eos_token": "<eos>", "pad_token": "<pad>"} if special else {}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tiny_tokenizer().backend_tokenizer, **roles)
         tokenizer.save_pretrained(path)
         if damage:
             weights = path / "model.safetensors"
@@ -152,7 +151,7 @@ REWARDS = [
 ]
 MODELS = [
     Bad("missing", sets("model.path=./none"), 5, ("none", "->")),
-    Bad("no pad token", model(pad_token=None), 5, ("has no pad token", "set model.pad_token, for example to '<eos>'")),
+    Bad("no pad token", model(special=False), 5, ("neither a pad token nor an end token", "set model.pad_token to a")),
     Bad("unknown pad token", sets("model.pad_token=<nil>"), 5, ("'<nil>' is not in the vocabulary", "choose a token")),
     Bad("damaged weights", model(damage=400), 5, ("could be loaded", "bad")),
     Bad(

@@ -153,22 +153,34 @@ class Services:
                 self._failure = error
 
     def _revive(self, service: ManagedProcess) -> None:
-        """Start a service again. Raises EngineError where that is of no use."""
+        """Start a service again, also where it dies while it starts. Raises EngineError where that is of no use."""
         code, error = service.exit_code, service.death()
         if code == 0:
             logger.info("%s has ended by itself", service.name)
             self._ended = time.monotonic(), service
             return
-        self._starts[service.name] += 1
-        most = self._config.services.restarts
+        while True:
+            self._count_death(service, error)
+            try:
+                self._bring_up(service)
+                return
+            except EngineError as again:
+                if self._stopping.is_set():
+                    raise
+                error = again
+
+    def _count_death(self, service: ManagedProcess, error: EngineError) -> None:
+        """Raise ``error`` where a new start would end as the last one did, or there have been enough of them."""
+        code = service.exit_code
         if code is not None and code > 0 and code not in _PASSING:
             raise error
+        self._starts[service.name] += 1
+        most = self._config.services.restarts
         if self._starts[service.name] > most:
             raise EngineError(
                 f"{service.name} has died {self._starts[service.name]} times: {error.message}", remedy=error.remedy
             )
         logger.warning("%s\nstarting it again (%d of %d)", error.message, self._starts[service.name], most)
-        self._bring_up(service)
 
 
 def load_words(

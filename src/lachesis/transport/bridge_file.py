@@ -26,9 +26,11 @@ from lachesis.transport.shared_tensors import CudaStorage, SharedTensor
 BRIDGE_FILE = "vllm_bridge_config.json"
 CHANNEL_FILE = "nccl_bridge_config.json"
 LOGDIR = "LOGDIR"
+# By which an engine is told to write its bridge file as it starts.
+SHARED_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 # The documented place of last resort.
 DEFAULT_DIRECTORY = Path("/tmp/atropos_bridge")
-_EXPORT_ANEW = "start the engine with VLLM_ENABLE_SHARED_WEIGHTS=1, or let the trainer have it export its weights"
+_EXPORT_ANEW = f"start the engine with {SHARED_VARIABLE}=1, or let the trainer have it export its weights"
 _log = logging.getLogger(__name__)
 
 
@@ -77,6 +79,15 @@ class BridgeFile:
 def default_directory() -> Path:
     """Where an engine writes its bridge file if it is told nothing: $LOGDIR, else the last place of the search."""
     return Path(os.environ.get(LOGDIR) or DEFAULT_DIRECTORY)
+
+
+def asked_at_start() -> Path | None:
+    """Where an engine is to write its bridge file as it starts, the directory made; None if it is not told to."""
+    if os.environ.get(SHARED_VARIABLE, "0") in ("", "0"):
+        return None
+    directory = default_directory()
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return directory / BRIDGE_FILE
 
 
 def search_places(path: str | Path | None = None) -> list[Path]:

@@ -59,12 +59,16 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     port = free_port()
 
     def build(
-        *, api: str | None = SERVER, environment: str = "import time; time.sleep(600)", **services: Any
+        *,
+        api: str | None = SERVER,
+        environment: str = "import time; time.sleep(600)",
+        lives: Path | None = None,
+        **services: Any,
     ) -> Services:
         section = {"environment": {"name": "arithmetic"}, "start_s": LONG_S, **services}
         if api is None:
             section["api"] = None
-        monkeypatch.setattr(launch, "api_command", lambda *a, **k: program(api or "", port))
+        monkeypatch.setattr(launch, "api_command", lambda *a, **k: program(api or "", port, lives))
         chosen = Services(config(port, services=section))
         monkeypatch.setattr(launch, "environment_command", lambda *a: program(environment))
         started.append(chosen)
@@ -112,6 +116,26 @@ def test_one_that_dies_again_and_again_is_given_up(start: Any):
     services = start(environment="import os, signal; os.kill(os.getpid(), signal.SIGKILL)", restarts=1)
     error = failure(services)
     assert "the environment arithmetic has died 2 times" in error.message
+
+
+# The first life serves, the second is killed before it does, further ones serve.
+KILLED_IN_ITS_SECOND_START = """
+import os, pathlib, signal, sys
+lives = pathlib.Path(sys.argv[2])
+lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
+if lives.read_text() == "xx":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_one_that_is_killed_while_it_starts_is_started_again(start: Any, tmp_path: Path):
+    services = start(api=KILLED_IN_ITS_SECOND_START + SERVER, lives=tmp_path / "lives")
+    api = services._services[0]
+    first = api.pid
+    os.kill(first, signal.SIGKILL)
+    until(lambda: api.pid not in (None, first) and api in services._up)
+    services.watch()
+    assert (tmp_path / "lives").read_text() == "xxx"
 
 
 def test_one_that_says_why_it_cannot_work_is_not_started_again(start: Any):

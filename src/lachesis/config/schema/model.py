@@ -75,7 +75,7 @@ class ModelConfig(Section):
         "is for architectures whose attention cannot be replaced; `auto` chooses.",
     )
     pad_token: str | None = Field(
-        default=None, description="Pad token to use where the tokenizer has none; it must be in the vocabulary."
+        default=None, description="Pad token; one that is in the vocabulary. Unset: the tokenizer's, or its end token."
     )
     special_tokens: dict[Literal["bos_token", "eos_token", "unk_token"], str] = Field(
         default_factory=dict[Literal["bos_token", "eos_token", "unk_token"], str],

@@ -22,7 +22,7 @@ from lachesis.engines.serving.generation import POLICY
 from lachesis.engines.serving.operations import TOKENS
 from lachesis.engines.serving.server import engine_routes, error_response
 from lachesis.engines.serving.session import new_session, remove_session, write_session
-from lachesis.transport.bridge_file import default_directory
+from lachesis.transport.bridge_file import asked_at_start
 
 if TYPE_CHECKING:
     from lachesis.engines.vllm.served import ServedVllm
@@ -34,7 +34,6 @@ _SALTED = (
 _GENERATING = (*_SALTED, "/v1/messages", "/generative_scoring", "/v1/systemone")
 
 ROOTS_VARIABLE = "LACHESIS_ADAPTER_ROOTS"
-SHARED_VARIABLE = "VLLM_ENABLE_SHARED_WEIGHTS"
 
 
 class LachesisPlugin:
@@ -67,10 +66,8 @@ class LachesisPlugin:
         if served.lora_request is not None:
             # By this name vLLM's own routes find the adapter.
             state.openai_serving_models.lora_requests[served.lora_request.lora_name] = served.lora_request
-        if os.environ.get(SHARED_VARIABLE, "0") not in ("", "0"):
-            directory = default_directory()
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            await served.export_shared(directory)
+        if (path := asked_at_start()) is not None:
+            await served.export_shared(path)
         write_session(session)
         atexit.register(remove_session, session)
         state.lachesis = served

@@ -106,10 +106,10 @@ def made_trainable(
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer with a pad token and, if configured, another chat template.
+    """The tokenizer with a pad token, its end token if need be, and, if configured, another chat template.
 
     Raises:
-        ModelError: it cannot be loaded, or has no pad token.
+        ModelError: it cannot be loaded, lacks a configured token, or has neither pad token nor end token.
     """
     path = config.tokenizer or config.path
     try:
@@ -123,18 +123,20 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ) from error
     _give_roles(tokenizer, config.special_tokens, path)
     if config.pad_token is not None:
-        if tokenizer.convert_tokens_to_ids(config.pad_token) in (None, tokenizer.unk_token_id):
+        if config.pad_token not in tokenizer.get_vocab():
             raise ModelError(
                 f"model.pad_token {config.pad_token!r} is not in the vocabulary of {path!r}",
                 remedy="choose a token that the tokenizer has, such as its end-of-text token",
             )
         tokenizer.pad_token = config.pad_token
-    if tokenizer.pad_token_id is None:
-        hint = f"{tokenizer.eos_token!r}" if tokenizer.eos_token else "a token of its vocabulary"
+    if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         raise ModelError(
-            f"the tokenizer of {path!r} has no pad token",
-            remedy=f"set model.pad_token, for example to {hint}",
+            f"the tokenizer of {path!r} has neither a pad token nor an end token",
+            remedy="set model.pad_token to a token of its vocabulary, and model.special_tokens.eos_token if it has one",
         )
+    if tokenizer.pad_token_id is None:
+        # Padding is masked wherever there is any.
+        tokenizer.pad_token = tokenizer.eos_token
     if config.chat_template is not None:
         template = Path(config.chat_template)
         is_file = len(config.chat_template) < 4096 and template.is_file()

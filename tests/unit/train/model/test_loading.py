@@ -55,19 +55,21 @@ def tokenizer_without(*names: str) -> PreTrainedTokenizerFast:
 
 
 class TestTokenizer:
-    def test_without_pad_token_the_remedy_names_one_to_take(self, save: SaveModel):
-        path = save("llama", without=("pad_token",))
-        with pytest.raises(ModelError, match="has no pad token") as caught:
+    def test_without_pad_token_the_end_token_stands_in(self, save: SaveModel):
+        assert load_tokenizer(config(save("llama", without=("pad_token",)))).pad_token == EOS
+
+    @pytest.mark.parametrize("pad", [None, EOS])
+    def test_one_whose_unknown_token_is_its_end_token_needs_no_other_pad_token(self, tmp_path: Path, pad: str | None):
+        backend = tiny_tokenizer().backend_tokenizer
+        PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, unk_token=EOS).save_pretrained(tmp_path)
+        assert load_tokenizer(config(tmp_path, pad_token=pad)).pad_token_id == EOS_ID
+
+    def test_without_an_end_token_either_the_remedy_says_what_to_do(self, save: SaveModel):
+        path = save("llama", without=("pad_token", "eos_token"))
+        with pytest.raises(ModelError, match="has neither a pad token nor an end token") as caught:
             load_tokenizer(config(path))
         assert str(path) in caught.value.message
         assert "model.pad_token" in caught.value.remedy
-        assert repr(EOS) in caught.value.remedy
-
-    def test_without_an_end_token_either_the_remedy_still_says_what_to_do(self, save: SaveModel):
-        with pytest.raises(ModelError, match="has no pad token") as caught:
-            load_tokenizer(config(save("llama", without=("pad_token", "eos_token"))))
-        assert "model.pad_token" in caught.value.remedy
-        assert "None" not in caught.value.remedy
 
     def test_a_configured_pad_token_is_taken(self, save: SaveModel):
         tokenizer = load_tokenizer(config(save("llama", without=("pad_token",)), pad_token=EOS))

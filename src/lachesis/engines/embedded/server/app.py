@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -27,6 +28,7 @@ from lachesis.engines.options import ServeOptions
 from lachesis.engines.serving.served import ModelInfo
 from lachesis.engines.serving.server import engine_routes
 from lachesis.engines.serving.session import Session, new_session, remove_session, write_session
+from lachesis.transport.bridge_file import asked_at_start
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,8 @@ def serve_embedded(options: ServeOptions, *, on_ready: Callable[[str], None] | N
             adapter_roots=options.adapter_roots,
         )
         backend = build_backend(options, session=session)
+        if (path := asked_at_start()) is not None:
+            asyncio.run(backend.export_shared(path))
         write_session(session)
         if on_ready is not None:
             on_ready(session.url)
