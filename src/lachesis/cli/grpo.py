@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lachesis.run.train import Companions
 
 RUN_HELP = """\
-Usage: lachesis run CONFIG [--set KEY=VALUE] [--resume] [--overwrite]
+Usage: lachesis run CONFIG [--api-port PORT] [--set KEY=VALUE] [--resume] [--overwrite]
        lachesis run --model-name MODEL --environment NAME [FLAGS]
 
 Starts the rollout API, the engine, an environment and the trainer, each with a log of its own in logs/ of the run
@@ -41,11 +41,13 @@ directory, and stops them all at the end.
 With a configuration, source.kind is atropos, engine says what generates, and services what else is started:
 `lachesis explain services` lists its keys.
 
+  --api-port PORT            Where the rollout API is started, in place of the port of source.url, which is 8002.
+
 With flags
   --environment NAME         {names}, FILE.py:CLASS or module.CLASS; none is started if unset
   --environment-args "..."   Its flags; `lachesis env NAME --help` lists them.
   --engine vllm|embedded     What generates; vllm if unset.
-  --atropos-url URL          A rollout API that runs already; if unset one is started on port 8002.
+  --atropos-url URL          A rollout API that runs already; if unset one is started.
   --weight-bridge-mode MODE  How new weights reach the engine; shared_vllm if unset.
   ...                        All other flags of `lachesis grpo --help`."""
 
@@ -85,6 +87,9 @@ def run_everything(
     engine: Annotated[str, typer.Option(help="What generates.")] = "vllm",
     environment: Annotated[str | None, typer.Option(help="The environment that is started.")] = None,
     environment_args: Annotated[str, typer.Option(help="Its flags.")] = "",
+    api_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the rollout API that is started.")
+    ] = None,
 ) -> None:
     """Start rollout API, engine, environment and trainer, as a configuration or flags say, and stop them."""
     if HELP_FLAGS & set(context.args) or not (context.args or environment):
@@ -101,6 +106,7 @@ def run_everything(
         engine=engine,
         environment=environment,
         environment_args=environment_args,
+        api_port=api_port,
     )
     companions = Services(loaded.config)
     _train(context, loaded, world, resume=resume, overwrite=overwrite, benchmark=benchmark, companions=companions)
@@ -143,7 +149,7 @@ def command_of(context: typer.Context) -> list[str]:
             continue
         flag = option.opts[0]
         words += (
-            [flag] if value is True else [f"{flag}={one}" for one in ([value] if isinstance(value, str) else value)]
+            [flag] if value is True else [f"{flag}={one}" for one in (value if isinstance(value, list) else [value])]
         )
     return words
 

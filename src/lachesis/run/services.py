@@ -190,6 +190,7 @@ def load_words(
     engine: str = "vllm",
     environment: str | None = None,
     environment_args: str = "",
+    api_port: int | None = None,
 ) -> LoadedConfig:
     """The configuration of ``lachesis run``: of a file, or of flags, with an engine that the run starts.
 
@@ -199,11 +200,13 @@ def load_words(
         engine: vllm or embedded; with a file, and so for the other two, the file says.
         environment: a name, ``FILE.py:CLASS`` or ``module.CLASS``; none is started if unset.
         environment_args: its flags.
+        api_port: of the rollout API that is started, in place of what the file or the default says.
 
     Raises:
         ConfigError: something in it is wrong.
     """
     flags = list(words)
+    overrides = [*overrides, *([] if api_port is None else [f"source.url=http://127.0.0.1:{api_port}"])]
     if flags and not flags[0].startswith("--"):
         if len(flags) > 1:
             raise ConfigError(f"unknown flag {flags[1]}", remedy="change keys of a configuration with --set KEY=VALUE")
@@ -211,6 +214,11 @@ def load_words(
     names = {flag[2:].partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("--")}
     if not names & {"weight-bridge-mode", "single-copy"}:
         flags += ["--weight-bridge-mode", "shared_vllm"]
+    if api_port is not None and "atropos-url" in names:
+        raise ConfigError(
+            "--atropos-url names an API that runs already, and --api-port is of one that is started",
+            remedy="give one of them",
+        )
     services = [] if "atropos-url" not in names else ["services.api=null"]
     if environment is not None:
         services.append(f"services.environment.name={environment}")
@@ -266,7 +274,13 @@ def check_services(config: LachesisConfig) -> None:
                 f"the rollout API is to be started here, and source.url is at {host}",
                 remedy="set services.api: null if it runs there already",
             )
-        check_port_free(url)
+        try:
+            check_port_free(url)
+        except EngineError as error:
+            raise EngineError(
+                f"the rollout API is to be started at {url}: {error.message}",
+                remedy="stop that process if it is yours, or choose another port with --api-port (source.url)",
+            ) from error
     if services.environment is not None:
         command = environment_command(config, services.environment)
         parse_options(command[command.index("serve") + 1 :], env_class=find(services.environment.name).config_class)

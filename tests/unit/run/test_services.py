@@ -18,6 +18,7 @@ from lachesis.config.load import load_argv
 from lachesis.config.schema import LachesisConfig
 from lachesis.run import services as launch
 from lachesis.run.services import Services, api_command, environment_command, load_words, require_server
+from tests.paths import EXAMPLES as FILES
 from tests.ports import free_port
 from tests.waiting import LONG_S, until
 
@@ -194,8 +195,10 @@ def test_what_cannot_work_is_said_before_anything_starts(sections: dict[str, Any
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts():
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(EngineError, match="is taken by"):
-        Services(config(taken.getsockname()[1]))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(EngineError, match="is taken by") as raised:
+        Services(config(port := taken.getsockname()[1]))
+    assert f"is to be started at http://127.0.0.1:{port}" in raised.value.message
+    assert "--api-port" in raised.value.remedy
 
 
 def test_an_address_of_the_api_that_is_none_is_said_before_anything_starts():
@@ -245,6 +248,13 @@ def test_flags_name_the_mode_the_engine_and_an_api_that_runs():
     assert (chosen.engine.kind, chosen.bridge.kind, chosen.run.steps) == ("embedded_server", "lora_only", 3)
     assert chosen.engine.port == 9005  # type: ignore[union-attr]
     assert chosen.services.api is None
+
+
+def test_the_port_of_the_api_is_a_flag(tmp_path: Path):
+    assert load("--model-name", "m", api_port=8102).source.url == "http://127.0.0.1:8102"  # type: ignore[union-attr]
+    assert load(str(FILES / "atropos" / "arithmetic_vllm.yaml"), api_port=8102).source.url.endswith(":8102")  # type: ignore[union-attr]
+    with pytest.raises(ConfigError, match="--api-port is of one that is started"):
+        load("--model-name", "m", "--atropos-url", "http://localhost:8005", api_port=8102)
 
 
 def test_an_engine_that_is_none_is_refused():

@@ -24,7 +24,6 @@ _FIRST_PAUSE_S = 0.1
 # The original forms all possible batches in one request, which takes it a minute with a long queue, and loses the
 # batch of a client that does not wait.
 _PATIENCE_S = 600.0
-_START = "start it with `lachesis run-api --port 8002`, or give its address (source.url, --atropos-url)"
 
 
 class NotRegistered(EngineError):
@@ -91,10 +90,11 @@ class RolloutApiClient:
                 try:
                     self._wait(retry, reason)
                 except DeadlineExceeded:
-                    raise EngineError(reason, remedy=_START) from error
+                    raise EngineError(reason, remedy=start_remedy(self.url)) from error
         if not response.is_success or "batch_size" not in response.text:
             raise EngineError(
-                f"what answers at {self.url} is no rollout API: GET /info gives {response.status_code}", remedy=_START
+                f"what answers at {self.url} is no rollout API: GET /info gives {response.status_code}",
+                remedy=start_remedy(self.url),
             )
 
     def register(self, asked: Registration, *, deadline: Deadline) -> Registered:
@@ -106,7 +106,9 @@ class RolloutApiClient:
         """
         reply = self._ask("POST", "/register", deadline=deadline, body=asked.model_dump() | {"acknowledge": True})
         if "uuid" not in reply:
-            raise EngineError(f"the rollout API at {self.url} did not register the trainer: {reply}", remedy=_START)
+            raise EngineError(
+                f"the rollout API at {self.url} did not register the trainer: {reply}", remedy=start_remedy(self.url)
+            )
         outstanding = reply.get("outstanding")
         return Registered(int(reply["uuid"]), outstanding is not None, tuple(outstanding or ()))
 
@@ -162,8 +164,12 @@ class RolloutApiClient:
         except httpx.HTTPError as error:
             logger.debug("the rollout API at %s could not be told that the trainer ends: %s", self.url, error)
 
-    def situation(self) -> str:
-        """What the API says of itself, for a line while the trainer waits; it may be away."""
+    def situation(self, *, batch_size: int) -> str:
+        """What the API says of itself, for a line while the trainer waits; it may be away.
+
+        Of environments the plain protocol says nothing: what keeps the queue empty then is told with its commonest
+        cause.
+        """
         try:
             status = self._send("GET", "/status", timeout=_CONNECT_S).json()
             metrics = self._send("GET", "/metrics", timeout=_CONNECT_S)
@@ -173,7 +179,9 @@ class RolloutApiClient:
         if metrics.is_success and "lachesis_api_environment_groups_total{" not in metrics.text:
             return "no environment has registered yet"
         if not queued:
-            return "the queue is empty: no environment has sent a group yet, or none is left; their logs say why"
+            empty = "the queue is empty: no environment has sent a group yet, or none is left; their logs say why"
+            ends = f" (one whose --env.group_size is above the batch of {batch_size} ends as it starts)"
+            return empty if metrics.is_success else empty + ends
         return f"{queued} groups are queued, whose sizes do not add up to a batch yet"
 
     def close(self) -> None:
@@ -235,13 +243,20 @@ class RolloutApiClient:
         time.sleep(pause_s)
 
 
+def start_remedy(url: str) -> str:
+    """What to do where no rollout API is at the address."""
+    port = httpx.URL(url).port or 80
+    return f"start it with `lachesis run-api --port {port}`, or give its address (source.url, --atropos-url)"
+
+
 def _document(response: httpx.Response) -> dict[str, Any]:
+    remedy = start_remedy(str(response.request.url))
     try:
         document = response.json()
     except ValueError as error:
-        raise EngineError(f"{response.request.url} answers with what is no JSON: {error}", remedy=_START) from error
+        raise EngineError(f"{response.request.url} answers with what is no JSON: {error}", remedy=remedy) from error
     if not isinstance(document, dict):
-        raise EngineError(f"{response.request.url} answers with {type(document).__name__}", remedy=_START)
+        raise EngineError(f"{response.request.url} answers with {type(document).__name__}", remedy=remedy)
     return document
 
 

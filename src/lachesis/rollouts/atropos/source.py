@@ -139,9 +139,9 @@ class AtroposSource(RolloutSource):
             time.sleep(retry.after(waiting))
 
     def _explain(self, waiting: str, seconds: float) -> None:
-        situation = self.client.situation()
-        reason = situation if not waiting or "no environment" in situation else waiting
         size, url = self.registration.batch_size, self.client.url
+        situation = self.client.situation(batch_size=size)
+        reason = situation if not waiting or "no environment" in situation else waiting
         logger.warning(f"waiting for {seconds:.0f} s for a batch of {size} sequences from {url}: {reason}")
 
     def _register(self, deadline: Deadline) -> Registered:

@@ -162,6 +162,22 @@ def test_a_trainer_that_dies_before_its_step_leaves_the_batch_to_the_next(api: A
     assert take(second) == ["3", "4"]
 
 
+def test_a_trainer_that_was_killed_does_not_stand_in_the_way_of_the_corrected_one(api: Api, make: Make):
+    """It says no goodbye; with its batch size went what it had asked of the environments."""
+    killed = make(api.url, registration=REGISTRATION.model_copy(update={"batch_size": 2}))
+    api.post(3, 4)
+    assert take(killed) == ["3"]
+    corrected = make(api.url)
+    first = take(corrected)
+    assert HTTP.get(f"{api.url}/info").json()["batch_size"] == 4
+    corrected.report_version(1)
+    api.post(5, 6)
+    assert [*first, *take(corrected)] == ["3", "4", "5"]
+    with pytest.raises(EngineError, match="another trainer has registered"):
+        killed.report_version(1)
+        take(killed)
+
+
 def test_what_a_checkpoint_does_not_hold_is_trained_on_again_by_the_resumed_run_only(api: Api, make: Make):
     first = make(api.url, with_checkpoints=True)
     api.post(*range(3, 11))
@@ -459,6 +475,7 @@ class PlainApi:
         self.batches = batches
         self.registrations: list[dict[str, Any]] = []
         self.failing: list[int] = []
+        self.queued = 2
 
     def app(self) -> Starlette:
         async def info(request: Request) -> Response:
@@ -474,7 +491,7 @@ class PlainApi:
             return JSONResponse({"batch": self.batches.pop(0) if self.batches else None})
 
         async def status(request: Request) -> Response:
-            return JSONResponse({"current_step": 0, "queue_size": 2})
+            return JSONResponse({"current_step": 0, "queue_size": self.queued})
 
         get = {"/info": info, "/batch": batch, "/status": status}
         routes = [Route(path, handler) for path, handler in get.items()]
@@ -506,6 +523,17 @@ def test_the_plain_protocol_is_enough(plain: tuple[PlainApi, str], make: Make, c
     assert "2 groups are queued, whose sizes do not add up to a batch yet" in caplog.text
 
 
+def test_an_empty_queue_of_the_plain_protocol_is_told_with_its_commonest_cause(
+    plain: tuple[PlainApi, str], make: Make, caplog: pytest.LogCaptureFixture
+):
+    api, url = plain
+    api.batches, api.queued = [], 0
+    with pytest.raises(DeadlineExceeded):
+        make(url, wait_s=0.3, first_word_s=0.0).next_groups(1, deadline=deadline())
+    (line,) = [message for message in caplog.messages if "waiting for" in message]
+    assert "their logs say why (one whose --env.group_size is above the batch of 4 ends as it starts)" in line
+
+
 def config(url: str, **source: Any) -> LachesisConfig:
     return LachesisConfig.model_validate(
         {
@@ -534,7 +562,7 @@ def test_what_is_configured_is_what_is_asked_for(plain: tuple[PlainApi, str]):
 def test_an_api_that_is_not_there_is_said_at_once():
     with pytest.raises(EngineError, match="Atropos API not reachable at http") as raised:
         RolloutApiClient("http://127.0.0.1:9").require(limit_s=0.1)
-    assert "lachesis run-api" in raised.value.remedy
+    assert "`lachesis run-api --port 9`" in raised.value.remedy
 
 
 def test_the_wait_for_an_api_says_so_and_ends_when_the_run_is_to(caplog: pytest.LogCaptureFixture):
