@@ -1,10 +1,10 @@
 """What becomes of `lachesis run` when its processes are killed: each of them three times, at random moments.
 
-Run ``python benchmarks/kills.py [--kills 3] [--seed 0] [--only VICTIM ...] [--engine vllm]``. Each row of the table that
-it prints is a run of its own, on the embedded engine's server, in which one process gets SIGKILL so many times. A killed
-trainer is started again with ``--resume``, as its user would; nothing else is touched. A run passes where it ends well,
-each batch that the rollout API made was trained on and none twice, the steps follow each other without a gap, and none of
-its processes is left.
+Run ``python benchmarks/kills.py [--kills 3] [--seed 0] [--only VICTIM ...] [--engine vllm]``. Each row of the table is
+a run of its own, on the embedded engine's server, in which one process gets SIGKILL so many times. A killed trainer is
+started again with ``--resume``, as its user would; nothing else is touched. A run passes where it ends well, each batch
+that the rollout API made was trained on and none twice, the steps follow each other without a gap, and none of its
+processes is left.
 """
 
 from __future__ import annotations
@@ -63,7 +63,6 @@ class Outcome:
     code: int
     kills: int
     back_s: tuple[float, ...]
-    repeated_steps: int
     lost: int
     doubled: int
     gaps: int
@@ -172,7 +171,7 @@ def trial(
         code = job.wait_trainer(timeout_s=600)
         left = [process for process in everyone if runs(process)]
         if code:
-            print(job.log("trainer")[-3000:], file=sys.stderr)
+            sys.stderr.write(job.log("trainer")[-3000:])
         return judge(job, code=code, back=back, left=len(left), steps=steps, seconds=time.monotonic() - began)
 
 
@@ -181,12 +180,10 @@ def judge(job: Stage, *, code: int, back: Sequence[float], left: int, steps: int
     times = Counter(trained_ids(job.run_dir))
     batches = {int(one.partition("-")[0]) for one in times}
     done = [line.step for line in metrics(job.run_dir).steps]
-    said = job.log("trainer")
     return Outcome(
         code=code or int(state(job.run_dir)["status"] != "finished"),
         kills=len(back),
         back_s=tuple(back),
-        repeated_steps=said.count("the run goes on from") + said.count("resumed from"),
         lost=steps * BATCH // GROUP - len(times) + len(set(range(steps)) - batches),
         doubled=sum(count - 1 for count in times.values()),
         gaps=len(set(range(1, steps + 1)) ^ set(done)) + len(done) - len(set(done)),
@@ -199,7 +196,13 @@ def row(name: str, found: Outcome) -> str:
     """A line of the table."""
     times = f"{statistics.median(found.back_s):.1f} s (at most {max(found.back_s):.1f})"
     end = "goes on" if found.passed else "FAILED"
-    return f"| {name} | {found.kills} | {end} | {found.lost} | {found.doubled} | {found.left} | {times} | {found.seconds:.0f} s |"
+    counts = f"{found.kills} | {end} | {found.lost} | {found.doubled} | {found.left}"
+    return f"| {name} | {counts} | {times} | {found.seconds:.0f} s |"
+
+
+def say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
@@ -209,9 +212,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=sorted(VICTIMS), default=list(VICTIMS))
     parser.add_argument("--engine", choices=sorted(SPAWNED), default="embedded")
     args = parser.parse_args()
-    print(f"{args.kills} kills each, seed {args.seed}, engine {args.engine}, {STEPS} steps of {BATCH} sequences\n")
-    print("| killed | times | the run | groups lost | trained on twice | left behind | back after | whole run |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    say(f"{args.kills} kills each, seed {args.seed}, engine {args.engine}, {STEPS} steps of {BATCH} sequences\n")
+    say("| killed | times | the run | groups lost | trained on twice | left behind | back after | whole run |")
+    say("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(Path(directory) / "model")
         found = {}
@@ -220,7 +223,7 @@ def main() -> None:
             place.mkdir()
             seed = args.seed * 1000 + number
             found[name] = trial(place, model, VICTIMS[name], kills=args.kills, seed=seed, engine=args.engine)
-            print(row(name, found[name]), flush=True)
+            say(row(name, found[name]))
     sys.exit(not all(one.passed for one in found.values()))
 
 

@@ -20,10 +20,9 @@ from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.options import ServeOptions
 from lachesis.engines.vllm.launch import plan_launch
-from lachesis.transport.bridge_file import SHARED_VARIABLE
 from lachesis.run import serve
 from lachesis.run.services import load_words
-from lachesis.transport.bridge_file import search_places
+from lachesis.transport.bridge_file import SHARED_VARIABLE, search_places
 from tests.paths import EXAMPLES
 
 # Of the documents, and then of the trainer's code beyond them.

@@ -1,7 +1,8 @@
 """Whom a server answers as: a name in ``Host`` that is none of its own is that of a web page that was rebound to it.
 
 A page's browser takes the page's own site for the one that it asks, even where the name of that site has come to mean
-this machine (DNS rebinding); then ``Origin`` and ``Host`` agree, and only the name itself tells.
+this machine (DNS rebinding); then ``Origin`` and ``Host`` agree, and only the name itself tells. A page that was not
+rebound is told by ``Origin``, or by ``Sec-Fetch-Site`` where its request has none.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
+from urllib.parse import urlsplit
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -39,7 +41,10 @@ def is_own_name(host: str | None, *, allowed: Collection[str]) -> bool:
 
 
 class OwnHostOnly:
-    """ASGI middleware that refuses, with 403, requests to a name that is not this server's.
+    """ASGI middleware that refuses, with 403, requests to a name that is not this server's, or from a foreign page.
+
+    Programs mark nothing; a browser says from which page a request comes, and pages cannot forge it. Following a
+    link is fine.
 
     Args:
         app: what is guarded.
@@ -53,17 +58,35 @@ class OwnHostOnly:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            found = [value.decode("latin-1") for name, value in scope["headers"] if name.lower() == b"host"]
-            wrong = [host for host in found if not is_own_name(host, allowed=self._allowed)]
-            if wrong or len(found) > 1:
-                await _refuse(send, ", ".join(wrong or found))
+            hosts = _values(scope, b"host")
+            wrong = [host for host in hosts if not is_own_name(host, allowed=self._allowed)]
+            if wrong or len(hosts) > 1:
+                await _refuse(send, f"this server is not {', '.join(wrong or hosts)!r}")
+                return
+            if (page := self._foreign_page(scope)) is not None:
+                await _refuse(send, f"a web page of {page} has nothing to ask here")
                 return
         await self._app(scope, receive, send)
 
+    def _foreign_page(self, scope: Scope) -> str | None:
+        """The site of another page that the request comes from, as its browser says; None where it is none."""
+        for origin in _values(scope, b"origin"):
+            name = urlsplit(origin).netloc if "://" in origin else ""
+            if not name or not is_own_name(name, allowed=self._allowed):
+                return repr(origin)
+            return None
+        modes = _values(scope, b"sec-fetch-mode")
+        if "cross-site" in _values(scope, b"sec-fetch-site") and modes != ["navigate"]:
+            return "another site"
+        return None
 
-async def _refuse(send: Send, host: str) -> None:
+
+def _values(scope: Scope, header: bytes) -> list[str]:
+    return [value.decode("latin-1") for name, value in scope["headers"] if name.lower() == header]
+
+
+async def _refuse(send: Send, message: str) -> None:
     """In the shape of the rollout API's refusals and of the inference servers'."""
-    message = f"this server is not {host!r}"
     remedy = "ask for it by its address, or start it with --allowed-host NAME"
     document = {
         "detail": f"{message}; {remedy}",

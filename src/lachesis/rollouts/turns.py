@@ -12,12 +12,14 @@ from dataclasses import dataclass, replace
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
+from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.types import Completion, GenerationRequest, Sample, SamplingParams, VersionSpan
 from lachesis.engines.base import Engine
 from lachesis.engines.serving.bodies import Refused, parse
@@ -74,17 +76,21 @@ class TurnServer:
     async def start(self) -> None:
         """Listen on a free port of this host."""
         listener = socket.create_server(("127.0.0.1", 0))
-        routes = [
-            Route("/inference/v1/generate", guarded(self._generate), methods=["POST"]),
-            Route("/v1/models", guarded(self._models), methods=["GET"]),
-        ]
         config = uvicorn.Config(
-            Starlette(routes=routes), log_config=None, access_log=False, ws="none", lifespan="off", loop="asyncio",
+            self.app(), log_config=None, access_log=False, ws="none", lifespan="off", loop="asyncio",
             timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=1,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
         self._task = asyncio.ensure_future(self._server.serve(sockets=[listener]))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+    def app(self) -> Starlette:
+        """What it serves, to names of this machine only."""
+        routes = [
+            Route("/inference/v1/generate", guarded(self._generate), methods=["POST"]),
+            Route("/v1/models", guarded(self._models), methods=["GET"]),
+        ]
+        return Starlette(routes=routes, middleware=[Middleware(OwnHostOnly)])
 
     async def stop(self) -> None:
         """Close the port, and wait for the engine's last call. Idempotent."""

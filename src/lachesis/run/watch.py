@@ -14,12 +14,12 @@ from typing import Any
 import anyio.to_thread
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from lachesis.common.errors import DataError, LachesisError
+from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.run_files import run_paths
 from lachesis.metrics.report import compare, page
 from lachesis.metrics.sinks.jsonl import read_metrics
@@ -54,8 +54,9 @@ class Watch:
         }
         routes = [Route(path, endpoint) for path, endpoint in reading.items()]
         routes += [Route(f"/{what}", self.ask, methods=["POST"]) for what in ("stop", "checkpoint")]
-        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
-        return Starlette(routes=routes, middleware=[hosts], exception_handlers={LachesisError: _refused})
+        return Starlette(
+            routes=routes, middleware=[Middleware(OwnHostOnly)], exception_handlers={LachesisError: _refused}
+        )
 
     async def page(self, _: Request) -> Response:
         """The page, which asks for all else."""

@@ -117,7 +117,7 @@ def test_what_has_ended_is_not_asked(tmp_path: Path):
 
 
 def test_other_names_and_other_runs_are_refused(run_dir: Path):
-    assert client(run_dir, address="http://rebound.example").get("/data").status_code == 400
+    assert client(run_dir, address="http://rebound.example").get("/data").status_code == 403
     answer = client(run_dir).get("/data", params={"run": "1"})
     assert (answer.status_code, answer.text) == (404, "there is no run '1' on this page")
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from lachesis.common.errors import EngineError, LachesisError
+from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.types import SamplingParams
 from lachesis.rollouts.agent import chat, messages, responses
 from lachesis.rollouts.agent.asked import Asked, BadRequest, Dialect, Event, Turn
@@ -34,7 +36,7 @@ _ANSWERS: Mapping[Dialect, tuple[Callable[[Turn], dict[str, Any]], Callable[[Tur
 class AgentProxy:
     """Listens on a port of its own, on a thread of its own. A key says which rollout a request belongs to.
 
-    ``failure`` is the first error of the engine, which no agent is to blame for.
+    ``failure`` is the first error of the engine, which no agent is to blame for. ``app`` is what it serves.
 
     Args:
         host: the address to listen at, which agents in containers have to reach.
@@ -55,10 +57,12 @@ class AgentProxy:
             Route("/v1/messages", self._guarded("messages", self._messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", self._guarded("messages", self._count), methods=["POST"]),
         ]
+        self.app = Starlette(
+            routes=routes, lifespan=self._lifespan, middleware=[Middleware(OwnHostOnly, allowed=(host,))]
+        )
         config = uvicorn.Config(
-            Starlette(routes=routes, lifespan=self._lifespan), log_config=None, access_log=False, ws="none",
-            loop="asyncio", timeout_graceful_shutdown=1,
-        )  # fmt: skip
+            self.app, log_config=None, access_log=False, ws="none", loop="asyncio", timeout_graceful_shutdown=1
+        )
         self._server = uvicorn.Server(config)
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="lachesis-agent-proxy", daemon=True)
