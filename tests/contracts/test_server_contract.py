@@ -637,6 +637,11 @@ class TestRefusals:
         refused(server.http.get("/bridge/info", headers={"Host": "evil.example"}), 403)
         assert server.http.get("/bridge/info", headers={"Host": "localhost:1"}).is_success
 
+    def test_who_asks_from_a_foreign_page(self, server: Server, factory: ServerFactory):
+        for path in ("/generate", "/v1/completions", "/bridge/pause"):
+            refused(server.http.post(path, json={}, headers={"Origin": "http://evil.example"}), 403)
+            assert server.http.options(path, headers={"Origin": "http://evil.example"}).status_code == 403
+
     @pytest.mark.parametrize("what", BAD_BODIES)
     def test_a_body_that_is_no_json(self, what: str, server: Server, factory: ServerFactory):
         path, content = BAD_BODIES[what]
