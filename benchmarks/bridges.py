@@ -36,11 +36,13 @@ import torch
 from architectures import LLAMA_3_1_8B
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from lachesis.bridges.proof import FleetProof
 from lachesis.common.deadline import Deadline
 from lachesis.common.process import ManagedProcess
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig
+from lachesis.engines.http.client import HttpEngine
 from lachesis.run.engine import EngineSide, RunPlace, build_servers
 from lachesis.run.parts import build_policy
 from lachesis.train.policy import Policy
@@ -259,12 +261,14 @@ def measure_bridge(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def proof_parts(side: EngineSide) -> dict[str, float]:
     """What the proof asks, one thing after the other."""
-    proof: Any = side.bridge.proof
+    fleet, engine = side.bridge.proof, side.bridge.engine
+    assert isinstance(fleet, FleetProof) and isinstance(engine, HttpEngine)
+    proof = fleet.of(engine.living[0])
     calls = {
-        "trainer canary": lambda: proof._trainer(proof._token_ids),
-        "engine canary": lambda: proof._engine(proof._token_ids),
-        "trainer digests": lambda: proof._trainer_digests and proof._trainer_digests(),
-        "engine digests": lambda: proof._engine_digests and proof._engine_digests(),
+        "trainer canary": lambda: proof.trainer(proof.token_ids),
+        "engine canary": lambda: proof.engine(proof.token_ids),
+        "trainer digests": proof.trainer_digests,
+        "engine digests": proof.engine_digests,
     }
     found = {}
     for name, call in calls.items():

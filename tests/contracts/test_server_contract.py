@@ -572,6 +572,8 @@ class TestPausing:
         server.post("/bridge/sleep", level=1)
         assert server.get("/bridge/info")["sleeping"]
         server.post("/bridge/sleep", level=1)
+        server.post("/bridge/wake_up", tags=["weights"])
+        assert server.get("/bridge/info")["sleeping"], "the cache is not there yet"
         server.post("/bridge/wake_up")
         server.post("/bridge/wake_up")
         assert not server.get("/bridge/info")["sleeping"]
@@ -616,6 +618,7 @@ BAD: dict[str, tuple[str, dict[str, Any], tuple[int, ...]]] = {
     "digests of rows that are not there": ("/bridge/digests", {"slices": {NORM: {"start": 9999}}}, (400, 422)),
     "an unknown pause": ("/bridge/pause", {"mode": "stop"}, (400,)),
     "an unknown sleep": ("/bridge/sleep", {"level": 7}, (400,)),
+    "an unknown part to wake up": ("/bridge/wake_up", {"tags": ["graphs"]}, (400,)),
     "no version": ("/bridge/set_version", {}, (400,)),
     "a negative version": ("/bridge/set_version", {"weight_version": -1}, (400,)),
     "unloading what is not there": ("/lora/unload", {"adapter_name": "nobody"}, (404,)),

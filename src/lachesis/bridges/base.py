@@ -92,8 +92,8 @@ class Bridge(ABC, Generic[PolicyT]):
         Leaving :meth:`update_to` wakes it up. Raises EngineError where it cannot sleep.
         """
 
-    def wake(self) -> None:
-        """The reverse of :meth:`rest`. Idempotent."""
+    def wake(self, *, for_weights: bool = False) -> None:
+        """The reverse of :meth:`rest`; ``for_weights``, as far as it takes to change them. Idempotent."""
 
     def sync(self, version: int) -> SyncReport:
         """Transfer and prove outside of an update: before the first step and after a resume.
@@ -168,9 +168,12 @@ class Bridge(ABC, Generic[PolicyT]):
             setting="deadlines.sync_s",
         )
         with deadline.waiting():
-            self.wake()
+            self.wake(for_weights=True)
             awake = time.perf_counter()
             self._transfer(version, deadline=deadline)
+            arrived = time.perf_counter()
+            self.wake()
+            generating = time.perf_counter()
             # The canary goes through the engine's scheduler, which has to run for it.
             resuming.close()
             transferred = time.perf_counter()
@@ -182,7 +185,7 @@ class Bridge(ABC, Generic[PolicyT]):
             proof_seconds=time.perf_counter() - transferred,
             canary_error=error,
             sleep_seconds=self._slept,
-            wake_seconds=None if self._slept is None else awake - assembled,
+            wake_seconds=None if self._slept is None else awake - assembled + generating - arrived,
         )
 
     def recover(self, error: EngineError) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Generic
+from typing import Generic, Literal
 
 from torch import nn
 
@@ -112,11 +112,18 @@ def _servers(
         proof_builder=proof if config.bridge.proof else None,
         owned=parts.owned,
         trains_in_engine=weights is not None,
-        sleeps=isinstance(engine, VllmEngineConfig) and engine.enable_sleep_mode,
+        sleep_level=sleep_level(config, every_steps=every_steps),
         sync_s=config.deadlines.sync_s + start_s,
         every_steps=every_steps,
         pause_mode=pause,
     )
+
+
+def sleep_level(config: LachesisConfig, *, every_steps: int) -> Literal[0, 1, 2]:
+    """How deep the engine sleeps while the trainer computes: it may forget weights that all come anew afterwards."""
+    if not isinstance(config.engine, VllmEngineConfig) or not config.engine.enable_sleep_mode:
+        return 0
+    return 1 if config.bridge.capabilities.adapter_only or every_steps > 1 else 2
 
 
 def _shared(parts: BridgeParts[ModelPolicyT], *, pause: PauseMode) -> Bridge[ModelPolicyT]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic
+from typing import Generic, Literal
 
 import torch
 
@@ -23,6 +23,7 @@ from lachesis.config.schema import BridgeCapabilities
 from lachesis.engines.base import PauseMode
 from lachesis.engines.fleet import State
 from lachesis.engines.http.client import HttpEngine
+from lachesis.engines.serving.served import MEMORY_PARTS
 
 logger = logging.getLogger("lachesis")
 
@@ -175,7 +176,8 @@ class Servers(Generic[PolicyT]):
         proof_builder: makes the proof of sync once both sides exist, or ``None`` for no proof.
         owned: their processes, where the run starts them: one that dies is started again.
         trains_in_engine: the policy is built on the engine's memory, and lost with it.
-        sleeps: they give their GPU memory back while the trainer computes.
+        sleep_level: they give their GPU memory back while the trainer computes; at level 1 their weights wait on the
+            host, at level 2 they are dropped, because new ones come in any case; at 0 they do not sleep.
         members: which servers it is to have now, by address, where that may change; may raise LachesisError, and then
             nothing changes.
         quorum: so many have to live before a transfer; they are waited for, ``quorum_s`` seconds at most. Without it
@@ -187,7 +189,7 @@ class Servers(Generic[PolicyT]):
     proof_builder: ProofBuilder[PolicyT] | None
     owned: OwnedEngine | None = None
     trains_in_engine: bool = False
-    sleeps: bool = False
+    sleep_level: Literal[0, 1, 2] = 0
     members: Callable[[], Sequence[str]] | None = None
     quorum: int | None = None
     quorum_s: float | None = None
@@ -270,16 +272,16 @@ class ExternalBridge(Bridge[PolicyT]):
                 logger.info("the engine at %s is there again; it serves once it has the weights", url)
 
     def rest(self) -> None:
-        if self._servers.sleeps:
+        if level := self._servers.sleep_level:
             started = time.perf_counter()
-            self.retry(self.engine.sleep)
+            self.retry(lambda: self.engine.sleep(level=level))
             self._slept = time.perf_counter() - started
 
-    def wake(self) -> None:
-        if self._servers.sleeps:
+    def wake(self, *, for_weights: bool = False) -> None:
+        if self._servers.sleep_level:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()  # what the allocator keeps of the training pass is the engine's again
-            self.engine.wake_up()
+            self.engine.wake_up(("weights",) if for_weights else MEMORY_PARTS)
 
     def recover(self, error: EngineError) -> None:
         """Start an engine of the run's own that died again, once for each version, and bring it the weights.

@@ -185,7 +185,7 @@ class FleetProof:
         failures: list[LachesisError] = []
         with ThreadPoolExecutor(len(controls), thread_name_prefix="proofs") as pool:
             asked = [(control, pool.submit(self._ask, control)) for control in controls]
-            trainer = self._current(controls[0]).ask_trainer()
+            trainer = self.of(controls[0]).ask_trainer()
             for control, answer in asked:
                 try:
                     errors.append(self._judge(control, answer.result(), trainer, version=version))
@@ -200,10 +200,10 @@ class FleetProof:
         return max(errors)
 
     def _ask(self, control: ServerControl) -> EngineSays:
-        return self._current(control).ask_engine()
+        return self.of(control).ask_engine()
 
     def _judge(self, control: ServerControl, says: EngineSays, trainer: TrainerSays, *, version: int) -> float:
-        proof = self._current(control)
+        proof = self.of(control)
         expected, ours = trainer
         error = proof.judge(says, (expected, {} if proof.engine_digests is dict else ours), version=version)
         self._engine.fleet.proved(control.url, proof.session_id, version)
@@ -213,7 +213,8 @@ class FleetProof:
         note = self._engine.fleet.unproved if isinstance(error, StaleWeights) else self._engine.fleet.died
         note(control.url, error.message)
 
-    def _current(self, control: ServerControl) -> SyncProof:
+    def of(self, control: ServerControl) -> SyncProof:
+        """The proof of one engine, in the session in which it was met last."""
         session_id = self._engine.fleet.session(control.url)
         proof = self._proofs.get(control.url)
         if proof is None or proof.session_id != session_id:

@@ -59,6 +59,10 @@ class Receiver:
         """Where it stands, and why."""
         return ReceiverStatus(self._state, self._detail, self.spec, self.updates)
 
+    def look_again(self) -> None:
+        """What the last update took on the device was given back: the next one finds out anew where there is room."""
+        self._beside.look_again()
+
     def check_free(self) -> None:
         """Raise Refused (409) while this receiver keeps another from being started."""
         if self._state in ("connecting", "connected"):
@@ -218,6 +222,10 @@ class _Beside:
     def entered(self) -> AbstractContextManager[object]:
         """Within it, this thread works on that stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def look_again(self) -> None:
+        """The memory of the updates before is gone."""
+        self._has_room = False
 
     def staging_device(self, spec: ReceiverSpec) -> torch.device:
         """An update is kept aside until all of it is there: on the model's device where it has the room."""

@@ -26,7 +26,14 @@ from lachesis.config.schema import LoraAdapterConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.operations import Digests
-from lachesis.engines.serving.served import ModelInfo, ReceiverSpec, ReceiverStatus, Refused
+from lachesis.engines.serving.served import (
+    MEMORY_PARTS,
+    MemoryPart,
+    ModelInfo,
+    ReceiverSpec,
+    ReceiverStatus,
+    Refused,
+)
 from lachesis.train.model.loading import add_lora
 from lachesis.transport.channel import Channel
 from lachesis.transport.digest import digests
@@ -90,7 +97,7 @@ class FakeServer(ServerControl):
         self.corrupt: Corruption = lambda tensors: tensors
         self.calls: list[str] = []
         self.workers = workers
-        self.asleep = False
+        self.asleep: set[MemoryPart] = set()
         self.gone = False
         self.dies_in = ""
         self._status = ReceiverStatus()
@@ -145,17 +152,19 @@ class FakeServer(ServerControl):
 
     def sleep(self, *, level: int = 1, deadline: Deadline) -> None:
         self._begin("sleep")
-        self.asleep = True
+        self.asleep = set(MEMORY_PARTS)
+        if level == 2:
+            self.tensors = {}
 
-    def wake_up(self, *, deadline: Deadline) -> None:
+    def wake_up(self, tags: Sequence[MemoryPart] = MEMORY_PARTS, *, deadline: Deadline) -> None:
         self._begin("wake_up")
-        self.asleep = False
+        self.asleep -= set(tags)
 
     def restarted(self, checkpoint: Path | None = None) -> None:
         """As after a new start, on a checkpoint if there is one."""
         self.session_id += "'"
         self.gone = False
-        self.owner, self.version, self.tensors, self.asleep = None, 0, {}, False
+        self.owner, self.version, self.tensors, self.asleep = None, 0, {}, set()
         if checkpoint is not None:
             self._hold(load_checkpoint(checkpoint), 0, checkpoint)
 
@@ -232,7 +241,11 @@ class FakeServer(ServerControl):
             raise EngineUnreachable(f"the server at {self.url} does not answer")
         if call in self.faults:
             raise self.faults.pop(call)
-        if self.asleep and call in ("canary", "load_adapter", "reload", "receive"):
+        needed = {
+            "canary": self.asleep,
+            **dict.fromkeys(("load_adapter", "reload", "receive"), {"weights"} & self.asleep),
+        }
+        if needed.get(call):
             raise Refused(f"while the engine is asleep there is no {call}", status=409)
 
 

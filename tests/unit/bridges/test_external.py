@@ -98,8 +98,9 @@ def test_weights_in_its_memory_died_with_it(tmp_path):
 
 
 def test_an_engine_that_sleeps_is_awake_for_its_weights_and_for_generation(tmp_path):
-    built = Built(tmp_path, sleeps=True, every_steps=2)
-    for version, expected in ((1, ["sleep", "wake_up"]), (2, ["sleep", "wake_up", "load_adapter", "canary"])):
+    built = Built(tmp_path, sleep_level=1, every_steps=2)
+    transferred = ["sleep", "wake_up", "load_adapter", "wake_up", "canary"]
+    for version, expected in ((1, ["sleep", "wake_up"]), (2, transferred)):
         built.server.calls.clear()
         built.bridge.rest()
         assert built.server.asleep
@@ -113,8 +114,27 @@ def test_an_engine_that_sleeps_is_awake_for_its_weights_and_for_generation(tmp_p
     assert 0 <= report.wake_seconds <= report.seconds
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_its_cache_wakes_up_once_the_weights_are_there(level: Any, tmp_path):
+    """So that it stands beside neither what the trainer sends nor what the engine keeps of it while it arrives."""
+    built = Built(tmp_path, sleep_level=level)
+    there: list[bool] = []
+
+    def corrupt(tensors: dict[str, Any]) -> dict[str, Any]:
+        there.append("kv_cache" not in built.server.asleep)
+        return tensors
+
+    built.server.corrupt = corrupt
+    built.bridge.rest()
+    assert bool(built.server.tensors) == (level == 1), "at level 2 they are dropped"
+    with built.bridge.update_to(1):
+        built.policy.step()
+    assert there == [False] and not built.server.asleep
+    assert read(built.server.tensors) == read(lora_tensors(built.policy.model))
+
+
 def test_a_failed_step_leaves_the_engine_awake(tmp_path):
-    built = Built(tmp_path, sleeps=True)
+    built = Built(tmp_path, sleep_level=1)
     built.bridge.rest()
     with pytest.raises(EngineError, match="nothing"), built.bridge.update_to(1):
         raise EngineError("nothing was computed")
@@ -123,7 +143,7 @@ def test_a_failed_step_leaves_the_engine_awake(tmp_path):
 
 @pytest.mark.parametrize("every_steps", [1, 2])
 def test_one_that_dies_asleep_is_started_again_with_the_weights_of_now(every_steps: int, tmp_path):
-    built = Built(tmp_path, sleeps=True, every_steps=every_steps)
+    built = Built(tmp_path, sleep_level=1, every_steps=every_steps)
     built.bridge.rest()
     built.process.stop()
     built.server.faults["wake_up"] = EngineError("the engine does not answer")

@@ -9,6 +9,7 @@ import torch
 
 from lachesis.common.errors import EngineError
 from lachesis.engines.receiver import Receiver
+from lachesis.engines.receiver import _Beside as Beside
 from lachesis.engines.serving.served import ReceiverSpec, Refused
 from lachesis.transport.layout import ReceivedTensor
 from tests.waiting import LONG_S
@@ -56,6 +57,18 @@ def connected(channel: FakeChannel) -> Receiver:
     receiver._thread.join(LONG_S)
     assert receiver.status.state == "connected"
     return receiver
+
+
+def test_where_an_update_is_kept_aside_is_found_out_anew_once_its_memory_was_given_back(monkeypatch):
+    free = [1000]
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1000))
+    beside = Beside(torch.device("cuda", 0))
+    assert beside.staging_device(SPEC).type == "cuda"
+    free[0] = 0
+    assert beside.staging_device(SPEC).type == "cuda", "what the first one took stays"
+    beside.look_again()
+    assert beside.staging_device(SPEC).type == "cpu"
 
 
 def test_joining_goes_on_in_the_background_and_can_be_stopped():

@@ -144,6 +144,10 @@ def _sleep(config: LachesisConfig) -> Iterator[Said]:
             "engine.enable_sleep_mode puts the engine to sleep while the trainer computes, and with "
             "pipeline.async_prefetch it generates meanwhile; remove one of the two"
         )
+    if config.model.device == "cpu" and engine.devices is None:
+        yield problem(
+            "engine.enable_sleep_mode gives the memory of a GPU back, and model.device is cpu; remove enable_sleep_mode"
+        )
     if engine.devices is not None:
         yield note(
             f"engine.enable_sleep_mode gives memory back on the engine's GPU: engine.devices {engine.devices} has to "

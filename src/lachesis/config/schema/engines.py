@@ -80,7 +80,8 @@ class VllmEngineConfig(EngineSection):
     )
     enable_sleep_mode: bool = Field(
         default=False,
-        description="Give the engine's GPU memory back while the trainer computes; its weights wait in host memory.",
+        description="Give the engine's GPU memory back while the trainer computes; weights that do not all come anew "
+        "wait in host memory.",
     )
     devices: str | None = Field(
         default=None, description="CUDA_VISIBLE_DEVICES of the server; the trainer's own if unset."

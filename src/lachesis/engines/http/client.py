@@ -26,6 +26,7 @@ from lachesis.engines.fleet import Fleet, State
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.http.generation import GenerationCalls, nobody_serves, visit
 from lachesis.engines.serving.operations import Digests
+from lachesis.engines.serving.served import MEMORY_PARTS, MemoryPart
 
 T = TypeVar("T")
 R = TypeVar("R", CanaryReading, Digests)
@@ -376,15 +377,15 @@ class HttpEngine(Engine):
         deadline = self._deadline("resuming the engine")
         self.on_all(lambda server: server.resume(deadline=deadline))
 
-    def sleep(self) -> None:
+    def sleep(self, *, level: int = 1) -> None:
         """All servers give their GPU memory back; requests wait until :meth:`wake_up`."""
         deadline = self._deadline("putting the engine to sleep")
-        self.on_all(lambda server: server.sleep(deadline=deadline))
+        self.on_all(lambda server: server.sleep(level=level, deadline=deadline))
 
-    def wake_up(self) -> None:
-        """The reverse of :meth:`sleep`. Idempotent."""
+    def wake_up(self, tags: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        """The reverse of :meth:`sleep`, or these parts of it. Idempotent."""
         deadline = self._deadline("waking up the engine")
-        self.on_all(lambda server: server.wake_up(deadline=deadline))
+        self.on_all(lambda server: server.wake_up(tags, deadline=deadline))
 
     def close(self) -> None:
         """Close the connections; requests in flight end with EngineError. The servers go on."""

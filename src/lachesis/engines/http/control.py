@@ -29,8 +29,10 @@ from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.bodies import Request, fault_of
 from lachesis.engines.serving.operations import Operation, ServerInfo
 from lachesis.engines.serving.served import (
+    MEMORY_PARTS,
     DigestRequest,
     DigestSlice,
+    MemoryPart,
     ReceiverSpec,
     ReceiverStatus,
     Refused,
@@ -167,9 +169,9 @@ class ServerControl:
         """Have the engine give its GPU memory back. At level 1 the weights stay on the host. Idempotent."""
         self.call(ops.SLEEP, ops.Sleep(level=level), deadline=deadline)
 
-    def wake_up(self, *, deadline: Deadline) -> None:
-        """Have it take its memory again. Idempotent."""
-        self.call(ops.WAKE_UP, ops.Nothing(), deadline=deadline)
+    def wake_up(self, tags: Sequence[MemoryPart] = MEMORY_PARTS, *, deadline: Deadline) -> None:
+        """Have it take these parts of its memory again. Idempotent."""
+        self.call(ops.WAKE_UP, ops.WakeUp(tags=tuple(tags)), deadline=deadline)
 
     def reload(self, path: Path, *, version: int, deadline: Deadline) -> None:
         self.call(ops.RELOAD, ops.Reload(path=path, weight_version=version), deadline=deadline)

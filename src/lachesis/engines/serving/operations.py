@@ -23,11 +23,13 @@ from pydantic import (
 
 from lachesis.common.json_values import is_object
 from lachesis.engines.base import PauseMode
-from lachesis.engines.serving.bodies import Flag, Request, Text, TokenIds, Whole
+from lachesis.engines.serving.bodies import SINGLE, Flag, Request, Text, TokenIds, Whole
 from lachesis.engines.serving.generation import POLICY
 from lachesis.engines.serving.served import (
+    MEMORY_PARTS,
     AdapterStatus,
     DigestRequest,
+    MemoryPart,
     ModelInfo,
     ReceiverSpec,
     ReceiverState,
@@ -112,6 +114,12 @@ class Pause(Request):
 
 class Sleep(Request):
     level: Annotated[Whole, Field(ge=1, le=2)] = 1
+
+
+class WakeUp(Request):
+    """By vLLM's names what is to be there again: ``weights``, ``kv_cache``, or all of it."""
+
+    tags: Annotated[tuple[MemoryPart, ...], SINGLE] = MEMORY_PARTS
 
 
 class CanaryRequest(Request):
@@ -308,7 +316,7 @@ EXPORT = Operation("export_shared", "/bridge/export", ExportShared, Located)
 PAUSE = Operation("pause", "/bridge/pause", Pause, Paused)
 RESUME = Operation("resume", "/bridge/resume", Nothing, Paused)
 SLEEP = Operation("sleep", "/bridge/sleep", Sleep, Sleeping)
-WAKE_UP = Operation("wake_up", "/bridge/wake_up", Nothing, Sleeping)
+WAKE_UP = Operation("wake_up", "/bridge/wake_up", WakeUp, Sleeping)
 RELOAD = Operation("reload", "/bridge/reload", Reload, Located, loading="loading {path}")
 SET_VERSION = Operation("set_version", "/bridge/set_version", NewVersion, Answer, loading="setting the version")
 

@@ -20,6 +20,10 @@ from lachesis.transport.layout import ChannelBackend, ReceivedTensor
 if TYPE_CHECKING:
     from torch import Tensor
 
+MemoryPart = Literal["weights", "kv_cache"]
+MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
+"""What a sleeping engine has given back, by vLLM's names."""
+
 ReceiverState = Literal["idle", "connecting", "connected", "error"]
 TransferKind = Literal["lora", "full"]
 _DTYPES = ("float64", "float32", "float16", "bfloat16")
@@ -319,7 +323,12 @@ class ServedEngine(Protocol):
         """Give memory back (level 1: weights to the host; 2: weights dropped). Idempotent."""
         ...
 
-    async def wake_up(self) -> None: ...
+    async def wake_up(self, tags: Sequence[MemoryPart]) -> None:
+        """Take these parts of the memory again; once all are there, generation goes on. Idempotent.
+
+        With the weights alone they can be changed, beside a cache that is not there yet.
+        """
+        ...
 
     async def is_sleeping(self) -> bool: ...
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
 from lachesis.engines.base import PauseMode
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.served import MEMORY_PARTS, MemoryPart, Refused
 
 
 class Gate:
@@ -24,15 +24,20 @@ class Gate:
         self._open.set()
         self._switching = asyncio.Lock()
         self.paused = False
-        self.sleeping = False
+        self.asleep: frozenset[MemoryPart] = frozenset()
+
+    @property
+    def sleeping(self) -> bool:
+        """Whether a part of its memory is given back."""
+        return bool(self.asleep)
 
     async def wait(self) -> None:
         """Return once the engine generates."""
         await self._open.wait()
 
-    def refuse_asleep(self, what: str) -> None:
-        """Raise Refused (409) while the engine is asleep; ``what`` says what is not done then."""
-        if self.sleeping:
+    def refuse_asleep(self, what: str, *, without: Collection[MemoryPart] = MEMORY_PARTS) -> None:
+        """Raise Refused (409) while the engine is asleep; ``what`` says what is not done ``without`` these parts."""
+        if self.asleep.intersection(without):
             raise Refused(f"while the engine is asleep {what}", status=409, remedy="wake it up first")
 
     @asynccontextmanager
@@ -73,20 +78,27 @@ class Gate:
         async with self._switching:
             if self.sleeping:
                 return False
-            self.sleeping = True
+            self.asleep = frozenset(MEMORY_PARTS)
             self._open.clear()
             # Requests in flight go on after waking, from a cache that is computed anew; without weights they end.
             await self._engine.sleep(level=level, mode="keep" if level == 1 else "abort")
             return True
 
-    async def wake_up(self, restore: Callable[[], Awaitable[object]]) -> None:
-        """Take memory again and ``restore`` what was in it; goes back to being paused if it was."""
+    async def wake_up(self, tags: Collection[MemoryPart], restore: Callable[[], Awaitable[object]]) -> None:
+        """Take parts of the memory again and ``restore`` what was in the weights'.
+
+        Once all of it is there the engine generates, or goes back to being paused if it was.
+        """
         async with self._switching:
-            if not self.sleeping:
+            waking = self.asleep.intersection(tags)
+            if not waking:
                 return
-            await self._engine.wake_up()
-            await restore()
-            self.sleeping = False
+            await self._engine.wake_up(tags=sorted(waking))
+            if "weights" in waking:
+                await restore()
+            self.asleep -= waking
+            if self.asleep:
+                return
             if self.paused:
                 await self._freeze()
             else:

@@ -18,6 +18,7 @@ from lachesis.engines.serving.generation import POLICY, GenerateBody, GenerateCh
 from lachesis.engines.serving.served import (
     AdapterStatus,
     DigestRequest,
+    MemoryPart,
     ModelInfo,
     ReceiverSpec,
     ReceiverStatus,
@@ -143,7 +144,7 @@ class ServedVllm:
         return {name: TensorInfo(tuple(info["shape"]), info["dtype"], info["device"]) for name, info in found.items()}
 
     async def load_adapter(self, *, name: str, path: Path) -> None:
-        self._gate.refuse_asleep("no adapter is loaded")
+        self._gate.refuse_asleep("no adapter is loaded", without=("weights",))
         spec = await self._call("load_adapter", path=str(path), name=name)
         self._adapter = AdapterStatus(name=name, rank=spec["r"], alpha=spec["alpha"], path=path)
 
@@ -158,7 +159,7 @@ class ServedVllm:
         return self._adapter
 
     async def reload(self, path: Path) -> None:
-        self._gate.refuse_asleep("no weights are loaded")
+        self._gate.refuse_asleep("no weights are loaded", without=("weights",))
         await self._change_base("reload", path=str(path))
 
     async def export_shared(self, path: Path) -> None:
@@ -186,7 +187,7 @@ class ServedVllm:
         return self._receiver
 
     async def receive(self) -> None:
-        self._gate.refuse_asleep("no weights are received")
+        self._gate.refuse_asleep("no weights are received", without=("weights",))
         if self._receiver.spec is None:
             raise Refused("no receiver was started", status=409, remedy="start one with /nccl/start_receiver")
         try:
@@ -230,8 +231,10 @@ class ServedVllm:
         if await self._gate.sleep(level) and level == 2 and not on_cpu:
             self._unusable = "the engine slept at level 2 and has no weights"
 
-    async def wake_up(self) -> None:
-        await self._gate.wake_up(lambda: self._call("refresh"))
+    async def wake_up(self, tags: Sequence[MemoryPart]) -> None:
+        if self._gate.sleeping:
+            await self._call("make_room")
+        await self._gate.wake_up(tags, lambda: self._call("refresh"))
 
     async def is_sleeping(self) -> bool:
         return self._gate.sleeping

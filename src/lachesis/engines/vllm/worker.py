@@ -128,6 +128,13 @@ class WorkerWeights:
         """Serve the base weights."""
         self._need_slots().clear()
 
+    def make_room(self) -> None:
+        """Give back what torch keeps of the last update: what wakes up next has to fit beside it."""
+        if self._receiver is not None:
+            self._receiver.look_again()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def refresh(self) -> None:
         """After the memory of the weights was dropped and made anew."""
         if self._slots is not None:

@@ -166,6 +166,14 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             },
             "pipeline.async_prefetch it generates meanwhile",
         ),
+        (
+            {
+                "engine": {**VLLM, "enable_sleep_mode": True},
+                "bridge": {"kind": "broadcast"},
+                "model": {"device": "cpu"},
+            },
+            "gives the memory of a GPU back, and model.device is cpu",
+        ),
         ({"engine": VLLM, "bridge": SHARED, "adapter": {"kind": "lora"}}, "use lora_only with share_base"),
         (
             {

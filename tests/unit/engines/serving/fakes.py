@@ -12,6 +12,7 @@ from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, Gen
 from lachesis.engines.serving.served import (
     AdapterStatus,
     DigestRequest,
+    MemoryPart,
     ModelInfo,
     ReceiverSpec,
     ReceiverStatus,
@@ -144,8 +145,8 @@ class FakeServed(ServedEngine):
         await self._call("sleep", level)
         self.sleeping = True
 
-    async def wake_up(self) -> None:
-        await self._call("wake_up")
+    async def wake_up(self, tags: Sequence[MemoryPart]) -> None:
+        await self._call("wake_up", tuple(tags))
         self.sleeping = False
 
     async def is_sleeping(self) -> bool:

@@ -291,7 +291,7 @@ def test_the_token_is_asked_for_before_the_body_is_read(drive):
         ("/bridge/pause", ("pause", "keep")),
         ("/bridge/resume", "resume"),
         ("/bridge/sleep", ("sleep", 1)),
-        ("/bridge/wake_up", "wake_up"),
+        ("/bridge/wake_up", ("wake_up", ("weights", "kv_cache"))),
         ("/nccl/stop_receiver", "stop_receiver"),
     ],
 )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.served import MEMORY_PARTS, Refused
 from lachesis.engines.vllm.gate import Gate
 
 
@@ -30,8 +30,8 @@ class FakeEngine:
     async def sleep(self, *, level: int, mode: str) -> None:
         self.told.append(("sleep", level, mode))
 
-    async def wake_up(self) -> None:
-        self.told.append("wake up")
+    async def wake_up(self, *, tags: list[str]) -> None:
+        self.told.append(("wake up", *tags))
 
 
 async def turns() -> None:
@@ -109,11 +109,39 @@ def test_an_engine_that_was_paused_wakes_up_paused(level, mode):
         with pytest.raises(Refused, match="asleep"):
             async with gate.running():
                 pass
-        await gate.wake_up(restore)
-        await gate.wake_up(restore)
-        assert restored == [True] and engine.told[1:] == ["wake up", "keep"] and gate.paused
+        await gate.wake_up(MEMORY_PARTS, restore)
+        await gate.wake_up(MEMORY_PARTS, restore)
+        assert restored == [True] and engine.told[1:] == [("wake up", "kv_cache", "weights"), "keep"] and gate.paused
         await gate.resume()
         await gate.wait()
+
+    asyncio.run(run())
+
+
+def test_the_weights_wake_up_first_and_nothing_is_generated_before_the_cache_is_there():
+    async def run() -> None:
+        engine, restored = FakeEngine(), []
+
+        async def restore() -> None:
+            restored.append(list(engine.told))
+
+        gate = Gate(engine)
+        await gate.sleep(2)
+        with pytest.raises(Refused, match="no weights are received"):
+            gate.refuse_asleep("no weights are received", without=("weights",))
+        await gate.wake_up(("weights",), restore)
+        gate.refuse_asleep("no weights are received", without=("weights",))
+        with pytest.raises(Refused, match="nothing is computed"):
+            async with gate.running():
+                pass
+        waiting = asyncio.ensure_future(gate.wait())
+        await gate.resume()
+        await turns()
+        assert gate.sleeping and not waiting.done()
+        await gate.wake_up(("weights", "kv_cache"), restore)
+        await waiting
+        told = [("sleep", 2, "abort"), ("wake up", "weights")]
+        assert engine.told == [*told, ("wake up", "kv_cache")] and restored == [told] and not gate.sleeping
 
     asyncio.run(run())
 

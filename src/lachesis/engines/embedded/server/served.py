@@ -23,8 +23,10 @@ from lachesis.engines.embedded.server.weights import EmbeddedWeights
 from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
 from lachesis.engines.serving.served import (
+    MEMORY_PARTS,
     AdapterStatus,
     DigestRequest,
+    MemoryPart,
     ModelInfo,
     ReceiverSpec,
     ReceiverStatus,
@@ -79,6 +81,7 @@ class ServedEmbedded(ServedEngine):
         self._session = session
         self._runner = BatchRunner(engine, max_sequences=max_num_seqs)
         self._receiver: Receiver | None = None
+        self._away: frozenset[MemoryPart] = frozenset()
         self._threads = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="embedded-control")
 
     @property
@@ -215,15 +218,19 @@ class ServedEmbedded(ServedEngine):
         """Both levels move the weights to the host, where they are on a GPU; level 2 need not forget them."""
         if not self._engine.gate.asleep:
             await self._in_thread(self._engine.gate.sleep)
+            self._away = frozenset(MEMORY_PARTS)
             try:
                 await self._in_thread(lambda: self._weights.move("cpu"))
             except EngineError:
-                await self.wake_up()
+                await self.wake_up(MEMORY_PARTS)
                 raise
 
-    async def wake_up(self) -> None:
-        if self._engine.gate.asleep:
+    async def wake_up(self, tags: Sequence[MemoryPart]) -> None:
+        """It has no cache that outlives a batch; without its part the engine goes on sleeping."""
+        if "weights" in self._away.intersection(tags):
             await self._in_thread(lambda: self._weights.move(self._info.device))
+        self._away = self._away.difference(tags)
+        if not self._away:
             self._engine.gate.wake()
 
     async def is_sleeping(self) -> bool:
