@@ -44,7 +44,7 @@ be something else:
 - `data.path`, `data.eval_path`, `data.more`: a path if it begins so, if it exists, or if it ends in `.jsonl`,
   `.json`, `.parquet` or `.csv`, else a dataset of the hub.
 - `model.chat_template`: a file, unless it holds a `{`; then it is the template itself.
-- `rewards.functions`, `run.setup`, `data.transform`, `source.rollout_func`, `algorithm.loss`:
+- `rewards.functions`, `run.setup`, `data.transform` and what names [parts of your own](custom.md):
   `FILE.py:FUNCTION`, or `module.function`. A `module.py` beside the configuration or in the current directory
   (in this order) comes before an installed module. A reward with a `/` is a model: a directory or a hub id.
 

@@ -19,6 +19,7 @@ KINDS = {
     "Tutorials": ["quickstart-by-mode", "python"],
     "How-to guides": [
         "data-and-rewards",
+        "custom",
         "code",
         "environments",
         "watching",

@@ -19,6 +19,7 @@ from lachesis.common.renamed import keep_old_names
 
 if TYPE_CHECKING:
     from lachesis.bridges.base import Bridge
+    from lachesis.bridges.external import ExternalBridge
     from lachesis.common.errors import (
         CheckpointError,
         ConfigError,
@@ -32,8 +33,10 @@ if TYPE_CHECKING:
         StaleWeights,
         TrainingError,
     )
-    from lachesis.common.types import Completion, Group, Prompt, Sample, SamplingParams
-    from lachesis.engines.base import Engine
+    from lachesis.common.types import Completion, Group, Prompt, Sample, SamplingParams, StepRecord
+    from lachesis.engines.base import Engine, TrainedModel
+    from lachesis.metrics.health.types import Alarm, Observation
+    from lachesis.metrics.hub import Sink
     from lachesis.pipeline.feed import Feed
     from lachesis.run.handle import Run
     from lachesis.run.library import load, train
@@ -45,6 +48,12 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "TrainedModel": "engines.base",
+    "ExternalBridge": "bridges.external",
+    "StepRecord": "common.types",
+    "Sink": "metrics.hub",
+    "Observation": "metrics.health.types",
+    "Alarm": "metrics.health.types",
     "Bridge": "bridges.base",
     "CheckpointError": "common.errors",
     "Completion": "common.types",
@@ -75,6 +84,7 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "Alarm",
     "Bridge",
     "CheckpointError",
     "Completion",
@@ -84,10 +94,12 @@ __all__ = [
     "DependencyError",
     "Engine",
     "EngineError",
+    "ExternalBridge",
     "Feed",
     "Group",
     "LachesisError",
     "ModelError",
+    "Observation",
     "Pieces",
     "Policy",
     "Prompt",
@@ -95,7 +107,10 @@ __all__ = [
     "Run",
     "Sample",
     "SamplingParams",
+    "Sink",
     "StaleWeights",
+    "StepRecord",
+    "TrainedModel",
     "TrainingError",
     "__version__",
     "assign_advantages",

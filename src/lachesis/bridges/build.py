@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Generic, Literal
+from typing import Any, Generic, Literal, Protocol
 
 from torch import nn
 
@@ -26,10 +26,13 @@ from lachesis.bridges.saved import (
     started_on_it,
 )
 from lachesis.bridges.shared import EngineWeights, SharedBridge
+from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
+from lachesis.common.errors import EngineError
 from lachesis.config.schema import (
     BroadcastBridgeConfig,
     ChannelBridgeSection,
+    CustomBridgeConfig,
     EmbeddedServerConfig,
     HttpEngineConfig,
     InProcessBridgeConfig,
@@ -92,8 +95,32 @@ def build_bridge(parts: BridgeParts[ModelPolicyT]) -> Bridge[ModelPolicyT]:
             return _saved(parts, kind, started_on_it, "[CHECKPOINT] Engine serves version %d after %.1f s")
         case ReloadBridgeConfig() as kind:
             return _saved(parts, kind, load_checkpoint, "[CHECKPOINT] Engine serves version %d after %.1f s")
+        case CustomBridgeConfig() as kind:
+            return _custom(parts, kind)
         case InProcessBridgeConfig():
             raise AssertionError("an engine in this process has no server")
+
+
+class CustomBridge(Protocol):
+    """What the class or function may take: the servers first, the others by name; it is given those that it names."""
+
+    def __call__(self, servers: Servers[Any], *, config: LachesisConfig, directory: Path) -> Bridge[Any]:
+        """The bridge, usually an :class:`ExternalBridge` with a ``_transfer`` of its own.
+
+        Args:
+            servers: the client of the engine's servers, their processes where the run starts them, and the proof.
+            config: of the run.
+            directory: the run's, out of which the servers may load files.
+        """
+        ...
+
+
+BRIDGE = contract("bridge", CustomBridge, error=EngineError, makes=Bridge, methods=("_transfer",))
+
+
+def _custom(parts: BridgeParts[ModelPolicyT], kind: CustomBridgeConfig) -> Bridge[ModelPolicyT]:
+    servers = _servers(parts, every_steps=kind.every_steps)
+    return load_part(kind.function, BRIDGE).make(servers, config=parts.config, directory=parts.directory)
 
 
 def _servers(

@@ -21,11 +21,13 @@ from lachesis.cli.base import (
     stop_on_signals,
     world_of_leader,
 )
+from lachesis.config.custom import custom_parts
 from lachesis.config.fit import fit, fit_lines
 from lachesis.config.init import init as write_first_run
 from lachesis.config.load import load_config
 from lachesis.config.plan import plan, plan_lines
 from lachesis.config.rules import check
+from lachesis.config.schema import LachesisConfig
 from lachesis.config.trial import trial
 
 
@@ -71,15 +73,27 @@ def plan_command(
         float | None, typer.Option("--fit", min=1, metavar="GB", help="Say what fits on a card of this size.")
     ] = None,
 ) -> None:
-    """Say what a run will do, and the memory and disk it takes, without loading anything."""
+    """Say what a run will do, and the memory and disk it takes, without loading model or data."""
     loaded = load_config(config, overrides=overrides or [], processes=devices if devices > 1 else None)
     for finding in [*loaded.findings, *check(loaded.config, located=loaded.located)]:
         console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")
     for line in plan_lines(plan(loaded.config, device=device, devices=devices)):
         console.print(line)
+    for line in _custom_lines(loaded.config):
+        console.print(line)
     if fit_gb is not None:
         for line in fit_lines(fit(loaded.config, card_gb=fit_gb, devices=devices), card_gb=fit_gb):
             console.print(line)
+
+
+def _custom_lines(config: LachesisConfig) -> list[str]:
+    """The parts of the user's own, which are loaded: whether they fit shows only then."""
+    if not any(kind.name != "reward" for kind, _, _ in custom_parts(config)):
+        return []
+    from lachesis.run.custom import check_custom_parts  # imports torch, as most such files do
+
+    found = check_custom_parts(config)
+    return ["your own", *(f"  {part.kind:<18}{part.spec} ({part.key})" for part in found)]
 
 
 @app.command("export")

@@ -11,6 +11,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,7 +25,7 @@ _RELATIVE_IMPORT = re.compile(rb"^[ \t]*from[ \t]+\.", re.MULTILINE)
 _BUILT_IN_ROOM = "lachesis.rollouts.rewards"
 
 
-def load_function(spec: str, base_dir: Path | None = None) -> Callable[..., Any]:
+def load_function(spec: str, base_dir: Path | None = None, *, group: str | None = None) -> Callable[..., Any]:
     """The function that ``spec`` names.
 
     Args:
@@ -33,6 +34,7 @@ def load_function(spec: str, base_dir: Path | None = None) -> Callable[..., Any]
             does not have. A name that stands for an object (:mod:`lachesis.common.given`) is that object.
         base_dir: usually the directory of the configuration, the current one if unset; its modules win over
             installed ones of the same name while the import runs.
+        group: of entry points: a name without a dot is one of them, which an installed package has.
 
     Raises:
         ConfigError: the spec has neither form, the module cannot be found or imported, or it has no such
@@ -40,6 +42,8 @@ def load_function(spec: str, base_dir: Path | None = None) -> Callable[..., Any]
     """
     if is_given(spec):
         return given(spec)
+    if group is not None and not {".", ":"} & set(spec):
+        return _load_entry_point(spec, group)
     base_dir = (base_dir or Path()).resolve()
     if ":" in spec:
         file_name, _, attribute = spec.rpartition(":")
@@ -64,6 +68,29 @@ def describe_exception(error: BaseException, where: str | Callable[..., Any] | N
     place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     text = str(error)
     return f"{type(error).__name__}{': ' + text if text else ''}{place}"
+
+
+def entry_point_names(group: str) -> list[str]:
+    """The functions that installed packages list in a group of entry points."""
+    return sorted(metadata.entry_points(group=group).names)
+
+
+def _load_entry_point(name: str, group: str) -> Callable[..., Any]:
+    found = list(metadata.entry_points(group=group, name=name))
+    if not found:
+        known = ", ".join(entry_point_names(group)) or "none"
+        raise ConfigError(
+            f"{name!r} is no entry point of the group {group} of any installed package",
+            remedy=f"write FILE.py:NAME or module.NAME, or install the package that has it (there are: {known})",
+        )
+    with _import_errors(name, file=None):
+        function = found[0].load()
+    if not callable(function):
+        raise ConfigError(
+            f"the entry point {name!r} of {group} is a {type(function).__name__}, no function",
+            remedy="mend the package",
+        )
+    return function
 
 
 def _check_form(spec: str, good: bool) -> None:

@@ -299,6 +299,8 @@ def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, *, trained: int,
     optimizer, update = config.optimizer, config.optimizer.weight_update
     masters = 4 * trained if width == 2 and update in ("auto", "fp32_master") else 0
     moment = width if update == "plain" else 4
+    if optimizer.function is not None:  # how many states it has is not known: those of AdamW
+        return 2 * moment * trained + masters
     match optimizer.kind:
         case "adamw":
             return 2 * moment * trained + masters

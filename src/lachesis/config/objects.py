@@ -10,6 +10,7 @@ from typing import Any, cast
 from lachesis.common.errors import ConfigError
 from lachesis.common.given import Given, Giving
 from lachesis.common.run_files import run_paths
+from lachesis.config.custom import BY_SHORT, Kind
 from lachesis.config.document import Document, Place, describe, dotted, read_document
 from lachesis.config.load import LoadedConfig, lay_over, load_document
 from lachesis.config.schema import LachesisConfig
@@ -38,8 +39,9 @@ def load_objects(
         config: a YAML file in any dialect, the directory of a run (its config.yaml), or a mapping of the same keys;
             ``None`` where ``keys`` are all. Paths in a file are relative to it, others to the current directory.
         keys: sections of the canonical tree, or ``"section.key"``. ``model`` and ``data`` may be the path alone,
-            ``rewards`` the functions alone. Where a path to data or the name of a function belongs, the object may
-            stand. Keys of another trainer's are taken where ``config`` is in that trainer's.
+            ``rewards`` the functions alone, and parts of :mod:`lachesis.config.custom` go by their own names. Where a
+            path to data or the name of a function belongs, the object may stand. Keys of another trainer's are taken
+            where ``config`` is in that trainer's.
         complete: whether a run has to be possible with it.
 
     Raises:
@@ -74,6 +76,9 @@ def _plain_keys(keys: Mapping[str, Any], document: Document, giving: Giving) -> 
     """The keys as plain data; objects are named. What cannot be is added to the document's problems."""
     data: dict[str, Any] = {}
     for name, value in keys.items():
+        if name in BY_SHORT and not isinstance(value, Mapping) and "." not in name:
+            lay_over(data, _short_part(BY_SHORT[name], value, document, giving))
+            continue
         parts = tuple(name.split("."))
         if len(parts) == 1 and name in _SHORT and not isinstance(value, Mapping):
             parts = (name, _SHORT[name])
@@ -83,6 +88,13 @@ def _plain_keys(keys: Mapping[str, Any], document: Document, giving: Giving) -> 
             plain = {part: plain}
         lay_over(data, plain)
     return data
+
+
+def _short_part(kind: Kind, value: Any, document: Document, giving: Giving) -> dict[str, Any]:
+    """The section of a part that was given by its own name."""
+    section, _, name = kind.key.partition(".")
+    plain = _plain(_listed(value) if kind.several else value, (section, name), document, giving)
+    return {section: dict(kind.needs) | {name: plain}}
 
 
 def _listed(value: Any) -> Any:
@@ -119,9 +131,11 @@ def require_steps(config: LachesisConfig) -> LachesisConfig:
     run, optimizer = config.run, config.optimizer
     if run.steps is not None:
         return config
-    if optimizer.schedule != "constant" or optimizer.warmup_ratio:
+    own = optimizer.schedule_function is not None
+    if own or optimizer.schedule != "constant" or optimizer.warmup_ratio:
         raise ConfigError(
-            f"optimizer.schedule is {optimizer.schedule}, which needs to know how many steps there will be",
+            f"optimizer.schedule is {'one of your own' if own else optimizer.schedule}, which needs to know how many "
+            "steps there will be",
             remedy='give run={"steps": ...}, or optimizer.schedule: constant without a warmup_ratio',
         )
     return config.model_copy(update={"run": run.model_copy(update={"steps": max(1, optimizer.warmup_steps)})})

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lachesis.common.json_values import is_list
-from lachesis.config.schema import SERVERS_FILE, LachesisConfig, Section
+from lachesis.config.schema import SERVERS_FILE, CustomPart, LachesisConfig, Section
 
 S = TypeVar("S", bound=Section)
 
@@ -69,18 +69,20 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
             more=lambda dataset: _resolved(dataset, path=places.data, transform=places.function),
         ),
         "rewards": _resolved(config.rewards, functions=places.reward),
-        "algorithm": _resolved(config.algorithm, loss=places.function),
+        "algorithm": _resolved(config.algorithm, loss=places.part, advantage=places.part),
+        "optimizer": _resolved(config.optimizer, function=places.part, schedule_function=places.part),
+        "logging": _resolved(config.logging, sinks=places.part, health_rules=places.part),
+        "engine": _resolved(config.engine, function=places.part, urls=places.address),
         "source": _resolved(
             config.source,
-            rollout_func=places.function,
+            rollout_func=places.part,
             tools=places.function,
             tool_parser=places.function,
             environment=places.module,
             command=places.program,
             workdir=places.path,
         ),
-        "engine": _resolved(config.engine, urls=places.address),
-        "bridge": _resolved(config.bridge, config_path=places.path),
+        "bridge": _resolved(config.bridge, config_path=places.path, function=places.part),
     }
     return config.model_copy(update=sections)
 
@@ -124,6 +126,13 @@ class _Places:
             if (path := resolve_path(directory, relative)).is_file():
                 return f"{path}:{function}"
         return spec
+
+    def part(self, given: CustomPart) -> CustomPart:
+        """What names a part of the user's own, by itself or with its arguments."""
+        if isinstance(given, str):
+            return self.function(given)
+        name = given.get("function")
+        return {**given, "function": self.function(name)} if isinstance(name, str) else given
 
     def module(self, value: str) -> str:
         return self.path(value) if value.endswith(".py") else value

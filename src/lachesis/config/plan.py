@@ -199,6 +199,8 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, shape:
         )
     if config.source.kind in ("local", "agent"):
         yield from _prompt_notes(config, lengths=lengths, shape=shape)
+    if config.optimizer.function is not None and shape is not None:
+        yield "how much state optimizer.function keeps is not known: it is counted as AdamW's"
     if batches.steps is None:
         yield "the steps of run.epochs follow from the number of problems, which is known once the data is read"
     if shape is None:

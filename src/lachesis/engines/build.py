@@ -7,14 +7,17 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import AutoConfig
 
+from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
+from lachesis.common.errors import EngineError
 from lachesis.common.process import ManagedProcess
 from lachesis.common.world import VARIABLES
 from lachesis.config.schema import (
+    CustomEngineConfig,
     EmbeddedEngineConfig,
     EmbeddedServerConfig,
     EngineSection,
@@ -50,9 +53,30 @@ def embedded_engine(engine: EmbeddedEngineConfig, trained: TrainedModel) -> Engi
     )
 
 
+class CustomEngine(Protocol):
+    """What the class or function may take: what it is to be built around."""
+
+    def __call__(self, trained: TrainedModel) -> Engine:
+        """The engine; ``trained`` has the model, whose weights change in place, its tokenizer, end tokens and context.
+
+        One with weights of its own copies them in ``set_version``.
+        """
+        ...
+
+
+_METHODS = ("generate", "canary", "set_version", "health", "pause", "resume", "close")
+ENGINE = contract("engine", CustomEngine, error=EngineError, makes=Engine, methods=_METHODS)
+
+
+def custom_engine(engine: CustomEngineConfig, trained: TrainedModel) -> Engine:
+    """The user's own engine. Raises ConfigError where there is none."""
+    return load_part(engine.function, ENGINE).make(trained)
+
+
 # The engines in the trainer's process, by their sections of the configuration.
 IN_PROCESS: Mapping[type[EngineSection], Callable[[Any, TrainedModel], Engine]] = {
     EmbeddedEngineConfig: embedded_engine,
+    CustomEngineConfig: custom_engine,
 }
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from lachesis.common.errors import LachesisError
 from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, StepRecord
 from lachesis.metrics.health.monitor import HealthMonitor
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum, merge_metrics, reduce_metrics
@@ -104,6 +105,8 @@ def _sentence(who: str, occasion: str, error: Exception) -> str:
             f"the disk is full{where}: {who} failed at {occasion} and is off for the rest of this run; "
             "training goes on, but free some space before the next checkpoint"
         )
+    if isinstance(error, LachesisError):
+        return f"{error.message}; {who} is off for the rest of this run, while training goes on ({occasion})"
     reason = " ".join(str(error).split()) or "no message"
     return (
         f"{who} failed at {occasion} and is off for the rest of this run, while training goes on: "

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from lachesis.common.contracts import contract
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError
 from lachesis.common.imports import describe_exception
@@ -24,6 +25,15 @@ if TYPE_CHECKING:
 
 
 RolloutFunction: TypeAlias = Callable[[list[Any], "RolloutTrainer"], Mapping[str, Any]]
+
+
+class CustomRollouts(Protocol):
+    """The contract of a rollout function, as TRL's; :class:`CustomSource` says what it returns."""
+
+    def __call__(self, prompts: list[Any], trainer: RolloutTrainer) -> Mapping[str, Any]: ...
+
+
+ROLLOUTS = contract("rollout function", CustomRollouts, error=EngineError)
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 # Rounding may lift the logprob of a certain token a little above 0.
 _MOST_LOGPROB = 1e-3

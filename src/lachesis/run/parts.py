@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lachesis.common.contracts import load_part
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
 from lachesis.common.sandbox.choice import use_sandbox
@@ -33,7 +34,7 @@ from lachesis.rollouts.agent.source import AgentRollouts, AgentSource
 from lachesis.rollouts.atropos.convert import Conversion
 from lachesis.rollouts.atropos.source import build_atropos_source, keep_given_advantages
 from lachesis.rollouts.base import GroupwiseSource
-from lachesis.rollouts.custom import CustomSource
+from lachesis.rollouts.custom import ROLLOUTS, CustomSource
 from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, load_problems, ranks, split_eval
 from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource
@@ -52,6 +53,7 @@ from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import Pack, RepeatedFeed, undivided
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from lachesis.train.losses.custom import load_custom_loss
+from lachesis.train.losses.custom_advantage import custom_assigner, load_custom_advantage
 from lachesis.train.model.loading import (
     LoadedModel,
     WeightSource,
@@ -250,6 +252,12 @@ def build_replay(config: LachesisConfig) -> ReplayBuffer | None:
 
 def advantage_assigner(config: LachesisConfig) -> Callable[[Sequence[Group]], list[Group]]:
     """Sets the advantages of a step's groups."""
+    if config.algorithm.advantage is not None:
+        return custom_assigner(
+            load_custom_advantage(config.algorithm.advantage),
+            options=config.algorithm,
+            weights=config.rewards.weights,
+        )
     compute = advantage_function(config.algorithm, weights=config.rewards.weights)
     return partial(assign_advantages, compute=compute)
 
@@ -351,9 +359,10 @@ def build_source(
         return StreamingSource(min_groups=config.pipeline.streaming_min_groups if streaming else 1, **common)
     if config.source.rollout_func is None:
         return LocalSource(**common)
+    rollouts = load_part(config.source.rollout_func, ROLLOUTS)
     return CustomSource(
-        rollout_func=load_function(config.source.rollout_func),
-        name=config.source.rollout_func,
+        rollout_func=update_wrapper(partial(rollouts.function, **rollouts.kwargs), rollouts.function),
+        name=rollouts.spec,
         tokenizer=policy.loaded.tokenizer,
         eos_token_ids=eos_token_ids(policy.loaded),
         vocab_size=policy.transformer.config.get_text_config().vocab_size,

@@ -18,6 +18,7 @@ from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.pipeline.feed import Feed
+from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory
 from lachesis.run.engine import build_engine_side, unclaimed_on_error
 from lachesis.run.library import RewardArgument
@@ -83,6 +84,7 @@ def parts(
     check(built)
     seed_everything(built.run.seed)
     set_up(built)
+    check_custom_parts(built)
     with ExitStack() as closing:
         build = _with_feed if feeds else _without_feed
         return build(built, closing=closing, given=found.given)

@@ -17,6 +17,7 @@ from lachesis.common.run_files import run_paths
 from lachesis.common.types import Group, StepRecord
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import steps_per_batch, total_steps
+from lachesis.metrics.custom import custom_rules, custom_sinks
 from lachesis.metrics.health.monitor import HealthMonitor
 from lachesis.metrics.health.types import HealthLimits
 from lachesis.metrics.hub import MetricsHub, Sink
@@ -67,13 +68,16 @@ def build_sinks(
     if logging_config.tensorboard:
         sinks.append(TensorBoardSink(files["tensorboard"], resume_step=resume_step))
     sinks += _services(config, run=run, resume_step=resume_step, completions=completions)
+    sinks += custom_sinks(
+        logging_config.sinks, run_dir=run.path, settings=config.model_dump(mode="json"), resume_step=resume_step
+    )
     sinks += [StateSink(run), ReportSink(run.path, logging_config.report_every_steps)]
     for console in consoles:
         if console is not None:
             every = logging_config.every_steps
             sinks.append(ConsoleSink(console, total_steps(config), every_steps=every, title=config.run.name))
             sinks += [CompletionsSink(console, completions)] if completions is not None else []
-    monitor = HealthMonitor(limits=health_limits(config))
+    monitor = HealthMonitor(limits=health_limits(config), custom=custom_rules(logging_config.health_rules))
     if resume_step is not None:
         # What was reached before counts when a fall from the best accuracy is looked for.
         for result in read_metrics(files["metrics"]).evaluations:

@@ -33,6 +33,7 @@ from lachesis.metrics.hub import DISK_FULL, HubTelemetry, MetricsHub
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.atropos.source import EngineWatch
+from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
 from lachesis.run.parts import (
@@ -159,6 +160,7 @@ def _train_once(
     stop_requested = either(stop_requested, partial(is_asked, run.path, "stop"))
     seed_everything(config.run.seed)
     set_up(config)
+    check_custom_parts(config)
     with ExitStack() as closing:
         leadership = None if world is None else closing.enter_context(leading(world, config))
         # Everything that can be wrong with the input shows here, before the run directory is touched.

@@ -106,7 +106,7 @@ def test_the_dump_holds_every_key(build):
         ("adapter: {kind: lora, r: 0}", "adapter.r (line 9): expected a whole number >= 1, got the number 0"),
         (
             "engine: {kind: vlm}",
-            "engine.kind (line 9): expected one of embedded, embedded_server, vllm, http, got the text 'vlm'; did you",
+            "engine.kind (line 9): expected one of embedded, embedded_server, vllm, http, custom, got the text 'vlm'",
         ),
         ("logging: {wandb: {project: p, nam: x}}", "did you mean logging.wandb.name?"),
         ("base_model: m", "base_model (line 9): unknown key; it is Axolotl's, and here model.path"),

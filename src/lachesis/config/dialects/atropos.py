@@ -14,7 +14,13 @@ from lachesis.config.dialects.convert import DTYPES, OPTIMIZERS, devices, layer_
 from lachesis.config.dialects.grpo import put_output_dir
 from lachesis.config.dialects.table import UNSET, Dialect, Entry, Translation, cannot, nothing, refused, together
 from lachesis.config.document import Document, parse_document
-from lachesis.config.schema.engines import BridgeConfig, BridgeSection, ChannelBridgeSection, InProcessBridgeConfig
+from lachesis.config.schema.engines import (
+    BridgeConfig,
+    BridgeSection,
+    ChannelBridgeSection,
+    CustomBridgeConfig,
+    InProcessBridgeConfig,
+)
 
 SPELLINGS = {
     "lr": "learning-rate",
@@ -166,11 +172,11 @@ SERVER = Dialect("the Atropos vLLM server", list(_server()), prefix="--")
 
 ManagedEngine = Literal["vllm", "embedded_server"]
 
-# Every bridge is a mode, but for that of an engine in the trainer's own process.
+# Every bridge is a mode, but for that of an engine in the trainer's own process and the user's own.
 _MODES: Mapping[str, type[BridgeSection]] = {
     bridge.model_fields["kind"].default: bridge
     for bridge in get_args(get_args(BridgeConfig)[0])
-    if bridge is not InProcessBridgeConfig
+    if bridge not in (InProcessBridgeConfig, CustomBridgeConfig)
 }
 
 

@@ -39,7 +39,7 @@ def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
             f"weights in {config.model.quantization} cannot be sharded over {ranks} devices",
             remedy="set distributed.strategy: replicate, or model.quantization: none",
         )
-    if config.optimizer.kind in _WHOLE_TENSOR_OPTIMIZERS:
+    if config.optimizer.function is None and config.optimizer.kind in _WHOLE_TENSOR_OPTIMIZERS:
         raise ConfigError(
             f"optimizer.kind {config.optimizer.kind} works on whole tensors, and {ranks} devices have parts of them",
             remedy="set optimizer.kind: adamw (sharded, it takes 8 bytes a parameter over all devices), or "

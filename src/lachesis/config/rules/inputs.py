@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import nearest
+from lachesis.common.imports import entry_point_names
+from lachesis.common.json_values import is_object
+from lachesis.config.custom import custom_parts
 from lachesis.config.document import describe
 from lachesis.config.paths import is_model_spec
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
@@ -26,29 +29,38 @@ def _run_name(config: LachesisConfig) -> Iterator[Said]:
 def _function_spec(config: LachesisConfig) -> Iterator[Said]:
     named = [("run.setup", config.run.setup), ("data.transform", config.data.transform)]
     named += [(f"data.more[{i}].transform", dataset.transform) for i, dataset in enumerate(config.data.more)]
-    named += [("algorithm.loss", config.algorithm.loss)]
     if config.source.kind == "local":
-        named += [("source.rollout_func", config.source.rollout_func)]
         named += [(f"source.tools[{i}]", tool) for i, tool in enumerate(config.source.tools)]
     for key, spec in named:
         if spec is not None and not _FUNCTION_SPEC.match(spec):
             yield problem(f"{key}: {spec!r} is neither FILE.py:FUNCTION nor module.function; write one")
-    for i, given in enumerate(config.rewards.functions):
+
+
+def _custom_parts(config: LachesisConfig) -> Iterator[Said]:
+    """Whether each name of a part of the user's own could be one; that it is there shows when it is loaded."""
+    for kind, key, given in custom_parts(config):
         spec = given if isinstance(given, str) else given.get("function")
-        if not isinstance(spec, str) or (isinstance(given, dict) and not _is_call(given)):
-            yield problem(f"rewards.functions[{i}]: expected `function` and `kwargs`, a mapping, got {describe(given)}")
+        if not isinstance(spec, str) or (is_object(given) and not _is_call(given)):
+            yield problem(f"{key}: expected `function` and `kwargs`, a mapping, got {describe(given)}")
             continue
-        if spec in NAMED_REWARDS or _FUNCTION_SPEC.match(spec) or is_model_spec(spec):
+        is_reward = kind.name == "reward"
+        if _FUNCTION_SPEC.match(spec) or (is_reward and (spec in NAMED_REWARDS or is_model_spec(spec))):
             continue
-        near = nearest(spec, NAMED_REWARDS)
+        known = entry_point_names(kind.group)
+        if spec in known:
+            continue
+        near = nearest(spec, [*known, *(NAMED_REWARDS if is_reward else ())])
+        model = ", and no model's directory or hub id either" if is_reward else ""
         yield problem(
-            f"rewards.functions[{i}]: {spec!r} is neither FILE.py:FUNCTION nor module.function, and no model's "
-            f"directory or hub id either; {f'did you mean {near}?' if near else 'write one'}"
+            f"{key}: {spec!r} is neither FILE.py:FUNCTION nor module.function{model}, and no installed package has an "
+            f"entry point {kind.group} of that name; {f'did you mean {near}?' if near else 'write one'}"
         )
 
 
 def _is_call(given: Mapping[str, Any]) -> bool:
-    return given.keys() <= {"function", "kwargs"} and isinstance(given.get("kwargs") or {}, dict)
+    return (
+        "function" in given and given.keys() <= {"function", "kwargs"} and isinstance(given.get("kwargs") or {}, dict)
+    )
 
 
 def _agent(config: LachesisConfig) -> Iterator[Said]:
@@ -192,7 +204,11 @@ def _engine_sampling(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _group_size(config: LachesisConfig) -> Iterator[Said]:
-    if config.sampling.num_generations == 2 and config.algorithm.scale_rewards == "group":
+    if (
+        config.sampling.num_generations == 2
+        and config.algorithm.scale_rewards == "group"
+        and (config.algorithm.advantage is None)
+    ):
         yield note(
             "with sampling.num_generations 2 and algorithm.scale_rewards group every advantage is about "
             "+0.71 or -0.71, however far the two rewards are apart (or 0 where they are equal)"
@@ -200,6 +216,17 @@ def _group_size(config: LachesisConfig) -> Iterator[Said]:
 
 
 INPUT_RULES: tuple[Rule, ...] = (
-    *(_run_name, _function_spec, _agent, _tools, _layers, _chat_template, _data, _reward_weights, _held_out),
+    *(
+        _run_name,
+        _function_spec,
+        _custom_parts,
+        _agent,
+        _tools,
+        _layers,
+        _chat_template,
+        _data,
+        _reward_weights,
+        _held_out,
+    ),
     *(_truncated_sampling, _engine_sampling, _group_size),
 )

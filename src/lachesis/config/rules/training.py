@@ -36,18 +36,26 @@ def _schedule(config: LachesisConfig) -> Iterator[Said]:
             f"optimizer.warmup_steps {optimizer.warmup_steps} and warmup_ratio {optimizer.warmup_ratio:g} both say how "
             "long to warm up; give one of them"
         )
-    if optimizer.min_lr_ratio > 0 and optimizer.schedule == "constant":
+    constant = optimizer.schedule == "constant" and optimizer.schedule_function is None
+    if optimizer.min_lr_ratio > 0 and constant:
         yield warning(
             f"optimizer.min_lr_ratio {optimizer.min_lr_ratio:g} does nothing with schedule constant; "
             "use linear or cosine"
         )
     names = ("stable_steps", "decay_steps", "decay")
-    if optimizer.schedule != "warmup_stable_decay" and (unused := changed(config, "optimizer", *names)):
+    if optimizer.schedule_function is not None:
+        if unused := changed(config, "optimizer", "schedule", *names):
+            yield warning(f"{' and '.join(unused)} do nothing with optimizer.schedule_function")
+    elif optimizer.schedule != "warmup_stable_decay" and (unused := changed(config, "optimizer", *names)):
         yield warning(f"{' and '.join(unused)} do nothing with optimizer.schedule {optimizer.schedule}")
 
 
 def _optimizer(config: LachesisConfig) -> Iterator[Said]:
     optimizer = config.optimizer
+    if optimizer.function is not None:
+        if unused := changed(config, "optimizer", "kind", "scale_parameter"):
+            yield warning(f"{' and '.join(unused)} do nothing with optimizer.function")
+        return
     if optimizer.kind != "adafactor" and 1.0 in optimizer.betas:
         yield problem("optimizer.betas must be below 1: a moment with decay 1 never moves")
     if optimizer.kind == "adafactor":
@@ -135,6 +143,8 @@ _WITHOUT_CLIP = {
 
 def _loss(config: LachesisConfig) -> Iterator[Said]:
     algorithm = config.algorithm
+    if algorithm.advantage is not None and (unused := changed(config, "algorithm", "scale_rewards", "aggregation")):
+        yield warning(f"{' and '.join(unused)} do nothing with algorithm.advantage")
     if algorithm.loss is not None and changed(config, "algorithm", "loss_type"):
         yield warning(f"algorithm.loss_type {algorithm.loss_type} does nothing: algorithm.loss takes its place")
     bound = algorithm.epsilon_high

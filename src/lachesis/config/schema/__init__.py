@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from lachesis.config.schema.base import Section
+from lachesis.config.schema.base import CustomPart, Section
 from lachesis.config.schema.engines import (
     SERVERS_DNS,
     SERVERS_FILE,
@@ -20,6 +20,8 @@ from lachesis.config.schema.engines import (
     BridgeConfig,
     BroadcastBridgeConfig,
     ChannelBridgeSection,
+    CustomBridgeConfig,
+    CustomEngineConfig,
     EmbeddedEngineConfig,
     EmbeddedServerConfig,
     EngineConfig,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +11,8 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+# A part of the user's own: its name, or ``{function: NAME, kwargs: {...}}``; see lachesis.config.custom.
+CustomPart = str | dict[str, Any]
 OpenFraction = Annotated[float, Field(gt=0, lt=1)]
 
 

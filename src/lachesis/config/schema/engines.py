@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from lachesis.config.schema.base import NonNegativeFloat, PositiveInt, Section
+from lachesis.config.schema.base import CustomPart, NonNegativeFloat, PositiveInt, Section
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 # Entries of engine.urls that stand for several servers, and may stand for others later.
@@ -110,8 +110,17 @@ class HttpEngineConfig(EngineSection):
     )
 
 
+class CustomEngineConfig(EngineSection):
+    """An engine of your own in the trainer's process, around the model that is trained."""
+
+    place = "trainer"
+    kind: Literal["custom"] = "custom"
+    function: CustomPart = Field(description="Import path or `FILE.py:NAME` of what makes it.")
+
+
 EngineConfig = Annotated[
-    EmbeddedEngineConfig | EmbeddedServerConfig | VllmEngineConfig | HttpEngineConfig, Field(discriminator="kind")
+    EmbeddedEngineConfig | EmbeddedServerConfig | VllmEngineConfig | HttpEngineConfig | CustomEngineConfig,
+    Field(discriminator="kind"),
 ]
 
 
@@ -232,6 +241,14 @@ class ReloadBridgeConfig(SavedBridgeSection):
     kind: Literal["reload"] = "reload"
 
 
+class CustomBridgeConfig(BridgeSection):
+    """A bridge of your own to the engine's servers."""
+
+    kind: Literal["custom"] = "custom"
+    function: CustomPart = Field(description="Import path or `FILE.py:NAME` of what makes it.")
+    every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
+
+
 BridgeConfig = Annotated[
     InProcessBridgeConfig
     | SharedBridgeConfig
@@ -240,6 +257,7 @@ BridgeConfig = Annotated[
     | LoraBroadcastBridgeConfig
     | BroadcastBridgeConfig
     | RestartBridgeConfig
-    | ReloadBridgeConfig,
+    | ReloadBridgeConfig
+    | CustomBridgeConfig,
     Field(discriminator="kind"),
 ]

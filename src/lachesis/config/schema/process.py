@@ -6,7 +6,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from lachesis.config.schema.base import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from lachesis.config.schema.base import (
+    CustomPart,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 
 class DeadlinesConfig(Section):
@@ -108,6 +115,14 @@ class LoggingConfig(Section):
     wandb: WandbConfig | None = Field(default=None, description="Log to Weights & Biases.")
     trackio: TrackioConfig | None = Field(default=None, description="Log to Trackio.")
     mlflow: MlflowConfig | None = Field(default=None, description="Log to MLflow.")
+    sinks: list[CustomPart] = Field(
+        default_factory=list[CustomPart],
+        description="Import paths or `FILE.py:NAME` of sinks of your own, which are told of each step.",
+    )
+    health_rules: list[CustomPart] = Field(
+        default_factory=list[CustomPart],
+        description="Import paths or `FILE.py:FUNCTION` of health rules of your own, besides those there are.",
+    )
 
 
 class DistributedConfig(Section):

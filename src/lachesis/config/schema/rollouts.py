@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lachesis.common.types import SamplingParams
-from lachesis.config.schema.base import Fraction, NonNegativeInt, OpenFraction, PositiveFloat, PositiveInt, Section
+from lachesis.config.schema.base import (
+    CustomPart,
+    Fraction,
+    NonNegativeInt,
+    OpenFraction,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 DatasetFormat = Literal["auto", "prompt", "instruction_response", "input_output", "problem_solution", "messages"]
 
@@ -106,7 +114,7 @@ class LocalSourceConfig(Section):
     """Prompts from a dataset, completions from the engine, rewards from Python functions."""
 
     kind: Literal["local"] = "local"
-    rollout_func: str | None = Field(
+    rollout_func: CustomPart | None = Field(
         default=None,
         description="Import path or `FILE.py:FUNCTION` of a function that makes the completions itself, as for "
         "several turns with an environment.",

@@ -6,7 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from lachesis.config.schema.base import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from lachesis.config.schema.base import (
+    CustomPart,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 
 # CISPO bounds the ratio itself, and PPO's 0.2 in its place would make the weight a constant; 5 is usual.
 CISPO_EPSILON_HIGH = 5.0
@@ -21,9 +29,14 @@ class AlgorithmConfig(Section):
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"] = Field(
         default="grpo", description="Loss and normalization."
     )
-    loss: str | None = Field(
+    loss: CustomPart | None = Field(
         default=None,
         description="Import path or `FILE.py:FUNCTION` of a loss of your own, in place of `loss_type`.",
+    )
+    advantage: CustomPart | None = Field(
+        default=None,
+        description="Import path or `FILE.py:FUNCTION` of advantages of your own, in place of `scale_rewards` and "
+        "`aggregation`.",
     )
     num_iterations: PositiveInt = Field(
         default=1, description="Optimizer steps on each batch, all against the logprobs from before the first."
@@ -127,6 +140,11 @@ class OptimizerConfig(Section):
     kind: Literal["adamw", "adamw_8bit", "adamw_cpu", "adafactor"] = Field(
         default="adamw", description="AdamW, AdamW with 8-bit states, AdamW with states on the CPU, or Adafactor."
     )
+    function: CustomPart | None = Field(
+        default=None,
+        description="Import path or `FILE.py:NAME` of an optimizer of your own, such as `torch.optim.SGD`, in place of "
+        "`kind`.",
+    )
     learning_rate: PositiveFloat | None = Field(
         default=None, description="Peak rate; 1e-6, or 1e-5 with LoRA, if unset."
     )
@@ -146,6 +164,10 @@ class OptimizerConfig(Section):
     )
     schedule: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
         default="constant", description="Course of the learning rate after warm-up."
+    )
+    schedule_function: CustomPart | None = Field(
+        default=None,
+        description="Import path or `FILE.py:FUNCTION` of a course of your own, in place of `schedule`.",
     )
     stable_steps: NonNegativeInt | None = Field(
         default=None,

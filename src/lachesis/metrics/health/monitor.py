@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from lachesis.common.errors import LachesisError
 from lachesis.common.types import LEVELS, EvalResult, Finding, StepRecord
-from lachesis.metrics.health.rules import RULES
+from lachesis.metrics.health.rules import RULES, Rule
 from lachesis.metrics.health.types import Alarm, HealthLimits, Observation
 from lachesis.metrics.health.wording import for_environments
+
+logger = logging.getLogger("lachesis")
 
 WORSE = 1.5
 # So many steps a rule has to be silent until what it said counts as resolved.
@@ -43,9 +47,18 @@ class HealthMonitor:
         limits: thresholds of the run.
         repeat_after: steps until an unchanged finding is reported again.
         history: steps that are remembered.
+        custom: rules of the user's own by name, asked besides; one that fails is said once and asked no more.
     """
 
-    def __init__(self, *, limits: HealthLimits | None = None, repeat_after: int = 20, history: int = 50) -> None:
+    def __init__(
+        self,
+        *,
+        limits: HealthLimits | None = None,
+        repeat_after: int = 20,
+        history: int = 50,
+        custom: Mapping[str, Rule] | None = None,
+    ) -> None:
+        self._custom = dict(custom or {})
         self._limits = limits or HealthLimits()
         self._repeat_after = repeat_after
         self._history: deque[Mapping[str, float]] = deque(maxlen=history)
@@ -69,7 +82,7 @@ class HealthMonitor:
             limits=self._limits,
         )
         self._history.append(record.values)
-        now = alarms(seen)
+        now = alarms(seen) | self._ask_custom(seen)
         fresh = {name: alarm for name, alarm in now.items() if self._is_news(name, alarm, record.step)}
         for name in now.keys() & self._reported.keys():
             self._reported[name] = replace(self._reported[name], seen=record.step)
@@ -77,6 +90,18 @@ class HealthMonitor:
         found = [Finding(alarm.level, name, alarm.message) for name, alarm in fresh.items()]
         found.sort(key=lambda finding: -LEVELS.index(finding.level))
         return (*found, *self._resolved(record.step))
+
+    def _ask_custom(self, seen: Observation) -> dict[str, Alarm]:
+        found: dict[str, Alarm] = {}
+        for name, rule in tuple(self._custom.items()):
+            try:
+                alarm = rule(seen)
+            except LachesisError as error:
+                del self._custom[name]
+                logger.warning("%s; it is asked no more, while training goes on", error.message)
+            else:
+                found |= {} if alarm is None else {name: alarm}
+        return found
 
     def _resolved(self, step: int) -> list[Finding]:
         """Those whose rule has been silent for long enough, which are then forgotten."""

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lachesis.common.contracts import entry_point_group
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
 from lachesis.rollouts.rewards.registry import FACTORIES, FUNCTIONS
 
+GROUP = entry_point_group("reward")
 # What a reward function of a trainer takes; a factory takes none of them.
 _REWARD_ARGUMENTS = frozenset({"completions", "prompts", "completion_ids"})
 # Their time limits are signals, which only a main thread gets.
@@ -41,7 +43,7 @@ def load_named(path: ImportPath) -> Callable[..., Any]:
     arguments = json.loads(path.arguments)
     if path.spec in FACTORIES:
         return _made(FACTORIES[path.spec], arguments, path.spec)
-    function = FUNCTIONS.get(path.spec) or load_function(path.spec, path.base_dir)
+    function = FUNCTIONS.get(path.spec) or load_function(path.spec, path.base_dir, group=GROUP)
     if not arguments:
         return function
     if _takes_completions(function):

@@ -10,8 +10,7 @@ sampler correction, KL and entropy terms. So it does not depend on how a step is
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -19,8 +18,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lachesis.common.errors import ConfigError, TrainingError, nearest
-from lachesis.common.imports import describe_exception, load_function
+from lachesis.common.contracts import Part, contract, load_part
+from lachesis.common.errors import TrainingError
 from lachesis.config.schema import AlgorithmConfig
 from lachesis.train.losses.ratios import Terms
 
@@ -65,24 +64,26 @@ class CustomTokenLoss(Protocol):
         ...
 
 
-_ARGUMENTS = tuple(
-    name for name in inspect.signature(CustomTokenLoss.__call__).parameters if name not in ("self", "logprobs")
-)
+LOSS = contract("loss", CustomTokenLoss, error=TrainingError)
 
 
 @dataclass(frozen=True, slots=True)
 class CustomLoss:
     """A checked :class:`CustomTokenLoss`; stands where a loss type's ℓ would (``policy_loss(token_loss=)``).
 
-    ``arguments`` are the names that it is given beyond the logprobs; ``needs_reference``: it names ``ref_logprobs``;
-    ``max_completion_length``: what its options say that is.
+    ``needs_reference``: it names ``ref_logprobs``; ``max_completion_length``: what its options say that is.
     """
 
-    spec: str
-    function: Callable[..., Any]
-    arguments: frozenset[str]
-    needs_reference: bool
+    part: Part
     max_completion_length: int | None = None
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        return self.part.function
+
+    @property
+    def needs_reference(self) -> bool:
+        return "ref_logprobs" in self.part.names
 
     def __call__(self, terms: Terms, options: AlgorithmConfig) -> Tensor:
         """The loss of each token, [T], 0 where the mask is.
@@ -92,26 +93,19 @@ class CustomLoss:
         """
         if not terms.logprobs.numel():
             return terms.logprobs
-        try:
-            returned = self.function(terms.logprobs, **self._given(terms, options))
-        except Exception as error:
-            code = getattr(self.function, "__code__", None)
-            raise TrainingError(
-                f"the loss {self.spec} raised {describe_exception(error, code and code.co_filename)}",
-                remedy="fix the function; its arguments are those of lachesis.train.losses.custom.CustomTokenLoss",
-            ) from error
-        values = _require_token_loss(self.spec, returned, terms.logprobs)
+        returned = self.part(terms.logprobs, **self._everything(terms, options))
+        values = _require_token_loss(self.part.spec, returned, terms.logprobs)
         values = values.masked_fill(terms.rows.mask == 0, 0.0)
         if not values.isfinite().all():
             raise TrainingError(
-                f"the loss {self.spec} returned {int((~values.isfinite()).sum())} values that are not finite, "
+                f"{self.part.title} returned {int((~values.isfinite()).sum())} values that are not finite, "
                 f"of {values.numel()}",
                 remedy="bound ratios and logarithms in it",
             )
         return values
 
-    def _given(self, terms: Terms, options: AlgorithmConfig) -> dict[str, Any]:
-        everything = {
+    def _everything(self, terms: Terms, options: AlgorithmConfig) -> dict[str, Any]:
+        return {
             "old_logprobs": terms.old,
             "sampling_logprobs": terms.sampled,
             "ref_logprobs": terms.reference,
@@ -123,7 +117,6 @@ class CustomLoss:
             "num_rows": terms.rows.size,
             "options": given_options(options, max_completion_length=self.max_completion_length),
         }
-        return {name: everything[name] for name in self.arguments}
 
 
 def given_options(algorithm: AlgorithmConfig, *, max_completion_length: int | None) -> SimpleNamespace:
@@ -142,39 +135,13 @@ def given_options(algorithm: AlgorithmConfig, *, max_completion_length: int | No
     )
 
 
-def load_custom_loss(spec: str, *, max_completion_length: int | None = None) -> CustomLoss:
-    """The loss function that ``spec`` (``module.function`` or ``FILE.py:FUNCTION``) names.
+def load_custom_loss(given: str | Mapping[str, Any], *, max_completion_length: int | None = None) -> CustomLoss:
+    """The loss function that a configuration names.
 
     Raises:
         ConfigError: there is none, or it needs an argument that a loss is not given.
     """
-    function = load_function(spec)
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{spec!r}: its arguments cannot be read", remedy="write it as a function in Python"
-        ) from error
-    first, others = parameters[:1], parameters[1:]
-    if not first or first[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
-        raise ConfigError(f"{spec!r} takes no logprobs", remedy="make `logprobs` its first argument")
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = {parameter.name: parameter for parameter in others if parameter.kind not in variadic}
-    for name, parameter in named.items():
-        if name not in _ARGUMENTS and parameter.default is parameter.empty:
-            close = nearest(name, _ARGUMENTS, cutoff=0.5)
-            raise ConfigError(
-                f"{spec!r} needs an argument {name!r}, which a loss is not given",
-                remedy=f"did you mean {close!r}?" if close else f"it may take: {', '.join(_ARGUMENTS)}",
-            )
-    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in others)
-    return CustomLoss(
-        spec=spec,
-        function=function,
-        arguments=frozenset(_ARGUMENTS) if takes_any else frozenset(named) & frozenset(_ARGUMENTS),
-        needs_reference="ref_logprobs" in named,
-        max_completion_length=max_completion_length,
-    )
+    return CustomLoss(load_part(given, LOSS), max_completion_length=max_completion_length)
 
 
 def _require_token_loss(spec: str, returned: Any, logprobs: Tensor) -> Tensor:

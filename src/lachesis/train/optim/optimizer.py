@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lachesis.common.errors import CheckpointError, ConfigError, DependencyError, ModelError, TrainingError
 from lachesis.config.schema import OptimizerConfig
+from lachesis.train.optim.custom import custom_factor, custom_optimizer_factory, load_custom_schedule
 from lachesis.train.optim.weight_update import InPlace, MasterCopies, StochasticRounding, WeightUpdate, buckets
 
 logger = logging.getLogger("lachesis")
@@ -59,6 +60,7 @@ class PolicyOptimizer:
         self._peak = learning_rate
         self._total_steps = total_steps
         self._noise = noise
+        self._schedule = load_custom_schedule(config)
         self._step = 0
         self._skipped = 0
 
@@ -76,12 +78,19 @@ class PolicyOptimizer:
     def learning_rate(self) -> float:
         """The rate that the next :meth:`step` will use."""
         config, total_steps = self._config, self._total_steps
+        course: dict[str, Any] = {
+            "total_steps": total_steps,
+            "warmup_steps": warmup_length(
+                steps=config.warmup_steps, ratio=config.warmup_ratio, total_steps=total_steps
+            ),
+            "min_lr_ratio": config.min_lr_ratio,
+        }
+        if self._schedule is not None:
+            return self._peak * custom_factor(self._schedule, self._step, **course)
         factor = schedule_factor(
             self._step,
             schedule=config.schedule,
-            total_steps=total_steps,
-            warmup_steps=warmup_length(steps=config.warmup_steps, ratio=config.warmup_ratio, total_steps=total_steps),
-            min_lr_ratio=config.min_lr_ratio,
+            **course,
             phases=Phases(stable=config.stable_steps, decay=config.decay_steps, shape=config.decay),
         )
         return self._peak * factor
@@ -186,9 +195,10 @@ class PolicyOptimizer:
     def _signature(self) -> dict[str, Any]:
         """What must be equal for a state to fit."""
         first = type(self._parts[0].optimizer)
+        own = self._config.function is not None  # whose module is named after its content, which may change
         return {
-            "kind": self._config.kind,
-            "implementation": f"{first.__module__.split('.')[0]}.{first.__name__}",
+            "kind": "custom" if own else self._config.kind,
+            "implementation": first.__name__ if own else f"{first.__module__.split('.')[0]}.{first.__name__}",
             "noise_device": self._noise.device.type if self._noise else None,
             "weight_update": [type(part.update).__name__ for part in self._parts],
             "parameters": [list(part.names) for part in self._parts],
@@ -230,6 +240,8 @@ def build_optimizer(
       parameter as ``scale_parameter`` says, no first moment; ``betas`` and ``eps`` do not apply). Rows and
       columns of state only.
 
+    ``config.function`` takes the place of all of them: :mod:`lachesis.train.optim.custom`.
+
     ``config.weight_update`` says how 16-bit weights take small updates: see
     :mod:`lachesis.train.optim.weight_update`. Weight decay is not applied to tensors of fewer than two dimensions
     (biases, norms).
@@ -253,7 +265,8 @@ def build_optimizer(
     device = trained[0][1].device
     make = _optimizer_factory(config, device=device, learning_rate=learning_rate)
     noise = torch.Generator(device).manual_seed(seed)
-    slots_on = torch.device("cpu") if config.kind == "adamw_cpu" and device.type != "cpu" else None
+    offloads = config.kind == "adamw_cpu" and config.function is None
+    slots_on = torch.device("cpu") if offloads and device.type != "cpu" else None
     parts = []
     for members, precision in _partition(trained, config, offload=slots_on is not None, sizes=sizes):
         names, parameters = zip(*members, strict=True)
@@ -338,6 +351,8 @@ def _optimizer_factory(
     config: OptimizerConfig, *, device: torch.device, learning_rate: float
 ) -> Callable[[list[dict[str, Any]]], Optimizer]:
     """The library's class with the configuration's hyperparameters, still without parameters."""
+    if config.function is not None:
+        return custom_optimizer_factory(config, learning_rate=learning_rate)
     if config.kind == "adafactor":
         from transformers.optimization import Adafactor
 

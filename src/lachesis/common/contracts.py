@@ -1,0 +1,227 @@
+"""Parts of the user's own: a function or class that a configuration names, held against its contract when loaded.
+
+A contract is a protocol: what its ``__call__`` takes by place is given by place, what it takes by name is given to
+those that name it, and ``kwargs`` of the configuration are given as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lachesis.common.errors import ConfigError, LachesisError, nearest
+from lachesis.common.imports import describe_exception, load_function
+
+PAGE = "docs/custom.md"
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """What a kind of part is called with, and what a call makes.
+
+    Args:
+        kind: what messages call it; entry points are of the group ``lachesis.KIND``, blanks as underscores.
+        given: names of what is given by place, in order.
+        named: names of what is given to those that name it.
+        error: raised where a part fails.
+        makes: the class of what a call makes, where that is an object with methods.
+        methods: of that object; what they raise names the part.
+    """
+
+    kind: str
+    given: tuple[str, ...]
+    named: tuple[str, ...]
+    error: type[LachesisError]
+    makes: type[Any] | None = None
+    methods: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> str:
+        return entry_point_group(self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part that fits its contract.
+
+    ``names`` are the arguments that it names, ``arguments`` those of the contract that it is given by name.
+    """
+
+    contract: Contract
+    spec: str
+    function: Callable[..., Any]
+    names: frozenset[str]
+    arguments: frozenset[str]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def title(self) -> str:
+        return f"the {self.contract.kind} {self.spec}"
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """What the part returns. Raises the contract's error where it raises anything that is none of ours."""
+        taken = {name: value for name, value in named.items() if name in self.arguments}
+        return self.guarded(self.function)(*given, **taken, **self.kwargs)
+
+    def make(self, *given: Any, **named: Any) -> Any:
+        """The object that the part makes, whose methods name the part in what they raise.
+
+        Raises:
+            ConfigError: it raised, or made something else.
+        """
+        taken = {name: value for name, value in named.items() if name in self.arguments}
+        made = self.guarded(self.function, error=ConfigError)(*given, **taken, **self.kwargs)
+        kind = self.contract.makes
+        if kind is not None and not isinstance(made, kind):
+            raise ConfigError(
+                f"{self.title} made a {type(made).__name__}, no {kind.__name__}",
+                remedy=f"have it return a {kind.__module__}.{kind.__name__} ({PAGE})",
+            )
+        for method in self.contract.methods:
+            setattr(made, method, self.guarded(getattr(made, method)))
+        return made
+
+    def guarded(self, function: Callable[..., Any], *, error: type[LachesisError] | None = None) -> Callable[..., Any]:
+        """The function, whose exceptions that are none of ours become one that names the part and the line in it."""
+
+        @functools.wraps(function)
+        def call(*given: Any, **named: Any) -> Any:
+            try:
+                return function(*given, **named)
+            except LachesisError:
+                raise
+            except Exception as failure:
+                raise (error or self.contract.error)(
+                    f"{self.title} raised {describe_exception(failure, _file_of(self.function))}",
+                    remedy=f"mend it; what it is given is written in {PAGE}",
+                ) from failure
+
+        return call
+
+
+def contract(
+    kind: str,
+    protocol: type[Any],
+    *,
+    error: type[LachesisError],
+    makes: type[Any] | None = None,
+    methods: Sequence[str] = (),
+) -> Contract:
+    """The contract of a protocol's ``__call__``: its keyword-only arguments are given to those that name them."""
+    parameters = [p for p in inspect.signature(protocol.__call__).parameters.values() if p.name != "self"]
+    return Contract(
+        kind=kind,
+        given=tuple(p.name for p in parameters if p.kind in _BY_PLACE),
+        named=tuple(p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY),
+        error=error,
+        makes=makes,
+        methods=tuple(methods),
+    )
+
+
+def entry_point_group(kind: str) -> str:
+    """Where installed packages list parts of a kind."""
+    return f"lachesis.{kind.replace(' ', '_')}"
+
+
+def spec_of(given: str | Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Name and arguments of a part: ``NAME``, or ``{function: NAME, kwargs: {...}}``."""
+    return (given, {}) if isinstance(given, str) else (str(given["function"]), given.get("kwargs") or {})
+
+
+def load_part(given: str | Mapping[str, Any], wanted: Contract) -> Part:
+    """The part that a configuration names.
+
+    Args:
+        given: ``FILE.py:NAME``, ``module.NAME``, the name of an entry point, or a mapping with that as ``function`` and
+            arguments as ``kwargs``.
+
+    Raises:
+        ConfigError: there is none, or it cannot be called as its contract says.
+    """
+    spec, kwargs = spec_of(given)
+    function = load_function(spec, group=wanted.group)
+    _require_class(spec, function, wanted)
+    names, takes_any = _require_signature(spec, function, wanted, kwargs)
+    return Part(
+        contract=wanted,
+        spec=spec,
+        function=function,
+        names=names,
+        arguments=frozenset(wanted.named) - kwargs.keys() if takes_any else names & frozenset(wanted.named),
+        kwargs=kwargs,
+    )
+
+
+def _require_class(spec: str, function: Callable[..., Any], wanted: Contract) -> None:
+    """That a class is one of those that the contract makes, and whole."""
+    kind = wanted.makes
+    if kind is None or not inspect.isclass(function):
+        return
+    if not issubclass(function, kind):
+        raise ConfigError(
+            f"{spec!r} is no {kind.__name__}",
+            remedy=f"derive it from {kind.__module__}.{kind.__name__}, or name a function that makes one ({PAGE})",
+        )
+    if inspect.isabstract(function):
+        missing = ", ".join(sorted(getattr(function, "__abstractmethods__", ())))
+        raise ConfigError(f"{spec!r} lacks methods of a {kind.__name__}: {missing}", remedy="write them")
+
+
+def _require_signature(
+    spec: str, function: Callable[..., Any], wanted: Contract, kwargs: Mapping[str, Any]
+) -> tuple[frozenset[str], bool]:
+    """The arguments that a part names beyond those given by place, and whether it takes any other."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{spec!r}: its arguments cannot be read", remedy="write it as a function in Python"
+        ) from error
+    count = len(wanted.given)
+    placed = [parameter for parameter in parameters if parameter.kind in _BY_PLACE]
+    if len(placed) < count and not any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        missing = wanted.given[len(placed)]
+        raise ConfigError(f"{spec!r} takes no {missing}", remedy=f"write it as {written(wanted)} ({PAGE})")
+    first = {parameter.name for parameter in placed[:count]}
+    named = {p.name: p for p in parameters if p.name not in first and p.kind not in _VARIADIC}
+    for name, parameter in named.items():
+        if name not in (*wanted.named, *kwargs) and parameter.default is parameter.empty:
+            close = nearest(name, wanted.named, cutoff=0.5)
+            remedy = f"it may take: {', '.join(wanted.named)}" if wanted.named else f"write it as {written(wanted)}"
+            raise ConfigError(
+                f"{spec!r} needs an argument {name!r}, which {a(wanted.kind)} is not given",
+                remedy=f"did you mean {close!r}?" if close else remedy,
+            )
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
+    unknown = [name for name in kwargs if name not in named and not takes_any]
+    if unknown:
+        close = nearest(unknown[0], named, cutoff=0.5)
+        raise ConfigError(
+            f"{spec!r} takes no argument {unknown[0]!r}, which its kwargs give",
+            remedy=f"did you mean {close!r}?" if close else f"it takes: {', '.join(named) or 'none'}",
+        )
+    return frozenset(named) - kwargs.keys(), takes_any
+
+
+def a(kind: str) -> str:
+    """The word with its article."""
+    return f"{'an' if kind[0] in 'aeio' else 'a'} {kind}"
+
+
+def written(wanted: Contract) -> str:
+    """The signature as a line of Python."""
+    named = ["*", *wanted.named] if wanted.named else []
+    return f"def {wanted.kind.replace(' ', '_')}({', '.join([*wanted.given, *named])})"
+
+
+def _file_of(function: Callable[..., Any]) -> str | None:
+    """The file of a function or class, also of one that was no import's."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code.co_filename if code else getattr(sys.modules.get(function.__module__), "__file__", None)

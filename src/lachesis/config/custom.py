@@ -1,0 +1,62 @@
+"""The kinds of parts that may be the user's own, and the keys that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lachesis.common.contracts import entry_point_group
+from lachesis.common.json_values import is_array
+from lachesis.config.schema import LachesisConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of part.
+
+    Args:
+        name: what messages call it.
+        key: dotted path of what names it: one, or a list of them.
+        short: of ``lachesis.train``: the argument that takes it as an object. Where the section has that name, a
+            function in place of the section is meant.
+        needs: what the section says besides, where it is given so.
+        several: whether the key takes a list.
+    """
+
+    name: str
+    key: str
+    short: str
+    needs: tuple[tuple[str, str], ...] = ()
+    several: bool = False
+
+    @property
+    def group(self) -> str:
+        """The group of its entry points."""
+        return entry_point_group(self.name)
+
+
+KINDS: tuple[Kind, ...] = (
+    Kind("reward", "rewards.functions", "rewards", several=True),
+    Kind("rollout function", "source.rollout_func", "rollout_func"),
+    Kind("advantage", "algorithm.advantage", "advantage"),
+    Kind("loss", "algorithm.loss", "loss"),
+    Kind("optimizer", "optimizer.function", "optimizer"),
+    Kind("schedule", "optimizer.schedule_function", "schedule"),
+    Kind("sink", "logging.sinks", "sinks", several=True),
+    Kind("health rule", "logging.health_rules", "health_rules", several=True),
+    Kind("engine", "engine.function", "engine", (("kind", "custom"),)),
+    Kind("bridge", "bridge.function", "bridge", (("kind", "custom"),)),
+)
+BY_SHORT: Mapping[str, Kind] = {kind.short: kind for kind in KINDS if kind.name != "reward"}
+
+
+def custom_parts(config: LachesisConfig) -> Iterator[tuple[Kind, str, Any]]:
+    """Each part that a configuration names: its kind, its key with its place in a list, and what stands there."""
+    for kind in KINDS:
+        section, _, name = kind.key.partition(".")
+        value = getattr(getattr(config, section), name, None)
+        if is_array(value):
+            yield from ((kind, f"{kind.key}[{index}]", one) for index, one in enumerate(value))
+        elif value is not None:
+            yield kind, kind.key, value

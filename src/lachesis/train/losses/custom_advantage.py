@@ -1,0 +1,113 @@
+"""Advantages of the user's own, by import path.
+
+They see all groups of a step at once, and replace the group's mean and deviation::
+
+    # in mine.py; algorithm.advantage: mine.py:centered
+    def centered(rewards, *, group, **rest):
+        total = rewards.nansum(dim=1)
+        means = torch.stack([total[group == one].mean() for one in group.unique()])
+        return total - means[group]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lachesis.common.contracts import Part, contract, load_part
+from lachesis.common.errors import RewardError, TrainingError
+from lachesis.common.types import Group
+from lachesis.config.schema import AlgorithmConfig
+
+
+class CustomAdvantage(Protocol):
+    """What the function may take: ``rewards`` first, the others by name; it is given those that it names."""
+
+    def __call__(
+        self,
+        rewards: Tensor,
+        *,
+        group: Tensor,
+        weights: Tensor,
+        groups: Sequence[Group],
+        options: AlgorithmConfig,
+    ) -> Tensor | Sequence[float]:
+        """The advantage of each of N completions, [N]: those of one optimizer step, group after group.
+
+        What is returned for a completion that no function judged does not count: its advantage is 0.
+
+        Args:
+            rewards: float64 [N, K], of K reward functions, NaN where one abstained.
+            group: int64 [N], 0..G-1, the group of each.
+            weights: float64 [K], of the reward functions.
+            groups: the G groups themselves, with prompts, tokens, logprobs and texts.
+            options: the section ``algorithm``.
+        """
+        ...
+
+
+ADVANTAGE = contract("advantage", CustomAdvantage, error=TrainingError)
+
+
+def load_custom_advantage(given: str | Mapping[str, Any]) -> Part:
+    """The function that a configuration names. Raises ConfigError where there is none, or it has another signature."""
+    return load_part(given, ADVANTAGE)
+
+
+def custom_assigner(
+    part: Part, *, options: AlgorithmConfig, weights: Sequence[float] | None
+) -> Callable[[Sequence[Group]], list[Group]]:
+    """Sets the advantage of each sample by the part; ``weights`` one per reward, all 1 if unset.
+
+    What it returns raises RewardError where no sample has a reward, and TrainingError where the part fails.
+    """
+
+    def assign(groups: Sequence[Group]) -> list[Group]:
+        rows = [sample.rewards for group in groups for sample in group.samples]
+        rewards = torch.tensor(
+            [[math.nan if value is None else value for value in row] for row in rows], dtype=torch.float64
+        )
+        unscored = rewards.isnan().all(dim=1)
+        if bool(unscored.all()):
+            raise RewardError(
+                f"every reward function abstained on all {len(rows)} completions of this step",
+                remedy="let at least one function judge, or train on more prompts a step (batch.prompts_per_step)",
+            )
+        returned = part(
+            rewards,
+            group=torch.tensor([number for number, group in enumerate(groups) for _ in group.samples]),
+            weights=torch.ones(rewards.shape[1], dtype=torch.float64)
+            if weights is None
+            else torch.tensor(weights, dtype=torch.float64),
+            groups=tuple(groups),
+            options=options,
+        )
+        found = _require_advantages(part, returned, count=len(rows), unscored=unscored)
+        advantages = iter([float(value) for value in found])
+        return [
+            replace(group, samples=tuple(replace(sample, advantage=next(advantages)) for sample in group.samples))
+            for group in groups
+        ]
+
+    return assign
+
+
+def _require_advantages(part: Part, returned: Any, *, count: int, unscored: Tensor) -> Tensor:
+    try:
+        values = torch.as_tensor(returned, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        problem = f"returned a {type(returned).__name__}"
+    else:
+        if values.shape == (count,):
+            values = values.masked_fill(unscored, 0.0)
+            if values.isfinite().all():
+                return values
+            problem = f"returned {int((~values.isfinite()).sum())} values that are not finite, of {count}"
+        else:
+            problem = f"returned shape {tuple(values.shape)} for {count} completions"
+    raise TrainingError(f"{part.title} {problem}", remedy=f"return one number per completion, [{count}]")
