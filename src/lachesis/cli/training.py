@@ -21,10 +21,12 @@ from lachesis.cli.base import (
     stop_on_signals,
     world_of_leader,
 )
+from lachesis.config.cards import card_lines
 from lachesis.config.custom import custom_parts
 from lachesis.config.fit import fit, fit_lines
 from lachesis.config.init import init as write_first_run
 from lachesis.config.load import load_config
+from lachesis.config.model_shape import find_shape
 from lachesis.config.plan import plan, plan_lines
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
@@ -77,12 +79,17 @@ def plan_command(
     loaded = load_config(config, overrides=overrides or [], processes=devices if devices > 1 else None)
     for finding in [*loaded.findings, *check(loaded.config, located=loaded.located)]:
         console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")
-    for line in plan_lines(plan(loaded.config, device=device, devices=devices)):
+    found = find_shape(loaded.config.model.path, revision=loaded.config.model.revision, ask_hub=True)
+    for line in plan_lines(plan(loaded.config, device=device, devices=devices, found=found)):
         console.print(line)
+    if found is not None and device != "cpu":
+        on_gpu = plan(loaded.config, device="cuda", devices=devices, found=found)
+        for line in card_lines(loaded.config, on_gpu):
+            console.print(line)
     for line in _custom_lines(loaded.config):
         console.print(line)
     if fit_gb is not None:
-        for line in fit_lines(fit(loaded.config, card_gb=fit_gb, devices=devices), card_gb=fit_gb):
+        for line in fit_lines(fit(loaded.config, card_gb=fit_gb, devices=devices, found=found), card_gb=fit_gb):
             console.print(line)
 
 

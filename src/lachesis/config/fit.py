@@ -2,115 +2,209 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.memory import ModelShape, read_shape
-from lachesis.config.plan import Plan, plan
+from lachesis.config.cards import (
+    ENGINE_GRAPHS_BYTES,
+    GB,
+    OWN_GPU_UTILIZATION,
+    CardUse,
+    beside_trainer,
+    card_use,
+)
+from lachesis.config.model_shape import FoundShape, find_shape
+from lachesis.config.plan import plan
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 
-GB = 10**9
-# CUDA's context in each of two processes, and the allocator's fragments.
-_CONTEXTS, _FRAGMENTS = 2 * 2**29, 1.05
-# A server needs a cache for so many sequences at a time to be of use; more are served in turn.
-_SEQUENCES = 16
-_SMALL_PASS = 2048
-
-Changes = Mapping[str, Mapping[str, Any]]
+# Tokens of a small micro-batch, and sequences that are decoded at a time where there is no room for more.
+_SMALL_PASS, _IN_TURN = 2048, 16
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """``changes`` by section, none where it fits as it is; ``bytes`` on the card, ``engine`` those of its server."""
+class Change:
+    """A step that takes less memory. ``sections`` say what; one with ``kind`` takes the place of what was there."""
 
-    changes: Changes
-    bytes: int
-    engine: int
+    sections: Mapping[str, Mapping[str, Any]]
+    costs: str
 
     def words(self) -> list[str]:
         """As ``--set`` takes them."""
         return [
             f"{section}={{{', '.join(f'{key}: {_yaml(value)}' for key, value in keys.items())}}}"
-            if "kind" in keys and section in ("engine", "bridge", "adapter")
+            if "kind" in keys and section != "optimizer"
             else f"{section}.{key}={_yaml(value)}"
-            for section, keys in self.changes.items()
+            for section, keys in self.sections.items()
             for key, value in (list(keys.items())[:1] if "kind" in keys else keys.items())
         ]
 
 
-def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1) -> Fit | None:
-    """The first of a few steps, each taking less memory than the one before, that fits; None where none does.
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What fits: the configuration, what it takes of the card, and the changes with what each saves in bytes."""
+
+    config: LachesisConfig
+    use: CardUse
+    changes: Sequence[tuple[Change, int]]
+
+    def words(self) -> list[str]:
+        """All changes as ``--set`` takes them; what a later one sets anew is left out."""
+        return [word for _, _, words in self.in_words() for word in words]
+
+    def in_words(self) -> list[tuple[Change, int, list[str]]]:
+        """Each change with what it saves and its words, but those that a later one sets anew."""
+        last = {word.partition("=")[0]: word for change, _ in self.changes for word in change.words()}
+        return [
+            (change, saved, [word for word in change.words() if last[word.partition("=")[0]] == word])
+            for change, saved in self.changes
+        ]
+
+
+def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1, found: FoundShape | None = None) -> Fit | None:
+    """As few as possible of :func:`_steps`, in their order, that make it fit; None where all together do not.
 
     Args:
         card_gb: memory of a card, in units of 10^9 bytes.
         devices: that train together, each with its part of trainer and engine.
+        found: the model's shape; looked for, if unset.
 
     Raises:
         ConfigError: the model's shape is not known.
     """
-    shape = read_shape(config.model.path)
+    shape = found or find_shape(config.model.path, revision=config.model.revision)
     if shape is None:
         raise ConfigError(
-            f"{config.model.path} has no config.json here, so memory is not known",
+            f"{config.model.path} has no config.json here and the hub has not given one, so memory is not known",
             remedy="download its config.json, or name a local directory",
         )
-    for changes in _steps(config):
-        changed = _changed(config, changes)
-        if changed is None:
-            continue
-        planned = plan(changed, device="cuda", devices=devices)
-        found = Fit(changes, bytes=needed(planned), engine=_engine_bytes(planned))
-        if found.bytes <= card_gb * GB:
-            return found
+    use = _Uses(card_gb, devices, shape)
+    taken: list[Change] = []
+    current = config
+    for step in [None, *_steps(config)]:
+        if step is not None:
+            changed = _changed(current, step)
+            if changed is None or use.least(changed) >= use.least(current):
+                continue
+            taken, current = [*_without_superseded(taken, step), step], changed
+        if use.settled(current) is not None:
+            return _described(config, _needed_only(config, taken, use), use)
     return None
 
 
-def needed(planned: Plan) -> int:
-    """Bytes on one card that trainer and engine share, with what no count of tensors has."""
-    return int((planned.peak("trainer") + _engine_bytes(planned)) * _FRAGMENTS) + _CONTEXTS
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """What configurations take of the card that is asked about."""
+
+    card_gb: float
+    devices: int
+    found: FoundShape
+
+    def of(self, config: LachesisConfig) -> CardUse:
+        planned = plan(config, device="cuda", devices=self.devices, found=self.found)
+        return card_use(config, planned, card_gb=self.card_gb)
+
+    def least(self, config: LachesisConfig) -> int:
+        """Trainer and the smallest engine that does."""
+        use = self.of(config)
+        return use.trainer + (use.engine_least if beside_trainer(config) else 0)
+
+    def settled(self, config: LachesisConfig) -> tuple[LachesisConfig, Change | None] | None:
+        """What fits: as it is, or with another share for the engine beside the trainer."""
+        use = self.of(config)
+        if use.fits:
+            return config, None
+        if config.engine.kind != "vllm" or not beside_trainer(config):
+            return None
+        share = math.floor((use.card - use.trainer - ENGINE_GRAPHS_BYTES) / use.card * 100) / 100
+        change = Change(
+            {"engine": {"gpu_memory_utilization": min(share, OWN_GPU_UTILIZATION)}},
+            "what the trainer leaves; the engine's cache is smaller or larger with it",
+        )
+        changed = _changed(config, change) if share > 0 else None
+        return (changed, change) if changed is not None and self.of(changed).fits else None
 
 
-def _engine_bytes(planned: Plan) -> int:
-    """Its weights, unless they are the trainer's, and a cache for a few sequences."""
-    shape: ModelShape | None = planned.shape
-    assert shape is not None, "fit() has seen to it"
-    held = sum(part.bytes for part in planned.memory if part.place == "engine" and part.phase == "always")
-    cache = sum(part.bytes for part in planned.memory if part.name == "KV cache")
-    sequences = max(1, planned.lengths.in_flight // planned.lengths.longest)
-    return held + cache * min(_SEQUENCES, sequences) // sequences
+def _described(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> Fit:
+    current, described = config, list[tuple[Change, int]]()
+    for change in changes:
+        changed = _changed(current, change)
+        assert changed is not None, "it was possible a moment ago"
+        described.append((change, use.least(current) - use.least(changed)))
+        current = changed
+    settled = use.settled(current)
+    assert settled is not None, "it fitted a moment ago"
+    current, share = settled
+    return Fit(current, use.of(current), [*described, *([] if share is None else [(share, 0)])])
 
 
-def _steps(config: LachesisConfig) -> Iterator[Changes]:
-    """Each takes less memory than the one before, and costs more time, or what is trained."""
-    yield {}
-    small: dict[str, dict[str, Any]] = {
-        "model": {"gradient_checkpointing": True},
-        "batch": {"max_tokens_per_microbatch": _SMALL_PASS},
-    }
-    yield small
+def _needed_only(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> list[Change]:
+    """Without those, the dearest first, that it fits without."""
+    kept = list(changes)
+    for change in reversed(changes):
+        fewer = [one for one in kept if one is not change]
+        changed = _all_changed(config, fewer)
+        if changed is not None and use.settled(changed) is not None:
+            kept = fewer
+    return kept
+
+
+def _without_superseded(taken: Sequence[Change], step: Change) -> list[Change]:
+    """A step that sets what an earlier one set takes its place."""
+    keys = {(section, key) for section, values in step.sections.items() for key in values}
+    return [
+        one
+        for one in taken
+        if not {(section, key) for section, values in one.sections.items() for key in values} <= keys
+    ]
+
+
+def _steps(config: LachesisConfig) -> Iterator[Change]:
+    """From what changes nothing but seconds to what changes what is trained."""
+    longest = config.sampling.max_completion_length + (config.data.max_prompt_length or 0)
+    smaller = max(_SMALL_PASS, longest)
+    if smaller < config.batch.max_tokens_per_microbatch:
+        yield Change({"batch": {"max_tokens_per_microbatch": smaller}}, "more passes, the same result")
+    one_copy = "one copy of the weights for trainer and engine, the same result"
+    if config.engine.kind == "vllm" and config.engine.devices is None:
+        if config.adapter.kind == "none":
+            yield Change({"bridge": {"kind": "shared_vllm"}}, one_copy)
+        else:
+            yield Change({"bridge": {"kind": "lora_only", "share_base": True}}, one_copy)
+    if config.engine.place == "trainer" and config.engine.max_batch_size > _IN_TURN:
+        yield Change({"engine": {"max_batch_size": _IN_TURN}}, "completions come in turns: slower, the same result")
+    recompute = {"model": {"gradient_checkpointing": True}}
+    yield Change(recompute, "layers run twice: about a third more time, the same result")
     if config.adapter.kind == "none":
-        yield small | {"optimizer": {"kind": "adamw_8bit"}}
-        yield small | {"optimizer": {"kind": "adamw_cpu"}}
-    adapter = {} if config.adapter.kind == "lora" else {"adapter": {"kind": "lora", "r": 16, "alpha": 32}}
-    if config.engine.place != "trainer":
-        yield small | adapter | {"bridge": {"kind": "lora_only", "share_base": True}}
-    else:
-        yield small | adapter
+        yield Change({"optimizer": {"kind": "adamw_8bit"}}, "moments in 8 bits")
+        yield Change({"optimizer": {"kind": "adamw_cpu"}}, "masters and moments in the CPU's memory: slower steps")
+        yield Change(
+            {"adapter": {"kind": "lora", "r": 16, "alpha": 32}, **_share_base(config)},
+            "an adapter is trained in place of all weights",
+        )
     if config.source.kind == "local":
-        quantized = small | {"model": {"gradient_checkpointing": True, "quantization": "nf4"}} | adapter
-        yield quantized | {"engine": {"kind": "embedded"}, "bridge": {"kind": "in_process"}}
+        own = {"kind": "embedded", "max_batch_size": _IN_TURN}
+        quantized = {"model": {"quantization": "nf4"}, "engine": own, "bridge": {"kind": "in_process"}}
+        yield Change(quantized, "the base in 4 bits, and generation in the trainer's process, several times slower")
 
 
-def _changed(config: LachesisConfig, changes: Changes) -> LachesisConfig | None:
-    """With the changes; None where they do not go together with the rest."""
+def _share_base(config: LachesisConfig) -> dict[str, dict[str, Any]]:
+    if config.engine.kind == "vllm" and config.engine.devices is None:
+        return {"bridge": {"kind": "lora_only", "share_base": True}}
+    return {} if config.engine.place == "trainer" else {"bridge": {"kind": "lora_only"}}
+
+
+def _changed(config: LachesisConfig, change: Change) -> LachesisConfig | None:
+    """With the change; None where it does not go together with the rest."""
     data = config.model_dump(mode="json")
-    for section, keys in changes.items():
-        data[section] = dict(keys) if section in ("engine", "bridge", "adapter") else data[section] | dict(keys)
+    for section, keys in change.sections.items():
+        replaced = "kind" in keys and section != "optimizer"
+        data[section] = dict(keys) if replaced else data[section] | dict(keys)
     try:
         changed = LachesisConfig.model_validate(data)
         check(changed)
@@ -119,15 +213,27 @@ def _changed(config: LachesisConfig, changes: Changes) -> LachesisConfig | None:
     return changed
 
 
+def _all_changed(config: LachesisConfig, changes: Sequence[Change]) -> LachesisConfig | None:
+    current: LachesisConfig | None = config
+    for change in changes:
+        current = None if current is None else _changed(current, change)
+    return current
+
+
 def fit_lines(found: Fit | None, *, card_gb: float) -> list[str]:
     """The answer as text, for a screen."""
     if found is None:
         return [f"nothing tried fits on {card_gb:g} GB: shard over several cards (torchrun), or take a smaller model"]
-    share = f", of which {found.engine / GB:.1f} GB are the engine's" if found.engine else ""
-    size = f"{found.bytes / GB:.1f} GB of {card_gb:g}{share}"
+    share = f", of which {found.use.engine / GB:.1f} GB are the engine's" if found.use.engine else ""
+    size = f"{found.use.total / GB:.1f} GB of {card_gb:g}{share}"
     if not found.changes:
         return [f"it fits as it is: {size}"]
-    return [f"it fits with these: {size}", *(f"  --set '{word}'" for word in found.words())]
+    lines = [f"it fits with these: {size}"]
+    for change, saved, words in found.in_words():
+        saves = f"saves {saved / GB:.1f} GB: " if saved > 0 else ""
+        reasons = [f"    # {saves}{change.costs}", *[""] * (len(words) - 1)]
+        lines += [f"  --set '{word}'{reason}" for word, reason in zip(words, reasons, strict=True)]
+    return lines
 
 
 def _yaml(value: object) -> str:

@@ -1,194 +1,63 @@
-"""Memory and disk that a configuration will take, in bytes, from the model's shape alone: its config.json.
+"""Memory and disk that a configuration will take, in bytes, from the model's shape alone.
 
-What such a count leaves out: the allocator's fragments, CUDA's own context (about half a GiB a process), and
-buffers of kernels. Nothing is loaded.
+Parts are of tensors; what a process has besides them (CUDA's context, the allocator's rounding) is the business of
+:mod:`lachesis.config.cards`. Nothing is loaded. ``benchmarks/memory.py`` holds the sums against measured steps.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from lachesis.common.errors import ConfigError
-from lachesis.common.json_values import is_object
+from lachesis.config.model_shape import ModelShape
 from lachesis.config.schema import LachesisConfig
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 Place = Literal["trainer", "engine"]
+# What is held lasts over a phase; ``passes`` are forward and backward, ``update`` the optimizer and the transfer.
+Phase = Literal["passes", "update", "generation"]
+ALWAYS: tuple[Phase, ...] = ("passes", "update", "generation")
+TRAINING: tuple[Phase, ...] = ("passes", "update")
 # Of NF4: weights that share a scale, scales that share one in float32, and bytes of tables that each matrix has.
 _NF4_BLOCK, _NF4_SCALES, _NF4_TABLES = 64, 256, 1092
-# As in lachesis.train.model.head: one chunk of logits in float32, and its gradient.
-_CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
+# As in lachesis.train.model.head: elements of one chunk of logits.
+CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
+# Tensors of a chunk at a time: on a GPU logits in float32 and their gradient, fused by the compiler; on a CPU logits,
+# logprobs, probabilities and three steps of the gradient, all in float32.
+_CPU_CHUNK_TENSORS = 6
+# As in lachesis.train.optim.weight_update: elements of the parameters that are updated together.
+BUCKET_ELEMENTS = 1 << 26
+# As in lachesis.transport.layout: of one of the two buffers that a channel sends.
+TRANSFER_BYTES = 256 * 2**20
+# cuBLAS keeps a workspace of this size, which torch allocates for it (NVIDIA's advice for Hopper; 8 MiB before).
+_CUBLAS_BYTES = 32 * 2**20
 
 _SHARDED = ("weights", "gradients", "adapter", "optimizer states", "reference")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelShape:
-    """A decoder: widths in elements, ``dtype`` that of the checkpoint.
-
-    ``experts`` are those that a layer holds, ``active_experts`` those that a token goes through; one and one
-    without a mixture.
-    """
-
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab: int
-    context: int | None
-    tied: bool
-    attention_bias: bool
-    experts: int
-    active_experts: int
-    dtype: str
-
-    @property
-    def linears(self) -> dict[str, tuple[int, int]]:
-        """The linear layers of one decoder layer (of one expert): inputs and outputs of each."""
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return {
-            "q_proj": (self.hidden, q),
-            "k_proj": (self.hidden, kv),
-            "v_proj": (self.hidden, kv),
-            "o_proj": (q, self.hidden),
-            "gate_proj": (self.hidden, self.intermediate),
-            "up_proj": (self.hidden, self.intermediate),
-            "down_proj": (self.intermediate, self.hidden),
-        }
-
-    @property
-    def quantizable(self) -> list[tuple[int, int]]:
-        """Of those, inputs and outputs of the ones that can be quantized: not a mixture's experts, which are fused."""
-        fused = ("gate_proj", "up_proj", "down_proj") if self.experts > 1 else ()
-        return [sides for name, sides in self.linears.items() if name not in fused]
-
-    @property
-    def layer_parameters(self) -> int:
-        """Of one decoder layer with a gated feed-forward part."""
-        matrices = {name: rows * columns for name, (rows, columns) in self.linears.items()}
-        feed_forward = sum(matrices[name] for name in ("gate_proj", "up_proj", "down_proj"))
-        attention = sum(matrices[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-        bias = (self.heads + 2 * self.kv_heads) * self.head_dim if self.attention_bias else 0
-        router = self.hidden * self.experts if self.experts > 1 else 0
-        return attention + bias + feed_forward * self.experts + router + 2 * self.hidden
-
-    @property
-    def parameters(self) -> int:
-        """Of the whole model: embeddings, layers, norms, head."""
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return self.layers * self.layer_parameters + embeddings + self.hidden
-
-    @property
-    def kv_elements_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
-        return 2 * self.kv_heads * self.head_dim * self.layers
-
-    @property
-    def activation_elements_per_token(self) -> int:
-        """What the backward pass of one layer keeps of a token.
-
-        Counted along the layer: the residual stream and its norm before attention and before the feed-forward
-        part (4 hidden), queries before and after rotation and the attention's result (3 q), keys before and after
-        rotation and values (3 kv), and gate, up and their product (3 intermediate; the activation is made again).
-        For the shape of Qwen2.5-1.5B that is 2.15 MB a token in bfloat16, where 1.95 were measured.
-        """
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        return 4 * self.hidden + 3 * q + 3 * kv + 3 * self.intermediate * self.active_experts
-
-    def lora_parameters(self, *, rank: int, targets: str | list[str]) -> int:
-        """Of LoRA's two matrices on each target, in all layers and experts."""
-        named = self.linears if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
-        layer = 0
-        for name in named:
-            rows, columns = self.linears.get(name.rpartition(".")[2], (0, 0))
-            copies = self.experts if name.endswith(("gate_proj", "up_proj", "down_proj")) else 1
-            layer += rank * (rows + columns) * copies
-        return layer * self.layers
-
-
-def read_shape(model: str) -> ModelShape | None:
-    """The shape of a model directory, or of a hub model in the local cache; None where there is no config.json.
-
-    Raises:
-        ConfigError: the config.json cannot be read, or is not that of a decoder with the usual keys.
-    """
-    path = _config_path(model)
-    if path is None:
-        return None
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}", remedy="give a model directory that is whole") from error
-    if not is_object(data):
-        raise ConfigError(f"{path} is no mapping", remedy="give a model directory that is whole")
-    text = data.get("text_config", data)
-    try:
-        return _shape(text, dtype=str(text.get("dtype") or data.get("dtype") or data.get("torch_dtype") or "bfloat16"))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{path}: no decoder whose memory is known: {error!r}", remedy="plan without it, from the batches alone"
-        ) from error
-
-
-def _shape(data: Mapping[str, Any], *, dtype: str) -> ModelShape:
-    heads, hidden = int(data["num_attention_heads"]), int(data["hidden_size"])
-    experts = int(data.get("num_local_experts") or data.get("num_experts") or 1)
-    width = data.get("moe_intermediate_size") if experts > 1 else None
-    return ModelShape(
-        layers=int(data["num_hidden_layers"]),
-        hidden=hidden,
-        intermediate=int(width or data["intermediate_size"]),
-        heads=heads,
-        kv_heads=int(data.get("num_key_value_heads") or heads),
-        head_dim=int(data.get("head_dim") or hidden // heads),
-        vocab=int(data["vocab_size"]),
-        context=int(data["max_position_embeddings"]) if data.get("max_position_embeddings") else None,
-        tied=bool(data.get("tie_word_embeddings", False)),
-        attention_bias=bool(data.get("attention_bias", data.get("model_type") == "qwen2")),
-        experts=experts,
-        active_experts=int(data.get("num_experts_per_tok") or 1) if experts > 1 else 1,
-        dtype=dtype.removeprefix("torch."),
-    )
-
-
-def _config_path(model: str) -> Path | None:
-    """``config.json`` in the directory, or in the newest snapshot of the hub's cache."""
-    local = Path(model) / "config.json"
-    if local.is_file():
-        return local
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
-    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
-    found = sorted(
-        (cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"),
-        key=lambda path: path.stat().st_mtime,
-    )
-    return found[-1] if found else None
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One use of memory. ``while_`` is the phase in which it is held: always, training or generating."""
+    """One use of memory, and the phases in which it is held."""
 
     name: str
     place: Place
-    phase: Literal["always", "training", "generating"]
+    phases: tuple[Phase, ...]
     bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens: of a longest prompt and completion, in one forward pass, and in flight while generating."""
+    """Tokens: of a longest sequence, in one forward pass, and in flight while generating.
+
+    ``keys`` are those that queries see over the tokens of a pass: more than one for each where completions share a
+    prompt, whose keys are there for each of them.
+    """
 
     longest: int
     microbatch: int
     in_flight: int
+    keys: float = 1.0
 
 
 def trainable_parameters(config: LachesisConfig, shape: ModelShape) -> int:
@@ -205,29 +74,129 @@ def memory_parts(
 ) -> list[Part]:
     """What the trainer and the engine hold, and when, on one of ``devices``; ``device`` is ``cuda`` or ``cpu``."""
     width = weight_bytes(config, shape, device=device)
-    trained = trainable_parameters(config, shape)
     parts = [
-        Part("weights", "trainer", "always", held_weights_bytes(config, shape, width=width)),
-        Part("gradients", "trainer", "training", trained * width),
-        Part("activations", "trainer", "training", _activations(config, shape, tokens=lengths.microbatch, width=width)),
-        Part(
-            "logits chunk",
-            "trainer",
-            "training",
-            2 * 4 * min(_CHUNK_ELEMENTS[device], lengths.microbatch * shape.vocab),
-        ),
+        *_held_parts(config, shape, width=width, device=device),
+        *_pass_parts(config, shape, lengths=lengths, width=width, device=device),
+        *_update_parts(config, shape, width=width, device=device),
+        *_engine_parts(config, shape, lengths=lengths, width=width),
     ]
+    return _sharded([part for part in parts if part.bytes], config, shape, devices=devices, width=width)
+
+
+def _held_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device: str) -> Iterator[Part]:
+    """What the trainer has from start to end."""
+    trained = trainable_parameters(config, shape)
+    if not shares_weights(config):
+        yield Part("weights", "trainer", ALWAYS, held_weights_bytes(config, shape, width=width))
+    if config.adapter.kind == "lora":
+        yield Part("adapter", "trainer", ALWAYS, trained * width)
+    yield Part("optimizer states", "trainer", ALWAYS, _optimizer_bytes(config, shape, trained, width, device))
+    yield Part("reference", "trainer", ALWAYS, _reference_bytes(config, shape, width=width))
+    yield Part("gradients", "trainer", TRAINING, trained * width)
+
+
+def _pass_parts(
+    config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int, device: str
+) -> Iterator[Part]:
+    """What forward and backward need for a micro-batch."""
+    layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device)
+    stream = max(width, 4) if config.model.residual_dtype == "float32" else width
+    recomputed = config.model.gradient_checkpointing
+    kept = shape.layers * shape.hidden * stream + layer if recomputed else shape.layers * layer
+    kept += _outside_activations(config, shape, width=width)
+    yield Part("activations", "trainer", ("passes",), round(lengths.microbatch * kept))
+    head = _head_bytes(config, shape, tokens=lengths.microbatch, width=width, device=device)
+    backward = _backward_bytes(config, shape, tokens=lengths.microbatch, width=width)
+    if head >= backward:  # the head's backward pass is over when that of the layers begins
+        yield Part("logits chunk", "trainer", ("passes",), head)
+    else:
+        yield Part("backward pass", "trainer", ("passes",), backward)
     if config.model.quantization != "none":
         largest = max((rows * columns for rows, columns in shape.quantizable), default=0)
-        parts.append(Part("dequantized matrix", "trainer", "training", largest * width))
+        yield Part("dequantized matrix", "trainer", ("passes",), largest * width)
+    if device == "cuda":
+        yield Part("workspace", "trainer", ALWAYS, _CUBLAS_BYTES)
+
+
+def layer_activations(config: LachesisConfig, shape: ModelShape, *, keys: float, width: int, device: str) -> float:
+    """Bytes of a token that the backward pass of one decoder layer keeps.
+
+    Attention keeps its queries, keys, values and result, and a float32 of each head. Compiled, a layer keeps the
+    stream before its two norms, what these give, and gate, up and their product; norms and rotations are made again.
+    Uncompiled, a norm keeps its input (in float32, a copy where weights are 16-bit), what it multiplies by its weight
+    where that is trained, and its result, and the feed-forward part the activated gate too. With queries and keys
+    normalized, what goes into these norms comes on top. An adapter keeps the narrow result of each first matrix. Of a
+    mixture, tokens are gathered for their experts and weighted afterwards.
+    """
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    compiled = config.model.compile == "on" or (config.model.compile == "auto" and device == "cuda")
+    attention = width * (2 * q + 2 * kv * keys) + 4 * shape.heads
+    copied = 4 // width if width < 4 else 0 if compiled else 1
+    if compiled:
+        norms, per_expert = 4 * shape.hidden, 3 * shape.intermediate
+        narrow = q + kv if shape.qk_norm else 0
+    else:
+        trained = 1 if config.adapter.kind == "none" else 0
+        norms, per_expert = 2 * (copied + trained + 1) * shape.hidden, 4 * shape.intermediate
+        narrow = (copied + trained) * (q + kv) if shape.qk_norm else 0
+    routed = 2 * shape.hidden if shape.experts > 1 else 0
+    elements = norms + narrow + (per_expert + routed) * shape.active_experts
     if config.adapter.kind == "lora":
-        parts.append(Part("adapter", "trainer", "always", trained * width))
-    if states := _optimizer_bytes(config, shape, trained=trained, width=width, device=device):
-        parts.append(Part("optimizer states", "trainer", "always", states))
-    if reference := _reference_bytes(config, shape, width=width):
-        parts.append(Part("reference", "trainer", "always", reference))
-    parts += _engine_parts(config, shape, lengths=lengths, width=width)
-    return _sharded(parts, config, shape, devices=devices, width=width)
+        elements += config.adapter.r * len(shape.targeted(config.adapter.targets))
+    widened = 2 * shape.hidden * max(0, 4 - width) if config.model.residual_dtype == "float32" and compiled else 0
+    router = 4 * shape.experts if shape.experts > 1 else 0
+    return width * elements + attention + widened + router
+
+
+def _outside_activations(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
+    """Bytes of a token around the layers: the last norm, which is not compiled, and what the head reads."""
+    trained = config.adapter.kind == "none" and config.model.train_layers is None
+    return shape.hidden * (max(width, 4) + width * (2 + trained))
+
+
+def _head_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int, device: str) -> int:
+    """Most of the head's backward pass: a chunk of logits, gradients of the hidden states, and of its weight.
+
+    The latter is added up in float32 and rounded at the end; each chunk's share of it is there for a moment.
+    """
+    elements = min(CHUNK_ELEMENTS[device], tokens * shape.vocab)
+    chunk = elements * ((4 + width) if device == "cuda" else 4 * _CPU_CHUNK_TENSORS)
+    hidden = 2 * tokens * shape.hidden * width
+    if config.adapter.kind == "lora" or config.model.train_layers is not None:
+        return chunk + hidden
+    weight = shape.vocab * shape.hidden
+    return hidden + 4 * weight + max(chunk, elements * width + weight * width)
+
+
+def _backward_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int) -> int:
+    """Most of a layer's backward pass: gradients of its widest part, and those of its weights before they are added."""
+    flowing = (2 * shape.hidden + 3 * shape.intermediate * shape.active_experts) * width * tokens
+    trained = shape.layer_parameters if config.adapter.kind == "none" else 0
+    return flowing + trained * width
+
+
+def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device: str) -> Iterator[Part]:
+    """What the optimizer and the transfer need for a moment."""
+    trained = trainable_parameters(config, shape)
+    whole = config.adapter.kind == "none" and config.model.train_layers is None
+    largest = shape.vocab * shape.hidden if whole else 0
+    largest = max(largest, min(trained, shape.hidden * shape.intermediate)) if trained else 0
+    # A bucket is updated while the next one is made ready.
+    buckets = min(trained, max(largest, BUCKET_ELEMENTS) + BUCKET_ELEMENTS)
+    moment = 0
+    update = config.optimizer.weight_update
+    if config.optimizer.kind == "adamw_cpu" and device == "cuda":
+        moment = 2 * 4 * largest
+    elif width == 2 and update in ("auto", "fp32_master"):
+        moment = 4 * buckets
+    elif width == 2 and update == "stochastic_rounding":
+        moment = 8 * buckets + 4 * largest
+    if config.optimizer.kind == "adafactor":
+        moment += 2 * 4 * largest
+    sent = 2 * TRANSFER_BYTES if config.bridge.kind in ("broadcast", "lora_nccl") else 0
+    if config.adapter.kind == "lora":
+        sent = min(sent, 2 * trained * width)
+    yield Part("update", "trainer", ("update",), max(moment, sent))
 
 
 def _sharded(parts: list[Part], config: LachesisConfig, shape: ModelShape, *, devices: int, width: int) -> list[Part]:
@@ -235,20 +204,36 @@ def _sharded(parts: list[Part], config: LachesisConfig, shape: ModelShape, *, de
     distributed = config.distributed
     if devices == 1 or distributed.strategy == "replicate":
         return parts
-    ways = distributed.shard_size or devices
+    ways = min(devices, distributed.shard_size or devices)
     found: list[Part] = []
     for part in parts:
         if part.place != "trainer" or part.name not in _SHARDED:
             found.append(part)
         elif not distributed.cpu_offload:
-            found.append(Part(part.name, part.place, part.phase, -(-part.bytes // ways)))
-    # A layer that runs and the one that is gathered meanwhile, and what is outside of the layers.
-    outside = shape.parameters - shape.layers * shape.layer_parameters
-    gathered = outside + 2 * shape.layer_parameters if distributed.reshard_after_forward else shape.parameters
-    found.append(Part("gathered weights", "trainer", "training", gathered * width))
+            found.append(Part(part.name, part.place, part.phases, -(-part.bytes // ways)))
+    found.append(Part("gathered weights", "trainer", ("passes",), _gathered_bytes(config, shape, width=width)))
     if config.engine.place == "trainer":
-        found.append(Part("weights", "engine", "always", shape.parameters * width))
+        found.append(Part("weights", "engine", ALWAYS, shape.parameters * width))
     return found
+
+
+def _gathered_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
+    """Whole weights, and whole gradients on their way to the ranks that keep them.
+
+    A layer that runs and the one that is gathered meanwhile, and what is outside of the layers, or everything where it
+    is not let go. Gradients are added up over ranks in float32, of a layer or of what is outside of them.
+    """
+    layer, outside = shape.layer_parameters, shape.outside_parameters
+    held = (outside + 2 * layer if config.distributed.reshard_after_forward else shape.parameters) * width
+    return held if config.adapter.kind == "lora" else held + layer * (width + 4)
+
+
+def shares_weights(config: LachesisConfig) -> bool:
+    """Whether the weights that are trained, or the base under the adapter, are the engine's own, in its process."""
+    bridge = config.bridge
+    if bridge.kind == "lora_only" or bridge.kind == "lora_nccl":
+        return bridge.share_base
+    return bridge.kind == "shared_vllm"
 
 
 def held_weights_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
@@ -284,8 +269,7 @@ def checkpoint_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) 
     """One resumable checkpoint: what is trained, and the optimizer's states."""
     width = weight_bytes(config, shape, device=device)
     trained = trainable_parameters(config, shape)
-    states = _optimizer_bytes(config, shape, trained=trained, width=width, device=None)
-    return trained * width + states
+    return trained * width + _optimizer_bytes(config, shape, trained, width, None)
 
 
 def export_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> int:
@@ -294,7 +278,7 @@ def export_bytes(config: LachesisConfig, shape: ModelShape, *, device: str) -> i
     return saved * weight_bytes(config, shape, device=device)
 
 
-def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, *, trained: int, width: int, device: str | None) -> int:
+def _optimizer_bytes(config: LachesisConfig, shape: ModelShape, trained: int, width: int, device: str | None) -> int:
     """Moments, and float32 masters of 16-bit weights, on ``device`` (None: wherever they are)."""
     optimizer, update = config.optimizer, config.optimizer.weight_update
     masters = 4 * trained if width == 2 and update in ("auto", "fp32_master") else 0
@@ -324,23 +308,17 @@ def _reference_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -
     return shape.parameters * width
 
 
-def _activations(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int) -> int:
-    """What the backward pass needs of one micro-batch."""
-    layer = shape.activation_elements_per_token
-    recomputed = config.model.gradient_checkpointing
-    kept = shape.layers * shape.hidden + layer if recomputed else shape.layers * layer
-    widened = 0
-    if config.model.residual_dtype == "float32":
-        # The stream before attention and before the feed-forward part; what is recomputed keeps the former.
-        widened = (1 if recomputed else 2) * shape.layers * shape.hidden * max(0, 4 - width)
-    return tokens * (width * (kept + 2 * shape.hidden) + widened)
-
-
 def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int) -> list[Part]:
-    """The engine's own weights, unless they are the trainer's, and its cache for a whole batch."""
-    cache = Part("KV cache", "engine", "generating", shape.kv_elements_per_token * width * lengths.in_flight)
-    if config.engine.place == "trainer" or config.bridge.kind == "shared_vllm":
-        return [cache]
-    if (config.bridge.kind == "lora_only" or config.bridge.kind == "lora_nccl") and config.bridge.share_base:
-        return [cache]
-    return [Part("weights", "engine", "always", shape.parameters * width), cache]
+    """Of one GPU of the engine: its weights, unless they are the trainer's, and its cache for all that is in flight."""
+    ways = config.engine.tensor_parallel_size if config.engine.kind == "vllm" else 1
+    phases = ("generation",) if sleeps(config) else ALWAYS
+    held = shape.parameters * width // ways
+    # Heads of keys and values are split as far as there are any.
+    cache = shape.kv_elements_per_token * width * lengths.in_flight // min(ways, shape.kv_heads)
+    parts = [Part("KV cache", "engine", ("generation",), cache)]
+    return parts if config.engine.place == "trainer" else [Part("weights", "engine", phases, held), *parts]
+
+
+def sleeps(config: LachesisConfig) -> bool:
+    """Whether the engine gives its memory back while the trainer computes."""
+    return config.engine.kind == "vllm" and config.engine.enable_sleep_mode

@@ -7,19 +7,29 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lachesis.config.memory import (
+    ALWAYS,
+    TRAINING,
     Lengths,
-    ModelShape,
     Part,
+    Phase,
+    Place,
     checkpoint_bytes,
     export_bytes,
     memory_parts,
-    read_shape,
     trainable_parameters,
 )
+from lachesis.config.model_shape import FoundShape, ModelShape, find_shape
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import nearest_divisors, nearest_multiples, prompts_per_generation, steps_of, steps_per_batch
 
 _ASSUMED_PROMPT = 512
+_PHASES: dict[tuple[Phase, ...], str] = {
+    ALWAYS: "",
+    TRAINING: "  while training",
+    ("passes",): "  in forward and backward",
+    ("update",): "  in the update",
+    ("generation",): "  while generating",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +70,32 @@ class Plan:
     notes: tuple[str, ...]
     devices: int = 1
 
-    def peak(self, place: str) -> int:
-        """Bytes at the worst moment of the trainer's or the engine's: what is always held, and the larger phase."""
-        parts = [part for part in self.memory if part.place == place]
-        always = sum(part.bytes for part in parts if part.phase == "always")
-        phases = [sum(part.bytes for part in parts if part.phase == phase) for phase in ("training", "generating")]
-        return always + max(phases)
+    def peak(self, *places: Place) -> int:
+        """Bytes of tensors at the worst moment of the trainer, the engine, or both together."""
+        return max(sum(self.at(phase, *places)) for phase in ALWAYS)
+
+    def at(self, phase: Phase, *places: Place) -> list[int]:
+        """Bytes of each part that is held in a phase."""
+        return [part.bytes for part in self.memory if part.place in places and phase in part.phases]
 
 
-def plan(config: LachesisConfig, *, device: str | None = None, devices: int = 1) -> Plan:
+def plan(
+    config: LachesisConfig, *, device: str | None = None, devices: int = 1, found: FoundShape | None = None
+) -> Plan:
     """The arithmetic of a configuration.
 
     Args:
         config: with paths resolved; the model's config.json and the lines of a JSONL file are looked at.
         device: ``cuda`` or ``cpu``; as ``model.device`` says, or what this machine has, if unset.
         devices: that train together.
+        found: the model's shape; looked for on this machine, and in the table of known models, if unset.
 
     Raises:
         ConfigError: the model's config.json cannot be read.
     """
     chosen = device or _device(config)
-    shape = read_shape(config.model.path)
+    found = found or find_shape(config.model.path, revision=config.model.revision)
+    shape = None if found is None else found.shape
     lengths = _lengths(config, shape)
     batches = _batches(config, lengths)
     parts = [] if shape is None else memory_parts(config, shape, lengths=lengths, device=chosen, devices=devices)
@@ -95,7 +110,7 @@ def plan(config: LachesisConfig, *, device: str | None = None, devices: int = 1)
         export=None if shape is None else export_bytes(config, shape, device=chosen),
         exports_kept=getattr(config.bridge, "keep_last", -1) + 1,  # the one being written included
         checkpoints_kept=config.checkpoint.keep_last if config.checkpoint_interval else 1,
-        notes=tuple(_notes(config, batches, lengths=lengths, shape=shape)),
+        notes=tuple(_notes(config, batches, lengths=lengths, found=found)),
         devices=devices,
     )
 
@@ -116,11 +131,21 @@ def _lengths(config: LachesisConfig, shape: ModelShape | None) -> Lengths:
         longest = config.source.max_sequence_length
     rows = config.batch.micro_batch_size
     budget = config.batch.max_tokens_per_microbatch
-    microbatch = max(longest, budget if rows is None else min(budget, rows * longest))
+    most = _completions(config) * longest
+    microbatch = max(longest, min(most, budget if rows is None else min(budget, rows * longest)))
     in_flight = _completions(config) * config.batch.steps_per_generation
     if config.engine.kind == "embedded" or config.engine.kind == "embedded_server":
         in_flight = min(in_flight, config.engine.max_batch_size)
-    return Lengths(longest=longest, microbatch=microbatch, in_flight=in_flight * longest)
+    keys = _keys_per_token(config, prompt=prompt, completion=longest - prompt, tokens=microbatch)
+    return Lengths(longest=longest, microbatch=microbatch, in_flight=in_flight * longest, keys=keys)
+
+
+def _keys_per_token(config: LachesisConfig, *, prompt: int, completion: int, tokens: int) -> float:
+    """Keys over tokens of a full micro-batch: each completion of a group in it sees the one prompt's keys."""
+    together = min(config.sampling.num_generations, (tokens - prompt) // max(1, completion))
+    if together < 2 or config.model.packing == "padded":
+        return 1.0
+    return (prompt + together * (prompt + completion)) / (prompt + together * completion)
 
 
 def _completions(config: LachesisConfig) -> int:
@@ -170,8 +195,9 @@ def _count_problems(config: LachesisConfig) -> int | None:
     return max(0, lines - int(held_out))
 
 
-def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, shape: ModelShape | None) -> Iterator[str]:
+def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found: FoundShape | None) -> Iterator[str]:
     """What does not divide, with the nearest numbers that do; and what is not known."""
+    shape = None if found is None else found.shape
     uses = steps_per_batch(config)
     if batches.steps is not None and batches.steps % uses:
         fitting = " or ".join(map(str, nearest_multiples(batches.steps, of=uses)))
@@ -203,8 +229,13 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, shape:
         yield "how much state optimizer.function keeps is not known: it is counted as AdamW's"
     if batches.steps is None:
         yield "the steps of run.epochs follow from the number of problems, which is known once the data is read"
-    if shape is None:
-        yield f"{config.model.path} has no config.json here, so memory and disk are not known"
+    if found is None:
+        yield (
+            f"{config.model.path} has no config.json here and the hub has not given one, so memory and disk are not "
+            "known; name a local directory, or download it where there is a network"
+        )
+    elif found.source == "table":
+        yield f"{config.model.path} has no config.json here: its shape is that of the table of known models"
 
 
 def _prompt_notes(config: LachesisConfig, *, lengths: Lengths, shape: ModelShape | None) -> Iterator[str]:
@@ -248,23 +279,22 @@ def plan_lines(planned: Plan) -> list[str]:
 def _memory_lines(planned: Plan, place: str) -> Iterator[str]:
     parts = [part for part in planned.memory if part.place == place]
     each = f", each of {planned.devices} devices" if place == "trainer" and planned.devices > 1 else ""
-    yield f"memory of the {place} ({planned.device}{each}): {_size(planned.peak(place))}"
+    yield f"memory of the {place} ({planned.device}{each}): {size_text(planned.peak(place))}"
     for part in parts:
-        phase = "" if part.phase == "always" else f"  while {part.phase}"
-        yield f"  {part.name:<18}{_size(part.bytes):>10}{phase}"
+        yield f"  {part.name:<18}{size_text(part.bytes):>10}{_PHASES[part.phases]}"
 
 
 def _disk_lines(planned: Plan) -> Iterator[str]:
     if planned.checkpoint is None or planned.export is None:
         return
     yield "disk"
-    yield f"  {'checkpoint':<18}{_size(planned.checkpoint):>10}  x {planned.checkpoints_kept} kept"
-    yield f"  {'final':<18}{_size(planned.export):>10}"
+    yield f"  {'checkpoint':<18}{size_text(planned.checkpoint):>10}  x {planned.checkpoints_kept} kept"
+    yield f"  {'final':<18}{size_text(planned.export):>10}"
     if planned.exports_kept:
-        yield f"  {'transfers':<18}{_size(planned.export):>10}  x {planned.exports_kept} kept"
+        yield f"  {'transfers':<18}{size_text(planned.export):>10}  x {planned.exports_kept} kept"
 
 
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
     """Bytes in the unit that suits them."""
     value, units = float(count), iter(("B", "KiB", "MiB", "GiB"))
     for unit in units:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from lachesis.config.cards import GB, card_use
 from lachesis.config.document import Document, apply_overrides
-from lachesis.config.fit import GB, fit, fit_lines, needed
+from lachesis.config.fit import fit, fit_lines
 from lachesis.config.load import validate
 from lachesis.config.plan import plan
 from lachesis.config.schema import LachesisConfig
@@ -44,34 +45,64 @@ def configured(directory: Path, size: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("size", "card", "wanted"),
     [
-        ("8B", 24, "share_base"),
-        ("8B", 40, "adamw_cpu"),
+        ("8B", 24, "nf4"),
+        ("8B", 32, "share_base"),
+        ("8B", 40, "share_base"),
+        ("8B", 80, "adamw_cpu"),
         ("14B", 24, "nf4"),
         ("14B", 40, "share_base"),
         ("24B", 24, "nf4"),
         ("24B", 40, "nf4"),
-        ("8B", 192, ""),
+        ("8B", 192, "gpu_memory_utilization"),
+        ("8B", 320, ""),
     ],
 )
 def test_what_is_proposed_is_a_configuration_that_fits(tmp_path: Path, size: str, card: float, wanted: str):
     data = configured(tmp_path, size)
     found = fit(LachesisConfig.model_validate(data), card_gb=card)
-    assert found is not None and found.bytes <= card * GB
+    assert found is not None and found.use.fits and found.use.total <= card * GB
     words = found.words()
     assert wanted in " ".join(words) and bool(words) == bool(wanted)
     document = Document(name="the proposal", data=data)
     apply_overrides(document, words)
-    assert needed(plan(validate(document), device="cuda")) == found.bytes
+    proposed = validate(document)
+    assert card_use(proposed, plan(proposed, device="cuda"), card_gb=card) == found.use
 
 
-def test_the_cheapest_change_comes_first(tmp_path: Path):
+def test_no_change_is_proposed_without_which_it_fits(tmp_path: Path):
+    """Each saves something, but for the engine's share, which is what is left."""
     config = LachesisConfig.model_validate(configured(tmp_path, "8B"))
-    kinds = []
-    for card in (24, 80, 100, 192):
-        found = fit(config, card_gb=card)
-        assert found is not None
-        kinds.append(found.bytes)
-    assert kinds == sorted(kinds), "a smaller card never gets what takes more"
+    found = fit(config, card_gb=24)
+    assert found is not None
+    saved = {change.words()[0]: bytes_ for change, bytes_ in found.changes}
+    assert all(size > 1e8 for word, size in saved.items() if "gpu_memory_utilization" not in word), saved
+    lines = fit_lines(found, card_gb=24)
+    assert lines[0].startswith("it fits with these: ") and "saves" in "".join(lines)
+    roomy = fit(config, card_gb=100)
+    assert roomy is not None and not any("adapter" in word for word in roomy.words())
+
+
+def test_the_engine_gets_what_the_trainer_leaves(tmp_path: Path):
+    """LoRA on the engine's own base takes little, and 0.45 of 40 GB do not hold 14B."""
+    data = configured(tmp_path, "14B") | {
+        "adapter": {"kind": "lora"}, "bridge": {"kind": "lora_only", "share_base": True},
+        "model": {"path": str(tmp_path / "14B"), "gradient_checkpointing": True},
+    }  # fmt: skip
+    found = fit(LachesisConfig.model_validate(data), card_gb=40)
+    assert found is not None
+    share = float(found.words()[-1].removeprefix("engine.gpu_memory_utilization="))
+    assert share * 40 > 29.5 and found.use.total <= 40 * GB
+
+
+def test_an_engine_elsewhere_is_no_part_of_the_card(tmp_path: Path):
+    data = configured(tmp_path, "8B") | {"adapter": {"kind": "lora"}, "bridge": {"kind": "lora_only"}}
+    uses = []
+    for engine in ({"kind": "vllm"}, {"kind": "vllm", "devices": "1"}):
+        config = LachesisConfig.model_validate(data | {"engine": engine})
+        uses.append(card_use(config, plan(config, device="cuda"), card_gb=80))
+    beside, apart = uses
+    assert beside.trainer == apart.trainer and apart.engine == 0 and beside.engine == 37 * GB + 2**30 - GB
+    assert apart.engine_fits and not card_use(config, plan(config, device="cuda"), card_gb=16).engine_fits
 
 
 def test_where_nothing_fits_it_says_so(tmp_path: Path):

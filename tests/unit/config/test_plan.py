@@ -5,7 +5,8 @@ import json
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.memory import checkpoint_bytes, export_bytes, read_shape, trainable_parameters, weight_bytes
+from lachesis.config.memory import checkpoint_bytes, export_bytes, trainable_parameters, weight_bytes
+from lachesis.config.model_shape import read_shape
 from lachesis.config.plan import plan, plan_lines
 
 # Qwen2.5-1.5B: 1,543,714,304 parameters by its model card's count of tensors.
@@ -103,7 +104,8 @@ def test_the_batches(build, tmp_path, monkeypatch):
     assert (batches.prompts, batches.completions, batches.tokens) == (4, 32, 32 * 512)
     assert (batches.micro_batches, batches.steps, batches.transfers, batches.evaluations) == (8, 10, 10, 0)
     assert planned.shape is None and planned.memory == () and planned.checkpoint is None
-    assert planned.notes == ("org/model has no config.json here, so memory and disk are not known",)
+    (note,) = planned.notes
+    assert "org/model has no config.json here and the hub has not given one" in note
     capped = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_batch_size": 2})})
     assert plan(capped, device="cpu").batches.micro_batches == 16
     assert plan(capped, device="cpu").lengths.microbatch == 1024
@@ -129,7 +131,9 @@ def test_full_fine_tuning_takes_sixteen_bytes_a_parameter(build, model):
     assert held["weights"] == held["gradients"] == 2 * parameters
     assert held["optimizer states"] == 12 * parameters
     assert "reference" not in held
-    assert planned.peak("trainer") == sum(held.values())
+    passing = {"activations", "logits chunk"}
+    assert planned.peak("trainer") == sum(size for name, size in held.items() if name != "update")
+    assert sum(planned.at("update", "trainer")) == sum(size for name, size in held.items() if name not in passing)
 
 
 def held_by_the_trainer(planned) -> dict[str, int]:
@@ -146,7 +150,8 @@ def test_each_of_several_devices_holds_a_part(build, model):
     # The embedding, the last norm and two layers in bfloat16.
     outside = 151936 * 1536 + 1536
     layer = (1_543_714_304 - outside) // 28
-    assert four["gathered weights"] == 2 * (outside + 2 * layer)
+    # On their way to the others the gradients of a layer are there whole, and once more in float32.
+    assert four["gathered weights"] == 2 * (outside + 2 * layer) + (2 + 4) * layer
 
 
 @pytest.mark.parametrize(
@@ -154,7 +159,7 @@ def test_each_of_several_devices_holds_a_part(build, model):
     [
         ({"strategy": "replicate"}, {"weights": 2.0}),
         ({"shard_size": 2}, {"weights": 1.0}),
-        ({"reshard_after_forward": False}, {"weights": 0.5, "gathered weights": 2.0}),
+        ({"reshard_after_forward": False}, {"weights": 0.5}),
         ({"cpu_offload": True}, {"weights": None, "optimizer states": None}),
     ],
 )
@@ -260,25 +265,25 @@ def test_a_residual_stream_in_float32_takes_more(build, model):
     tokens, layers, hidden = 8192, 28, 1536
     assert activations(residual_dtype="float32") - activations() == 4 * tokens * layers * hidden
     wide = activations(residual_dtype="float32", gradient_checkpointing=True)
-    assert wide - activations(gradient_checkpointing=True) == 2 * tokens * layers * hidden
+    # The layers' inputs, and the two of the layer that is run again.
+    assert wide - activations(gradient_checkpointing=True) == 2 * tokens * (layers + 2) * hidden
     assert activations(residual_dtype="float32", dtype="float32") == activations(dtype="float32")
 
 
 @pytest.mark.parametrize(
     ("engine", "bridge", "adapter", "copies"),
     [
-        ("embedded", "in_process", "none", 0),
-        ("vllm", "shared_vllm", "none", 0),
-        ("vllm", "broadcast", "none", 1),
-        ("vllm", "lora_only", "lora", 1),
-        ("http", "reload", "none", 1),
+        ("embedded", "in_process", "none", 1),
+        ("vllm", "shared_vllm", "none", 1),
+        ("vllm", "broadcast", "none", 2),
+        ("vllm", "lora_only", "lora", 2),
+        ("http", "reload", "none", 2),
     ],
 )
 def test_the_engine_has_weights_of_its_own_or_the_trainers(build, model, engine, bridge, adapter, copies):
     sections = {"engine": {"kind": engine}, "bridge": {"kind": bridge}, "adapter": {"kind": adapter}}
     planned = plan(build(model={"path": model(QWEN)}, **sections), device="cuda")
-    weights = [part for part in planned.memory if part.place == "engine" and part.name == "weights"]
-    assert len(weights) == copies
+    assert [part.name for part in planned.memory].count("weights") == copies
 
 
 def test_the_cache_holds_a_whole_batch(build, model):

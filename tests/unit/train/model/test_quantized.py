@@ -13,7 +13,8 @@ from peft import PeftModel
 
 from lachesis.bridges.extract import adapter_digests, lora_spec, lora_tensors
 from lachesis.common.errors import DependencyError, ModelError
-from lachesis.config.memory import held_weights_bytes, read_shape
+from lachesis.config.memory import held_weights_bytes
+from lachesis.config.model_shape import read_shape
 from lachesis.config.schema import LachesisConfig, LoraAdapterConfig, ModelConfig, OptimizerConfig
 from lachesis.train.batch import Batch, pack
 from lachesis.train.checkpoint import CheckpointManager

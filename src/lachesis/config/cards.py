@@ -1,0 +1,110 @@
+"""Whether a plan fits on a card: what each process takes of it besides its tensors, and the engine's share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lachesis.config.memory import shares_weights, sleeps
+from lachesis.config.plan import Plan
+from lachesis.config.schema import LachesisConfig
+
+GB = 10**9
+# Sizes of cards that are asked about, as their vendors call them. They hold a little more, which the driver takes.
+CARDS = (24, 40, 48, 80, 141)
+# CUDA's context of a process with its libraries: 0.55 GB on an H200 (benchmarks/memory.json).
+CONTEXT_BYTES = 6 * 10**8
+# What the allocator holds over what tensors take at the worst moment, blocks that do not fit together: 0.3 to 2.1 GB
+# on an H200, whatever the model's size (benchmarks/memory.json).
+FRAGMENTS_BYTES = 10**9
+# What a vLLM server takes of its share besides weights and cache: the workspace of a full prefill. Assumed.
+ENGINE_WORKSPACE_BYTES = 3 * 2**29
+# What it takes on top of its share: CUDA graphs. Assumed.
+ENGINE_GRAPHS_BYTES = 2**30
+# As in lachesis.engines.build: the share of a server on the trainer's GPU, and of one on its own, if none is set.
+SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
+# A server needs a cache for so many sequences at a time to be of use; more are served in turn.
+_SEQUENCES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class CardUse:
+    """Bytes of a card of the trainer's, and whether they are there.
+
+    ``engine`` is the share of a server beside the trainer, 0 where there is none; ``engine_least`` the smallest that
+    would do. ``engine_fits`` says so of an engine's own card where it has one.
+    """
+
+    card: int
+    trainer: int
+    engine: int
+    engine_least: int
+    engine_fits: bool
+
+    @property
+    def total(self) -> int:
+        return self.trainer + self.engine
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.card and self.engine_fits
+
+
+def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUse:
+    """What trainer and engine take of a card of ``card_gb`` times 10^9 bytes; ``planned`` is for ``cuda``."""
+    card, least = round(card_gb * GB), engine_least(config, planned)
+    if config.engine.place == "trainer":  # one process: the cache is there while it generates
+        return CardUse(card, process_bytes(planned.peak("trainer", "engine")), 0, 0, True)
+    trainer = process_bytes(planned.peak("trainer"))
+    if not beside_trainer(config):
+        return CardUse(card, trainer, 0, least, least <= OWN_GPU_UTILIZATION * card)
+    share = utilization(config)
+    engine = least if share is None else round(share * card) + ENGINE_GRAPHS_BYTES
+    fits = least <= engine
+    if sleeps(config):  # it holds its share while the trainer holds what it holds while nothing is trained
+        waking = process_bytes(sum(planned.at("generation", "trainer"))) + engine
+        engine = max(waking - trainer, CONTEXT_BYTES + ENGINE_GRAPHS_BYTES)
+    return CardUse(card, trainer, engine, least, fits)
+
+
+def process_bytes(tensors: int) -> int:
+    """What a process holds of a card whose tensors take so many bytes."""
+    return tensors + FRAGMENTS_BYTES + CONTEXT_BYTES
+
+
+def engine_least(config: LachesisConfig, planned: Plan) -> int:
+    """The least that a server has to have: weights, a cache for a few sequences, workspace, graphs, context."""
+    held = max(sum(part.bytes for part in planned.memory if part.place == "engine" and part.name == "weights"), 0)
+    cache = sum(part.bytes for part in planned.memory if part.name == "KV cache")
+    sequences = max(1, planned.lengths.in_flight // planned.lengths.longest)
+    served = held + cache * min(_SEQUENCES, sequences) // sequences + CONTEXT_BYTES
+    return served + (0 if config.engine.kind == "embedded_server" else ENGINE_WORKSPACE_BYTES + ENGINE_GRAPHS_BYTES)
+
+
+def beside_trainer(config: LachesisConfig) -> bool:
+    """Whether a server is on the card of the trainer."""
+    if config.engine.kind == "vllm":
+        return config.engine.devices is None or shares_weights(config)
+    return config.engine.kind == "embedded_server" or shares_weights(config)
+
+
+def utilization(config: LachesisConfig) -> float | None:
+    """The share of a card that a vLLM server of this run takes; None where that is not said here."""
+    if config.engine.kind != "vllm":
+        return None
+    own = OWN_GPU_UTILIZATION if not beside_trainer(config) else SHARED_GPU_UTILIZATION
+    return config.engine.gpu_memory_utilization or own
+
+
+def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
+    """For each size of card whether it fits, and what it takes; ``planned`` is for ``cuda``."""
+    yield f"on one card, each of {planned.devices}" if planned.devices > 1 else "on one card"
+    for size in CARDS:
+        use = card_use(config, planned, card_gb=size)
+        parts = f"trainer {use.trainer / GB:.1f} GB"
+        if use.engine:
+            parts += f", engine {use.engine / GB:.1f} GB"
+        elif not use.engine_fits:
+            parts += f"; the engine's own needs {use.engine_least / OWN_GPU_UTILIZATION / GB:.1f} GB"
+        short = "" if use.engine_fits or not use.engine else f"; the engine needs {use.engine_least / GB:.1f} GB"
+        yield f"  {f'{size} GB':<8}{'fits' if use.fits else 'too small':<11}{parts}{short}"

@@ -1,0 +1,216 @@
+"""What of a model says how much memory it takes: its shape, from its config.json. Nothing is loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lachesis.common.errors import ConfigError, first_line
+from lachesis.common.json_values import is_object
+from lachesis.config.architectures import known_architecture
+
+_log = logging.getLogger("lachesis")
+# The longest that the hub may take to answer for a file of 1 kB, in seconds.
+_HUB_LIMIT_S = 5
+_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder: widths in elements, ``dtype`` that of the checkpoint.
+
+    ``experts`` are those that a layer holds, ``active_experts`` those that a token goes through; one and one
+    without a mixture. ``qk_norm``: queries and keys are normalized, as in Qwen3.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int | None
+    tied: bool
+    attention_bias: bool
+    experts: int
+    active_experts: int
+    dtype: str
+    qk_norm: bool = False
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """The linear layers of one decoder layer (of one expert): inputs and outputs of each."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q_proj": (self.hidden, q),
+            "k_proj": (self.hidden, kv),
+            "v_proj": (self.hidden, kv),
+            "o_proj": (q, self.hidden),
+            "gate_proj": (self.hidden, self.intermediate),
+            "up_proj": (self.hidden, self.intermediate),
+            "down_proj": (self.intermediate, self.hidden),
+        }
+
+    @property
+    def quantizable(self) -> list[tuple[int, int]]:
+        """Of those, inputs and outputs of the ones that can be quantized: not a mixture's experts, which are fused."""
+        return self.targeted("all-linear")
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of one decoder layer with a gated feed-forward part."""
+        matrices = {name: rows * columns for name, (rows, columns) in self.linears.items()}
+        feed_forward = sum(matrices[name] for name in _FEED_FORWARD)
+        attention = sum(matrices[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+        bias = (self.heads + 2 * self.kv_heads) * self.head_dim if self.attention_bias else 0
+        router = self.hidden * self.experts if self.experts > 1 else 0
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        return attention + bias + feed_forward * self.experts + router + norms
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model: embeddings, layers, norms, head."""
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        return self.layers * self.layer_parameters + embeddings + self.hidden
+
+    @property
+    def outside_parameters(self) -> int:
+        """Of embeddings, head and last norm."""
+        return self.parameters - self.layers * self.layer_parameters
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return 2 * self.kv_heads * self.head_dim * self.layers
+
+    def lora_parameters(self, *, rank: int, targets: str | list[str]) -> int:
+        """Of LoRA's two matrices on each target, in all layers; a mixture's experts are fused and no linear layers."""
+        return self.layers * sum(rank * sum(sides) for sides in self.targeted(targets))
+
+    def targeted(self, targets: str | list[str]) -> list[tuple[int, int]]:
+        """Inputs and outputs of the linear layers of a decoder layer that an adapter's targets name."""
+        fused = _FEED_FORWARD if self.experts > 1 else ()
+        named = self.linears if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
+        plain = [name.rpartition(".")[2] for name in named]
+        return [self.linears[name] for name in plain if name in self.linears and name not in fused]
+
+
+def read_shape(model: str, *, revision: str | None = None, ask_hub: bool = False) -> ModelShape | None:
+    """As :func:`find_shape`, without where it was found."""
+    found = find_shape(model, revision=revision, ask_hub=ask_hub)
+    return None if found is None else found.shape
+
+
+@dataclass(frozen=True, slots=True)
+class FoundShape:
+    """A shape, and where it was found: a directory, the hub's cache, the hub, or the table of known models."""
+
+    shape: ModelShape
+    source: Literal["directory", "cache", "hub", "table"]
+
+
+def find_shape(model: str, *, revision: str | None = None, ask_hub: bool = False) -> FoundShape | None:
+    """The shape of a model directory or of a model of the hub; None where nothing says it.
+
+    Looked for in this order: the directory, the hub's cache, the hub itself (a file of about 1 kB), and the table of
+    :mod:`lachesis.config.architectures`, which knows some models by their exact names.
+
+    Args:
+        revision: of a model of the hub; its main branch if unset.
+        ask_hub: whether the hub may be asked.
+
+    Raises:
+        ConfigError: the config.json cannot be read, or is not that of a decoder with the usual keys.
+    """
+    local, cached = Path(model) / "config.json", _cached_config(model)
+    if local.is_file():
+        return FoundShape(_read(local), "directory")
+    if cached is not None:
+        return FoundShape(_read(cached), "cache")
+    asked = _config_of_hub(model, revision) if ask_hub else None
+    if asked is not None:
+        return FoundShape(_parse(asked, where=f"config.json of {model} on the hub"), "hub")
+    known = known_architecture(model)
+    return None if known is None else FoundShape(_shape(known, dtype=str(known["dtype"])), "table")
+
+
+def _read(path: Path) -> ModelShape:
+    try:
+        return _parse(path.read_text(encoding="utf-8"), where=str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}", remedy="give a model directory that is whole") from error
+
+
+def _parse(content: str, *, where: str) -> ModelShape:
+    try:
+        data = json.loads(content)
+    except ValueError as error:
+        raise ConfigError(f"cannot read {where}: {error}", remedy="give a model directory that is whole") from error
+    if not is_object(data):
+        raise ConfigError(f"{where} is no mapping", remedy="give a model directory that is whole")
+    text = data.get("text_config", data)
+    try:
+        return _shape(text, dtype=str(text.get("dtype") or data.get("dtype") or data.get("torch_dtype") or "bfloat16"))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{where}: no decoder whose memory is known: {error!r}", remedy="plan without it, from the batches alone"
+        ) from error
+
+
+def _shape(data: Mapping[str, Any], *, dtype: str) -> ModelShape:
+    heads, hidden = int(data["num_attention_heads"]), int(data["hidden_size"])
+    experts = int(data.get("num_local_experts") or data.get("num_experts") or 1)
+    width = data.get("moe_intermediate_size") if experts > 1 else None
+    return ModelShape(
+        layers=int(data["num_hidden_layers"]),
+        hidden=hidden,
+        intermediate=int(width or data["intermediate_size"]),
+        heads=heads,
+        kv_heads=int(data.get("num_key_value_heads") or heads),
+        head_dim=int(data.get("head_dim") or hidden // heads),
+        vocab=int(data["vocab_size"]),
+        context=int(data["max_position_embeddings"]) if data.get("max_position_embeddings") else None,
+        tied=bool(data.get("tie_word_embeddings", False)),
+        attention_bias=bool(data.get("attention_bias", data.get("model_type") == "qwen2")),
+        experts=experts,
+        active_experts=int(data.get("num_experts_per_tok") or 1) if experts > 1 else 1,
+        dtype=dtype.removeprefix("torch."),
+        qk_norm=str(data.get("model_type", "")).startswith("qwen3"),
+    )
+
+
+def _cached_config(model: str) -> Path | None:
+    """``config.json`` in the newest snapshot of the hub's cache."""
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    cache = Path(os.environ.get("HF_HUB_CACHE", home / "hub"))
+    found = sorted(
+        (cache / f"models--{model.replace('/', '--')}" / "snapshots").glob("*/config.json"),
+        key=lambda path: path.stat().st_mtime,
+    )
+    return found[-1] if found else None
+
+
+def _config_of_hub(model: str, revision: str | None) -> str | None:
+    """Its text; None where the hub does not answer, or has no such model for us."""
+    import httpx
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import build_hf_headers
+
+    if constants.HF_HUB_OFFLINE:
+        return None
+    try:
+        # Not hf_hub_download, which tries for half a minute where there is no network.
+        url = hf_hub_url(model, "config.json", revision=revision)
+        answer = httpx.get(url, headers=build_hf_headers(), follow_redirects=True, timeout=_HUB_LIMIT_S)
+        answer.raise_for_status()
+    except (httpx.HTTPError, HFValidationError) as error:
+        _log.info("the hub has not given config.json of %s: %s", model, first_line(error))
+        return None
+    return answer.text

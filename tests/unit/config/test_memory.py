@@ -1,0 +1,137 @@
+"""Bytes that plan counts, held against what torch keeps; measured steps of a GPU are in benchmarks/memory.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lachesis.config import cards, memory
+from lachesis.config.memory import layer_activations, memory_parts
+from lachesis.config.model_shape import read_shape
+from lachesis.config.plan import plan
+from lachesis.engines import build as engines
+from lachesis.train.model import head
+from lachesis.train.optim import weight_update
+from lachesis.transport import layout
+
+TOKENS = 64
+FIELDS: dict[str, Any] = {
+    "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 352,
+    "vocab_size": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_sizes_are_those_of_the_rooms_that_they_are_about():
+    assert head._CHUNK_ELEMENTS == memory.CHUNK_ELEMENTS
+    assert weight_update.BUCKET_ELEMENTS == memory.BUCKET_ELEMENTS
+    assert layout.BUCKET_BYTES == memory.TRANSFER_BYTES
+    shares = (engines.SHARED_GPU_UTILIZATION, engines.OWN_GPU_UTILIZATION)
+    assert shares == (cards.SHARED_GPU_UTILIZATION, cards.OWN_GPU_UTILIZATION)
+
+
+def kept_bytes(directory: Path, *, model_type: str, layers: int, lora: bool, dtype: torch.dtype) -> int:
+    """What autograd keeps of the layers' forward pass, parameters left out."""
+    (directory / "config.json").write_text(json.dumps(FIELDS | {"model_type": model_type, "num_hidden_layers": layers}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
+    model.train()
+    inner: Any = model.model
+    if lora:
+        get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"), autocast_adapter_dtype=False)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        held = inner(input_ids=torch.arange(TOKENS)[None], use_cache=False)
+    assert held.last_hidden_state.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_a_layer_keeps_what_is_counted(tmp_path: Path, build, model_type: str, lora: bool, dtype: torch.dtype):
+    """Uncompiled; the difference of four layers and two, so that what is around them does not count."""
+    more, less = (
+        kept_bytes(tmp_path, model_type=model_type, layers=layers, lora=lora, dtype=dtype) for layers in (4, 2)
+    )
+    shape = read_shape(str(tmp_path))
+    assert shape is not None
+    config = build(model={"compile": "off"}, adapter={"kind": "lora", "r": 4} if lora else {"kind": "none"})
+    counted = layer_activations(config, shape, keys=1.0, width=dtype.itemsize, device="cpu")
+    assert counted == pytest.approx((more - less) / 2 / TOKENS, rel=0.03)
+
+
+def test_an_embedded_engine_and_its_trainer_are_one_process(build, tmp_path: Path):
+    """The cache is there while it generates, the activations while it trains: not both."""
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"model_type": "qwen2", "num_hidden_layers": 2}))
+    config = build(model={"path": str(tmp_path)})
+    planned = plan(config, device="cuda")
+    use = cards.card_use(config, planned, card_gb=24)
+    assert use.engine == 0 and use.fits
+    apart = planned.peak("trainer") + planned.peak("engine")
+    assert planned.peak("trainer", "engine") < apart
+
+
+def test_a_sleeping_engine_holds_nothing_while_the_trainer_computes(build, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"model_type": "qwen2", "num_hidden_layers": 2}))
+    sections = {"model": {"path": str(tmp_path)}, "adapter": {"kind": "lora"}, "bridge": {"kind": "lora_only"}}
+    awake, asleep = (build(engine={"kind": "vllm", "enable_sleep_mode": mode}, **sections) for mode in (False, True))
+    uses = [cards.card_use(config, plan(config, device="cuda"), card_gb=24) for config in (awake, asleep)]
+    assert uses[1].total < uses[0].total
+    parts = memory_parts(
+        asleep, plan(asleep).shape or pytest.fail("no shape"), lengths=plan(asleep).lengths, device="cuda"
+    )
+    assert all(part.phases == ("generation",) for part in parts if part.place == "engine")
+
+
+def test_tensor_parallel_engines_hold_a_part_each(build, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"model_type": "qwen2", "num_hidden_layers": 2}))
+    sections = {"model": {"path": str(tmp_path)}, "bridge": {"kind": "broadcast"}}
+    one, two = (
+        plan(build(engine={"kind": "vllm", "tensor_parallel_size": size, "devices": "1,2"}, **sections), device="cuda")
+        for size in (1, 2)
+    )
+    assert two.peak("engine") == one.peak("engine") // 2
+
+
+def test_keys_of_a_shared_prompt_count_for_each_of_its_completions(build, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"model_type": "qwen2", "num_hidden_layers": 2}))
+    sections = {"data": {"max_prompt_length": 512}, "sampling": {"max_completion_length": 64, "num_generations": 16}}
+    planned = plan(build(model={"path": str(tmp_path)}, **sections), device="cuda")
+    assert planned.lengths.keys == pytest.approx((512 + 16 * 576) / (512 + 16 * 64))
+    alone = plan(build(model={"path": str(tmp_path), "packing": "padded"}, **sections), device="cuda")
+    assert alone.lengths.keys == 1.0 and alone.peak("trainer") < planned.peak("trainer")
+
+
+def test_the_lines_of_the_cards(build, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"model_type": "qwen2", "num_hidden_layers": 2}))
+    config = build(model={"path": str(tmp_path)}, engine={"kind": "vllm"}, bridge={"kind": "shared_vllm"})
+    lines = list(cards.card_lines(config, plan(config, device="cuda")))
+    assert lines[0] == "on one card" and [line.split()[0] for line in lines[1:]] == [str(size) for size in cards.CARDS]
+    assert "fits" in lines[-1] and "engine 64.5 GB" in lines[-1]  # 0.45 of 141, and the graphs
+
+
+MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks" / "memory.json").read_text())
+
+
+@pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: row["name"])
+def test_what_was_measured_on_a_gpu_is_planned(tmp_path: Path, build, row: dict[str, Any]):
+    """Tensors of a whole step, and the process with its context: each within a tenth of what was measured."""
+    (tmp_path / "config.json").write_text(json.dumps(row["architecture"]))
+    sections = row["sections"]
+    config = build(**{**sections, "model": {**sections["model"], "path": str(tmp_path)}})
+    planned = plan(config, device="cuda", devices=row["devices"])
+    assert planned.peak("trainer") == pytest.approx(row["measured"]["peak"], rel=0.1)
+    measured = row["measured"]["reserved"] + MEASURED["context_bytes"]
+    assert cards.process_bytes(planned.peak("trainer")) == pytest.approx(measured, rel=0.1)
