@@ -85,6 +85,8 @@ docs: install
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_metrics.py
 	$(BIN)/python docs/generate_rooms.py
+	$(BIN)/python docs/generate_gpu_guide.py
+	$(BIN)/python docs/generate_scale.py
 	$(MAKE) site
 
 # A link that leads nowhere fails.

@@ -185,7 +185,7 @@ def random_model(config: LachesisConfig, *, device: torch.device) -> transformer
     made = {id(p): nn.Parameter(_random(p, device=device)) for p in model.parameters() if p.is_meta}
     _fill(model, made, device)
     if quantized:
-        model.is_loaded_in_4bit = True  # pyright: ignore[reportAttributeAccessIssue]  # as transformers' loader does
+        vars(model)["is_loaded_in_4bit"] = True  # as transformers' loader does
         settle(model)
     return model
 
@@ -221,8 +221,9 @@ def _quantize(layer: nn.Module, *, device: torch.device) -> None:
                 quant_type="nf4",
                 device=torch.device("meta"),
             )
-            weight = Params4bit(_random(linear.weight, device=device), quant_type="nf4", module=packed)
-            packed.weight = weight._quantize(device)  # pyright: ignore[reportPrivateUsage]  # what its `to` does
+            make: Any = Params4bit  # its stub is that of torch.nn.Parameter
+            weight = make(_random(linear.weight, device=device), quant_type="nf4", module=packed)
+            packed.weight = weight._quantize(device)  # what its `to` does
             if linear.bias is not None:
                 packed.bias = nn.Parameter(_random(linear.bias, device=device), requires_grad=False)
             setattr(parent, name, packed)

@@ -23,6 +23,8 @@ KINDS = {
         "code",
         "environments",
         "watching",
+        "gpu-guide",
+        "scale",
         "migration",
         "extending",
         "troubleshooting",

@@ -22,6 +22,7 @@ from lachesis.cli.base import (
     world_of_leader,
 )
 from lachesis.config.cards import card_lines
+from lachesis.config.cost import scale_lines
 from lachesis.config.custom import custom_parts
 from lachesis.config.fit import fit, fit_lines
 from lachesis.config.init import init as write_first_run
@@ -74,6 +75,11 @@ def plan_command(
     fit_gb: Annotated[
         float | None, typer.Option("--fit", min=1, metavar="GB", help="Say what fits on a card of this size.")
     ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=2, help="Say what a rank of so many GPUs takes, and the transfer; calculated.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(min=1, help="With --gpus: over so many machines.")] = 1,
+    card_gb: Annotated[float, typer.Option("--card", min=1, metavar="GB", help="With --gpus: size of a card.")] = 80,
 ) -> None:
     """Say what a run will do, and the memory and disk it takes, without loading model or data."""
     loaded = load_config(config, overrides=overrides or [], processes=devices if devices > 1 else None)
@@ -85,6 +91,10 @@ def plan_command(
     if found is not None and device != "cpu":
         on_gpu = plan(loaded.config, device="cuda", devices=devices, found=found)
         for line in card_lines(loaded.config, on_gpu):
+            console.print(line)
+    if gpus is not None:
+        train = devices if devices > 1 else None
+        for line in scale_lines(loaded.config, gpus=gpus, nodes=nodes, card_gb=card_gb, found=found, train=train):
             console.print(line)
     for line in _custom_lines(loaded.config):
         console.print(line)

@@ -21,8 +21,11 @@ from lachesis.config.cards import (
 from lachesis.config.model_shape import FoundShape, find_shape
 from lachesis.config.plan import plan
 from lachesis.config.rules import check
+from lachesis.config.rules.distributed import require_distributable
 from lachesis.config.schema import LachesisConfig
 
+# A card on which everything fits.
+_ROOMY_GB = 10**6
 # Tokens of a small micro-batch, and sequences that are decoded at a time where there is no room for more.
 _SMALL_PASS, _IN_TURN = 2048, 16
 
@@ -88,7 +91,7 @@ def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1, found: Foun
     current = config
     for step in [None, *_steps(config)]:
         if step is not None:
-            changed = _changed(current, step)
+            changed = _changed(current, step, devices=devices)
             if changed is None or use.least(changed) >= use.least(current):
                 continue
             taken, current = [*_without_superseded(taken, step), step], changed
@@ -126,14 +129,26 @@ class _Uses:
             {"engine": {"gpu_memory_utilization": min(share, OWN_GPU_UTILIZATION)}},
             "what the trainer leaves; the engine's cache is smaller or larger with it",
         )
-        changed = _changed(config, change) if share > 0 else None
+        changed = _changed(config, change, devices=self.devices) if share > 0 else None
         return (changed, change) if changed is not None and self.of(changed).fits else None
+
+
+def steps_with_savings(
+    config: LachesisConfig, *, found: FoundShape, devices: int = 1
+) -> Iterator[tuple[Change, int, int]]:
+    """All changes, one after the other: each with the bytes that it saves, and what is needed then."""
+    use, current = _Uses(_ROOMY_GB, devices, found), config
+    for step in _steps(config):
+        changed = _changed(current, step, devices=devices)
+        if changed is not None and (saved := use.least(current) - use.least(changed)) > 0:
+            current = changed
+            yield step, saved, use.least(current)
 
 
 def _described(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> Fit:
     current, described = config, list[tuple[Change, int]]()
     for change in changes:
-        changed = _changed(current, change)
+        changed = _changed(current, change, devices=use.devices)
         assert changed is not None, "it was possible a moment ago"
         described.append((change, use.least(current) - use.least(changed)))
         current = changed
@@ -148,7 +163,7 @@ def _needed_only(config: LachesisConfig, changes: Sequence[Change], use: _Uses) 
     kept = list(changes)
     for change in reversed(changes):
         fewer = [one for one in kept if one is not change]
-        changed = _all_changed(config, fewer)
+        changed = _all_changed(config, fewer, devices=use.devices)
         if changed is not None and use.settled(changed) is not None:
             kept = fewer
     return kept
@@ -176,13 +191,14 @@ def _steps(config: LachesisConfig) -> Iterator[Change]:
             yield Change({"bridge": {"kind": "shared_vllm"}}, one_copy)
         else:
             yield Change({"bridge": {"kind": "lora_only", "share_base": True}}, one_copy)
-    if config.engine.place == "trainer" and config.engine.max_batch_size > _IN_TURN:
+    if config.engine.kind == "embedded" and config.engine.max_batch_size > _IN_TURN:
         yield Change({"engine": {"max_batch_size": _IN_TURN}}, "completions come in turns: slower, the same result")
     recompute = {"model": {"gradient_checkpointing": True}}
     yield Change(recompute, "layers run twice: about a third more time, the same result")
     if config.adapter.kind == "none":
-        yield Change({"optimizer": {"kind": "adamw_8bit"}}, "moments in 8 bits")
-        yield Change({"optimizer": {"kind": "adamw_cpu"}}, "masters and moments in the CPU's memory: slower steps")
+        if config.optimizer.function is None:
+            yield Change({"optimizer": {"kind": "adamw_8bit"}}, "moments in 8 bits")
+            yield Change({"optimizer": {"kind": "adamw_cpu"}}, "masters and moments in the CPU's memory: slower steps")
         yield Change(
             {"adapter": {"kind": "lora", "r": 16, "alpha": 32}, **_share_base(config)},
             "an adapter is trained in place of all weights",
@@ -199,8 +215,8 @@ def _share_base(config: LachesisConfig) -> dict[str, dict[str, Any]]:
     return {} if config.engine.place == "trainer" else {"bridge": {"kind": "lora_only"}}
 
 
-def _changed(config: LachesisConfig, change: Change) -> LachesisConfig | None:
-    """With the change; None where it does not go together with the rest."""
+def _changed(config: LachesisConfig, change: Change, *, devices: int) -> LachesisConfig | None:
+    """With the change; None where it does not go together with the rest, or with several devices."""
     data = config.model_dump(mode="json")
     for section, keys in change.sections.items():
         replaced = "kind" in keys and section != "optimizer"
@@ -208,15 +224,17 @@ def _changed(config: LachesisConfig, change: Change) -> LachesisConfig | None:
     try:
         changed = LachesisConfig.model_validate(data)
         check(changed)
+        if devices > 1:
+            require_distributable(changed, ranks=devices)
     except (ValidationError, ConfigError):
         return None
     return changed
 
 
-def _all_changed(config: LachesisConfig, changes: Sequence[Change]) -> LachesisConfig | None:
+def _all_changed(config: LachesisConfig, changes: Sequence[Change], *, devices: int) -> LachesisConfig | None:
     current: LachesisConfig | None = config
     for change in changes:
-        current = None if current is None else _changed(current, change)
+        current = None if current is None else _changed(current, change, devices=devices)
     return current
 
 

@@ -201,7 +201,7 @@ def _config_of_hub(model: str, revision: str | None) -> str | None:
     import httpx
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import build_hf_headers
+    from huggingface_hub.utils import build_hf_headers  # pyright: ignore[reportUnknownVariableType]  # its agents' dict
 
     if constants.HF_HUB_OFFLINE:
         return None

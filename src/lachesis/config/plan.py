@@ -270,13 +270,14 @@ def plan_lines(planned: Plan) -> list[str]:
         )
     if planned.shape is not None and planned.trained is not None:
         lines += ["model", f"  parameters    {planned.shape.parameters:,}, of which {planned.trained:,} are trained"]
-        for place in ("trainer", "engine"):
+        places: tuple[Place, ...] = ("trainer", "engine")
+        for place in places:
             lines += list(_memory_lines(planned, place))
         lines += list(_disk_lines(planned))
     return lines + [f"note: {text}" for text in planned.notes]
 
 
-def _memory_lines(planned: Plan, place: str) -> Iterator[str]:
+def _memory_lines(planned: Plan, place: Place) -> Iterator[str]:
     parts = [part for part in planned.memory if part.place == place]
     each = f", each of {planned.devices} devices" if place == "trainer" and planned.devices > 1 else ""
     yield f"memory of the {place} ({planned.device}{each}): {size_text(planned.peak(place))}"

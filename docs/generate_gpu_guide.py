@@ -1,0 +1,257 @@
+"""Writes gpu-guide.md from benchmarks/memory.json and `lachesis plan`: ``python docs/generate_gpu_guide.py``."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lachesis.config.cards import CARDS, GB, OWN_GPU_UTILIZATION, CardUse, card_use, process_bytes
+from lachesis.config.fit import fit, steps_with_savings
+from lachesis.config.model_shape import FoundShape, find_shape
+from lachesis.config.plan import plan
+from lachesis.config.schema import LachesisConfig
+
+TARGET = Path(__file__).with_name("gpu-guide.md")
+MEASURED = Path(__file__).parents[1] / "benchmarks" / "memory.json"
+RESULTS = MEASURED.with_name("RESULTS.md")
+BEGIN, END = "<!-- by docs/generate_gpu_guide.py: -->", "<!-- :by docs/generate_gpu_guide.py -->"
+MODELS = {
+    "1.5B": "Qwen/Qwen2.5-1.5B",
+    "3B": "Qwen/Qwen2.5-3B",
+    "8B": "Qwen/Qwen3-8B",
+    "14B": "Qwen/Qwen3-14B",
+    "24B": "mistralai/Mistral-Small-24B-Base-2501",
+    "32B": "Qwen/Qwen3-32B",
+}
+# Of a context: prompt, completion, tokens of a micro-batch.
+CONTEXTS = {1024: (128, 896, 4096), 8192: (1024, 7168, 8192)}
+VLLM, SERVER = {"kind": "vllm"}, {"kind": "vllm", "devices": "1"}
+LORA = {"kind": "lora", "r": 16, "alpha": 32}
+# Engine, bridge, adapter and quantization by method: on one card, and apart.
+TOGETHER: dict[str, dict[str, Any]] = {
+    "full": {"engine": VLLM, "bridge": {"kind": "shared_vllm"}},
+    "LoRA": {"engine": VLLM, "bridge": {"kind": "lora_only", "share_base": True}, "adapter": LORA},
+    "QLoRA": {"engine": {"kind": "embedded", "max_batch_size": 64}, "adapter": LORA},
+}
+APART: dict[str, dict[str, Any]] = {
+    "full": {"engine": SERVER, "bridge": {"kind": "broadcast"}},
+    "LoRA": {"engine": SERVER, "bridge": {"kind": "lora_nccl"}, "adapter": LORA},
+    "QLoRA": {"engine": SERVER, "bridge": {"kind": "lora_nccl"}, "adapter": LORA},
+}
+
+INTRODUCTION = """\
+# GPU guide: what fits
+
+<!-- Written by docs/generate_gpu_guide.py from benchmarks/memory.json and lachesis plan; do not edit. -->
+
+`lachesis plan config.yaml` says of your own configuration which cards it fits on, by phase and part;
+`lachesis plan config.yaml --fit 40` what to change for a card of 40 GB, and what each change saves. It loads nothing;
+of a model of the hub it asks for config.json alone. This page is made of the same arithmetic, and of what was measured.
+
+GB are 10^9 bytes. Contexts are prompt and completion together: 128 + 896 tokens in micro-batches of 4,096, and 1,024 +
+7,168 in micro-batches of 8,192. Memory follows the tokens of a micro-batch, not the number of prompts in a step.
+"""
+
+AFTER_MEASURED = """
+Peak of the trainer's tensors over a step, and what its process takes of the card (the allocator's blocks and CUDA's
+context included), beside what `plan` says of the same configuration. Every sequence has the context's whole length, a
+step has two micro-batches, layers are compiled; "shared" trains on weights that another process has, as vLLM's. Seconds
+are the fastest step after the first.
+"""
+
+CARDS_TEXT = """
+## Which card
+
+By `plan`, with `model.gradient_checkpointing` and AdamW. Each cell is for a context of 1,024 and of 8,192 tokens: the
+GB that are needed, and the smallest of cards of 24, 40, 48, 80 and 141 GB that has them.
+
+- **One card, shared**: trainer and engine. Full: `shared_vllm`; LoRA: `lora_only` with `share_base`; both with the
+  smallest share of the card that lets vLLM serve 16 sequences at a time (`plan --fit` says it as
+  `engine.gpu_memory_utilization`). QLoRA: the embedded engine, in the trainer's process, 64 sequences at a time.
+- **One each**: the trainer's card. The engine's own needs what the last column says, with vLLM's default share of 0.9.
+- **Two, four**: each of the trainer's cards, sharded by FSDP2, with the engine elsewhere. Quantized weights cannot be
+  sharded; with `distributed.strategy: replicate` each card takes what one takes.
+"""
+
+
+PROPOSALS_TEXT = """
+## 24, 40 and 80 GB
+
+What `plan --fit` chooses for a configuration that trains all weights with `shared_vllm` at a context of 1,024 tokens.
+`--set` takes the words as they are.
+"""
+ORDER_TEXT = """
+## When it does not fit: in this order
+
+From what changes seconds alone to what changes what is trained, with what each saves for 8B, all weights, vLLM on the
+same card with a copy of its own, a context of 8,192 and micro-batches of 16,384 tokens. Then: more cards (`torchrun`),
+or shorter completions.
+"""
+
+
+def configured(method: str, context: int, sections: dict[str, Any], *, checkpointing: bool = True) -> LachesisConfig:
+    """A configuration of the guide."""
+    prompt, completion, tokens = CONTEXTS[context]
+    model = {"gradient_checkpointing": checkpointing, "quantization": "nf4" if method == "QLoRA" else "none"}
+    return LachesisConfig.model_validate(
+        {
+            "run": {"steps": 10},
+            "model": {"path": "of-the-table", **model},
+            "data": {"path": "data.jsonl", "max_prompt_length": prompt},
+            "rewards": {"functions": ["rewards.right"]},
+            "sampling": {"max_completion_length": completion},
+            "batch": {"max_tokens_per_microbatch": tokens},
+            **sections,
+        }
+    )
+
+
+def planned_tensors(row: dict[str, Any]) -> int:
+    """What plan says of a measured row, in bytes of tensors."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(row["architecture"]))
+        data: dict[str, Any] = {"run": {"steps": 10}, "rewards": {"functions": ["none.none"]}, **row["sections"]}
+        data["model"] = {**data["model"], "path": directory}
+        return plan(LachesisConfig.model_validate(data), device="cuda", devices=row["devices"]).peak("trainer")
+
+
+def measured_rows(record: dict[str, Any]) -> Iterator[str]:
+    """The table of what was measured."""
+    yield "| model | method | context | | measured: tensors | plan | error | process | plan | a step |"
+    yield "|---|---|---|---|---|---|---|---|---|---|"
+    order = list(MODELS)
+    for row in sorted(record["rows"], key=lambda row: (order.index(row["size"]), row["devices"])):
+        measured, expected = row["measured"], planned_tensors(row)
+        process = measured["reserved"] + record["context_bytes"]
+        also = ", ".join(filter(None, (row["also"], "each of two" if row["devices"] == 2 else "")))
+        cells = (
+            row["size"],
+            row["method"],
+            f"{row['context']:,}",
+            also,
+            f"{measured['peak'] / GB:.1f} GB",
+            f"{expected / GB:.1f}",
+            f"{expected / measured['peak'] - 1:+.1%}",
+            f"{process / GB:.1f} GB",
+            f"{process_bytes(expected) / GB:.1f}",
+            f"{min(measured['seconds']):.2f} s of {measured['tokens']:,} tokens",
+        )
+        yield f"| {' | '.join(cells)} |"
+
+
+def largest_error(record: dict[str, Any]) -> float:
+    """Of tensors, over all rows."""
+    return max(abs(planned_tensors(row) / row["measured"]["peak"] - 1) for row in record["rows"])
+
+
+def smallest(size: int) -> str:
+    """The card that has so many bytes."""
+    return next((f"{card} GB card" for card in CARDS if size <= card * GB), "none of them")
+
+
+def use_of(method: str, context: int, sections: dict[str, Any], model: FoundShape, *, devices: int = 1) -> CardUse:
+    config = configured(method, context, sections)
+    return card_use(config, plan(config, device="cuda", devices=devices, found=model), card_gb=1000)
+
+
+def cell(sizes: list[int]) -> str:
+    """Of both contexts."""
+    cards = [smallest(size) for size in sizes]
+    text = ", ".join(f"{size / GB:.0f}" for size in sizes)
+    return f"{text} GB: {cards[0] if cards[0] == cards[1] else f'{cards[0]}, {cards[1]}'}"
+
+
+def card_rows() -> Iterator[str]:
+    """The table of what fits where."""
+    yield "| model | method | one card, shared | one each: trainer | two | four | one each: engine |"
+    yield "|---|---|---|---|---|---|---|"
+    for size, name in MODELS.items():
+        model = find_shape(name)
+        assert model is not None, name
+        for method in TOGETHER:
+            together = [use_of(method, context, TOGETHER[method], model) for context in CONTEXTS]
+            apart = [use_of(method, context, APART[method], model) for context in CONTEXTS]
+            several = [
+                "-"
+                if method == "QLoRA"
+                else cell([use_of(method, context, APART[method], model, devices=n).trainer for context in CONTEXTS])
+                for n in (2, 4)
+            ]
+            cells = (
+                size,
+                method,
+                cell([use.trainer + use.engine_least for use in together]),
+                cell([use.trainer for use in apart]),
+                *several,
+                cell([round(use.engine_least / OWN_GPU_UTILIZATION) for use in apart]),
+            )
+            yield f"| {' | '.join(cells)} |"
+
+
+def order_rows() -> Iterator[str]:
+    """What each change saves, one after the other, for a model of 8B with all weights trained beside vLLM."""
+    model = find_shape(MODELS["8B"])
+    assert model is not None
+    start = {"engine": VLLM, "bridge": {"kind": "broadcast"}}
+    config = configured("full", 8192, start, checkpointing=False)
+    config = config.model_copy(update={"batch": config.batch.model_copy(update={"max_tokens_per_microbatch": 16384})})
+    yield "| change | it costs | saves | then it takes |"
+    yield "|---|---|---|---|"
+    for change, saved, taken in steps_with_savings(config, found=model):
+        words = "<br>".join(f"`{word}`" for word in change.words())
+        yield f"| {words} | {change.costs} | {saved / GB:.1f} GB | {taken / GB:.1f} GB |"
+
+
+def proposals() -> Iterator[str]:
+    """What `plan --fit` proposes where the documents ask for 24 and 40 GB."""
+    yield "| model | 24 GB | 40 GB | 80 GB |"
+    yield "|---|---|---|---|"
+    for size in ("8B", "14B", "24B"):
+        model = find_shape(MODELS[size])
+        assert model is not None
+        config = configured("full", 1024, {"engine": VLLM, "bridge": {"kind": "shared_vllm"}}, checkpointing=False)
+        cells: list[str] = []
+        for card in (24, 40, 80):
+            found = fit(config, card_gb=card, found=model)
+            words = [] if found is None else [f"`{word}`" for word in found.words()]
+            cells.append("nothing tried" if found is None else "<br>".join([*words, f"{found.use.total / GB:.0f} GB"]))
+        yield f"| {size} | {' | '.join(cells)} |"
+
+
+def render() -> str:
+    """The whole page."""
+    record = json.loads(MEASURED.read_text())
+    error = largest_error(record)
+    machine = f"{record['gpu']}, torch {record['torch']}, transformers {record['transformers']}, 2026-11-22"
+    return "\n".join(
+        [
+            INTRODUCTION,
+            "## Measured\n",
+            f"`benchmarks/memory.py` on {machine}.",
+            f"The largest error of `plan` over these rows is {error:.1%}.",
+            AFTER_MEASURED,
+            *measured_rows(record),
+            CARDS_TEXT,
+            *card_rows(),
+            PROPOSALS_TEXT,
+            *proposals(),
+            ORDER_TEXT,
+            *order_rows(),
+            "",
+        ]
+    )
+
+
+def with_measured(results: str) -> str:
+    """The page of results with the table of what was measured."""
+    record = json.loads(MEASURED.read_text())
+    before, rest = results.split(BEGIN)
+    return "\n".join([before + BEGIN, *measured_rows(record), END + rest.split(END)[1]])
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render())
+    RESULTS.write_text(with_measured(RESULTS.read_text()))

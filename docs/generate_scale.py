@@ -1,0 +1,136 @@
+"""Writes scale.md from the cost model and the memory that plan counts: ``python docs/generate_scale.py``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from lachesis.config import cost
+from lachesis.config.cost import Scale, scale
+from lachesis.config.model_shape import FoundShape, find_shape
+from lachesis.config.schema import LachesisConfig
+
+TARGET = Path(__file__).with_name("scale.md")
+MODELS = {
+    "8B": "Qwen/Qwen3-8B",
+    "14B": "Qwen/Qwen3-14B",
+    "24B": "mistralai/Mistral-Small-24B-Base-2501",
+    "70B": "meta-llama/Llama-3.1-70B",
+    "235B-A22B": "Qwen/Qwen3-235B-A22B",
+}
+CLUSTERS = ((8, 1), (64, 8), (512, 64))
+CARDS = (80, 141)
+
+INTRODUCTION = """\
+# From one GPU to many
+
+<!-- Written by docs/generate_scale.py from src/lachesis/config/cost.py; do not edit. -->
+
+`lachesis plan config.yaml --gpus 64 --nodes 8 --card 80` says for your configuration what the tables below say for five
+models: the memory of a rank, and how long loading, a transfer of the weights and a checkpoint take.
+
+## What to choose
+
+- **One GPU**: trainer and engine on it with one copy of the weights: `shared_vllm`, or `lora_only` with `share_base`.
+  The [GPU guide](gpu-guide.md) says what fits.
+- **Two GPUs**: one each, `engine: {kind: vllm, devices: '1'}` with `broadcast`, or with `lora_nccl` and an adapter.
+- **One node**: `torchrun --nproc-per-node N` for the ranks, and `engine.devices` for the engine's GPUs;
+  `engine.data_parallel_size` makes several engines of them, `engine.tensor_parallel_size` larger ones.
+- **Several nodes**: the ranks by torchrun over them, the engines as servers (`engine: {kind: http, urls: [...]}`).
+
+## What has run, and what is calculated
+
+One GPU, and two GPUs of one host, have run: sharded training over both, and trainer and engine on one each, with the
+transfer between them measured ([results](../benchmarks/RESULTS.md)). More ranks have run with small models on a CPU;
+several nodes have not. All tables of this page are **calculated**: from the shapes of the models, from the
+counts of memory that are held against [measured steps](gpu-guide.md), and from these constants:
+
+| constant | value | where from |
+|---|---|---|
+"""
+
+AFTER_CONSTANTS = """
+The tables are for all weights trained by AdamW, `model.gradient_checkpointing`, sequences and micro-batches of 8,192
+tokens, in bfloat16; the last column is for LoRA on all linear layers. Half of the GPUs train and half generate, or
+three quarters train where that is too large. Weights are gathered to rank 0 and sent from there, which also writes
+checkpoints alone; each rank of a node reads the whole model into the node's memory. An engine is too large where it
+leaves less than a fifth of its share for its cache.
+"""
+
+
+def constants() -> Iterator[str]:
+    """Rows of the constants."""
+    rows = (
+        ("sending within a node", cost.SEND_WITHIN_NODE, "measured: 8B by `broadcast` between two H200s"),
+        ("sending between nodes", cost.SEND_BETWEEN_NODES, "calculated: 400 Gbit/s, used as NVLink was"),
+        ("gathering within a node", cost.GATHER_WITHIN_NODE, "assumed"),
+        ("gathering between nodes", cost.GATHER_BETWEEN_NODES, "assumed"),
+        ("writing a checkpoint", cost.WRITE_BYTES_S, "assumed: one process, a local NVMe disk"),
+        ("reading a model, a node", cost.READ_BYTES_S, "assumed: the same"),
+    )
+    for name, rate, source in rows:
+        yield f"| {name} | {rate / cost.GB:g} GB/s | {source} |"
+
+
+def planned(model: FoundShape, *, gpus: int, nodes: int, card: float, lora: bool) -> Scale:
+    """Of the configuration that the page is about."""
+    data: dict[str, Any] = {
+        "run": {"steps": 10},
+        "model": {"path": "of-the-table", "gradient_checkpointing": True},
+        "data": {"path": "data.jsonl", "max_prompt_length": 1024},
+        "rewards": {"functions": ["rewards.right"]},
+        "sampling": {"max_completion_length": 7168},
+        "engine": {"kind": "http"},
+        "bridge": {"kind": "lora_nccl" if lora else "broadcast"},
+        "adapter": {"kind": "lora"} if lora else {"kind": "none"},
+    }
+    return scale(LachesisConfig.model_validate(data), gpus=gpus, nodes=nodes, card_gb=card, found=model)
+
+
+def table(card: int) -> Iterator[str]:
+    """Rows for one size of cards."""
+    yield f"\n## Cards of {card} GB\n"
+    columns = ("model", "GPUs (nodes)", "train + generate", "engines", "a rank", "transfer", "checkpoint")
+    yield f"| {' | '.join(columns)} | loading, a node's memory | with LoRA: a rank |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for name, model in MODELS.items():
+        found = find_shape(model)
+        assert found is not None, model
+        for gpus, nodes in CLUSTERS:
+            full, lora = (planned(found, gpus=gpus, nodes=nodes, card=card, lora=kind) for kind in (False, True))
+            yield " | ".join(("| " + name, f"{gpus} ({nodes})", *cells(full), rank(lora) + " |"))
+
+
+def cells(found: Scale) -> Iterator[str]:
+    """Of full training."""
+    layout = found.layout
+    yield f"{layout.train} + {layout.generate}"
+    yield f"{layout.engines} x TP{layout.tensor_parallel}"
+    yield rank(found)
+    yield f"{found.transfer_s:.1f} s"
+    yield f"{found.checkpoint / cost.GB:,.0f} GB, {duration(found.checkpoint_s)}"
+    yield f"{duration(found.load_s)}, {found.host / cost.GB:,.0f} GB"
+
+
+def rank(found: Scale) -> str:
+    """Memory of a rank, and whether it is there."""
+    size = f"{found.rank / cost.GB:.0f} GB"
+    if found.rank > found.card:
+        return f"{size}: too large"
+    return size if found.fits else f"{size}; an engine is too large"
+
+
+def duration(seconds: float) -> str:
+    """In the unit that suits it."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def render() -> str:
+    """The whole page."""
+    lines = [*constants(), AFTER_CONSTANTS.rstrip(), *(line for card in CARDS for line in table(card))]
+    return INTRODUCTION + "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    TARGET.write_text(render())
