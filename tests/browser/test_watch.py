@@ -17,6 +17,7 @@ import pytest
 import uvicorn
 
 from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.metrics.sinks.tape import tape_files
 from lachesis.run.requests import is_asked
 from lachesis.run.watch import Watch
 from tests.browser.test_dashboard import browser  # noqa: F401  # the one that reaches this machine
@@ -81,12 +82,12 @@ def add_step(run_dir: Path) -> int:
 
 
 def test_curves_grow_without_loading_the_page_anew(page: Page, runs: list[Path]):
-    page.driver.execute_script("window.marked = true; document.querySelector('details').open = true")
+    page.driver.execute_script("window.marked = true; document.querySelector('#body details').open = true")
     page.driver.execute_script("byId('previous').click()")
     chosen = page.text("#step-label")
     step = add_step(runs[0])
     until(lambda: page.ask("report.charts[0].series[0].x.at(-1)") == step)
-    assert page.ask("window.marked && document.querySelector('details').open")
+    assert page.ask("window.marked && document.querySelector('#body details').open")
     assert page.text("#step-label") == chosen, "what one reads stays"
 
 
@@ -104,6 +105,24 @@ def test_runs_side_by_side_and_the_history_of_a_prompt(page: Page, runs: list[Pa
     assert "run.steps" in page.text("#differences")
     page.driver.execute_script("document.querySelectorAll('#runs button')[1].click()")
     until(lambda: page.ask("report.charts[0].series[0].x.at(-1)") == 20)
+
+
+def test_a_rollout_is_found_read_turn_by_turn_and_compared_with_another_step(page: Page, runs: list[Path]):
+    step = 7
+    path = tape_files(runs[0] / "rollouts")[step]
+    told = json.loads(path.read_text().splitlines()[0])
+    page.driver.execute_script(
+        "document.querySelector('.search').open = true; const form = byId('search');"
+        f"form.elements.steps.value = '{step}'; form.elements.prompt.value = '{told['prompt']['id']}';"
+        "form.requestSubmit()"
+    )
+    until(lambda: page.ask("document.querySelectorAll('#found button').length") == len(told["samples"]))
+    page.driver.execute_script("document.querySelector('#found button').click()")
+    until(lambda: page.ask("document.querySelectorAll('#one .turn.sampled .t').length") > 0)
+    assert page.text("#one .turn pre") == told["prompt"]["text"]
+    assert f"{step}:1:1" in page.text("#one .facts-of-one") and "advantage" in page.text("#one .facts-of-one")
+    page.driver.execute_script(f"byId('other-step').value = {step}; byId('diff').click()")
+    until(lambda: "the best completions are equal" in page.text("#changes"))
 
 
 def test_on_a_phone_in_the_dark_nothing_is_cut_off(page: Page):

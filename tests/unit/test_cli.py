@@ -23,6 +23,7 @@ from lachesis.common import errors
 from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.sinks.jsonl import JsonlSink
 from tests.logs import handlers_kept
+from tests.unit.run.test_watch import write_run
 from tests.waiting import LONG_S
 
 CONFIG = """
@@ -274,6 +275,33 @@ class TestLookingAtRuns:
         assert lachesis_command("compare", run_dir, run_dir, "--out", out).code == 0
         assert "the configurations are the same" in out.read_text()
         assert "nothing to compare one run with" in lachesis_command("compare", run_dir).error
+
+    def test_rollouts_are_searched_read_and_compared(self, lachesis_command: Command, tmp_path: Path):
+        run_dir = write_run(tmp_path / "run")
+        listed = lachesis_command("rollouts", run_dir, "--find", "^[45]$", "--limit", "3")
+        assert listed.code == 0 and listed.out.splitlines()[0].split() == ["2:1:1", "1", "7", "4"]
+        assert "3 rollouts, and more (--limit)" in listed.out
+        assert "[assistant" in lachesis_command("rollouts", run_dir, "1:1:2").out
+        assert (
+            "best completions are equal" in lachesis_command("rollouts", run_dir, "--prompt", "7", "--diff", 1, 2).out
+        )
+        assert "0 failed rollouts" in lachesis_command("rollouts", run_dir, "--failed").out
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (["--find", "("], "no regular expression"),
+            (["--diff", "1", "2"], "say which with --prompt"),
+            (["--cause", "crash"], "add --failed"),
+            (["1:1"], "no place of a rollout"),
+            (["--steps", "1-"], "neither a step"),
+        ],
+    )
+    def test_what_cannot_be_searched_for_is_said(
+        self, lachesis_command: Command, tmp_path: Path, words: list[str], message: str
+    ):
+        answer = lachesis_command("rollouts", write_run(tmp_path / "run"), *words)
+        assert answer.code != 0 and message in answer.err
 
     def test_what_is_no_run_is_not_watched(self, lachesis_command: Command, tmp_path: Path):
         answer = lachesis_command("watch", tmp_path / "none")

@@ -30,6 +30,7 @@ COMMANDS: Mapping[str, Command] = {
     "report": Command("inspection", "Write report.html of a run anew."),
     "watch": Command("inspection", "Show runs while they go on, and those that have ended, on a live page."),
     "compare": Command("inspection", "Write a page that shows runs side by side."),
+    "rollouts": Command("rollouts", "Search a run's rollouts, read one turn by turn, compare two steps of a prompt."),
     "trace": Command("inspection", "Write a run's steps as a timeline."),
     "export": Command("training", "Write a checkpoint as a model or an adapter."),
     "serve": Command("serving", "Serve a model whose weights trainers can change."),

@@ -18,6 +18,7 @@ from lachesis.common.threads import LoopThread
 from lachesis.common.types import EvalResult, Group, Prompt, Sample
 from lachesis.rollouts.base import Done, Draw, GroupwiseSource
 from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import nested_deadline, request_seed
 from lachesis.rollouts.local import MOST_EMPTY_BATCHES
 
@@ -209,12 +210,14 @@ class EpisodeSource(GroupwiseSource):
                 async with asyncio.timeout(self.rollout_s):
                     return await self.players.play(prompt, seed=seed, greedy=greedy)
             except TimeoutError:
-                self._note(RolloutFailed(f"task {prompt.id} was not done after {self.rollout_s:g} s", cause="timeout"))
+                late = f"task {prompt.id} was not done after {self.rollout_s:g} s"
+                self._note(RolloutFailed(late, cause="timeout"), prompt)
             except RolloutFailed as failure:
-                self._note(failure)
+                self._note(failure, prompt)
             return None
 
-    def _note(self, failure: RolloutFailed) -> None:
+    def _note(self, failure: RolloutFailed, prompt: Prompt) -> None:
+        note_failure(failure.message, cause=failure.cause, prompt_id=prompt.id)
         name = f"{_FAILURES}/{failure.cause}"
         if not self._counts[name]:
             logger.warning("a rollout failed (%s) and is left out of its group: %s", failure.cause, failure.message)

@@ -16,6 +16,7 @@ from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
 from lachesis.rollouts.base import Done, Draw, GroupwiseSource
 from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import TextDecoder, generate_groups, nested_deadline, request_seed
 from lachesis.rollouts.rewards.attempts import Item
 from lachesis.rollouts.rewards.rewarder import Rewarder, Scored
@@ -155,6 +156,8 @@ class LocalSource(GroupwiseSource):
 
     def _count_part(self, part: Part) -> None:
         scored = part.scored
+        for error in scored.errors:
+            note_failure(error.message, cause="reward")
         self._count(tokens_generated=part.tokens, dropped_groups=scored.dropped, reward_errors=len(scored.errors))
         with self._counting:
             for metric, value in scored.metrics.items():

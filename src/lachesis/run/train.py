@@ -33,6 +33,7 @@ from lachesis.metrics.hub import DISK_FULL, HubTelemetry, MetricsHub
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.atropos.source import EngineWatch
+from lachesis.rollouts.failures import FailureFile
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
@@ -396,7 +397,7 @@ def begin_run(
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
-        with live_file(run.files["live"], engines=engines):
+        with live_file(run.files["live"], engines=engines), FailureFile(run.files["failures"]):
             yield Console(file=handler.stream, width=1000, highlight=False, soft_wrap=True)
     except BaseException as error:
         failure = cannot_write(run.path, error) if isinstance(error, OSError) and error.errno in DISK_FULL else error

@@ -7,7 +7,10 @@ import hmac
 import io
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,15 @@ from lachesis.common.errors import DataError, LachesisError
 from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.run_files import run_paths
 from lachesis.metrics.report import compare, page
+from lachesis.metrics.rollout_search import (
+    Hit,
+    Query,
+    compare_steps,
+    failures,
+    read_sample,
+    read_steps,
+    search,
+)
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.sinks.tape import read_lines, tape_files
 from lachesis.run.requests import ask
@@ -33,6 +45,7 @@ TEMPLATE = page.TEMPLATE.with_name("watch.html.j2")
 _NOTHING_YET = '<p class="quiet">No step is done yet.</p>'
 # Steps of the tape that are searched for a prompt.
 _MOST_STEPS = 500
+_MOST_HITS = 50
 
 
 class Watch:
@@ -51,6 +64,9 @@ class Watch:
             "/metrics.csv": self.csv,
             "/prompt": self.prompt,
             "/metrics": self.metrics,
+            "/rollouts": self.rollouts,
+            "/rollout": self.rollout,
+            "/diff": self.diff,
         }
         routes = [Route(path, endpoint) for path, endpoint in reading.items()]
         routes += [Route(f"/{what}", self.ask, methods=["POST"]) for what in ("stop", "checkpoint")]
@@ -109,6 +125,23 @@ class Watch:
         met = await anyio.to_thread.run_sync(prompt_history, self._dir(request), request.query_params.get("id", ""))
         return JSONResponse({"met": met})
 
+    async def rollouts(self, request: Request) -> Response:
+        """Rollouts that fit, or those that failed. The text is searched as it stands: a pattern could take for ever."""
+        return JSONResponse(await anyio.to_thread.run_sync(_found, self._dir(request), dict(request.query_params)))
+
+    async def rollout(self, request: Request) -> Response:
+        """One rollout, turn by turn."""
+        place = request.query_params.get("place", "")
+        hit, turns = await anyio.to_thread.run_sync(read_sample, self._dir(request), place)
+        return JSONResponse({"hit": _row(hit), "turns": [asdict(turn) for turn in turns]})
+
+    async def diff(self, request: Request) -> Response:
+        """A prompt at two steps."""
+        asked = request.query_params
+        steps = _whole(asked.get("first", "")), _whole(asked.get("second", ""))
+        compared = partial(compare_steps, self._dir(request), steps, prompt_id=asked.get("prompt", ""))
+        return JSONResponse(asdict(await anyio.to_thread.run_sync(compared)))
+
     async def ask(self, request: Request) -> Response:
         """Ask the run to stop or to save a checkpoint, for who has the token."""
         if not hmac.compare_digest(request.headers.get("x-lachesis-token", ""), self._token):
@@ -125,6 +158,41 @@ class Watch:
         if not number.isdecimal() or int(number) >= len(self._dirs):
             raise DataError(f"there is no run {number!r} on this page")
         return self._dirs[int(number)]
+
+
+def _found(run_dir: Path, asked: Mapping[str, str]) -> dict[str, Any]:
+    if asked.get("finish") == "failed":
+        return {"failures": [asdict(one) for one in failures(run_dir)[:_MOST_HITS]]}
+    first, last = read_steps(asked.get("steps"))
+    query = Query(
+        text=re.compile(re.escape(asked["find"]), re.IGNORECASE) if "find" in asked else None,
+        first_step=first,
+        last_step=last,
+        least=_decimal(asked.get("least")),
+        most=_decimal(asked.get("most")),
+        prompt_id=asked.get("prompt"),
+        finish=asked.get("finish"),
+        environment=asked.get("environment"),
+    )
+    hits = [*islice(search(run_dir, query), _MOST_HITS + 1)]
+    return {"hits": [_row(hit) for hit in hits[:_MOST_HITS]], "more": len(hits) > _MOST_HITS, "failures": None}
+
+
+def _row(hit: Hit) -> dict[str, Any]:
+    return asdict(hit) | {"place": hit.place}
+
+
+def _whole(words: str) -> int:
+    if not words.isdecimal():
+        raise DataError(f"{words!r} is no step", remedy="write the number of a step")
+    return int(words)
+
+
+def _decimal(words: str | None) -> float | None:
+    try:
+        return None if words is None else float(words)
+    except ValueError as error:
+        raise DataError(f"{words!r} is no number", remedy="write a reward such as 0.5") from error
 
 
 async def _refused(_: Request, error: Exception) -> Response:

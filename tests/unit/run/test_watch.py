@@ -136,3 +136,29 @@ def test_requests_are_files_of_the_run(tmp_path: Path):
     assert not asked()
     ask(tmp_path, "stop")
     assert asked()
+
+
+def test_rollouts_are_searched_and_one_is_read(run_dir: Path):
+    found = client(run_dir).get("/rollouts", params={"find": "5", "steps": "1-1"}).json()
+    assert [(hit["place"], hit["reward"]) for hit in found["hits"]] == [("1:1:2", 0.0)] and not found["more"]
+    everything = client(run_dir).get("/rollouts", params={"find": "2+2", "least": "0.5"}).json()
+    assert [hit["place"] for hit in everything["hits"]] == ["2:1:1", "1:1:1"], "the text as it stands, no pattern"
+    one = client(run_dir).get("/rollout", params={"place": "1:1:2"}).json()
+    assert [turn["text"] for turn in one["turns"]] == ["2+2=", "5"]
+    compared = client(run_dir).get("/diff", params={"first": 1, "second": 2, "prompt": "7"}).json()
+    assert compared["means"] == [0.5, 0.5] and compared["diff"] == []
+    assert client(run_dir).get("/rollouts", params={"finish": "failed"}).json() == {"failures": []}
+
+
+@pytest.mark.parametrize(
+    ("path", "params", "message"),
+    [
+        ("/rollout", {"place": "1:9:1"}, "there is no rollout 1:9:1"),
+        ("/rollouts", {"least": "much"}, "'much' is no number"),
+        ("/rollouts", {"steps": "x"}, "neither a step nor FIRST-LAST"),
+        ("/diff", {"first": "1", "second": "", "prompt": "7"}, "'' is no step"),
+    ],
+)
+def test_what_cannot_be_found_is_said(run_dir: Path, path: str, params: dict[str, str], message: str):
+    answer = client(run_dir).get(path, params=params)
+    assert answer.status_code == 404 and message in answer.text

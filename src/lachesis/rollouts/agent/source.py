@@ -18,6 +18,7 @@ from lachesis.rollouts.agent.process import AgentCommand, Ended, run_agent
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.agent.session import Session
 from lachesis.rollouts.base import Draw
+from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import TextDecoder, request_seed
 from lachesis.rollouts.local import LocalSource, Part, tokens_in
 from lachesis.rollouts.rewards.attempts import TURNS, Item
@@ -145,7 +146,7 @@ class AgentRollouts:
                 return outcome
             if over() or self._closing.is_set():
                 return outcome
-            self._note(outcome)
+            self._note(outcome, prompt)
             self._count(refilled_rollouts=int(number < self.retries))
         return outcome
 
@@ -195,7 +196,8 @@ class AgentRollouts:
         }
         return Item(Group(prompt, tuple(samples)), extras)
 
-    def _note(self, failure: Failed) -> None:
+    def _note(self, failure: Failed, prompt: Prompt) -> None:
+        note_failure(failure.message, cause=failure.cause, prompt_id=prompt.id)
         name = f"rollout_failures/{failure.cause}"
         with self._counting:
             first = not self._counts[name]

@@ -1,0 +1,272 @@
+"""The rollouts of a run, found and read: by text, reward and step, as conversations, and one prompt at two steps."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.errors import DataError
+from lachesis.common.run_files import run_paths
+from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.metrics.sinks.tape import read_lines, tape_files
+from lachesis.web.tokens import token_spans
+
+_EXCERPT = 100
+# How chat templates begin a message: Qwen's and others', Llama's, Gemma's.
+_ROLE = re.compile(r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)\s*(\w+)")
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """What to look for; each part that is set has to hold. ``text`` is searched in prompts and completions."""
+
+    text: re.Pattern[str] | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    least: float | None = None
+    most: float | None = None
+    prompt_id: str | None = None
+    finish: str | None = None
+    environment: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A sample that was found: sample ``number`` of group ``group`` of a step's tape, both counted from 1."""
+
+    step: int
+    group: int
+    number: int
+    prompt_id: str
+    reward: float | None
+    advantage: float | None
+    finish: str
+    versions: tuple[int, int]
+    tokens: int
+    excerpt: str
+
+    @property
+    def place(self) -> str:
+        """As one asks for it: STEP:GROUP:NUMBER."""
+        return f"{self.step}:{self.group}:{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A rollout without a reward. ``step`` is that in whose time it failed; ``None`` where no step has ended since."""
+
+    step: int | None
+    cause: str
+    prompt_id: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A part of a conversation that the model sampled, or that it was given; ``calls`` are the tools it asks for.
+
+    ``sequence`` has the tokens for the viewer (:func:`~lachesis.web.tokens.token_spans`), ``None`` where their texts
+    are not known.
+    """
+
+    role: str
+    text: str
+    sampled: bool
+    calls: tuple[str, ...] = ()
+    sequence: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A prompt at two steps: mean reward and number of samples of each, and its best completions as a unified diff."""
+
+    steps: tuple[int, int]
+    means: tuple[float | None, float | None]
+    counts: tuple[int, int]
+    diff: tuple[str, ...]
+
+
+def search(run_dir: Path, query: Query) -> Iterator[Hit]:
+    """The samples of a run's tape that fit, the latest step first.
+
+    Raises:
+        DataError: the run has no tape, or a file of it is malformed.
+    """
+    files = _tape(run_dir)
+    for step in reversed(files):
+        if (query.first_step or 0) <= step <= (step if query.last_step is None else query.last_step):
+            for group, line in enumerate(read_lines(files[step]), start=1):
+                yield from _hits(step, group, line, query)
+
+
+def _hits(step: int, group: int, line: Mapping[str, Any], query: Query) -> Iterator[Hit]:
+    prompt = line["prompt"]
+    if query.prompt_id not in (None, str(prompt["id"])):
+        return
+    if query.environment not in (None, str(prompt.get("columns", {}).get("env_id"))):
+        return
+    in_prompt = query.text is not None and query.text.search(prompt["text"]) is not None
+    for number, sample in enumerate(line["samples"], start=1):
+        found = None if query.text is None else query.text.search(sample["text"])
+        if (query.text is None or in_prompt or found) and _fits(sample, query):
+            yield Hit(
+                step=step,
+                group=group,
+                number=number,
+                prompt_id=str(prompt["id"]),
+                reward=sample["reward"],
+                advantage=sample["advantage"],
+                finish=sample["finish_reason"],
+                versions=(sample["versions"][0], sample["versions"][1]),
+                tokens=len(sample["completion_ids"]),
+                excerpt=_excerpt(sample["text"], found.start() if found else 0),
+            )
+
+
+def _fits(sample: Mapping[str, Any], query: Query) -> bool:
+    reward = sample["reward"]
+    if (query.least is not None or query.most is not None) and reward is None:
+        return False
+    at_least = query.least is None or reward >= query.least
+    return at_least and (query.most is None or reward <= query.most) and query.finish in (None, sample["finish_reason"])
+
+
+def _excerpt(text: str, at: int) -> str:
+    start = max(0, at - _EXCERPT // 4)
+    part = " ".join(text[start : start + _EXCERPT].split())
+    return ("… " if start else "") + part + (" …" if start + _EXCERPT < len(text) else "")
+
+
+def failures(run_dir: Path, *, cause: str | None = None) -> list[Failure]:
+    """The failed rollouts that a run has kept, the latest first; of one cause, where it is given.
+
+    Raises:
+        DataError: a line of failures.jsonl is none of ours.
+    """
+    paths = run_paths(Path(run_dir))
+    if not paths["failures"].exists():
+        return []
+    ended = read_metrics(paths["metrics"]).steps if paths["metrics"].exists() else ()
+    found: list[Failure] = []
+    for number, text in enumerate(paths["failures"].read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        if not text.endswith("\n"):  # torn by a kill, or being written
+            break
+        try:
+            line = json.loads(text)
+            step = next((one.step for one in ended if one.time >= line["time"]), None)
+            found.append(Failure(step, line["cause"], line["prompt"], line["message"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f"{paths['failures']}, line {number}: no failed rollout ({error})", remedy="remove the line"
+            ) from error
+    return [one for one in reversed(found) if cause in (None, one.cause)]
+
+
+def read_sample(run_dir: Path, place: str) -> tuple[Hit, list[Turn]]:
+    """A sample by its place, STEP:GROUP:NUMBER, and its conversation: the prompt's messages, then turn by turn.
+
+    Raises:
+        DataError: there is none.
+    """
+    words = re.fullmatch(r"(\d+):(\d+):(\d+)", place)
+    if words is None:
+        raise DataError(f"{place!r} is no place of a rollout", remedy="write STEP:GROUP:NUMBER, as the search shows it")
+    step, group, number = (int(word) for word in words.groups())
+    path = _tape(run_dir).get(step)
+    lines = [] if path is None else list(read_lines(path))
+    if not 1 <= group <= len(lines) or not 1 <= number <= len(lines[group - 1]["samples"]):
+        raise DataError(f"there is no rollout {place}", remedy="search without a place to see which there are")
+    line = lines[group - 1]
+    hit = [*_hits(step, group, line, Query())][number - 1]
+    return hit, conversation(line["prompt"], line["samples"][number - 1], texts=_known_texts(lines))
+
+
+def _known_texts(lines: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Texts of tokens by id, as far as a step's tape has them: it writes them for its first groups only."""
+    return {
+        token: text
+        for line in lines
+        for sample in line["samples"]
+        for token, text in zip(sample["completion_ids"], sample.get("pieces", ()), strict=False)
+    }
+
+
+def conversation(prompt: Mapping[str, Any], sample: Mapping[str, Any], *, texts: Mapping[int, str]) -> list[Turn]:
+    """The messages before, and the turns of a sample: runs of tokens that were sampled, or given in between."""
+    messages = prompt.get("messages")
+    if isinstance(messages, list):
+        turns = [Turn(str(one.get("role", "prompt")), str(one.get("content", "")), False) for one in messages]
+    else:
+        turns = [Turn("prompt", prompt["text"], False)]
+    ids = sample["completion_ids"]
+    pieces = sample.get("pieces") or [texts.get(token) for token in ids]
+    if None in pieces or len(pieces) != len(ids):
+        return [*turns, Turn("assistant", sample["text"], True, _calls(sample["text"]))]
+    mask = sample["mask"] or [1] * len(ids)
+    for counted, run in groupby(range(len(ids)), key=lambda i: bool(mask[i])):
+        places = [*run]
+        own = [str(pieces[i]) for i in places]
+        text = "".join(own)
+        role = "assistant" if counted else next(iter(_ROLE.findall(text)), "given")
+        sequence = token_spans(own, [sample["logprobs"][i] for i in places], given=[not counted] * len(places))
+        turns.append(Turn(role, text, counted, _calls(text) if counted else (), sequence))
+    return turns
+
+
+def _calls(text: str) -> tuple[str, ...]:
+    return tuple(_CALL.findall(text))
+
+
+def compare_steps(run_dir: Path, steps: tuple[int, int], *, prompt_id: str) -> Compared:
+    """How a prompt was answered at two steps.
+
+    Raises:
+        DataError: it is not on the tape of one of them.
+    """
+    files = _tape(run_dir)
+    means: list[float | None] = []
+    counts: list[int] = []
+    best: list[str] = []
+    for step in steps:
+        lines = read_lines(files[step]) if step in files else iter(())
+        samples = [one for line in lines if str(line["prompt"]["id"]) == prompt_id for one in line["samples"]]
+        if not samples:
+            met = [n for n in files if any(str(line["prompt"]["id"]) == prompt_id for line in read_lines(files[n]))]
+            where = f"it is on those of {', '.join(map(str, met[:20]))}" if met else "it is on none"
+            raise DataError(
+                f"prompt {prompt_id!r} is not on the tape of step {step}; {where}", remedy="choose two of its steps"
+            )
+        known = [one["reward"] for one in samples if one["reward"] is not None]
+        means.append(statistics.fmean(known) if known else None)
+        counts.append(len(samples))
+        first = max(samples, key=lambda one: float("-inf") if one["reward"] is None else one["reward"])
+        best.append(first["text"])
+    before, after = (text.splitlines() for text in best)
+    first, second = (f"step {step}" for step in steps)
+    diff = difflib.unified_diff(before, after, fromfile=first, tofile=second, lineterm="")
+    return Compared(steps, (means[0], means[1]), (counts[0], counts[1]), tuple(diff))
+
+
+def read_steps(words: str | None) -> tuple[int | None, int | None]:
+    """First and last step of ``12`` or ``10-20``; ``None`` is any. Raises DataError."""
+    if words is None:
+        return None, None
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", words.strip())
+    if found is None:
+        raise DataError(f"{words!r} is neither a step nor FIRST-LAST", remedy="write 12 or 10-20")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def _tape(run_dir: Path) -> dict[int, Path]:
+    files = tape_files(run_paths(Path(run_dir))["rollouts"])
+    if not files:
+        raise DataError(f"{run_dir} has no rollouts", remedy="give the directory of a run whose logging.tape is on")
+    return files
