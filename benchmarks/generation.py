@@ -1,6 +1,7 @@
 """How fast tokens with their logprobs reach the trainer, beside vLLM in one process.
 
     PYTHONPATH=src python benchmarks/generation.py [--size 1.5B|8B] [--tiny] [--in-flight N ...] [--out FILE.json]
+        [--quantization fp8] [--kv-cache-dtype fp8]
 
 All generate the same: sequences of equal length (128 tokens of prompt, 8 completions a prompt, 512 new tokens), with a
 model of random bf16 weights. "In process" is ``vllm.LLM.generate``; with logprobs they are of the distribution sampled
@@ -50,6 +51,8 @@ IN_PROCESS: dict[str, dict[str, Any]] = {
 }
 SERVER = "our server"
 MATCH = "in process, without logprobs"
+# By the values of --quantization and --kv-cache-dtype, as engine.quantization and engine.kv_cache_dtype have them.
+FLAGS = {"fp8": ["--quantization", "fp8_per_channel"], "fp8 cache": ["--kv-cache-dtype", "fp8"]}
 
 
 def make_model(directory: Path, *, size: str, tiny: bool) -> None:
@@ -148,12 +151,29 @@ def in_process(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return results
 
 
+def server_rows(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """Rows of the server, and the flags that make them: as the model is, then in 8 bits what is asked to be."""
+    wanted = {"fp8": arguments.quantization == "fp8", "fp8 cache": arguments.kv_cache_dtype == "fp8"}
+    asked = [name for name, there in wanted.items() if there]
+    rows = {SERVER: arguments.server_flags}
+    if asked:
+        rows[f"{SERVER}, {' and '.join(asked)}"] = [
+            *arguments.server_flags,
+            *(f for name in asked for f in FLAGS[name]),
+        ]
+    return rows
+
+
 def through_server(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    return [serve_row(name, flags, arguments) for name, flags in server_rows(arguments).items()]
+
+
+def serve_row(name: str, flags: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
     command = [
         sys.executable, "-m", "lachesis.engines.vllm.launch", str(arguments.model_dir), "--port", str(PORT),
         "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "1024",
         "--gpu-memory-utilization", "0.85", *(["--enforce-eager"] if not torch.cuda.is_available() else []),
-        *arguments.server_flags,
+        *flags,
     ]  # fmt: skip
     process = ManagedProcess(command, url=f"http://127.0.0.1:{PORT}", log_path=arguments.logs / "server.log")
     process.start(deadline=Deadline("the start of our server", START_S))
@@ -167,7 +187,7 @@ def through_server(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             assert all(len(one.logprobs) == len(one.token_ids) for group in groups for one in group)
             return sum(len(one.token_ids) for group in groups for one in group)
 
-        return [{"name": SERVER, "rates": measure(generate, arguments)}]
+        return {"name": name, "rates": measure(generate, arguments)}
     finally:
         engine.close()
         process.stop()
@@ -183,6 +203,10 @@ def table(results: list[dict[str, Any]], in_flight: list[int]) -> str:
     if MATCH in rates and SERVER in rates:
         ratios = [f"{rates[SERVER][n] / rates[MATCH][n]:.2f}" for n in in_flight]
         lines.append(f"| {SERVER}, over {MATCH} | " + " | ".join(ratios) + " |")
+    for name in rates if SERVER in rates else ():
+        if name.startswith(f"{SERVER}, "):
+            ratios = [f"{rates[name][n] / rates[SERVER][n]:.2f}" for n in in_flight]
+            lines.append(f"| {name}, over {SERVER} | " + " | ".join(ratios) + " |")
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
     return "\n".join(lines) + f"\n\n{gpu}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n"
 
@@ -195,6 +219,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=None, help=f"rows: {SERVER}, {', '.join(IN_PROCESS)}")
     parser.add_argument("--server-flags", nargs="*", default=[])
+    parser.add_argument("--quantization", choices=["none", "fp8"], default="none", help="one more row of the server")
+    parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="in that row")
     parser.add_argument("--model-dir", type=Path, default=None)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-generation")
     parser.add_argument("--out", type=Path, default=None)
@@ -215,7 +241,7 @@ def main() -> None:
         make_model(arguments.model_dir, size=arguments.size, tiny=arguments.tiny)
     results = []
     for part in ("process", "server"):
-        names = [SERVER] if part == "server" else [*IN_PROCESS]
+        names = [*server_rows(arguments)] if part == "server" else [*IN_PROCESS]
         if arguments.only and not set(names) & set(arguments.only):
             continue
         out = arguments.logs / f"{part}.json"

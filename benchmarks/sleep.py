@@ -55,19 +55,19 @@ def cycle(side: EngineSide, policy: Policy, version: int) -> dict[str, float]:
         "proof s": report.proof_seconds,
         "asleep GB": asleep or 0.0,
         "awake GB": memory_gb() or 0.0,
-        "host GB": host_gb(),
+        **host(),
     }
 
 
-def host_gb() -> float:
-    """Resident memory of the processes below this one."""
-    found = 0
+def host() -> dict[str, float]:
+    """Resident memory of the processes below this one, and how many there are."""
+    found: list[int] = []
     for process in psutil.Process().children(recursive=True):
         try:
-            found += process.memory_info().rss
+            found.append(process.memory_info().rss)
         except psutil.Error:
             continue
-    return found / 2**30
+    return {"host GB": sum(found) / 2**30, "processes": float(len(found))}
 
 
 def measure(size: str, arguments: argparse.Namespace) -> dict[str, Any]:

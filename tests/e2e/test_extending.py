@@ -102,12 +102,12 @@ def test_an_engine_generates_what_a_run_learns_from(extended: Extended, tmp_path
 
 @pytest.mark.parametrize("extended", ["A flag of the server"], indirect=True)
 def test_a_flag_is_shown_and_handed_on(extended: Extended):
-    assert "--kv-cache-dtype" in extended(COMMAND, "serve", "--help")
+    assert "--block-size" in extended(COMMAND, "serve", "--help")
     code = """
 from lachesis.engines.options import ServeOptions
-print(*ServeOptions(model="m", kv_cache_dtype="fp8").command_line())
+print(*ServeOptions(model="m", block_size=32).command_line())
 """
-    assert "--kv-cache-dtype fp8" in extended(code)
+    assert "--block-size 32" in extended(code)
 
 
 @pytest.mark.parametrize("extended", ["An environment"], indirect=True)

@@ -16,14 +16,17 @@ from typing import Any
 import pytest
 import torch
 
+from lachesis.bridges.proof import FleetProof
 from lachesis.common.errors import LachesisError
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
+from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.vllm.compat import can_reload_under_lora
 from lachesis.run.engine import EngineSide, RunPlace, build_servers
 from lachesis.run.parts import build_policy
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
+from lachesis.transport.float8 import by_rows
 from tests.contracts.servers import CHAT_TEMPLATE, Server, running
 from tests.contracts.test_server_contract import canary, soon
 from tests.contracts.vllm_server import VLLM_SERVER, start_vllm
@@ -102,7 +105,7 @@ def live(
         side.close()
 
 
-def check_updates(side: EngineSide, policy: Policy, *, updates: int = 3) -> None:
+def check_updates(side: EngineSide, policy: Policy, *, updates: int = 3, tolerance: float = TOLERANCE) -> None:
     """Each update is proved, moves the engine, and leaves both sides alike on what is sampled."""
     for version in range(1, updates + 1):
         before = side.bridge.engine.canary(CANARY).logprobs
@@ -116,7 +119,48 @@ def check_updates(side: EngineSide, policy: Policy, *, updates: int = 3) -> None
         for completion in side.bridge.engine.generate([request], deadline=soon())[0]:
             assert completion.versions == (version, version)
             ours = policy.canary(PROMPT + completion.token_ids)[len(PROMPT) - 1 :]
-            assert completion.logprobs == pytest.approx(ours, abs=TOLERANCE)
+            assert completion.logprobs == pytest.approx(ours, abs=tolerance)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("broadcast", {"quantization": "fp8"}),
+        ("broadcast", {"quantization": "fp8", "kv_cache_dtype": "fp8", "enable_sleep_mode": True}),
+        ("reload", {"quantization": "fp8"}),
+        ("lora_only", {"quantization": "fp8"}),
+        ("lora_nccl", {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
+    ],
+    ids=["broadcast", "broadcast, cache, sleeping", "reload", "lora_only", "lora_nccl, cache"],
+)
+def test_an_engine_in_8_bits_holds_what_the_trainer_would_round_to(kind: str, keys: dict[str, Any], tmp_path: Path):
+    """With CUDA graphs: what they read has to stay where it is when it is rounded anew."""
+    model = write_model(tmp_path / "model", "qwen3", **ARCHITECTURES["qwen3"])
+    lora = kind.startswith("lora")
+    bridge = {"kind": kind}
+    with live(model, tmp_path, bridge=bridge, lora=lora, enforce_eager=False, **keys) as (side, policy):
+        if keys.get("enable_sleep_mode"):
+            side.bridge.rest()
+        check_updates(side, policy, tolerance=1.0)
+        assert isinstance(side.bridge.proof, FleetProof) and isinstance(side.bridge.engine, HttpEngine)
+        proof = side.bridge.proof.of(side.bridge.engine.living[0])
+        ours = proof.trainer_digests()
+        assert ours and ours == {name: proof.engine_digests()[name] for name in ours}
+        assert any(name.endswith("_scale") for name in ours) != lora
+        held = side.bridge.engine.controls[0].state_dict_info(deadline=soon())
+        assert held["model.layers.0.mlp.down_proj.weight"].dtype == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (33, 48), (16, 4096), (7, 8200)])
+def test_rows_are_rounded_as_vllms_kernel_rounds_them(shape: tuple[int, int]):
+    from vllm import _custom_ops as ops
+
+    torch.manual_seed(0)
+    weight = (torch.randn(shape, device="cuda") * torch.rand(shape[0], 1, device="cuda")).bfloat16()
+    weight[3] = 0
+    theirs, scales = ops.scaled_fp8_quant(weight, scale=None, use_per_token_if_dynamic=True)
+    ours, own_scales = by_rows(weight)
+    assert torch.equal(scales, own_scales) and torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
 
 
 def test_an_engine_sleeps_while_the_trainer_computes(tmp_path: Path):

@@ -7,7 +7,7 @@ ModelError where the model has none, or one of a kind that engines cannot take.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from lachesis.common.errors import ModelError
 from lachesis.engines.serving.served import LoraSpec
 from lachesis.transport.digest import digests, served_lora_b
+from lachesis.transport.float8 import SCALE, by_rows
 from lachesis.transport.layout import ReceivedTensor
 from lachesis.transport.shared_tensors import dtype_name
 
@@ -161,11 +162,18 @@ def adapter_digests(model: nn.Module, *, dtype: torch.dtype, whole: Whole = as_t
     return digests(held)
 
 
-def full_digests(model: nn.Module, *, whole: Whole = as_they_are) -> dict[str, int]:
-    """Digests of :func:`full_weights` by the same names. Merged and gathered ones are made and dropped one by one."""
-    if whole is as_they_are and not is_adapted(model):
+def full_digests(model: nn.Module, *, whole: Whole = as_they_are, quantized: Collection[str] = ()) -> dict[str, int]:
+    """Digests of :func:`full_weights` by the same names. Merged and gathered ones are made and dropped one by one.
+
+    Those of ``quantized`` are rounded to 8 bits first, and the name with ``_scale`` has the digest of their scales.
+    """
+    if whole is as_they_are and not is_adapted(model) and not quantized:
         return digests(dict(full_weights(model)))
-    return {name: digests({name: tensor})[name] for name, tensor in full_weights(model, whole=whole)}
+    found: dict[str, int] = {}
+    for name, tensor in full_weights(model, whole=whole):
+        held = dict(zip((name, name + SCALE), by_rows(tensor), strict=True)) if name in quantized else {name: tensor}
+        found |= digests(held)
+    return found
 
 
 def text_config(model: PreTrainedModel) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -24,6 +24,8 @@ from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.http.generation import nobody_serves
 from lachesis.engines.serving.served import DigestSlice
+from lachesis.transport.float8 import FP8, SCALE
+from lachesis.transport.shared_tensors import dtype_name
 
 logger = logging.getLogger("lachesis")
 
@@ -31,7 +33,8 @@ logger = logging.getLogger("lachesis")
 TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
 # Of a trainer whose base weights are quantized and an engine whose are not: int8 moves a weight by about 0.6% of the
 # weights' deviation, NF4 by 9%. The transfer itself is then proved by the adapter's digests.
-QUANTIZED_TOLERANCE = {"none": 0.0, "int8": 0.5, "nf4": 4.0}
+# An engine in fp8 rounds its inputs too, or keys and values, by 3% of a value each. Its bytes are proved by digests.
+QUANTIZED_TOLERANCE = {"none": 0.0, "int8": 0.5, "fp8": 2.0, "nf4": 4.0}
 
 _CANARY_TOKENS = 16
 
@@ -64,7 +67,7 @@ class SyncProof:
         engine: reads it under the engine's.
         session_id: the engine session this run works with.
         dtype: of the weights; sets the tolerance.
-        quantization: of the trainer's base weights where the engine has them unquantized; widens the tolerance.
+        quantization: of one side where the other is not quantized; widens the tolerance.
         trainer_digests: digest by name of each tensor that was to be transferred, as the engine should hold it.
         engine_digests: the same of what the engine holds; both or neither are given.
         concurrent: read engine and trainer at the same time, for an engine with a model of its own.
@@ -304,7 +307,7 @@ def _server_proof(
         session_id=session_id,
         # The coarser of the two sets what can be expected of them.
         dtype=max((ours, info.model.dtype), key=("float64", "float32", "float16", "bfloat16").index),
-        quantization=config.model.quantization,
+        quantization=coarser_quantization(config, rounds=info.model.rounds),
         trainer_digests=mine,
         engine_digests=theirs,
         concurrent=True,
@@ -338,26 +341,38 @@ def digest_functions(
     slices = slices_of() if slices_of is not None else _parameter_slices(policy, control, info, deadline=deadline())
     if slices is None:
         return None
+    quantized = frozenset(name.removesuffix(SCALE) for name in slices if name.endswith(SCALE))
     return (
-        lambda: full_digests(policy.model, whole=whole),
+        lambda: full_digests(policy.model, whole=whole, quantized=quantized),
         lambda: control.digests(slices, deadline=deadline()).digests,
     )
+
+
+def coarser_quantization(config: LachesisConfig, *, rounds: bool) -> str:
+    """What keeps trainer and engine further apart: the trainer's base weights, or an engine that ``rounds``."""
+    kinds = (config.model.quantization, "fp8" if rounds else "none")
+    return max(kinds, key=QUANTIZED_TOLERANCE.__getitem__)
 
 
 def _parameter_slices(
     policy: ModelPolicy, control: ServerControl, info: ServerInfo, *, deadline: Deadline
 ) -> Mapping[str, DigestSlice] | None:
-    there = {name: tensor.shape for name, tensor in control.state_dict_info(deadline=deadline).items()}
+    held = control.state_dict_info(deadline=deadline)
+    in_8_bits = {name for name, tensor in held.items() if tensor.dtype == dtype_name(FP8)}
+    scales = {name + SCALE for name in in_8_bits}
     try:
-        return map_parameters(
+        slices = map_parameters(
             {name: tuple(p.shape) for name, p in base_parameters(policy.model).items()},
-            there,
+            {name: tensor.shape for name, tensor in held.items() if name not in scales},
             model_type=text_config(policy.transformer).model_type,
             engine_kind=info.engine,
         )
     except ModelError as error:
         logger.info("weights are proved by the canary alone: %s", error.message)
         return None
+    quantized = {name: part for name, part in slices.items() if part.name in in_8_bits}
+    # A row and its scale stand at the same place of their tensors.
+    return slices | {name + SCALE: replace(part, name=part.name + SCALE) for name, part in quantized.items()}
 
 
 def _vocab_size(policy: ModelPolicy) -> int:

@@ -35,6 +35,8 @@ logger = logging.getLogger("lachesis")
 
 # Of one GPU that engine and trainer share, and of one that the engine has for itself.
 SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
+# A scale for each output and not for each fused matrix: closer to the trainer's, and rows are rounded by themselves.
+_VLLM_QUANTIZATION = {"none": None, "fp8": "fp8_per_channel"}
 
 
 def embedded_engine(engine: EmbeddedEngineConfig, trained: TrainedModel) -> Engine:
@@ -156,6 +158,8 @@ def server_options(
     else:
         plain = {
             "enable_sleep_mode": engine.enable_sleep_mode,
+            "quantization": _VLLM_QUANTIZATION[engine.quantization],
+            "kv_cache_dtype": None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
             "trust_remote_code": config.model.trust_remote_code,
         }
         of_engine = {

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from lachesis.bridges.proof import QUANTIZED_TOLERANCE
+from lachesis.bridges.proof import QUANTIZED_TOLERANCE, coarser_quantization
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import Group, StepRecord
 from lachesis.config.schema import LachesisConfig
@@ -112,7 +112,8 @@ def health_limits(config: LachesisConfig) -> HealthLimits:
     The first is later where the configuration wants older ones, the second where only one side rounds its products
     or its base weights.
     """
-    kind, pipeline = config.model.quantization, config.pipeline
+    engine, pipeline = config.engine, config.pipeline
+    kind = coarser_quantization(config, rounds=engine.kind == "vllm" and engine.rounds)
     wanted = max(HealthLimits().staleness, steps_per_batch(config) - 1)
     limits = HealthLimits(
         staleness=max(wanted, pipeline.max_staleness or 0) if pipeline.async_prefetch else wanted,

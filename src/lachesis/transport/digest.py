@@ -79,6 +79,9 @@ def _batches(tensors: Mapping[str, Tensor]) -> list[list[str]]:
 def _digests(tensors: Sequence[Tensor]) -> Tensor:
     """int64 [N] on their device, of N tensors of one shape and dtype."""
     first = tensors[0]
+    if first.dtype.itemsize == 1:  # floats of 8 bits can be looked at and little else
+        tensors = [tensor.detach().view(torch.uint8) for tensor in tensors]
+        first = tensors[0]
     if first.numel() == 0:
         return torch.zeros(len(tensors), dtype=torch.int64, device=first.device)
     stacked = torch.stack([tensor.detach() for tensor in tensors]) if len(tensors) > 1 else first.detach()[None]

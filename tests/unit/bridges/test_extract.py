@@ -19,6 +19,7 @@ from lachesis.bridges.extract import (
 from lachesis.common.errors import ModelError
 from lachesis.config.schema import LoraAdapterConfig
 from lachesis.train.model.loading import add_lora
+from lachesis.transport.float8 import by_rows
 from tests.tiny import tiny_model
 from tests.unit.transport.sharing import digest
 
@@ -164,3 +165,11 @@ class TestDigests:
     def test_full_digests_are_those_of_full_weights(self):
         for model in (adapted(), tiny_model()):
             assert full_digests(model) == {name: digest(tensor) for name, tensor in full_weights(model)}
+
+    def test_of_tensors_that_an_engine_rounds_they_are_those_of_bytes_and_scales(self):
+        model = adapted().bfloat16()
+        plain, rounded = full_digests(model), full_digests(model, quantized=[f"{Q}.weight"])
+        merged = dict(full_weights(model))[f"{Q}.weight"]
+        held, scales = by_rows(merged)
+        expected = {f"{Q}.weight": digest(held), f"{Q}.weight_scale": digest(scales)}
+        assert rounded == plain | expected and rounded[f"{Q}.weight"] != plain[f"{Q}.weight"]

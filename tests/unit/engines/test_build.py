@@ -48,6 +48,18 @@ def test_each_copy_has_a_port_a_log_and_devices_of_its_own(tmp_path: Path):
     assert all("--data-parallel-size" not in server.command for server in servers), "each is one engine"
 
 
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"quantization": "fp8"}, ["--quantization", "fp8_per_channel"]),
+        ({"kv_cache_dtype": "fp8"}, ["--kv-cache-dtype", "fp8"]),
+    ],
+)
+def test_what_computes_in_8_bits_is_told_to_vllm_by_its_names(keys: dict[str, str], words: list[str], tmp_path: Path):
+    plain, (server,) = server_processes(configuration(), tmp_path)[0], server_processes(configuration(**keys), tmp_path)
+    assert [word for word in server.command if word not in plain.command] == words
+
+
 def test_a_server_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

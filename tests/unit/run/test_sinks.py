@@ -29,6 +29,14 @@ def test_a_trainer_that_alone_is_quantized_may_differ_more_before_a_run_says_so(
     assert (wider.logprob_diff > HealthLimits().logprob_diff) == (kind == "nf4")
 
 
+@pytest.mark.parametrize("keys", [{"quantization": "fp8"}, {"kv_cache_dtype": "fp8"}])
+def test_an_engine_that_alone_computes_in_8_bits_may_differ_more_before_a_run_says_so(keys: dict[str, str]):
+    sections = {"run": {"steps": 1}, "model": {"path": "a"}, "engine": {"kind": "vllm"} | keys}
+    limits = health_limits(LachesisConfig.model_validate(sections))
+    assert HealthLimits().logprob_diff < limits.logprob_diff < 1.0
+    assert HealthLimits().canary_error < limits.canary_error < QUANTIZED_TOLERANCE["fp8"]
+
+
 @pytest.mark.parametrize("engine", ["embedded", "vllm"])
 def test_float8_products_are_off_in_the_canary_and_on_in_the_logprobs_of_the_loss(engine: str):
     sections = {

@@ -155,6 +155,37 @@ def _sleep(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
+def _rounded(config: LachesisConfig) -> Iterator[Said]:
+    """An engine that computes in 8 bits holds other weights than the trainer's, or other keys and values."""
+    engine, bridge = config.engine, config.bridge
+    if engine.kind != "vllm" or not engine.rounds:
+        return
+    if engine.quantization != "none":
+        if bridge.kind == "shared_vllm" or getattr(bridge, "share_base", False):
+            key = "bridge.kind shared_vllm" if bridge.kind == "shared_vllm" else "bridge.share_base"
+            yield problem(
+                f"{key} trains the engine's own tensors, and with engine.quantization {engine.quantization} they have "
+                "8 bits; set bridge.kind: broadcast, or remove engine.quantization"
+            )
+        if "float32" in (engine.dtype, config.model.dtype if engine.dtype == "auto" else engine.dtype):
+            yield problem(
+                f"engine.quantization {engine.quantization}: vLLM rounds weights of 16 bits, and these are float32; "
+                "set engine.dtype: bfloat16"
+            )
+    key = f"engine.{'quantization' if engine.quantization != 'none' else 'kv_cache_dtype'} fp8"
+    if config.algorithm.sampler_correction == "none":
+        yield warning(
+            f"{key}: samples come from a policy that is not quite the trained one, and algorithm.sampler_correction is "
+            "none; set it to token_truncate"
+        )
+    else:
+        yield note(
+            f"{key}: samples come from a policy that is not quite the trained one; the loss is corrected for it "
+            f"(algorithm.sampler_correction {config.algorithm.sampler_correction}), logprob_diff_mean says how far off "
+            "it is, and the proof of sync allows its canary a larger difference"
+        )
+
+
 def _copies(engine: VllmEngineConfig) -> Iterator[Said]:
     """Whether each copy of the model has GPUs of its own."""
     needed = engine.data_parallel_size * engine.tensor_parallel_size
@@ -189,4 +220,4 @@ def _context(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-SERVING_RULES: tuple[Rule, ...] = (_shared, _merged, _engine, _sleep, _bridge)
+SERVING_RULES: tuple[Rule, ...] = (_shared, _merged, _engine, _sleep, _rounded, _bridge)

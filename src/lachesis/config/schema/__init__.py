@@ -10,7 +10,9 @@ Unknown keys are errors; a configuration never changes after it was read. Checks
 
 from __future__ import annotations
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from lachesis.config.schema.base import CustomPart, Section
 from lachesis.config.schema.engines import (
@@ -88,6 +90,15 @@ class LachesisConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     services: ServicesConfig = Field(default_factory=ServicesConfig)
+
+    @model_validator(mode="after")
+    def _corrected(self) -> Self:
+        """An engine that computes in 8 bits samples from another policy: the loss is weighted, unless told not to."""
+        rounds = isinstance(self.engine, VllmEngineConfig) and self.engine.rounds
+        if not rounds or "sampler_correction" in self.algorithm.model_fields_set:
+            return self
+        algorithm = self.algorithm.model_copy(update={"sampler_correction": "token_truncate"})
+        return self.model_copy(update={"algorithm": algorithm})
 
     @property
     def checkpoint_interval(self) -> int:

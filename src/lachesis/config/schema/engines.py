@@ -83,10 +83,23 @@ class VllmEngineConfig(EngineSection):
         description="Give the engine's GPU memory back while the trainer computes; weights that do not all come anew "
         "wait in host memory.",
     )
+    quantization: Literal["none", "fp8"] = Field(
+        default="none",
+        description="`fp8`: the engine holds and multiplies linear layers in 8 bits, each output with a scale of its "
+        "own; the trainer's stay as they are, and what it sends is rounded on arrival.",
+    )
+    kv_cache_dtype: Literal["auto", "fp8"] = Field(
+        default="auto", description="`fp8`: the engine's key-value cache in 8 bits, which holds twice as many tokens."
+    )
     devices: str | None = Field(
         default=None, description="CUDA_VISIBLE_DEVICES of the server; the trainer's own if unset."
     )
     extra_args: list[str] = Field(default_factory=list, description="Further arguments for `vllm serve`, as they are.")
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it samples from another policy than the trained one, because it computes in 8 bits."""
+        return self.quantization != "none" or self.kv_cache_dtype != "auto"
 
 
 class HttpEngineConfig(EngineSection):

@@ -54,6 +54,13 @@ class ModelInfo:
     device: str
     lora_enabled: bool
     max_lora_rank: int
+    quantization: str = "none"
+    kv_cache_dtype: str = "auto"
+
+    @property
+    def rounds(self) -> bool:
+        """Whether it computes in 8 bits what a trainer computes in 16 or more."""
+        return "fp8" in self.quantization or "fp8" in self.kv_cache_dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,8 @@ class ServedVllm:
             device=self._device,
             lora_enabled=self._lora_config is not None,
             max_lora_rank=self._lora_config.max_lora_rank if self._lora_config is not None else 0,
+            quantization=config.model_config.quantization or "none",
+            kv_cache_dtype=config.cache_config.cache_dtype,
         )
 
     # Generation.

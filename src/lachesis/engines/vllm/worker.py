@@ -26,6 +26,7 @@ from lachesis.engines.serving.served import DigestRequest, DigestSlice, Receiver
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
 from lachesis.transport.digest import digests
+from lachesis.transport.float8 import FP8
 from lachesis.transport.shared_tensors import dtype_name, export_cuda
 
 # Models that tie it to the embedding have no parameter of that name, and their checkpoints may.
@@ -190,6 +191,12 @@ class WorkerWeights:
         if self._device.type != "cuda":
             raise _repacked("they cannot be shared")
         held = named_parameters(self._runner.get_model())
+        if any(tensor.dtype == FP8 for tensor in held.values()):
+            raise Refused(
+                "the weights are quantized to 8 bits, and a trainer needs them as they were: they cannot be shared",
+                status=409,
+                remedy="start the server without --quantization, or broadcast the weights",
+            )
         return {name: export_cuda(parameter).to_json() for name, parameter in held.items()}
 
     def start_receiver(self, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -290,8 +297,16 @@ class WorkerWeights:
 
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter under the name it has without LoRA, tied ones once."""
-    return {name.replace(".base_layer.", "."): parameter.detach() for name, parameter in model.named_parameters()}
+    """Every parameter under the name it has without LoRA, tied ones once; matrices of 8 bits as [out, in]."""
+    return {
+        name.replace(".base_layer.", "."): _by_outputs(parameter.detach())
+        for name, parameter in model.named_parameters()
+    }
+
+
+def _by_outputs(tensor: Tensor) -> Tensor:
+    """vLLM keeps a matrix of 8 bits as a view [in, out] of its bytes."""
+    return tensor.t() if tensor.dtype == FP8 and tensor.ndim == 2 and not tensor.is_contiguous() else tensor
 
 
 def _repacked(what: str) -> Refused:

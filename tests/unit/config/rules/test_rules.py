@@ -155,6 +155,22 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ),
         ({"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": SHARED}, "a sleeping engine gives up the tensors"),
         (
+            {"engine": {**VLLM, "quantization": "fp8"}, "bridge": SHARED},
+            "bridge.kind shared_vllm trains the engine's own tensors, and with engine.quantization fp8",
+        ),
+        (
+            {
+                "engine": {**VLLM, "quantization": "fp8"},
+                "bridge": {"kind": "lora_only", "share_base": True},
+                "adapter": {"kind": "lora"},
+            },
+            "bridge.share_base trains the engine's own tensors",
+        ),
+        (
+            {"engine": {**VLLM, "quantization": "fp8", "dtype": "float32"}, "bridge": {"kind": "broadcast"}},
+            "vLLM rounds weights of 16 bits, and these are float32",
+        ),
+        (
             {"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": {"kind": "broadcast"}, "source": ATROPOS},
             "with source.kind atropos environments ask it at any time",
         ),
@@ -209,6 +225,22 @@ def test_all_problems_are_told_at_once(build):
             "warning",
             "truncated_sampling",
             "sampling.top_p 0.9, sampl",
+        ),
+        (
+            {"engine": {**VLLM, "quantization": "fp8"}, "bridge": {"kind": "broadcast"}},
+            "note",
+            "rounded",
+            "the loss is corrected for it (algorithm.sampler_correction token_truncate)",
+        ),
+        (
+            {
+                "engine": {**VLLM, "kv_cache_dtype": "fp8"},
+                "bridge": {"kind": "broadcast"},
+                "algorithm": {"sampler_correction": "none"},
+            },
+            "warning",
+            "rounded",
+            "engine.kv_cache_dtype fp8: samples come from a policy that is not quite the trained one",
         ),
         ({"sampling": {"min_p": 0.1}}, "warning", "truncated_sampling", "sampling.min_p 0.1: "),
         ({"sampling": {"repetition_penalty": 1.1}}, "warning", "truncated_sampling", "ratios are biased"),

@@ -5,6 +5,7 @@ import pytest
 from lachesis.config.schema import (
     BroadcastBridgeConfig,
     InProcessBridgeConfig,
+    LachesisConfig,
     LoraBroadcastBridgeConfig,
     LoraRestartBridgeConfig,
     LoraSwapBridgeConfig,
@@ -31,3 +32,23 @@ def test_what_a_bridge_declares(section, declared: set[str]):
     capabilities = section.capabilities
     names = ("adapter_only", "owns_engine", "shares_storage")
     assert {name for name in names if getattr(capabilities, name)} == declared
+
+
+@pytest.mark.parametrize(
+    ("engine", "algorithm", "expected"),
+    [
+        ({"kind": "vllm"}, None, "none"),
+        ({"kind": "vllm", "quantization": "none", "kv_cache_dtype": "auto"}, {}, "none"),
+        ({"kind": "vllm", "quantization": "fp8"}, None, "token_truncate"),
+        ({"kind": "vllm", "quantization": "fp8"}, {"beta": 0.1}, "token_truncate"),
+        ({"kind": "vllm", "kv_cache_dtype": "fp8"}, {}, "token_truncate"),
+        ({"kind": "vllm", "quantization": "fp8"}, {"sampler_correction": "none"}, "none"),
+        ({"kind": "vllm", "quantization": "fp8"}, {"sampler_correction": "sequence_mask"}, "sequence_mask"),
+    ],
+)
+def test_the_loss_is_corrected_for_an_engine_in_8_bits_unless_it_is_told_otherwise(engine, algorithm, expected: str):
+    tree = {"run": {"steps": 1}, "model": {"path": "m"}, "engine": engine}
+    tree |= {} if algorithm is None else {"algorithm": algorithm}
+    config = LachesisConfig.model_validate(tree)
+    assert config.algorithm.sampler_correction == expected
+    assert LachesisConfig.model_validate(config.model_dump()) == config

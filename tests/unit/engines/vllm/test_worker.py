@@ -23,6 +23,7 @@ from lachesis.engines.vllm.worker import (
     repack_tied,
     served_shapes,
 )
+from lachesis.transport.float8 import by_rows
 from lachesis.transport.layout import ReceivedTensor
 from tests.unit.transport.sharing import digest
 
@@ -48,6 +49,21 @@ def test_names_are_those_without_lora_and_ties_count_once():
     model = Model()
     assert set(named_parameters(model)) == {"proj.weight", "norm", "repacked"}
     assert weights().state_dict_info()["proj.weight"] == {"shape": [4, 3], "dtype": "float32", "device": "cpu"}
+
+
+def test_matrices_of_8_bits_are_shown_by_outputs_and_not_shared():
+    held = weights("cuda")
+    model = Model()
+    rounded, scales = by_rows(torch.randn(4, 3).bfloat16())
+    model.proj.base_layer.weight = nn.Parameter(rounded.t(), requires_grad=False)
+    model.proj.base_layer.weight_scale = nn.Parameter(scales, requires_grad=False)
+    held._runner.get_model = lambda: model
+    info = held.state_dict_info()
+    assert (info["proj.weight"]["shape"], info["proj.weight"]["dtype"]) == ([4, 3], "float8_e4m3fn")
+    asked = {"w": DigestSlice("proj.weight", 1, 2), "s": DigestSlice("proj.weight_scale", 1, 2)}
+    assert held.digests({"slices": asked}) == {"w": digest(rounded[1:3]), "s": digest(scales[1:3])}
+    with pytest.raises(Refused, match="quantized to 8 bits"):
+        held.export()
 
 
 def test_digests_are_of_rows():
