@@ -1,24 +1,33 @@
 """Whether files of other trainers are taken as they stand: each is planned, and trains two steps on a tiny model.
 
-Run ``python benchmarks/public_files.py FOLDER [--table]``. Replaced are the model, the data and the engine alone, and
-rewards that are in no file of theirs; steps are two (``--smoke``). The files are not part of this repository;
-docs/public-files.md says where they are from.
+Run ``python -m benchmarks.public_files SOURCES.json [--plan]``. The list has for each file its ``repo``, ``path`` and
+``commit``, and in ``file`` where it lies here, in a checkout of its repository. Replaced are the model, the data and
+the engine alone, and rewards that cannot be had here: models, servers, and functions whose imports are not installed.
+Steps are two (``--smoke``); ``--plan`` leaves them out. What it prints is the table of docs/public-files.md. The files
+are not part of this repository.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
+import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from tests.schemas.names import TARGET
 from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE, tiny_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lachesis.common.errors import LachesisError
+from lachesis.common.imports import load_function
+from lachesis.config.dialects import recognize
+from lachesis.config.document import read_document
 from lachesis.config.load import LoadedConfig, load_config
 from lachesis.config.paths import is_model_spec
 from lachesis.config.plan import plan
@@ -28,6 +37,8 @@ from lachesis.config.schema.rollouts import NAMED_REWARDS
 from lachesis.config.trial import trial
 from lachesis.run.train import train
 
+NAMES: Mapping[str, list[str]] = json.loads(TARGET.read_text(encoding="utf-8"))["classes"]
+SERVED = ("ioi_code", "cf_code")  # by judges on other machines
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 ROW = {
     "prompt": "1 + 1?",
@@ -90,53 +101,89 @@ def replaced(loaded: LoadedConfig, work: Path) -> LoadedConfig:
 
 
 def _reward(spec: object, work: Path) -> object:
-    """Theirs, or where it is a model or in no file that is here a stand-in under a name of its own."""
-    name = spec["function"] if isinstance(spec, dict) else str(spec)
-    if name in NAMED_REWARDS:
+    """Theirs, or where it cannot be had here a stand-in under a name of its own."""
+    name = str(spec["function"] if isinstance(spec, dict) else spec)
+    if (name in NAMED_REWARDS and name not in SERVED) or (
+        not is_model_spec(name) and name not in SERVED and _loads(name)
+    ):
         return spec
     label = "".join(letter if letter.isalnum() else "_" for letter in name)
-    kind = "a model" if is_model_spec(name) else "a function"
     file = work / "stand_in.py"
     known = file.read_text() if file.exists() else "import random\n"
     if f"def r_{label}(" not in known:
-        body = f"    # for {kind}\n    return [random.random() for _ in completions]\n"
+        body = "    return [random.random() for _ in completions]\n"
         file.write_text(f"{known}def r_{label}(completions, **_):\n{body}")
     return f"{file}:r_{label}"
 
 
-def result_of(file: Path, work: Path) -> str:
-    """``unchanged``, or why not."""
+def _loads(name: str) -> bool:
+    try:
+        load_function(name)
+    except LachesisError:
+        return False
+    return True
+
+
+def foreign_keys(file: Path, dialect: str) -> list[str]:
+    """Keys of a file for TRL that neither TRL's pinned classes nor open-r1's have; Axolotl ignores those of nobody."""
+    if dialect != "trl":
+        return []
+    known = {name for label, names in NAMES.items() if label.startswith("trl:") and "." not in label for name in names}
+    document = read_document(file)
+    return [key for key in document.data if key not in known]
+
+
+def planned(file: Path) -> tuple[LoadedConfig | None, str]:
+    """The configuration and ``unchanged``, or None and the keys for which it is refused."""
     try:
         loaded = load_config(file)
-        changed = replaced(loaded, work)
-        check(changed.config)
-        plan(changed.config)
-        summary = train(changed, resume=False, overwrite=True)
-        return "unchanged" if summary.steps == 2 else f"{summary.steps} steps"
+        check(loaded.config, located=loaded.located)
+        plan(loaded.config)
     except LachesisError as error:
-        return " ".join(error.message.replace(str(file), "").split())[:160]
+        text = error.message.replace(str(file), "")
+        keys = re.findall(r"^[\s:]*(?:TRL's |Axolotl's )?([a-z][\w.]*)", text, re.MULTILINE)
+        keys = [key for key in keys if key not in ("the", "problems")] or re.findall(r"line \d+: ([\w.]+)", text)
+        return None, "refused: " + (", ".join(f"`{key}`" for key in dict.fromkeys(keys)) or text[:120])
+    return loaded, "unchanged"
 
 
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+def two_steps(loaded: LoadedConfig, work: Path) -> str:
+    try:
+        changed = replaced(loaded, work)
+        summary = train(changed, resume=False, overwrite=True)
+    except LachesisError as error:
+        return " ".join(error.message.split())[:160]
+    finally:
+        shutil.rmtree(work / "runs", ignore_errors=True)
+    own = changed.config.rewards.functions == loaded.config.rewards.functions
+    return ("yes" if own else "yes, with stand-ins for rewards") if summary.steps == 2 else f"{summary.steps} steps"
 
 
-def main(folder: Path) -> None:
+def row_of(source: Mapping[str, str], work: Path | None) -> str:
+    """A line of the table."""
+    file, repo, commit = Path(source["file"]), source["repo"], source["commit"]
+    loaded, result = planned(file)
+    dialect = loaded.dialect if loaded is not None else recognize(read_document(file).data)
+    ran = "—" if loaded is None else "not run" if work is None else two_steps(loaded, work)
+    link = f"[{repo}](https://github.com/{repo}/blob/{commit}/{source['path'].partition('#')[0]}) `{source['path']}`"
+    foreign = ", ".join(f"`{key}`" for key in foreign_keys(file, dialect)) or "—"
+    return f"| {link} | {'Axolotl' if dialect == 'axolotl' else 'TRL'} | {foreign} | {result} | {ran} |"
+
+
+def main(sources: Path, *, run: bool) -> None:
     logging.disable(logging.WARNING)
-    files = sorted(path for path in folder.rglob("*") if path.suffix in (".yaml", ".yml"))
     with tempfile.TemporaryDirectory() as directory:
         work = Path(directory)
         write_model(work / "model")
         (work / "rows.jsonl").write_text("".join(json.dumps(ROW | {"prompt": f"{n} + 1?"}) + "\n" for n in range(64)))
-        results = {}
-        for file in files:
-            started = time.monotonic()
-            results[file] = result_of(file, work)
-            _say(f"{file.name}\t{results[file]}\t{time.monotonic() - started:.1f} s")
-    good = sum(result == "unchanged" for result in results.values())
-    _say(f"{good} of {len(results)} unchanged ({100 * good / max(1, len(results)):.0f} %)")
+        rows = []
+        for source in json.loads(sources.read_text()):
+            rows.append(row_of(source, work if run else None))
+            sys.stdout.write(f"{rows[-1]}\n")
+            sys.stdout.flush()
+    good, ran = (sum(f"| {word}" in row for row in rows) for word in ("unchanged |", "yes"))
+    sys.stdout.write(f"\n{good} of {len(rows)} unchanged ({100 * good / max(1, len(rows)):.0f} %), {ran} ran\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), run="--plan" not in sys.argv)

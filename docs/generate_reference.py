@@ -88,6 +88,11 @@ what is less is part of a step, whose completions are all of the same weights th
 
 **Length.** Without `max_steps` a run is as long as its epochs say (`run.epochs`).
 
+**Rewards of open-r1's recipes.** A name that Lachesis does not have is looked up in the `REWARD_FUNCS_REGISTRY` of the
+checkout that the recipe lies in, and is that function. A recipe that names none has the default of the checkout's own
+`GRPOScriptArguments`; outside of one, a file with keys of open-r1's script has its `accuracy`, `format` and
+`tag_count`, with a warning. Nothing of the checkout is run for this.
+
 **Servers.** `vllm_mode: server` expects a server at that address: `lachesis vllm-serve config.yaml` starts it from the
 same file. `0.0.0.0` as the address of a server is this machine. `colocate` is a vLLM server that the
 run starts on the trainer's GPU.

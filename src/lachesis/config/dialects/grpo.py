@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from lachesis.common.json_values import is_list, is_object
+from lachesis.common.json_values import is_object
 from lachesis.common.world import HOW_TO_START
 from lachesis.config.dialects.convert import compile_mode, listed, nonzero, scale_rewards, top_k
 from lachesis.config.dialects.table import UNSET, Entry, Translation, cannot, nothing, refused, together
@@ -21,26 +21,6 @@ from lachesis.config.schema import SamplingConfig
 from lachesis.config.steps import nearest_divisors, nearest_multiples
 
 _PROCESSES = "num_processes"
-
-# Of open-r1's rewards: the arguments here, their names there, and their defaults there.
-_ARGUMENTS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
-    "cosine": {
-        "max_len": ("cosine_max_len", 1000),
-        "min_value_wrong": ("cosine_min_value_wrong", 0.0),
-        "max_value_wrong": ("cosine_max_value_wrong", -0.5),
-        "min_value_correct": ("cosine_min_value_correct", 0.5),
-        "max_value_correct": ("cosine_max_value_correct", 1.0),
-    },
-    "repetition_penalty": {
-        "ngram_size": ("repetition_n_grams", 3),
-        "max_penalty": ("repetition_max_penalty", -1.0),
-    },
-    "soft_overlong_punishment": {
-        "max_completion_len": ("max_completion_len", 16384),
-        "soft_punish_cache": ("soft_punish_cache", 4096),
-    },
-    "code_format": {"language": ("code_language", "python")},
-}
 
 # transformers' names of the arguments of its schedules; num_cycles 0.5 is the half period that cosine is here too.
 _SCHEDULE_OPTIONS = {
@@ -136,24 +116,6 @@ def note_paging(translation: Translation, name: str) -> None:
 def put_rewards(translation: Translation, prefix: str) -> None:
     """Reward functions get completions of texts as texts, and those of conversations as messages."""
     translation.put("rewards.text_completions", "text", f"{prefix}reward_funcs")
-    rewards = translation.document.data["rewards"]
-    named = rewards.get("functions")
-    if not prefix and is_list(named):
-        rewards["functions"] = [_with_arguments(translation, name) for name in named]
-
-
-def _with_arguments(translation: Translation, name: Any) -> Any:
-    """A reward of open-r1's registry with the arguments that its recipes give it at the top, and its defaults."""
-    if name in ("ioi_code", "cf_code"):
-        text = (
-            f"{name} asks judges on servers of their own; score the code with `code` and test cases, or write a reward"
-        )
-        translation.problem("reward_funcs", text)
-    if not isinstance(name, str) or name not in _ARGUMENTS:
-        return name
-    given = {key: translation.value(theirs, default) for key, (theirs, default) in _ARGUMENTS[name].items()}
-    characters = {"in_tokens": False} if name in ("cosine", "repetition_penalty") else {}
-    return {"function": name, "kwargs": {**given, **characters}}
 
 
 def put_reference(translation: Translation, prefix: str, *, alpha: float, steps: int) -> None:

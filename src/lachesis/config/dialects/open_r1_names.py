@@ -6,6 +6,16 @@ from collections.abc import Iterator
 
 from lachesis.config.dialects.table import Entry, cannot, nothing, refused, together
 
+# Keys that open-r1's script has and TRL's has not: a file with one of them is for that script.
+SCRIPT_NAMES = (
+    *("system_prompt", "dataset_prompt_column", "dataset_mixture", "wandb_entity", "wandb_project", "wandb_run_group"),
+    *("max_completion_len", "soft_punish_cache", "cosine_max_len", "cosine_min_value_wrong", "cosine_max_value_wrong"),
+    *("cosine_min_value_correct", "cosine_max_value_correct", "repetition_n_grams", "repetition_max_penalty"),
+    *("code_language", "code_eval_test_batch_size", "code_eval_scoring_mode", "parallel_code_exec_per_proc"),
+    *("code_provider", "e2b_router_url", "morph_router_url", "ioi_provider", "hub_model_revision", "benchmarks"),
+    *("overwrite_hub_revision", "push_to_hub_revision", "callbacks", "wandb_log_unique_prompts", "dataset_configs"),
+)
+
 
 def open_r1_names() -> Iterator[Entry]:
     """Where they set something it is translated in :mod:`lachesis.config.dialects.trl`."""
@@ -27,8 +37,9 @@ def open_r1_names() -> Iterator[Entry]:
         yield together(name, "rewards.functions", "an argument of rewards for code")
     yield from nothing(
         "rewards for code run in a sandbox on this machine (rewards.sandbox)",
-        *("parallel_code_exec_per_proc", "code_provider", "e2b_router_url", "morph_router_url", "ioi_provider"),
+        *("parallel_code_exec_per_proc", "code_provider", "e2b_router_url", "morph_router_url"),
     )
+    yield together("ioi_provider", "rewards.functions", "piston: $PISTON_ENDPOINTS has the addresses")
     yield from nothing(
         "Lachesis pushes nothing; upload final/",
         *("hub_model_revision", "overwrite_hub_revision", "push_to_hub_revision"),
@@ -43,6 +54,7 @@ def open_r1_names() -> Iterator[Entry]:
     )
     yield from nothing("the tape has every completion", "wandb_log_unique_prompts")
     yield Entry("dataset_id_or_path", "data.path")
+    yield together("eval_dataset_name", "data.eval_path", "with eval_strategy")
     yield Entry("tokenizer_name_or_path", "model.tokenizer")
     yield from nothing("data.split says which part is trained on", "dataset_splits")
 
@@ -53,6 +65,6 @@ def supervised_names() -> Iterator[Entry]:
     yield from nothing(
         "of supervised training; GRPO does not read it",
         *("packing", "packing_strategy", "eval_packing", "padding_free", "completion_only_loss", "assistant_only_loss"),
-        *("max_seq_length", "max_length", "dataset_text_field", "dataset_kwargs"),
+        *("max_seq_length", "max_length", "pad_to_max_length", "dataset_text_field", "dataset_kwargs"),
     )
     yield from cannot("completions end at the tokenizer's own end of text (model.special_tokens)", "eos_token")

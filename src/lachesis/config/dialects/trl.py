@@ -42,6 +42,7 @@ from lachesis.config.dialects.grpo import (
 )
 from lachesis.config.dialects.mixtures import put_datasets
 from lachesis.config.dialects.open_r1_names import open_r1_names, supervised_names
+from lachesis.config.dialects.open_r1_rewards import put_open_r1_rewards
 from lachesis.config.dialects.table import Dialect, Entry, Translation, cannot, nothing, refused, together
 from lachesis.config.dialects.transformers_names import transformers_names
 from lachesis.config.document import Document, describe
@@ -76,11 +77,13 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     )
     _check_generation_batch(translation, processes=counted)
     put_rewards(translation, "")
+    put_open_r1_rewards(translation, document.name)
     note_paging(translation, "optim")
     put_reference(translation, "", alpha=0.6, steps=512)
     put_sampler_correction(translation, "", mode="sequence_mask", floor=False)
     put_generation_kwargs(translation, "generation_kwargs")
     put_completions(translation, "")
+    _put_new_tokens(translation)
     _put_engine(translation)
     put_distributed(translation, _fsdp_options(translation), processes=processes or 1)
     translation.finish()
@@ -155,6 +158,8 @@ def _put_run(translation: Translation) -> None:
     evaluates = translation.value("eval_strategy", translation.value("evaluation_strategy", "no"))
     if evaluates == "steps":
         put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
+    if evaluates != "no":
+        translation.copy("eval_dataset_name", "data.eval_path")
     if evaluates != "no" and not translation.has("test_split_size"):
         translation.put("data.eval_split", translation.value("dataset_test_split", "test"), "dataset_test_split")
     _put_reports(translation)
@@ -210,6 +215,16 @@ def _put_engine(translation: Translation) -> None:
     )
 
 
+def _put_new_tokens(translation: Translation) -> None:
+    """transformers' name of the same number, which stands in recipes beside TRL's or for it."""
+    name, other = "max_new_tokens", "max_completion_length"
+    value = translation.value(name)
+    if translation.has(other) and value not in (None, translation.value(other)):
+        translation.problem(name, f"{value}, and {other} is {translation.value(other)}; TRL reads {other}: keep that")
+    elif value is not None:
+        translation.put(f"sampling.{other}", value, name)
+
+
 def _names() -> Iterator[Entry]:
     yield from grpo_entries("")
     yield from transformers_entries()
@@ -230,6 +245,7 @@ def _names() -> Iterator[Entry]:
         "data.max_prompt_length",
         "longer prompts are dropped; they are cut there, which asks another question",
     )
+    yield together("max_new_tokens", "sampling.max_completion_length", "where max_completion_length is not written")
     yield Entry("use_cpu", "model.device", convert=on_cpu)
     yield Entry("no_cuda", "model.device", convert=on_cpu)
     yield from open_r1_names()

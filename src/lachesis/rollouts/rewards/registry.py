@@ -18,6 +18,7 @@ from lachesis.common.errors import DependencyError
 from lachesis.rollouts.rewards.code_tests import read_cases
 from lachesis.rollouts.rewards.execution import run_tests
 from lachesis.rollouts.rewards.grpo_code.rewards import extract_code
+from lachesis.rollouts.rewards.piston import get_cf_code_reward, get_ioi_code_reward
 
 Reward = Callable[..., list[float | None]]
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
@@ -184,6 +185,8 @@ FACTORIES: Mapping[str, Callable[..., Reward]] = {
     "cosine": get_cosine_scaled_reward,
     "repetition_penalty": get_repetition_penalty_reward,
     "code_format": get_code_format_reward,
+    "ioi_code": get_ioi_code_reward,
+    "cf_code": get_cf_code_reward,
 }
 
 

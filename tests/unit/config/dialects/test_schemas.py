@@ -21,7 +21,7 @@ DIALECTS: Mapping[str, Dialect] = {"trl": TRL, "axolotl": AXOLOTL}
 @pytest.mark.parametrize("label", NAMES)
 def test_every_field_of_theirs_is_in_a_table(label):
     dialect, _, rest = label.partition(":")
-    prefix = rest[: rest.rfind(".") + 1]
+    prefix = rest[: rest.rfind(".") + 1]  # of a section
     known = DIALECTS[dialect]
     names = [f"{prefix}{name}" for name in NAMES[label]]
     missing = [n for n in names if n not in known.entries and not known.is_section(n) and n not in known.row_sections]
