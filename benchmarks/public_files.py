@@ -45,7 +45,7 @@ ROW = {
     "solution": "$2$",
     "answer": "2",
     "answers": ["assert True"],
-    "verification_info": {"language": "python", "test_cases": []},
+    "verification_info": {"language": "python", "test_cases": [{"type": "stdin_stdout", "input": "", "output": "2"}]},
     "target": 2,
     "nums": [1, 1],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -9,9 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
+from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import read_document, to_yaml
 
 Words = Sequence[str]
+
+_LAUNCHED = "-m axolotl.cli.train CONFIG, and grpo.py with the flags of `trl grpo`"
 
 
 def command_for(program: str, words: Words) -> list[str]:
@@ -41,25 +45,50 @@ def _axolotl(words: Words) -> list[str]:
 def _trl(words: Words) -> list[str]:
     verb, *rest = words or ["--help"]
     if verb == "vllm-serve":
-        return ["lachesis", "serve", *rest]
+        return ["lachesis", "serve", *_served(rest)]
     if verb != "grpo":
         raise _nothing(f"trl {verb}", "trl grpo and vllm-serve")
-    flags = _flags(rest)
+    return _grpo(rest)
+
+
+def _served(words: Words) -> list[str]:
+    """Flags of a server: dashes for underscores, switches without their true, and the port that TRL's trainers ask."""
+    flags = {"port": "8000", **_flags(words)}
+    given = {name.replace("_", "-"): value for name, value in flags.items() if value.lower() not in ("false", "none")}
+    pairs = [[f"--{name}"] if value.lower() == "true" else [f"--{name}", value] for name, value in given.items()]
+    return [word for pair in pairs for word in pair]
+
+
+def _grpo(words: Words, *, processes: int = 1) -> list[str]:
+    """TRL's script, or open-r1's of the same flags: a file with flags over it, or flags alone."""
+    flags = _positive(_flags(words))
+    processes = int(flags.pop("num_processes", processes))
     config = flags.pop("config", None)
     if config is None:
-        return ["lachesis", "train", _written(flags)]
-    return ["lachesis", "train", config, *(f"--set={key}={value}" for key, value in flags.items())]
+        return _launched(["lachesis", "train", _written(flags)], processes)
+    settings = (f"--set={key}={json.dumps(_value(value))}" for key, value in flags.items())
+    return _launched(["lachesis", "train", config, *settings], processes)
+
+
+def _positive(flags: Mapping[str, str]) -> dict[str, str]:
+    """``--no_KEY`` of a switch is KEY: false."""
+    negated = {name: name.removeprefix("no_") for name in flags if name.startswith("no_") and name not in TRL.entries}
+    return {negated.get(name, name): "false" if name in negated else value for name, value in flags.items()}
 
 
 def _accelerate(words: Words) -> list[str]:
-    """Of ``launch``, whose own flags come before ``-m``; the number of processes is all that matters here."""
-    if not words or words[0] != "launch" or "-m" not in words:
-        raise _nothing("accelerate", "accelerate launch ... -m axolotl.cli.train CONFIG")
-    place = words.index("-m")
-    ours, (module, *rest) = _flags(words[1:place]), words[place + 1 :]
-    if module != "axolotl.cli.train":
-        raise _nothing(f"accelerate launch -m {module}", "-m axolotl.cli.train")
-    return _train(rest, processes=_processes(ours))
+    """Of ``launch``, whose own flags come before the program; the number of processes is all that matters here."""
+    verb, *rest = words or ["--help"]
+    place = next((i for i, word in enumerate(rest) if word == "-m" or word.endswith(".py")), None)
+    if verb != "launch" or place is None:
+        raise _nothing("accelerate", _LAUNCHED)
+    processes = _processes(_flags(rest[:place]))
+    program, *after = rest[place + 1 :] if rest[place] == "-m" else rest[place:]
+    if program == "axolotl.cli.train":
+        return _train(after, processes=processes)
+    if program == "trl.scripts.grpo" or Path(program).name == "grpo.py":
+        return _grpo(after, processes=processes)
+    raise _nothing(f"accelerate launch {program}", _LAUNCHED)
 
 
 def _processes(flags: Mapping[str, str]) -> int:
@@ -71,7 +100,10 @@ def _processes(flags: Mapping[str, str]) -> int:
 
 
 def _train(words: Words, *, processes: int = 1) -> list[str]:
-    command = ["lachesis", "train", *_settings(words)]
+    return _launched(["lachesis", "train", *_settings(words)], processes)
+
+
+def _launched(command: list[str], processes: int) -> list[str]:
     return command if processes <= 1 else ["torchrun", "--nproc-per-node", str(processes), "-m", *command]
 
 
@@ -108,6 +140,8 @@ def _written(flags: Mapping[str, str]) -> str:
 def _value(text: str) -> object:
     import yaml
 
+    if text.startswith(("{", "[")):
+        return yaml.safe_load(text)
     words = text.split()
     # 1e-6 is a number on a command line, and a text in YAML.
     return [_value(word) for word in words] if len(words) > 1 else _number(yaml.safe_load(text))

@@ -120,7 +120,7 @@ def _load_file(spec: str, file: Path) -> ModuleType:
         raise ConfigError(f"{spec!r}: {file} is no Python file", remedy="name a file that ends in .py")
     module = importlib.util.module_from_spec(plan)
     sys.modules[name] = module  # dataclasses and pickle look the module up while it runs
-    with _import_errors(spec, file=str(file)), _first_on_path(file.parent):
+    with _import_errors(spec, file=str(file)), _first_on_path(_around_package(file)), _first_on_path(file.parent):
         try:
             # Not the loader's: its bytecode cache takes a file changed within the second for the one before.
             exec(compile(content, str(file), "exec", dont_inherit=True), module.__dict__)
@@ -128,6 +128,14 @@ def _load_file(spec: str, file: Path) -> ModuleType:
             del sys.modules[name]
             raise
     return module
+
+
+def _around_package(file: Path) -> Path:
+    """The folder that the file's package is in, by whose name it may import its neighbours; else its own."""
+    folder = file.parent
+    while (folder / "__init__.py").is_file():
+        folder = folder.parent
+    return folder
 
 
 def _load_of_package(spec: str, file: Path) -> ModuleType:

@@ -11,6 +11,7 @@ import yaml
 
 from lachesis.cli.replaced import PROGRAMS, command_for
 from lachesis.common.errors import ConfigError
+from lachesis.config.document import apply_overrides, parse_document
 from tests.paths import ROOT
 
 ROWS = re.findall(
@@ -54,6 +55,37 @@ def test_flags_of_trl_become_a_file():
     }  # fmt: skip
 
 
+def test_flags_over_a_file_keep_their_kinds():
+    words = ["grpo", "--config", "c.yaml", "--lr_scheduler_kwargs", '{"min_lr_rate": 0.1}', "--learning_rate", "1e-6"]
+    _, _, config, *settings = command_for("trl", [*words, "--use_vllm", "--no_cuda", "--no_bf16"])
+    document = parse_document("seed: 1", name=config)
+    apply_overrides(document, [setting.removeprefix("--set=") for setting in settings])
+    assert document.data == {
+        **{"seed": 1, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "learning_rate": 1e-6, "use_vllm": True},
+        **{"no_cuda": True, "bf16": False},
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("vllm-serve --model M --enforce_eager True", "serve --port 8000 --model M --enforce-eager"),
+        ("vllm-serve --model M --enforce_eager False --dtype bf16", "serve --port 8000 --model M --dtype bf16"),
+        ("vllm-serve --trust_remote_code --model M", "serve --port 8000 --trust-remote-code --model M"),
+        ("grpo --config c.yaml --num_processes 4", "-m lachesis train c.yaml"),
+    ],
+)
+def test_commands_of_trl(words: str, expected: str):
+    assert shlex.join(command_for("trl", shlex.split(words))).endswith(expected)
+
+
+@pytest.mark.parametrize("program", ["src/open_r1/grpo.py", "trl/scripts/grpo.py", "-m trl.scripts.grpo"])
+def test_scripts_of_grpo_take_the_flags_of_trl(program: str):
+    words = ["launch", "--num_processes=2", *program.split(), "--config", "c.yaml", "--beta", "0.1"]
+    start = ["torchrun", "--nproc-per-node", "2", "-m", "lachesis", "train", "c.yaml"]
+    assert command_for("accelerate", words) == [*start, "--set=beta=0.1"]
+
+
 @pytest.mark.parametrize(
     ("program", "words"),
     [
@@ -62,6 +94,7 @@ def test_flags_of_trl_become_a_file():
         ("trl", ["sft", "--model", "M"]),
         ("accelerate", ["config"]),
         ("accelerate", ["launch", "-m", "somebody.train"]),
+        ("accelerate", ["launch", "train_grpo.py"]),
         ("axolotl", []),
     ],
 )

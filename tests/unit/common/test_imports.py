@@ -135,6 +135,13 @@ def test_the_place_of_an_exception_is_the_innermost_one_in_the_file():
     assert describe_exception(ValueError(), None) == "ValueError"
 
 
+def test_a_file_of_a_package_imports_its_package_by_name(tmp_path):
+    write(tmp_path / "graders" / "__init__.py", "")
+    write(tmp_path / "graders" / "helpers.py", "LIMIT = 3")
+    write(tmp_path / "graders" / "score.py", "from graders.helpers import LIMIT\ndef f(): return LIMIT")
+    assert load_function(f"{tmp_path}/graders/score.py:f")() == 3
+
+
 def test_a_file_of_a_package_imports_relative_to_itself(tmp_path):
     write(tmp_path / "scores" / "__init__.py", "")
     write(tmp_path / "scores" / "text" / "__init__.py", "")

@@ -77,7 +77,7 @@ def test_a_recipe_without_rewards_has_those_of_its_script(checkout, tmp_path):
 def test_scripts_that_differ_decide_nothing(checkout, tmp_path):
     file = checkout(RECIPE)
     (tmp_path / "src" / "open_r1" / "configs.py").write_text(SCRIPT)
-    (tmp_path / "src" / "open_r1" / "other.py").write_text(SCRIPT.replace('"accuracy", ', ""))
+    (tmp_path / "src" / "grpo.py").write_text(SCRIPT.replace('"accuracy", ', ""))
     with pytest.raises(ConfigError, match="its scripts have several defaults"):
         load_config(file)
 
