@@ -16,8 +16,20 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 KINDS = {
-    "Tutorials": ["quickstart-by-mode", "python"],
+    "Tutorials": [
+        "tutorials/first-run",
+        "tutorials/own-reward",
+        "tutorials/from-axolotl",
+        "tutorials/from-trl",
+        "tutorials/from-atropos",
+        "tutorials/from-verifiers",
+        "tutorials/agent",
+        "tutorials/code",
+        "tutorials/does-not-learn",
+        "python",
+    ],
     "How-to guides": [
+        "quickstart-by-mode",
         "data-and-rewards",
         "custom",
         "code",
@@ -41,7 +53,8 @@ _FENCE = re.compile(r"^\s*```.*?^\s*```\s*$", re.DOTALL | re.MULTILINE)
 
 def pages() -> dict[str, list[str]]:
     """Files of docs/ by kind, each page once."""
-    there = {path.stem for path in (ROOT / "docs").glob("*.md")}
+    docs = ROOT / "docs"
+    there = {path.relative_to(docs).with_suffix("").as_posix() for path in docs.rglob("*.md")}
     listed = {name for names in KINDS.values() for name in names}
     found = {kind: [name for name in names if name in there] for kind, names in KINDS.items()}
     found[OTHERS] += sorted(there - listed)

@@ -20,6 +20,8 @@ QUESTIONS = {
     "staleness": "metrics",
     "broadcast": "engines",
     "Axolotl": "migration",
+    "not learn": "tutorials/does-not-learn",
+    "entry point": "custom",
 }
 
 
@@ -38,8 +40,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_in_it(site: Path):
-    pages = {path.stem for path in (ROOT / "docs").glob("*.md")} | {"index"}
-    assert pages <= {path.stem for path in site.glob("*.html")}
+    docs = ROOT / "docs"
+    pages = {path.relative_to(docs).with_suffix("").as_posix() for path in docs.rglob("*.md")} | {"index"}
+    assert pages <= {path.relative_to(site).with_suffix("").as_posix() for path in site.rglob("*.html")}
     front = (site / "index.html").read_text()
     assert all(f'href="{page}.html"' in front for page in pages)
     assert (site / "repository" / "examples" / "loop.py").read_text() == (ROOT / "examples" / "loop.py").read_text()

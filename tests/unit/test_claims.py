@@ -11,7 +11,7 @@ from tests.paths import BENCHMARKS, DOCS, ROOT
 
 # Generated pages, and those of which each row names its tests or is a change that a test applies.
 ELSEWHERE = {"configuration.md", "migration.md", "defects.md", "extending.md"}
-PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.glob("*.md")) if page.name not in ELSEWHERE)]
+PAGES = [ROOT / "README.md", *(page for page in sorted(DOCS.rglob("*.md")) if page.name not in ELSEWHERE)]
 ABSOLUTE = re.compile(r"\b(never|always)\b", re.IGNORECASE)
 
 # A part of each sentence with such a word, and the test of it; no test where the sentence is not about us.

@@ -198,9 +198,10 @@ def rewards_check(
     """Run the reward functions on right, empty, cut, exchanged and repeated answers."""
     loaded = load_config(config, overrides=overrides or []).config
     from lachesis.rollouts.rewards.check import VARIANTS, check_rewards
-    from lachesis.run.parts import build_reward_functions, load_data
+    from lachesis.run.parts import build_reward_functions, load_data, set_up
     from lachesis.train.model.loading import load_tokenizer
 
+    set_up(loaded)  # which may make the model, and with it the tokenizer
     checked = check_rewards(
         build_reward_functions(loaded),
         load_data(loaded)[0],

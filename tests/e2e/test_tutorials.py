@@ -1,0 +1,70 @@
+"""docs/tutorials: the files of each page are written, its commands run and its Python too, in order, in one folder."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import FORKING, Main, Outcome, command
+from tests.paths import DOCS
+from tests.walls import needs_namespaces
+
+PAGES = sorted((DOCS / "tutorials").glob("*.md"))
+_CASES = [pytest.param(p, id=p.stem, marks=[needs_namespaces] if p.stem == "code" else []) for p in PAGES]
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_NUMBER = re.compile(r"\d+(?:\\\.\d+)*")  # in a pattern, where a point is escaped
+_CODE = re.compile(r"# exit code (\d)")
+_FILE = re.compile(r"# ([\w./-]+\.(?:py|ya?ml))\n")
+
+
+def run(line: str, *, main: Main, folder: Path) -> Outcome:
+    program, *words = shlex.split(line, comments=True)
+    if program == "python":
+        runpy.run_path(str(folder / words[0]), run_name="__main__")
+        return Outcome(0, "", "")
+    assert program == "lachesis", line
+    # What starts processes of its own is one, too.
+    return command(*words, code=FORKING, cwd=folder) if words[0] == "run" else main(*words)
+
+
+def assert_said(expected: str, out: str) -> None:
+    """It stands in what was said, but for numbers, which depend on the machine, and where lines break."""
+    pattern = r"\s+".join(_NUMBER.sub(r"[\\d.,]+", re.escape(word)) for word in expected.split())
+    assert re.search(pattern, out), f"{expected!r} is not in:\n{out}"
+
+
+@pytest.mark.parametrize("page", _CASES)
+def test_what_the_page_says_works(page: Path, main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    said, ran = "", 0
+    for language, text in _BLOCK.findall(page.read_text()):
+        if named := _FILE.match(text):
+            path = tmp_path / named[1]
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        elif language == "python":
+            exec(compile(text, str(page), "exec"), {"__name__": "__main__"})
+        elif language == "bash":
+            lines = text.replace("\\\n", " ").splitlines()
+            outcomes = [run(line, main=main, folder=tmp_path) for line in lines]
+            for line, outcome in zip(lines, outcomes, strict=True):
+                assert outcome.code == int((_CODE.search(line) or [0, 0])[1]), (line, outcome.err)
+            said = "".join(outcome.out + outcome.err for outcome in outcomes)
+            ran += len(outcomes)
+        else:
+            assert language == "text"
+            assert_said(text, said)
+    assert ran >= 2
+
+
+def test_the_first_page_is_first_and_each_kind_is_there():
+    assert {page.stem for page in PAGES} == {
+        *("first-run", "own-reward", "from-axolotl", "from-trl", "from-atropos", "from-verifiers"),
+        *("agent", "code", "does-not-learn"),
+    }
