@@ -62,7 +62,7 @@ types: install
 	$(BIN)/pyright
 
 unit: install
-	$(BIN)/python -m pytest tests/unit --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest tests/unit -p tests.forks --forks 2
 
 # Contracts are dealt out by the servers they share, end-to-end tests by file, both in the order of their conftest.
 contracts: DEAL := loadgroup

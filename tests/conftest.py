@@ -7,11 +7,15 @@ import os
 from collections.abc import Generator
 
 import pytest
+from _pytest import logging as collecting
+
+from tests.logs import RootLogs
 
 # Before torch is imported: tests run small models, on which threads only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+collecting.catching_logs = RootLogs
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,10 +1,12 @@
-"""Keeping the command line's log handlers to one call, where a process makes several."""
+"""Log handlers: the command line's, where a process makes several calls, and those by which pytest collects."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from _pytest import logging as collecting
 
 
 @contextmanager
@@ -17,3 +19,22 @@ def handlers_kept() -> Iterator[None]:
     finally:
         for logger, handlers in zip(loggers, before, strict=True):
             logger.handlers[:] = handlers
+
+
+class RootLogs(collecting.catching_logs):
+    """pytest's handlers, six times a test, at the root alone: nothing of ours is kept from it.
+
+    pytest itself looks through all loggers, of which libraries make many hundreds, for such as hand nothing on to it.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> logging.Handler:
+        root = logging.getLogger()
+        if self.level is not None:
+            self.handler.setLevel(self.level)
+            self.orig_level = root.level
+            root.setLevel(min(self.orig_level, self.level))
+        root.addHandler(self.handler)
+        self.attached_loggers.append(root)
+        return self.handler

@@ -1,0 +1,154 @@
+"""``-p tests.forks --forks 2``: processes that share the files out, forked once all are imported and collected.
+
+Importing what the tests import takes as long as a fifth of the tests, and pytest-xdist does it in each of its workers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from multiprocessing import connection, get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import pytest
+from _pytest.config import create_terminal_writer
+
+_NUMBER_BYTES = 4
+_FORK = get_context("fork")
+Files = Sequence[Sequence[pytest.Item]]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--forks", type=int, default=0, help="How many processes share the files.")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> Literal[True] | None:
+    count = session.config.getoption("--forks")
+    if not count or session.testsfailed or session.config.option.collectonly:
+        return None
+    files = sorted((list(items) for _, items in itertools.groupby(session.items, _file)), key=len, reverse=True)
+    session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # theirs too, and removed by this one
+    numbers = _queue(len(files))
+    children = [_Child(session, files, numbers) for _ in range(count)]
+    os.close(numbers)
+    try:
+        _listen(session, children)
+    except BaseException:
+        for child in children:
+            child.process.terminate()
+        raise
+    finally:
+        for child in children:
+            child.process.join()
+    return True
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
+
+
+def _queue(count: int) -> int:
+    """The end of a pipe out of which each process reads the number of the file that is its next."""
+    reading, writing = os.pipe()
+    os.write(writing, b"".join(number.to_bytes(_NUMBER_BYTES) for number in range(count)))
+    os.close(writing)
+    return reading
+
+
+class _Child:
+    """A process that runs tests, as this one sees it."""
+
+    def __init__(self, session: pytest.Session, files: Files, numbers: int) -> None:
+        self.reports, theirs = _FORK.Pipe(duplex=False)
+        self.running: tuple[str, Any] | None = None
+        self.process: ForkProcess = _FORK.Process(target=_run_files, args=(session, files, numbers, theirs))
+        self.process.start()
+        theirs.close()
+
+    def died(self) -> pytest.TestReport:
+        """Of the test in the middle of which it did."""
+        assert self.running is not None
+        self.process.join()
+        said = f"its process ended with code {self.process.exitcode}: what comes after it in the file is not run"
+        return pytest.TestReport(*self.running, {}, "failed", said, "call")
+
+
+def _listen(session: pytest.Session, children: Sequence[_Child]) -> None:
+    """What the processes report is reported here, until all have ended or a failure is the last that is wanted."""
+    hook = session.config.hook
+    talking = {child.reports: child for child in children}
+    while talking:
+        for reports in connection.wait(list(talking)):
+            child = talking[reports]  # type: ignore[index]
+            try:
+                name, values = child.reports.recv()
+            except EOFError:
+                del talking[child.reports]
+                if child.running:
+                    hook.pytest_runtest_logreport(report=child.died())
+                continue
+            if name == "pytest_warning_recorded":
+                hook.pytest_warning_recorded.call_historic(kwargs=values)
+                continue
+            if name == "pytest_runtest_logreport":
+                values = {"report": hook.pytest_report_from_serializable(config=session.config, data=values)}
+            else:
+                child.running = (values["nodeid"], values["location"]) if name == "pytest_runtest_logstart" else None
+            getattr(hook, name)(**values)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+
+
+class _Told:
+    """What pytest would print here goes to the process that prints."""
+
+    def __init__(self, config: pytest.Config, reports: Connection) -> None:
+        self._config, self._reports = config, reports
+
+    def pytest_runtest_logstart(self, nodeid: str, location: Any) -> None:
+        self._reports.send(("pytest_runtest_logstart", {"nodeid": nodeid, "location": location}))
+
+    def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
+        self._reports.send(("pytest_runtest_logfinish", {"nodeid": nodeid, "location": location}))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._reports.send(("pytest_runtest_logreport", data))
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: Any
+    ) -> None:
+        text = UserWarning(f"{warning_message.category.__name__}: {warning_message.message}")
+        told = warnings.WarningMessage(text, UserWarning, warning_message.filename, warning_message.lineno)
+        values = {"warning_message": told, "when": when, "nodeid": nodeid, "location": location}
+        self._reports.send(("pytest_warning_recorded", values))
+
+
+def _run_files(session: pytest.Session, files: Files, numbers: int, reports: Connection) -> None:
+    """In the new process: run file after file. Fixtures of the session stay till the last one's end."""
+    plugins, config = session.config.pluginmanager, session.config
+    plugins.unregister(name="terminalreporter")
+    # Where the limit of a test's time writes what all threads were at: to the output that is captured.
+    stacks = SimpleNamespace(_tw=create_terminal_writer(config, sys.__stderr__))
+    plugins.register(stacks, "terminalreporter")
+    capture: Any = plugins.getplugin("capturemanager")
+    capture.stop_global_capturing()  # into a file that the processes would share
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+    plugins.register(_Told(config, reports))
+    items = itertools.chain.from_iterable(files[number] for number in _numbers(numbers))
+    for item, following in itertools.pairwise(itertools.chain(items, [None])):
+        assert item is not None
+        config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+
+
+def _numbers(queue: int) -> Iterator[int]:
+    while number := os.read(queue, _NUMBER_BYTES):
+        yield int.from_bytes(number)
