@@ -260,7 +260,8 @@ def without_nulls(data: Any, models: Sequence[type[BaseModel]]) -> Any:
         fields = [model.model_fields[name] for model in models if name in model.model_fields]
         if value is None and fields and not any(_may_be_null(field.annotation) for field in fields):
             continue
-        inner = [model for field in fields for model in _section_models(field.annotation)]
+        # Most values are none of a section, and to find out which models a field takes is long in comparison.
+        inner = [model for field in fields for model in _section_models(field.annotation)] if is_object(value) else []
         kept[name] = without_nulls(value, inner) if inner else value
     return kept
 
