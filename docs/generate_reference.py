@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lachesis.config.dialects import DIALECTS
+from lachesis.config.dialects.defaults import DIFFERENT, IN_CODE
 from lachesis.config.dialects.table import UNSET, Dialect, Entry
 from lachesis.config.keys import Key, SectionInfo, all_sections, value_in_words
 
@@ -67,7 +68,7 @@ key is an error with the nearest known one, and `--set KEY=null` trains without 
 own dialect (`--set trl.beta=0.01`, `--set datasets[0].path=x`) or one of ours (`--set algorithm.beta=0.01`), and
 `lachesis explain KEY` knows the names of all trainers. What a run was translated to is in `config.yaml` of its
 directory. Null is as good as not written, a key that is written twice has its last value, and what is not written has
-the default that it has there.
+the default that it has there, but for [those below](#defaults-that-differ).
 
 **Keys that mean nothing here** are listed in one note. What cannot be done and bears on something beside the trained
 weights, such as an upload, is a warning; what would change what is trained is an error that says what to do. The
@@ -148,7 +149,24 @@ def _row(key: Key, *, discriminated: bool) -> str:
 
 def render_migration() -> str:
     """The page for those who come from another trainer."""
-    return "\n".join([MIGRATION_INTRODUCTION, *(_dialect(dialect) for dialect in DIALECTS)])
+    return "\n".join([MIGRATION_INTRODUCTION, _defaults(), *(_dialect(dialect) for dialect in DIALECTS)])
+
+
+def _defaults() -> str:
+    """Where what is not written means something else."""
+    head = [
+        "## Defaults that differ",
+        "",
+        "| of | key | without it there | without it here |",
+        "| --- | --- | --- | --- |",
+    ]
+    rows = [
+        f"| {trainer} | `{key}` | {there} | {here} |"
+        for table in (DIFFERENT, IN_CODE)
+        for trainer, keys in table.items()
+        for key, (there, here) in keys.items()
+    ]
+    return "\n".join([*head, *rows, ""])
 
 
 def _dialect(dialect: Dialect) -> str:

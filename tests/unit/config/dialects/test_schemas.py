@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lachesis.config.dialects.axolotl_names import AXOLOTL
+from lachesis.config.dialects.defaults import DIFFERENT
 from lachesis.config.dialects.table import Dialect
 from lachesis.config.dialects.trl import TRL
+from lachesis.config.document import Document
+from lachesis.config.load import load_document
+from lachesis.config.schema import LachesisConfig
 from tests.schemas.names import TARGET, class_fields
 
 NAMES: Mapping[str, list[str]] = json.loads(TARGET.read_text(encoding="utf-8"))["classes"]
@@ -32,3 +38,55 @@ def test_the_list_is_that_of_the_installed_transformers():
     transformers = pytest.importorskip("transformers")
     file = Path(inspect.getfile(transformers)).with_name("training_args.py")
     assert NAMES["trl:TrainingArguments"] == class_fields([file], "TrainingArguments")
+
+
+FILES: Mapping[str, list[dict[str, Any]]] = {
+    "trl": [
+        {"model_name_or_path": "m", "dataset_name": "d", "reward_funcs": ["a.b"], **more}
+        for more in ({}, {"use_vllm": True, "vllm_mode": "server"}, {"use_vllm": True}, {"use_peft": True})
+    ],
+    "axolotl": [
+        {
+            **{"base_model": "m", "rl": "grpo", "datasets": [{"path": "d"}], "micro_batch_size": 8},
+            "trl": {"reward_funcs": ["a.b"], "num_generations": 8},
+        }
+    ],
+}
+# The names of one thing, and what no file can leave out.
+SAME = {"model_revision": "main"}
+
+
+def become(data: dict[str, Any]) -> LachesisConfig:
+    return load_document(Document("c.yaml", data), base_dir=Path("/")).config
+
+
+def written(data: dict[str, Any], name: str, value: object) -> dict[str, Any] | None:
+    """The file with the key; None where it has it already."""
+    data = copy.deepcopy(data)
+    section, (*folders, last) = data, name.split(".")
+    for folder in folders:
+        section = section.setdefault(folder, {})
+    return (
+        None
+        if last in section
+        else section | {last: value}
+        if section is data
+        else data | {folders[0]: section | {last: value}}
+    )
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_what_is_not_written_has_their_default_or_is_on_the_page(dialect):
+    defaults: dict[str, object] = {}
+    for label, fields in json.loads(TARGET.read_text(encoding="utf-8"))["defaults"].items():
+        place, _, rest = label.partition(":")
+        if place == dialect and not rest.startswith(("datasets.", "open_r1_")):
+            defaults |= {rest[: rest.rfind(".") + 1] + name: value for name, value in fields.items()}
+    different: set[str] = set()
+    for data in FILES[dialect]:
+        plain = become(data)
+        for name, value in defaults.items():
+            changed = written(data, name, value)
+            if value is not None and changed is not None and SAME.get(name) != value and become(changed) != plain:
+                different.add(name)
+    assert different == set(DIFFERENT[DIALECTS[dialect].name])
