@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lachesis.common.given import given
 from lachesis.config.load import dump_config, load_config
 from lachesis.config.objects import load_objects, require_steps
 from lachesis.config.schema import LachesisConfig
+from tests.paths import ROOT
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}]
 KEYS: dict[str, Any] = {"model": "hub/model", "data": ROWS, "run": {"steps": 3}}
@@ -86,6 +88,20 @@ def test_keys_are_laid_over_a_file_of_any_dialect(tmp_path: Path):
         "datasets: [{path: d.jsonl}]\ntrl: {reward_funcs: [a.b], num_generations: 8}\n"
     )
     assert config_of(axolotl, rewards=right, sampling={"num_generations": 4}).sampling.num_generations == 4
+
+
+PAGE = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+CALLS = re.findall(r"^\| `[^`]+` \| `lachesis\.train(\([^`]+\))` \|$", PAGE, re.MULTILINE)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_on_the_page_of_commands_are_possible(call: str):
+    names = {"M": "org/model", "f": right, "d": ROWS}
+    words = {"train": lambda config, **keys: load_objects(config, keys), **names}
+    objects = eval(f"train{call}", words)
+    loaded = objects.loaded
+    assert loaded.dialect == "trl" and loaded.config.model.path == "org/model"
+    assert given(str(loaded.config.data.path)) is ROWS
 
 
 def test_a_run_directory_is_its_configuration(tmp_path: Path):
