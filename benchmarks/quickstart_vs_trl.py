@@ -171,10 +171,18 @@ def prompts_in_order(config: LachesisConfig) -> list[Prompt]:
 
 
 class TrlRunner:
-    """Trains with TRL, and evaluates the weights that it saved on the way with our engine and evaluation."""
+    """Trains with TRL, and evaluates the weights that it saved on the way with our engine and evaluation.
 
-    def __init__(self, python: Path, config: LachesisConfig, *, rows: int) -> None:
+    ``arguments`` are further ones of TRL's configuration, ``None`` for its own default. After a run
+    ``training_began`` is when its first step did, in seconds since 1970.
+    """
+
+    def __init__(
+        self, python: Path, config: LachesisConfig, *, rows: int, arguments: Mapping[str, Any] | None = None
+    ) -> None:
         self.versions: dict[str, str] = {}
+        self.training_began = 0.0
+        self._arguments = arguments or {}
         self._python = python
         self._rows = rows
         policy = build_policy(config)
@@ -187,16 +195,17 @@ class TrlRunner:
             rewarder=build_rewarder(config),
         )
 
-    def run(self, plan: Plan, *, threads: int) -> Run:
+    def run(self, plan: Any, *, threads: int) -> Run:
         shutil.rmtree(plan.directory, ignore_errors=True)
         plan.directory.mkdir(parents=True)
-        job, job_file = trl_job(plan, rows=self._rows), plan.directory / "job.json"
+        job: dict[str, Any] = {**trl_job(plan, rows=self._rows), "more": dict(self._arguments)}
+        job_file = plan.directory / "job.json"
         job_file.write_text(json.dumps(job))
         command = [str(self._python), str(Path(__file__).with_name("trl_side.py")), str(job_file)]
         execute(command, log=plan.directory.with_suffix(".log"), threads=threads)
         result = json.loads(Path(job["result"]).read_text())
-        self.versions = result["versions"]
-        accuracy = {step: self._accuracy(plan.directory / f"{step}.pt", step) for step in job["snapshots"]}
+        self.versions, self.training_began = result["versions"], result["began"]
+        accuracy = {int(step): self._accuracy(plan.directory / f"{step}.pt", int(step)) for step in job["snapshots"]}
         return Run(plan, [Step(**step) for step in result["steps"]], accuracy)
 
     def _accuracy(self, weights: Path, step: int) -> float:
@@ -208,8 +217,8 @@ class TrlRunner:
         return result.accuracy
 
 
-def trl_job(plan: Plan, *, rows: int) -> dict[str, Any]:
-    """What trl_side.py is told: the quickstart's configuration in TRL's words."""
+def trl_job(plan: Any, *, rows: int) -> dict[str, Any]:
+    """What trl_side.py is told: the plan's configuration in TRL's words."""
     config = plan.config()
     sampling, algorithm, optimizer = config.sampling, config.algorithm, config.optimizer
     course = optimizer.model_dump(include={"schedule", "warmup_steps", "min_lr_ratio"})
@@ -240,7 +249,7 @@ def trl_job(plan: Plan, *, rows: int) -> dict[str, Any]:
             learning_rate(config) * schedule_factor(step, total_steps=plan.steps, **course)
             for step in range(plan.steps + 1)  # one more, for a scheduler that looks ahead
         ],
-        "snapshots": sorted({*range(0, plan.steps + 1, EVALUATE_EVERY), plan.steps}),
+        "snapshots": sorted({*range(0, plan.steps + 1, config.evaluation.every_steps), plan.steps}),
         "directory": str(plan.directory),
         "result": str(plan.directory / "result.json"),
     }

@@ -83,16 +83,20 @@ class StepLog(TrainerCallback):
         self._directory = directory
         self._started = 0.0
         self._rate = 0.0
+        self.began = 0.0
         self.trainer: TimedTrainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._save(0)
+        self.began = time.time()
         self._started = time.perf_counter()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._rate = kwargs["optimizer"].param_groups[0]["lr"]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - self._started
         counts = self.trainer.counts
         self.steps.append(
@@ -139,25 +143,30 @@ def load_reward(spec: str) -> Reward:
 
 def arguments(job: dict[str, Any]) -> GRPOConfig:
     """TRL's configuration of the job, with everything off that costs time and does not train."""
-    return GRPOConfig(
+    chosen = {
         **job["grpo"],
-        max_steps=job["steps"],
-        seed=job["seed"],
-        output_dir=job["directory"],
-        shuffle_dataset=False,  # the job's prompts are in the order of the other system
-        num_iterations=1,
-        use_cpu=True,
-        bf16=False,  # both systems train in float32
-        gradient_checkpointing=False,
-        optim="adamw_torch_fused",
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        logging_strategy="no",
-        save_strategy="no",
-        eval_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
+        "max_steps": job["steps"],
+        "seed": job["seed"],
+        "output_dir": job["directory"],
+        "shuffle_dataset": False,  # the job's prompts are in the order of the other system
+        "num_iterations": 1,
+        "use_cpu": True,
+        "bf16": False,  # both systems train in float32
+        "gradient_checkpointing": False,
+        "optim": "adamw_torch_fused",
+        "dataloader_num_workers": 0,
+        "dataloader_pin_memory": False,
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    } | job["more"]
+    return GRPOConfig(**{name: value for name, value in chosen.items() if value is not None})
+
+
+def float32_model(path: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
 def main() -> None:
@@ -167,7 +176,8 @@ def main() -> None:
     reward.__name__ = "reward"
     log = StepLog(snapshots=job["snapshots"], directory=directory)
     trainer = TimedTrainer(
-        model=AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32),
+        # Where TRL chooses its precision it is given the path, and else the weights in float32.
+        model=job["model"] if job["more"].get("bf16", False) is None else float32_model(job["model"]),
         processing_class=AutoTokenizer.from_pretrained(job["model"]),
         reward_funcs=reward,
         args=arguments(job),
@@ -180,7 +190,7 @@ def main() -> None:
     trainer.train()
     packages = ("torch", "transformers", "trl")
     versions = {"python": platform.python_version(), **{name: version(name) for name in packages}}
-    result = {"steps": log.steps, "versions": versions, "threads": torch.get_num_threads()}
+    result = {"steps": log.steps, "began": log.began, "versions": versions, "threads": torch.get_num_threads()}
     Path(job["result"]).write_text(json.dumps(result))
 
 

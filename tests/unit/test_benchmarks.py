@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -134,3 +135,28 @@ def test_asynchrony_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         "| synchronous", "| whole batches, 1 ahead", "| whole batches, 4 ahead",
         "| groups, 1 ahead", "| groups, 2 ahead", "| groups, 4 ahead",
     ]  # fmt: skip
+
+
+class TestTimeToReward:
+    @pytest.fixture(scope="class")
+    def module(self) -> ModuleType:
+        return load("time_to_reward")
+
+    def test_the_working_carries_and_its_answer_is_rewarded(self, module: ModuleType):
+        (row,) = module.problems(digits=5, count=1, seed=0)
+        assert module.worked(12345, 99999, digits=5) == "5+9+0=14;4+9+1=14;3+9+1=13;2+9+1=12;1+9+1=11;112344"
+        scope: dict[str, Any] = {}
+        exec(module.REWARD, scope)
+        texts = [row["worked"], [{"role": "assistant", "content": row["worked"]}], row["worked"] + "0", ""]
+        assert scope["right"](texts, [row["answer"]] * 4) == [1.0, 1.0, 0.0, 0.0]
+
+    def test_the_time_is_that_of_the_first_evaluation_that_found_the_target(self, module: ModuleType):
+        ours = module.Course("Lachesis", 0, [10.0, 11.0, 12.0], [1.0, 2.0, 3.0], {0: 0.1, 2: 0.85, 3: 0.9})
+        trl = [
+            module.Course("TRL", seed, [30.0, 31.0, 33.0], [3.0, 4.0, 6.0], {0: 0.1, 3: end})
+            for seed, end in ((0, 0.9), (1, 0.8), (2, 0.3))
+        ]
+        assert (ours.reached(0.8, with_start=True), ours.reached(0.8, with_start=False)) == (11.0, 2.0)
+        text = module.table([ours, *trl], target=0.8)
+        assert "| TRL | 2 | not reached | not reached | 0.100 | 0.300 |" in text
+        assert "with start-up: 3.00" in text and "without: 3.00" in text

@@ -1,0 +1,332 @@
+"""How long it takes until a model can do what it is rewarded for: `lachesis train` and TRL's GRPOTrainer in turn.
+
+    PYTHONPATH=src python benchmarks/time_to_reward.py [--seeds 0 1 2] [--steps 60] [--target 0.8] [--tiny] [--out FILE]
+
+A model of 25 million parameters, trained from scratch here until a fifth of its sampled answers are right, adds two
+numbers of five digits and writes its working down, about 40 tokens. Both systems then train it on the same prompts in
+the same order, with the same completions a prompt, reward, loss, course of the learning rate and seed, each started as
+its users start it, with vLLM on the same GPU. TRL chooses its precision itself; `--trl-rows` is its batch. Held-out
+accuracy is greedy, by Lachesis' evaluator: of ours in the run, of TRL's weights after its run. Seconds leave evaluating
+and saving out. ``--tiny`` is a small model and a few steps, without vLLM, also on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from end_to_end import versions
+from quickstart_vs_trl import TrlRunner, trl_python
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from lachesis.config.load import load_config
+from lachesis.config.schema import LachesisConfig
+from lachesis.metrics.sinks.jsonl import read_metrics
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+OURS, TRL = "Lachesis", "TRL"
+HELD_OUT = 512
+START_ACCURACY = 0.2
+REWARD = """
+def right(completions, answer, **columns):
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    return [float(text.strip().rpartition(";")[2] == wanted) for text, wanted in zip(texts, answer)]
+"""
+
+
+@dataclass(frozen=True)
+class Course:
+    """A run of one system. Seconds since the command, and since training began, at the end of each step."""
+
+    system: str
+    seed: int
+    since_command: list[float]
+    training: list[float]
+    accuracy: dict[int, float]
+
+    def reached(self, target: float, *, with_start: bool) -> float:
+        """Seconds until an evaluation first found ``target``; infinite where none did."""
+        seconds = self.since_command if with_start else self.training
+        steps = [step for step, accuracy in sorted(self.accuracy.items()) if accuracy >= target]
+        return seconds[max(steps[0], 1) - 1] if steps else math.inf
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run is made of, as trl_job reads it."""
+
+    options: argparse.Namespace
+    system: str
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        return self.options.steps
+
+    @property
+    def directory(self) -> Path:
+        return self.options.work / f"{self.system.lower()}-{self.seed}"
+
+    def config(self, *, engine: str = "embedded") -> LachesisConfig:
+        path = self.directory.with_suffix(".yaml")
+        path.write_text(yaml.safe_dump(configuration(self, engine=engine)))
+        return load_config(path).config
+
+
+def worked(a: int, b: int, *, digits: int) -> str:
+    """The sum digit by digit from the last, with what is carried, and then the sum."""
+    carried, parts = 0, []
+    for place in range(digits):
+        one, other = a // 10**place % 10, b // 10**place % 10
+        total = one + other + carried
+        parts.append(f"{one}+{other}+{carried}={total:02d}")
+        carried = total // 10
+    return ";".join([*parts, str(a + b)])
+
+
+def problems(*, digits: int, count: int, seed: int) -> list[dict[str, str]]:
+    draws, least = random.Random(seed), 10 ** (digits - 1)
+    numbers = [(draws.randrange(least, 10 * least), draws.randrange(least, 10 * least)) for _ in range(count)]
+    return [{"prompt": f"{a}+{b}:", "answer": str(a + b), "worked": worked(a, b, digits=digits)} for a, b in numbers]
+
+
+def prepare(options: argparse.Namespace) -> None:
+    """The start model, problems and reward, unless they are there."""
+    if (options.work / "model/config.json").is_file():
+        return
+    sys.path.insert(0, str(REPOSITORY / "examples/quickstart"))
+    quickstart: Any = importlib.import_module("setup")  # for its rows of prompts and answers
+
+    options.work.mkdir(parents=True, exist_ok=True)
+    rows = problems(digits=options.digits, count=HELD_OUT + 200_000 // (100 if options.tiny else 1), seed=0)
+    held_out, train = rows[:HELD_OUT], rows[HELD_OUT:]
+    for name, part in (("eval", held_out), ("train", train)):
+        (options.work / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (options.work / "reward.py").write_text(REWARD)
+    tokenizer = character_tokenizer()
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = small_model(tokenizer, tiny=options.tiny).to(device)
+    supervised_start(model, tokenizer, quickstart.encode, train=train, held_out=held_out, most=options.start_steps)
+    model.save_pretrained(options.work / "unfinished")
+    tokenizer.save_pretrained(options.work / "unfinished")
+    shutil.rmtree(options.work / "model", ignore_errors=True)
+    (options.work / "unfinished").rename(options.work / "model")
+
+
+def character_tokenizer() -> PreTrainedTokenizerFast:
+    """A token a character."""
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *"0123456789+=:;"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>")
+
+
+def small_model(tokenizer: Any, *, tiny: bool) -> Any:
+    """25 million parameters in the architecture of Qwen2."""
+    shape = (64, 2, 2, 128) if tiny else (512, 8, 8, 1408)
+    hidden, layers, heads, intermediate = shape
+    return Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=heads, intermediate_size=intermediate, max_position_embeddings=256,
+            tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )  # fmt: skip
+
+
+def supervised_start(
+    model: Any,
+    tokenizer: PreTrainedTokenizerFast,
+    encode: Any,
+    *,
+    train: list[dict[str, str]],
+    held_out: list[dict[str, str]],
+    most: int,
+) -> None:
+    """Train on worked answers until START_ACCURACY of sampled ones are right, ``most`` steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.0, fused=True)
+    draws = random.Random(0)
+    for step in range(most):
+        rows = [{**row, "answer": row["worked"]} for row in draws.sample(train, min(256, len(train)))]
+        input_ids, labels = (tensor.to(model.device) for tensor in encode(tokenizer, rows))
+        logits = model(input_ids=input_ids).logits[:, :-1]
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels[:, 1:].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 19 and sampled_accuracy(model, tokenizer, held_out[:256]) >= START_ACCURACY:
+            return
+    if most > 100:
+        raise SystemExit(f"after {most} steps the start model is not right in {START_ACCURACY:.0%} of its answers")
+
+
+@torch.no_grad()
+def sampled_accuracy(model: Any, tokenizer: PreTrainedTokenizerFast, rows: list[dict[str, str]]) -> float:
+    prompts = torch.tensor([tokenizer.encode(row["prompt"]) for row in rows], device=model.device)
+    longest = max(len(row["worked"]) for row in rows) + 2
+    found = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=True, max_new_tokens=longest)
+    texts = tokenizer.batch_decode(found[:, prompts.shape[1] :], skip_special_tokens=True)
+    answers = [text.replace(" ", "").rpartition(";")[2] for text in texts]
+    return statistics.fmean(answer == row["answer"] for answer, row in zip(answers, rows, strict=True))
+
+
+def configuration(plan: Plan, *, engine: str) -> dict[str, Any]:
+    options = plan.options
+    tokens = len(worked(10**options.digits - 1, 10**options.digits - 1, digits=options.digits)) + 4
+    tree: dict[str, Any] = {
+        "run": {"name": plan.directory.name, "dir": str(options.work), "steps": options.steps, "seed": plan.seed},
+        "model": {"path": str(options.work / "model")},
+        "data": {"path": str(options.work / "train.jsonl"), "eval_path": str(options.work / "eval.jsonl")},
+        "rewards": {"functions": [f"{options.work / 'reward.py'}:right"]},
+        "sampling": {"num_generations": 8, "max_completion_length": tokens},
+        "batch": {"prompts_per_step": options.prompts},
+        "optimizer": {"learning_rate": options.learning_rate, "warmup_steps": 3, "schedule": "constant"},
+        "evaluation": {"every_steps": options.every, "max_problems": 32 if options.tiny else HELD_OUT},
+        "checkpoint": {"every_steps": 0, "save_final": False},
+    }
+    if engine == "vllm":
+        tree["engine"] = {"kind": "vllm", "port": options.port, "extra_args": ["--max-num-seqs", "1024"]}
+        tree["bridge"] = {"kind": "shared_vllm"}
+    return tree
+
+
+def run_ours(plan: Plan) -> Course:
+    """`lachesis train` with a file, and what it wrote into metrics.jsonl."""
+    plan.config(engine="embedded" if plan.options.tiny else "vllm")
+    log = plan.directory.with_suffix(".log")
+    began = time.time()
+    command = [sys.executable, "-m", "lachesis", "train", str(plan.directory.with_suffix(".yaml")), "--overwrite"]
+    with log.open("w") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment()).returncode
+    if code:
+        sys.exit(log.read_text(errors="replace")[-4000:])
+    found = read_metrics(plan.directory / "metrics.jsonl")
+    apart = [line.values["eval_time"] + line.values.get("checkpoint_time", 0.0) for line in found.steps]
+    spent = [line.values["step_time"] - other for line, other in zip(found.steps, apart, strict=True)]
+    # The first evaluation is before step 1, in no step's time: what is before the first step is start-up without it.
+    before = found.steps[0].time - found.steps[0].values["step_time"] - began - first_evaluation(found)
+    training = [sum(spent[: i + 1]) for i in range(len(spent))]
+    accuracy = {result.step: result.accuracy for result in found.evaluations}
+    return Course(OURS, plan.seed, [before + seconds for seconds in training], training, accuracy)
+
+
+def first_evaluation(found: Any) -> float:
+    """Seconds of the evaluation before training, as long as one later on."""
+    later = [line.values["eval_time"] for line in found.steps if line.values["eval_time"] > 0.0]
+    return statistics.median(later) if later else 0.0
+
+
+def run_trl(plan: Plan, runner: TrlRunner) -> Course:
+    """GRPOTrainer, with vLLM in its process where there is a GPU."""
+    began = time.time()
+    run = runner.run(plan, threads=plan.options.threads)
+    training = [sum(step.seconds for step in run.steps[: i + 1]) for i in range(len(run.steps))]
+    before = runner.training_began - began
+    return Course(TRL, plan.seed, [before + seconds for seconds in training], training, run.accuracy)
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(REPOSITORY / "src"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+
+def table(courses: list[Course], *, target: float) -> str:
+    """Markdown: a row a system and seed, then the ratios of the medians."""
+    lines = [
+        f"| | seed | s to {target:.2f}, with start-up | without | held out at the start | at the end |",
+        "|---|---|---|---|---|---|",
+    ]
+    for one in sorted(courses, key=lambda course: (course.system, course.seed)):
+        with_start, without = (one.reached(target, with_start=with_start) for with_start in (True, False))
+        first, last = one.accuracy[min(one.accuracy)], one.accuracy[max(one.accuracy)]
+        seconds = " | ".join("not reached" if math.isinf(s) else f"{s:.1f}" for s in (with_start, without))
+        lines.append(f"| {one.system} | {one.seed} | {seconds} | {first:.3f} | {last:.3f} |")
+    for with_start, words in ((True, "with start-up"), (False, "without")):
+        ours, theirs = (
+            statistics.median(c.reached(target, with_start=with_start) for c in courses if c.system == system)
+            if any(c.system == system for c in courses)
+            else math.nan
+            for system in (OURS, TRL)
+        )
+        if math.isfinite(theirs / ours):
+            lines.append(f"\nTRL's median over ours, {words}: {theirs / ours:.2f}")
+    return "\n".join(lines) + "\n"
+
+
+def read_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--only", nargs="+", choices=(OURS, TRL), default=[OURS, TRL])
+    parser.add_argument("--target", type=float, default=0.8)
+    parser.add_argument("--every", type=int, default=5, help="steps from one evaluation to the next")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--digits", type=int, default=5)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--start-steps", type=int, default=3000, help="most steps of the supervised start")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--trl-rows", type=int, default=512, help="most completions in one of TRL's forward passes")
+    parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
+    parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL; by default .bench/trl's")
+    parser.add_argument("--port", type=int, default=9137)
+    parser.add_argument("--tiny", action="store_true", help="a small model and a few steps; also on a CPU")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-time-to-reward")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.tiny:
+        options.steps, options.every, options.prompts, options.digits, options.start_steps = 4, 2, 4, 2, 40
+    options.work = options.work / ("tiny" if options.tiny else "whole")
+    return options
+
+
+def main() -> None:
+    options = read_options()
+    prepare(options)
+    plans = [Plan(options, system, seed) for seed in options.seeds for system in options.only]
+    runner = None
+    if TRL in options.only:
+        gpu = torch.cuda.is_available() and not options.tiny
+        theirs: dict[str, Any] = {"use_cpu": not gpu}
+        if gpu:
+            theirs |= {
+                "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options.trl_memory,
+                "vllm_max_model_length": 256, "bf16": None,
+            }  # fmt: skip
+        runner = TrlRunner(
+            options.trl_python or trl_python(), plans[0].config(), rows=options.trl_rows, arguments=theirs
+        )
+    courses = []
+    for plan in plans:
+        if plan.system == TRL:
+            assert runner is not None
+            courses.append(run_trl(plan, runner))
+        else:
+            courses.append(run_ours(plan))
+        sys.stderr.write(json.dumps(asdict(courses[-1])) + "\n")
+        if options.out is not None:
+            options.out.write_text(json.dumps([asdict(course) for course in courses], indent=1) + "\n")
+    place = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    sys.stdout.write(f"{place}, {options.steps} steps of {options.prompts} x 8, {versions('trl', 'vllm')}\n\n")
+    sys.stdout.write(table(courses, target=options.target))
+
+
+if __name__ == "__main__":
+    main()
