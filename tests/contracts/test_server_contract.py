@@ -306,6 +306,44 @@ class TestOpenAI:
         values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
         assert values == pytest.approx(expected["token_logprobs"][0], abs=1e-3)
 
+    def test_a_chat_goes_on_after_tokens_that_are_given(self, server: Server):
+        """The messages of the turn are not tokenized again, whatever they say."""
+        body = {"model": "policy", "messages": [{"role": "user", "content": "cdefcdef"}], "temperature": 0}
+        expected = server.post("/generate", **GREEDY)
+        options = {"max_completion_tokens": 8, "logprobs": True, "return_token_ids": True, "seed": 3}
+        answer = server.post(
+            "/v1/chat/completions/tokens", **body, **options, tokens=PROMPT, return_tokens_as_token_ids=True
+        )
+        (choice,) = answer["choices"]
+        assert answer["prompt_token_ids"] == PROMPT and answer["object"] == "chat.completion"
+        assert choice["token_ids"] == expected["token_ids"][0]
+        assert choice["message"]["content"] == expected["text"][0]
+        assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
+            f"token_id:{token}" for token in choice["token_ids"]
+        ]
+        values = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+        assert values == pytest.approx(expected["token_logprobs"][0], abs=1e-3)
+        chunks = stream(server.http, "/v1/chat/completions/tokens", body | {"max_tokens": 8, "stream": True,
+                                                                            "tokens": PROMPT})  # fmt: skip
+        deltas = [choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"]]
+        assert "".join(deltas) == expected["text"][0]
+
+    @pytest.mark.parametrize("tokens", [None, [], [5, "6"], [10**6]])
+    def test_tokens_that_are_none_are_refused(self, tokens: Any, server: Server):
+        body = {"model": "policy", "messages": [{"role": "user", "content": "c"}], "max_tokens": 2, "tokens": tokens}
+        assert server.http.post("/v1/chat/completions/tokens", json=body).status_code == 400
+
+    def test_texts_and_conversations_are_tokenized(self, server: Server):
+        expected = server.post("/generate", prompt="cdef", max_tokens=1)["prompt_token_ids"]
+        by_text = server.post("/tokenize", model="policy", prompt="cdef", return_token_strs=True)
+        assert by_text["tokens"] == expected and by_text["max_model_len"] == MAX_LEN
+        assert by_text["count"] == len(by_text["token_strs"]) == len(expected)
+        messages = [{"role": "user", "content": "cd"}, {"role": "assistant", "content": "ef"}]
+        by_chat = server.post("/tokenize", model="policy", messages=messages, add_generation_prompt=False, tools=None)
+        assert by_chat["tokens"] == expected and by_chat["token_strs"] is None
+        assert server.http.post("/tokenize", json={"model": "nobody", "prompt": "a"}).status_code == 404
+        assert server.http.post("/tokenize", json={"model": "policy"}).status_code == 400
+
     def test_chats_are_streamed(self, server: Server):
         body = {"model": "policy", "messages": [{"role": "user", "content": "cdef"}], "temperature": 0}
         expected = server.post("/v1/chat/completions", **body, max_tokens=8)["choices"][0]

@@ -72,6 +72,13 @@ def parse_sampling(
     return params
 
 
+def chat_request(document: Mapping[str, Any]) -> Any:
+    """vLLM's record of a chat. Raises what :func:`caller_errors` names, pydantic's errors among them."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    return ChatCompletionRequest.model_validate(document)
+
+
 def caller_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises for a request that is the caller's fault: up to 0.26 ValueErrors, later a root of their own."""
     import vllm.exceptions as exceptions

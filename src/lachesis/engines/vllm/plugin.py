@@ -22,6 +22,7 @@ from lachesis.engines.serving.generation import POLICY
 from lachesis.engines.serving.operations import TOKENS
 from lachesis.engines.serving.server import engine_routes, error_response
 from lachesis.engines.serving.session import new_session, remove_session, write_session
+from lachesis.engines.vllm.chat_tokens import chat_tokens_route
 from lachesis.transport.bridge_file import asked_at_start
 
 if TYPE_CHECKING:
@@ -29,9 +30,12 @@ if TYPE_CHECKING:
 
 # Routes whose bodies have a field for the salt of the prefix cache.
 _SALTED = (
-    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/invocations",
+    "/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/tokens",
+    "/v1/responses", "/invocations",
 )  # fmt: skip
 _GENERATING = (*_SALTED, "/v1/messages", "/generative_scoring", "/v1/systemone")
+# These name a model too, and read no weights.
+_NAMING = ("/tokenize", "/detokenize")
 
 ROOTS_VARIABLE = "LACHESIS_ADAPTER_ROOTS"
 
@@ -76,6 +80,7 @@ class LachesisPlugin:
         first = [route for route in routes if route.path == TOKENS.path]
         self._app.router.routes[:0] = first
         self._app.router.routes.extend(route for route in routes if route not in first)
+        self._app.router.routes.append(chat_tokens_route(state))
 
 
 def adapter_roots(variable: str | None) -> tuple[Path, ...]:
@@ -89,7 +94,8 @@ class ModelAliases:
 
     A request to one of vLLM's generating routes waits while the engine is paused, has its model's name replaced by
     the one that stands for the weights in force, and gets the salt that keeps it from stale blocks of the prefix
-    cache. The engine is found in the application's state, where the plugin puts it; before that, nothing is done.
+    cache. One to its tokenizer has the name replaced. The engine is found in the application's state, where the plugin
+    puts it; before that, nothing is done.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -97,15 +103,16 @@ class ModelAliases:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         served: ServedVllm | None = None
-        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in _GENERATING:
+        if scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in (*_GENERATING, *_NAMING):
             served = getattr(scope["app"].state, "lachesis", None)
         if served is None:
             await self._app(scope, receive, send)
             return
         try:
             body = await Request(scope, receive).body()
-            await served.wait_until_running()
-            if scope["path"] not in _SALTED:
+            if scope["path"] in _GENERATING:
+                await served.wait_until_running()
+            if scope["path"] in _GENERATING and scope["path"] not in _SALTED:
                 await served.empty_stale_cache()
         except ClientDisconnect:
             return

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field, field_validator
-from starlette.requests import Request
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers import PreTrainedTokenizerBase
 
 from lachesis.engines.embedded.server.served import ServedEmbedded
-from lachesis.engines.serving.bodies import Count, Flag, Refused, Text, TokenIds
+from lachesis.engines.serving.bodies import Count, Flag, Refused, Request, Text, TokenIds, parse
 from lachesis.engines.serving.generation import (
     POLICY,
     GenerateBody,
@@ -73,6 +73,34 @@ class _ChatBody(_OpenAIBody):
     tools: Any = None
     add_generation_prompt: Flag = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    return_tokens_as_token_ids: Flag = False
+
+
+class _TokensChatBody(_ChatBody):
+    """A turn of a conversation whose prompt is given: the messages are what its tokens say, and are not rendered."""
+
+    tokens: TokenIds
+
+    @field_validator("tokens")
+    @classmethod
+    def _not_empty(cls, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        if not tokens:
+            raise Refused("tokens is empty", remedy="begin the prompt with at least one token")
+        return tokens
+
+
+class _TokenizeBody(Request):
+    """A text, or a conversation as the chat template renders it."""
+
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    model: Text | None = None
+    tools: Any = None
+    add_generation_prompt: Flag = True
+    add_special_tokens: Flag | None = None
+    continue_final_message: Flag = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    return_token_strs: Flag = False
 
 
 B = TypeVar("B", bound=_OpenAIBody)
@@ -89,7 +117,7 @@ class _Asked:
 
 
 class OpenAIRoutes:
-    """``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions`` over an engine and its tokenizer."""
+    """``/v1/models``, completions, chats (also with the prompt as tokens) and ``/tokenize``, over an engine."""
 
     def __init__(self, backend: ServedEmbedded) -> None:
         self._backend = backend
@@ -101,9 +129,11 @@ class OpenAIRoutes:
             Route("/v1/models", guarded(self._models), methods=["GET"]),
             Route("/v1/completions", guarded(self._completions), methods=["POST"]),
             Route("/v1/chat/completions", guarded(self._chat), methods=["POST"]),
+            Route("/v1/chat/completions/tokens", guarded(self._chat_tokens), methods=["POST"]),
+            Route("/tokenize", guarded(self._tokenize), methods=["POST"]),
         ]
 
-    async def _models(self, request: Request) -> Response:
+    async def _models(self, request: HttpRequest) -> Response:
         info, adapter = self._backend.model_info(), self._backend.adapter()
         names = [*info.served_names, POLICY, *([adapter.name] if adapter else [])]
         cards = [
@@ -119,20 +149,35 @@ class OpenAIRoutes:
         ]
         return JSONResponse({"object": "list", "data": cards})
 
-    async def _completions(self, request: Request) -> Response:
+    async def _completions(self, request: HttpRequest) -> Response:
         body = await self._parsed(_CompletionBody, request)
         for name in ("echo", "suffix"):
             if getattr(body, name):
                 raise Refused(f"{name} is not known to the embedded engine", remedy="leave it out, or use vLLM")
         return await self._answer(request, self._asked(body, body.prompt, top=body.logprobs))
 
-    async def _chat(self, request: Request) -> Response:
+    async def _chat(self, request: HttpRequest) -> Response:
         body = await self._parsed(_ChatBody, request)
-        prompt = render_chat(body, self._backend.tokenizer)
+        return await self._turn(request, body, render_chat(body, self._backend.tokenizer))
+
+    async def _chat_tokens(self, request: HttpRequest) -> Response:
+        body = await self._parsed(_TokensChatBody, request)
+        return await self._turn(request, body, body.tokens)
+
+    async def _turn(self, request: HttpRequest, body: _ChatBody, prompt: tuple[int, ...]) -> Response:
         top = body.top_logprobs if body.logprobs else None
         return await self._answer(request, self._asked(body, [prompt], top=top))
 
-    async def _parsed(self, kind: type[B], request: Request) -> B:
+    async def _tokenize(self, request: HttpRequest) -> Response:
+        body = parse(_TokenizeBody, await read_body(request))
+        info, tokenizer = self._backend.model_info(), self._backend.tokenizer
+        check_model(body.model, info=info, adapter=self._backend.adapter())
+        tokens = _tokenized(body, tokenizer)
+        strings = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        document = {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens}
+        return JSONResponse(document | {"token_strs": strings})
+
+    async def _parsed(self, kind: type[B], request: HttpRequest) -> B:
         return parse_sampled(kind, await read_body(request), sampling_fields=self._backend.sampling_fields)
 
     def _asked(self, body: _OpenAIBody, prompts: Sequence[str | tuple[int, ...]], *, top: int | None) -> _Asked:
@@ -156,7 +201,7 @@ class OpenAIRoutes:
         )
         return _Asked(requests, body.model or info.served_names[0], body, chat=isinstance(body, _ChatBody))
 
-    async def _answer(self, request: Request, asked: _Asked) -> Response:
+    async def _answer(self, request: HttpRequest, asked: _Asked) -> Response:
         if asked.body.stream:
             if len(asked.requests) > 1:
                 raise Refused("several prompts cannot be streamed at once", remedy="send one prompt, or stream: false")
@@ -208,7 +253,8 @@ class OpenAIRoutes:
             choice["message"] = {"role": "assistant", "content": part.text}
         if asked.requests[0].logprobs is not None:
             shape = _chat_logprobs if asked.chat else _completion_logprobs
-            choice["logprobs"] = shape(part, self._token_text)
+            by_id = isinstance(asked.body, _ChatBody) and asked.body.return_tokens_as_token_ids
+            choice["logprobs"] = shape(part, _token_id if by_id else self._token_text)
         if asked.body.return_token_ids:
             choice["token_ids"] = part.token_ids
         return choice
@@ -217,7 +263,27 @@ class OpenAIRoutes:
         return str(self._backend.tokenizer.decode([token]))
 
 
-def render_chat(body: _ChatBody, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def _token_id(token: int) -> str:
+    """So that none is read as the text of another one."""
+    return f"token_id:{token}"
+
+
+def _tokenized(body: _TokenizeBody, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Of a text with special tokens, of a conversation with those that the template has, unless the body says so."""
+    if (body.prompt is None) == (body.messages is None):
+        raise Refused("the body has neither prompt nor messages, or both", remedy="send one of them")
+    if body.prompt is not None:
+        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    if body.add_special_tokens:
+        raise Refused(
+            "add_special_tokens is for texts: a conversation has those of its template", remedy="leave it out"
+        )
+    return list(render_chat(body, tokenizer, continued=body.continue_final_message))
+
+
+def render_chat(
+    body: _ChatBody | _TokenizeBody, tokenizer: PreTrainedTokenizerBase, *, continued: bool = False
+) -> tuple[int, ...]:
     """The token ids of a conversation. Refused (400) where it is none, or the model has no chat template."""
     if not body.messages or not all(isinstance(message.get("role"), str) for message in body.messages):
         raise Refused("messages is no list of messages with a role", remedy='send [{"role": "user", "content": ...}]')
@@ -227,7 +293,8 @@ def render_chat(body: _ChatBody, tokenizer: PreTrainedTokenizerBase) -> tuple[in
         ids: Any = tokenizer.apply_chat_template(
             body.messages,
             tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt,
+            add_generation_prompt=body.add_generation_prompt and not continued,
+            continue_final_message=continued,
             tokenize=True,
             return_dict=False,
             **body.chat_template_kwargs,
