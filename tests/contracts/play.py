@@ -15,6 +15,7 @@ from lachesis.common.errors import DeadlineExceeded
 from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource, Played, Players, RolloutFailed
+from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.turns import TurnServer
 from lachesis.rollouts.verifiers.build import load_players
 from lachesis.rollouts.verifiers.settings import VerifiersSettings, own_signals
@@ -66,7 +67,7 @@ def main(environment: str, directory: Path) -> None:
     settings = VerifiersSettings(
         environment=str(ROOT / "examples" / "verifiers" / environment),
         args={"kind": "guess"} if old else {"taskset": {"kind": "guess"}},
-        server=TurnServer(engine, params=PARAMS, max_context=64, vocab_size=200, at_once=1),
+        server=TurnServer(GatheredCalls(engine, at_once=1), params=PARAMS, max_context=64, vocab_size=200),
         tokenizer=directory / "tokenizer",
         params=PARAMS,
         decode=lambda rows: [" ".join(map(str, row)) for row in rows],

@@ -46,7 +46,7 @@ def agent_proxy(directory: Path) -> Any:
 async def turn_server(directory: Path) -> Any:
     """Made within an event loop, as its calls are."""
     nothing: Any = None
-    return TurnServer(nothing, params=SamplingParams(max_tokens=1), max_context=9, vocab_size=9, at_once=1).app()
+    return TurnServer(nothing, params=SamplingParams(max_tokens=1), max_context=9, vocab_size=9).app()
 
 
 # A server, the file that makes it, and one route of each of its pages: dashboards and metrics are the API's and the

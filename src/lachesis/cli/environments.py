@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +15,7 @@ from lachesis.common.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from lachesis.common.types import EvalResult
+    from lachesis.environments.evaluation import EnvironmentEvaluation
     from lachesis.environments.process import Processed
     from lachesis.environments.runner import Summary
 
@@ -22,7 +26,10 @@ def env(
     name: Annotated[str, typer.Argument(help="A shipped environment, FILE.py:CLASS or module.CLASS.")] = "",
     command: Annotated[str, typer.Argument(help="serve, process or evaluate.")] = "--help",
 ) -> None:
-    """Serve, process or evaluate an environment; `lachesis env NAME --help` lists its flags."""
+    """Serve, process or evaluate an environment; `lachesis env NAME --help` lists its flags.
+
+    `lachesis env eval ENV --engine URL` tries any environment by its id: rewards, metrics, pass@k, failures.
+    """
     if code := run_environment(name, command, context.args):
         raise typer.Exit(code)
 
@@ -40,6 +47,8 @@ def run_environment(name: str, command: str, words: Sequence[str]) -> int:
     from lachesis.environments.settings import parse_options
     from lachesis.run import environments
 
+    if name == "eval":
+        return try_environment(command, words)
     if not name or HELP_FLAGS & {name, command, *words}:
         print_help(name)
         return 0
@@ -60,6 +69,43 @@ def run_environment(name: str, command: str, words: Sequence[str]) -> int:
     if result is not None:
         console.print(in_words(result))
     return code
+
+
+def try_environment(name: str, words: Sequence[str]) -> int:
+    """Run ``lachesis env eval NAME`` with these flags, or print its help; returns and raises as the others."""
+    from lachesis.run import trial
+
+    if HELP_FLAGS & {name, *words}:
+        console.print("Usage: lachesis env eval ENV --engine URL [FLAGS]\n")
+        console.print("ENV is a shipped name, FILE.py:CLASS, reasoning_gym:TASKS, or an id of verifiers.\n\nFlags:")
+        for flag, meaning in trial.FLAGS.items():
+            console.print(f"  {flag}: {meaning}", markup=False)
+        return 0
+    asked = trial.parse_trial(words)
+    with printed_log("lachesis.environments"):
+        result, code = trial.try_environment(name, asked)
+    if result is not None:
+        document = json.dumps(result.document(), indent=2)
+        if asked.json == "-":
+            sys.stdout.write(document + "\n")
+            return code
+        if asked.json is not None:
+            Path(asked.json).write_text(document + "\n")
+        for label, value in _tried(result):
+            console.print(f"{label:<28} {value}", markup=False, highlight=False)
+    return code
+
+
+def _tried(result: EnvironmentEvaluation) -> list[tuple[str, str]]:
+    """The table's rows."""
+    rows = [
+        (result.environment, f"{result.problems} problems, {result.rollouts} rollouts, {result.seconds:.1f} s"),
+        ("mean reward", f"{result.mean_reward:.3f}"),
+        *((f"pass@{k}", f"{value:.3f}") for k, value in result.pass_at.items()),
+        *((name, f"{value:.3f}") for name, value in result.metrics.items()),
+        ("tokens of a rollout", f"{result.mean_length:.1f}"),
+    ]
+    return [*rows, *((f"failed: {cause}", str(count)) for cause, count in sorted(result.failures.items()))]
 
 
 def _served(summary: Summary) -> str:
@@ -86,11 +132,13 @@ def print_help(name: str) -> None:
     from lachesis.environments.base import Environment
     from lachesis.environments.settings import describe
     from lachesis.environments.shipped import SHIPPED
+    from lachesis.rollouts.served import EPISODES
     from lachesis.run.environments import find
 
     kind = Environment if not name or name in HELP_FLAGS else find(name)
-    console.print("Usage: lachesis env NAME serve|process|evaluate [FLAGS]\n")
-    console.print(f"NAME is one of {', '.join(sorted(SHIPPED))}, or FILE.py:CLASS or module.CLASS of your own.")
+    console.print("Usage: lachesis env NAME serve|process|evaluate [FLAGS], or lachesis env eval ENV --help\n")
+    known = ", ".join(sorted([*SHIPPED, *EPISODES]))
+    console.print(f"NAME is one of {known}, or FILE.py:CLASS or module.CLASS of your own.")
     console.print(
         "serve sends rollouts to an API, process writes them to a file and a page, evaluate takes held-out problems."
     )

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from urllib.parse import urlsplit
 
 from lachesis.common.errors import ConfigError
+
+
+def free_port() -> int:
+    """One of this host's that nothing listens on now; another program may take it before it is used."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def server_url(url: str) -> str:

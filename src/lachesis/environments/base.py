@@ -6,19 +6,24 @@ import asyncio
 import random
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, EngineError
 from lachesis.common.types import EvalResult, Message, SamplingParams
 from lachesis.environments.client import InferenceClient
+from lachesis.environments.evaluation import Attempts
 from lachesis.environments.records import ScoredGroup, Trajectory, scored_group
 from lachesis.environments.settings import EnvironmentConfig
 from lachesis.environments.tokenizer import text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# What will not be better with the next problem.
+FATAL = (ConfigError, DeadlineExceeded, DependencyError, EngineError)
 
 T = TypeVar("T")
 Item = TypeVar("Item")
@@ -82,6 +87,23 @@ class Environment(ABC, Generic[Item, ConfigT]):
     def held_out(self) -> Sequence[Item]:
         """Problems that are never trained on, at most ``eval_num``; none where there is no evaluation."""
         return ()
+
+    def problems(self) -> Sequence[Item]:
+        """What ``lachesis env eval`` tries: those that are held out."""
+        return self.held_out()
+
+    async def attempts(self, item: Item, *, params: SamplingParams, count: int) -> Attempts:
+        """``count`` rollouts on a problem, scored together; those that raise are counted by their error.
+
+        Raises:
+            ConfigError, DeadlineExceeded, DependencyError, EngineError: no rollout would go better.
+        """
+        rollouts = (self.collect_trajectory(item, params=params) for _ in range(count))
+        found = await asyncio.gather(*rollouts, return_exceptions=True)
+        failures = Counter(failure_cause(one) for one in found if isinstance(one, BaseException))
+        done = [one for one in found if not isinstance(one, BaseException)]
+        scores = await self.score(item, done) if done else []
+        return Attempts(tuple(scores), tuple(one.sampled_length for one in done), failures=failures)
 
     async def evaluate(self) -> EvalResult:
         """Greedy rollouts on the held-out problems; a score of 1 or above is a success.
@@ -194,6 +216,13 @@ async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def failure_cause(error: BaseException) -> str:
+    """Under which name a rollout's error is counted. Raises it where it is no rollout's fault."""
+    if not isinstance(error, Exception) or isinstance(error, FATAL):
+        raise error
+    return type(error).__name__.removesuffix("Error").lower() or "error"
 
 
 def endless(items: Sequence[Item], *, seed: int) -> Iterator[Item]:

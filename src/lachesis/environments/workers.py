@@ -9,15 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, DependencyError, EngineError, LachesisError
-from lachesis.environments.base import Environment
+from lachesis.common.errors import DataError, LachesisError
+from lachesis.environments.base import FATAL, Environment
 from lachesis.environments.outputs import Counters
 from lachesis.environments.records import ScoredGroup
 
 logger = logging.getLogger("lachesis.environments")
 
-# What will not be better with the next problem.
-_FATAL = (ConfigError, DeadlineExceeded, DependencyError, EngineError)
 _IN_A_ROW = 10
 
 
@@ -62,7 +60,7 @@ class WorkerPool:
         try:
             async with asyncio.timeout(self.environment.config.worker_timeout):
                 group = await self._collect(item)
-        except _FATAL:
+        except FATAL:
             raise
         except TimeoutError:
             self._failed(

@@ -9,18 +9,22 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import DeadlineExceeded, LachesisError, RewardError
+from lachesis.common.errors import DataError, DeadlineExceeded, LachesisError, RewardError
 from lachesis.common.meters import BusyTime
 from lachesis.common.threads import LoopThread
-from lachesis.common.types import EvalResult, Group, Prompt, Sample
+from lachesis.common.types import EvalResult, Group, Prompt, Sample, SamplingParams
 from lachesis.rollouts.base import Done, Draw, GroupwiseSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.failures import note_failure
+from lachesis.rollouts.gathered import Calls
 from lachesis.rollouts.generation import nested_deadline, request_seed
 from lachesis.rollouts.local import MOST_EMPTY_BATCHES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +80,48 @@ class Players(ABC):
     async def stop(self) -> None:
         """The reverse of :meth:`start`. Idempotent."""
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyAccess:
+    """What players need of the model that plays.
+
+    Args:
+        calls: who samples its turns.
+        model: its name, by which a library may know it.
+        params: what is sampled with; ``max_tokens`` is the most of one turn, or of all, as the players say.
+        max_context: most tokens of prompt and completion together.
+        vocab_size: no token id reaches it.
+    """
+
+    calls: Calls
+    tokenizer: PreTrainedTokenizerBase
+    model: str
+    params: SamplingParams
+    max_context: int
+    vocab_size: int
+
+
+class TaskPlayers(Players):
+    """Players of one environment, which know its tasks. ``keep`` holds what they need while they play."""
+
+    keep: object = None
+
+    @abstractmethod
+    def split(self) -> tuple[list[Prompt], list[Prompt]]:
+        """Tasks to train on, and those that are held out. Raises DataError where nothing is left to train on."""
+
+
+def held_out_last(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
+    """All but the last ``count``, and these. Raises DataError where nothing would be left to train on."""
+    if count >= len(prompts):
+        raise DataError(f"source.eval_tasks is {count}, and there are {len(prompts)} tasks", remedy="lower it")
+    return prompts[: len(prompts) - count], prompts[len(prompts) - count :]
+
+
+def cause_of(error_type: str) -> str:
+    """The name under which an error is counted: ``SandboxError`` is ``sandbox``."""
+    return error_type.removesuffix("Error").lower() or "error"
 
 
 @dataclass(kw_only=True, eq=False)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
@@ -15,6 +16,24 @@ from lachesis.engines.base import Engine, Finished
 # Turns that are asked for together arrive some milliseconds apart.
 _GATHER_S = 0.004
 _PAUSED_S = 0.05
+
+
+class Calls(Protocol):
+    """Who completes single prompts on an event loop: an engine, or inference servers."""
+
+    deadline: Deadline
+
+    async def complete(self, request: GenerationRequest) -> Completion:
+        """One completion of a prompt."""
+        ...
+
+    async def ended(self) -> None:
+        """Wait until none is under way."""
+        ...
+
+    def close(self) -> None:
+        """Begin no further one. Idempotent."""
+        ...
 
 
 class GatheredCalls:

@@ -21,12 +21,11 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
 from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.types import Completion, GenerationRequest, Sample, SamplingParams, VersionSpan
-from lachesis.engines.base import Engine
 from lachesis.engines.serving.bodies import Refused, parse
 from lachesis.engines.serving.generation import GenerateBody
 from lachesis.engines.serving.server import guarded, read_body, while_connected
 from lachesis.engines.serving.tokens import TokensAnswer, TokensBody, generate_body, token_choice
-from lachesis.rollouts.gathered import GatheredCalls
+from lachesis.rollouts.gathered import Calls
 from lachesis.rollouts.generation import TextDecoder, request_seed
 
 logger = logging.getLogger(__name__)
@@ -55,15 +54,14 @@ class TurnServer:
     """``/inference/v1/generate`` on a port of its own, over any engine. Its coroutines run on one event loop.
 
     Args:
+        calls: who completes the prompts.
         params: what is sampled with where a request does not say; ``max_tokens`` is the most of one turn.
         max_context: most tokens of prompt and completion together; the last turn gets what is left.
         vocab_size: no token id of a prompt may reach it.
     """
 
-    def __init__(
-        self, engine: Engine, *, params: SamplingParams, max_context: int, vocab_size: int, at_once: int
-    ) -> None:
-        self.calls = GatheredCalls(engine, at_once=at_once)
+    def __init__(self, calls: Calls, *, params: SamplingParams, max_context: int, vocab_size: int) -> None:
+        self.calls = calls
         self.url = ""
         self.failure: LachesisError | None = None
         self._params = params

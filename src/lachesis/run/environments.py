@@ -23,6 +23,7 @@ from lachesis.environments.runner import Runner, Summary
 from lachesis.environments.settings import EnvironmentOptions
 from lachesis.environments.shipped import SHIPPED
 from lachesis.environments.tokenizer import load_tokenizer
+from lachesis.rollouts.served import EPISODES
 
 logger = logging.getLogger("lachesis.environments")
 
@@ -51,11 +52,12 @@ def find(name: str) -> type[Environment[Any, Any]]:
     Raises:
         ConfigError: there is none of that name, or what is named is no environment.
     """
-    if name in SHIPPED:
-        return SHIPPED[name]
+    if (known := {**SHIPPED, **EPISODES}.get(name)) is not None:
+        return known
     if ":" not in name and "." not in name:
-        near = nearest(name, SHIPPED)
-        remedy = f"did you mean {near}?" if near else f"known are {', '.join(sorted(SHIPPED))}, or give FILE.py:CLASS"
+        names = sorted([*SHIPPED, *EPISODES])
+        near = nearest(name, names)
+        remedy = f"did you mean {near}?" if near else f"known are {', '.join(names)}, or give FILE.py:CLASS"
         raise ConfigError(f"unknown environment {name!r}", remedy=remedy)
     found: Any = load_function(name)
     if not (isinstance(found, type) and issubclass(found, Environment)):
@@ -85,12 +87,12 @@ async def make_groups(environment: Environment[Any, Any], stop: asyncio.Event) -
     environment.config = config = config.model_copy(update={"include_messages": True})
     groups = config.total_steps if config.total_steps > 0 else _GROUPS
     path = config.data_path_to_save_groups or Path("data") / f"{environment.name}.jsonl"
-    return await _unless(stop, process(environment, groups=groups, path=path))
+    return await unless(stop, process(environment, groups=groups, path=path))
 
 
 async def evaluate(environment: Environment[Any, Any], stop: asyncio.Event) -> EvalResult | None:
     """Score greedy answers to the held-out problems."""
-    return await _unless(stop, _evaluate(environment))
+    return await unless(stop, _evaluate(environment))
 
 
 async def _evaluate(environment: Environment[Any, Any]) -> EvalResult:
@@ -113,7 +115,7 @@ async def _run(
     environment, result = None, None
     with _signals(stop) as received:
         try:
-            environment = await _unless(stop, _build(kind, options, client))
+            environment = await unless(stop, _build(kind, options, client))
             if environment is not None:
                 result = await command(environment, stop)
         finally:
@@ -133,7 +135,7 @@ async def _build(
     return kind(options.env, client=client, tokenizer=load_tokenizer(name))
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+async def unless(stop: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of ``work``, which is cancelled when ``stop`` is set: then ``None``."""
     working, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:

@@ -37,7 +37,7 @@ from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.custom import ROLLOUTS, CustomSource
 from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, load_problems, ranks, split_eval
 from lachesis.rollouts.datasets.transforms import axolotl_names
-from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource
+from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource, PolicyAccess, TaskPlayers
 from lachesis.rollouts.evaluate import Evaluates, Evaluator, ScheduledEvaluation
 from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
@@ -47,7 +47,7 @@ from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools import Toolbox, load_parser, load_tools
 from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
-from lachesis.rollouts.verifiers.build import build_verifiers_source
+from lachesis.rollouts.verifiers.build import verifiers_players
 from lachesis.train.batch import Batch, pack_for_ranks
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import Pack, RepeatedFeed, undivided
@@ -64,6 +64,9 @@ from lachesis.train.model.loading import (
 )
 from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
+
+# Calls of an engine with servers of its own, which takes many at once.
+_CALLS = 16
 
 
 def set_up(config: LachesisConfig) -> None:
@@ -278,13 +281,56 @@ def build_feed(
 def build_episodes(
     config: LachesisConfig, *, policy: Policy, engine: Engine
 ) -> tuple[EpisodeSource, EpisodeEvaluator | None]:
-    """The environment of ``source``, over the run's engine."""
-    return build_verifiers_source(
-        config,
+    """The environment of ``source`` over the run's engine, and the evaluation on its held-out tasks, if any.
+
+    Raises:
+        DependencyError: its library is not installed.
+        ConfigError, DataError: it cannot be loaded, or has no tasks.
+    """
+    source = config.source
+    assert isinstance(source, schema.EpisodesSection)
+    # What shares the trainer's process does one call after the other.
+    at_once = 1 if config.engine.place == "trainer" else _CALLS
+    access = PolicyAccess(
+        calls=GatheredCalls(engine, at_once=at_once),
         tokenizer=policy.loaded.tokenizer,
-        engine=engine,
+        model=config.model.path,
+        params=config.sampling.params(),
         max_context=context_length(config.model),
         vocab_size=policy.transformer.config.get_text_config().vocab_size,
+    )
+    players = build_players(source, access)
+    training, held_out = players.split()
+    episodes = EpisodeSource(
+        stream=PromptStream(training, seed=config.run.seed, shuffle=config.data.shuffle),
+        players=players,
+        num_generations=config.sampling.num_generations,
+        max_concurrent=source.max_concurrent,
+        refill_rounds=source.refill_rounds,
+        rollout_s=source.rollout_s,
+        seed=config.run.seed,
+        generation_s=config.deadlines.generation_s,
+    )
+    evaluator = EpisodeEvaluator(
+        source=episodes,
+        prompts=held_out[: config.evaluation.max_problems],
+        success_reward=config.evaluation.success_reward,
+        seed=config.run.seed,
+        generation_s=config.deadlines.generation_s,
+    )
+    return episodes, evaluator if held_out else None
+
+
+def build_players(source: schema.EpisodesSection, access: PolicyAccess) -> TaskPlayers:
+    """The players of an environment that has tasks of its own."""
+    assert isinstance(source, schema.VerifiersSourceConfig)
+    return verifiers_players(
+        access,
+        environment=source.environment,
+        args=source.args,
+        renderer=source.renderer,
+        max_tasks=source.max_tasks,
+        eval_tasks=source.eval_tasks,
     )
 
 
@@ -499,7 +545,7 @@ def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Polic
         max_rows=config.batch.micro_batch_size,
         skip_zero_advantage=algorithm.skip_zero_advantage and policy.ignores_zero_advantage,
         mask_truncated=algorithm.mask_truncated,
-        share_prefixes=policy.plan.packed,
+        share_prompts=policy.plan.packed,
         old_logprobs="trainer" if algorithm.sampler_correction != "none" else "sampler",
         replayed_old_logprobs="trainer" if config.pipeline.replay_recompute_logps else "sampler",
     )

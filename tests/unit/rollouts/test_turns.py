@@ -11,6 +11,7 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.common.types import Completion, SamplingParams, VersionSpan
+from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.turns import SESSION, Turn, TurnServer, joined
 from tests.fakes import FakeEngine
 
@@ -46,8 +47,9 @@ def test_a_prompt_that_does_not_continue_begins_another_sample():
 
 def asked(engine: FakeEngine, ask: Callable[[httpx.AsyncClient, TurnServer], Awaitable[object]], **options: int):
     async def whole() -> object:
-        settings = {"max_context": 16, "vocab_size": 32, "at_once": 1} | options
-        server = TurnServer(engine, params=PARAMS, **settings)
+        settings = {"max_context": 16, "vocab_size": 32} | options
+        at_once = settings.pop("at_once", 1)
+        server = TurnServer(GatheredCalls(engine, at_once=at_once), params=PARAMS, **settings)
         await server.start()
         server.begin(Deadline("a test", 20.0))
         try:

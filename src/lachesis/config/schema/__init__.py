@@ -58,6 +58,7 @@ from lachesis.config.schema.rollouts import (
     AtroposSourceConfig,
     DataConfig,
     DatasetConfig,
+    EpisodesSection,
     LocalSourceConfig,
     PipelineConfig,
     RewardsConfig,

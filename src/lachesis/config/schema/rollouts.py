@@ -195,21 +195,9 @@ class AtroposSourceConfig(Section):
     )
 
 
-class VerifiersSourceConfig(Section):
-    """An environment of the library verifiers, with its own tasks, tools and rubric: `data` and `rewards` are out."""
+class EpisodesSection(Section):
+    """What environments with tasks of their own have in common: `data` and `rewards` are out."""
 
-    kind: Literal["verifiers"] = "verifiers"
-    environment: str = Field(description="Id of an installed environment or task set, or a `.py` file that is one.")
-    args: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Arguments of the environment: keywords of its `load_environment` in verifiers 0.1, its `env` "
-        "section (`taskset`, `agent`, ...) in 0.4 and later.",
-    )
-    renderer: dict[str, Any] = Field(
-        default_factory=lambda: {"name": "auto"},
-        description="Name and fields of the renderer that makes tokens of conversations; `auto` takes the one that the "
-        "library has for the model, or else its chat template.",
-    )
     max_tasks: PositiveInt | None = Field(
         default=None, description="Use the first N tasks only; needed where an environment has no end of them."
     )
@@ -223,6 +211,23 @@ class VerifiersSourceConfig(Section):
     )
     rollout_s: PositiveFloat | None = Field(
         default=600.0, description="Limit of one rollout, in seconds; one that takes longer has failed."
+    )
+
+
+class VerifiersSourceConfig(EpisodesSection):
+    """An environment of the library verifiers, with its own tasks, tools and rubric: `data` and `rewards` are out."""
+
+    kind: Literal["verifiers"] = "verifiers"
+    environment: str = Field(description="Id of an installed environment or task set, or a `.py` file that is one.")
+    args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the environment: keywords of its `load_environment` in verifiers 0.1, its `env` "
+        "section (`taskset`, `agent`, ...) in 0.4 and later.",
+    )
+    renderer: dict[str, Any] = Field(
+        default_factory=lambda: {"name": "auto"},
+        description="Name and fields of the renderer that makes tokens of conversations; `auto` takes the one that the "
+        "library has for the model, or else its chat template.",
     )
 
 

@@ -16,15 +16,13 @@ from verifiers.clients.renderer_client import RendererClient
 
 from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.types import Prompt
-from lachesis.rollouts.episodes import Played, RolloutFailed
+from lachesis.rollouts.episodes import Played, RolloutFailed, cause_of, held_out_last
 from lachesis.rollouts.turns import MODEL, SESSION, joined
 from lachesis.rollouts.verifiers.renderer import ListRenderer
 from lachesis.rollouts.verifiers.settings import (
     Environment,
     VerifiersSettings,
-    cause_of,
     environment_id,
-    held_out_last,
     kept_turns,
 )
 

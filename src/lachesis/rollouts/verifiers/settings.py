@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import signal
 import sys
-from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import ConfigError, DataError, DependencyError, EngineError
-from lachesis.common.types import Prompt, SamplingParams
-from lachesis.rollouts.episodes import Players
+from lachesis.common.errors import ConfigError, DependencyError, EngineError
+from lachesis.common.types import SamplingParams
+from lachesis.rollouts.episodes import TaskPlayers
 from lachesis.rollouts.generation import TextDecoder
 from lachesis.rollouts.turns import Turn, TurnServer
 
@@ -49,16 +48,11 @@ class VerifiersSettings:
     eval_tasks: int = 0
 
 
-class Environment(Players):
-    """The players of one environment, which know its tasks. ``keep`` holds what they need while they play."""
+class Environment(TaskPlayers):
+    """The players of one environment, over a server in front of the engine."""
 
     def __init__(self, settings: VerifiersSettings) -> None:
         self.settings = settings
-        self.keep: object = None
-
-    @abstractmethod
-    def split(self) -> tuple[list[Prompt], list[Prompt]]:
-        """Tasks to train on, and those that are held out."""
 
     def report(self, deadline: Deadline) -> None:
         self.settings.server.begin(deadline)
@@ -68,13 +62,6 @@ class Environment(Players):
 
     async def stop(self) -> None:
         await self.settings.server.stop()
-
-
-def held_out_last(prompts: list[Prompt], count: int) -> tuple[list[Prompt], list[Prompt]]:
-    """All but the last ``count``, and these. Raises DataError where nothing would be left to train on."""
-    if count >= len(prompts):
-        raise DataError(f"source.eval_tasks is {count}, and there are {len(prompts)} tasks", remedy="lower it")
-    return prompts[: len(prompts) - count], prompts[len(prompts) - count :]
 
 
 def installed_line() -> str:
@@ -121,11 +108,6 @@ def own_signals() -> Iterator[None]:
         for number, handler in kept.items():
             if signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
-
-
-def cause_of(error_type: str) -> str:
-    """The name under which an error is counted: ``SandboxError`` is ``sandbox``."""
-    return error_type.removesuffix("Error").lower() or "error"
 
 
 def kept_turns(turns: Sequence[Turn], sampled: Sequence[Sequence[int]], *, where: str) -> list[Turn]:

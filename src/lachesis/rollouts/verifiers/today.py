@@ -19,15 +19,13 @@ from verifiers.v1.utils.loaders import default_harness_id, load_environment, res
 
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.types import Prompt
-from lachesis.rollouts.episodes import Played, RolloutFailed
+from lachesis.rollouts.episodes import Played, RolloutFailed, cause_of, held_out_last
 from lachesis.rollouts.turns import MODEL, joined
 from lachesis.rollouts.verifiers import harness
 from lachesis.rollouts.verifiers.settings import (
     Environment,
     VerifiersSettings,
-    cause_of,
     environment_id,
-    held_out_last,
     kept_turns,
 )
 

@@ -11,6 +11,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError, DataError, DependencyError, EngineError
 from lachesis.common.types import Completion, Prompt, VersionSpan
+from lachesis.rollouts import episodes
 from lachesis.rollouts.turns import Turn
 from lachesis.rollouts.verifiers import settings
 
@@ -69,12 +70,12 @@ def test_signals_are_the_runs_again():
 
 def test_the_last_tasks_are_held_out():
     prompts = [Prompt(id=str(number), token_ids=(), text="") for number in range(3)]
-    assert settings.held_out_last(prompts, 1) == (prompts[:2], prompts[2:])
-    assert settings.held_out_last(prompts, 0) == (prompts, [])
+    assert episodes.held_out_last(prompts, 1) == (prompts[:2], prompts[2:])
+    assert episodes.held_out_last(prompts, 0) == (prompts, [])
     with pytest.raises(DataError, match="eval_tasks is 3"):
-        settings.held_out_last(prompts, 3)
+        episodes.held_out_last(prompts, 3)
 
 
 @pytest.mark.parametrize(("error", "cause"), [("SandboxError", "sandbox"), ("Error", "error"), ("Crash", "crash")])
 def test_causes(error: str, cause: str):
-    assert settings.cause_of(error) == cause
+    assert episodes.cause_of(error) == cause
