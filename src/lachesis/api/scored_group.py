@@ -10,6 +10,8 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from lachesis.common.types import LARGEST_NUMBER, LOWEST_LOGPROB
+
 Item = TypeVar("Item")
 # One bad number in a list is enough to know; a list of millions of them would otherwise give as many errors.
 FirstFault = Annotated[list[Item], Field(fail_fast=True)]
@@ -24,10 +26,6 @@ UNTRAINED = -100
 # Environments write this, which is no logprob of a sampled token, where the mask does not train.
 NO_LOGPROB = 1.0
 
-# What float32 cannot compute with: e^-80 is nearly its smallest probability, and of numbers above the largest the
-# squares, which norms and deviations are made of, come near its end.
-LOWEST_LOGPROB = -80.0
-LARGEST_NUMBER = 1e15
 # No teacher gives a token less than that.
 LOWEST_TEACHER_LOGPROB = -1e4
 

@@ -12,6 +12,11 @@ Say = Callable[[str], None]
 Level = Literal["note", "warning", "problem"]
 LEVELS: tuple[Level, ...] = get_args(Level)
 
+# What float32 cannot compute with: e^-80 is nearly its smallest probability, and of numbers above the largest the
+# squares, which norms and deviations are made of, come near its end. Each door sets aside what is beyond.
+LOWEST_LOGPROB = -80.0
+LARGEST_NUMBER = 1e15
+
 
 class VersionSpan(NamedTuple):
     """Weight versions under which the first and the last token of a sequence were sampled; -1 where not known."""

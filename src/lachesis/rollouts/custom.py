@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from lachesis.common.contracts import contract
@@ -13,7 +14,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError
 from lachesis.common.imports import describe_exception
 from lachesis.common.threads import CallThread
-from lachesis.common.types import Group, Prompt, Sample, SamplingParams, VersionSpan
+from lachesis.common.types import LOWEST_LOGPROB, Group, Prompt, Sample, SamplingParams, VersionSpan
 from lachesis.engines.base import Engine
 from lachesis.rollouts.generation import generate_groups, request_seed
 from lachesis.rollouts.local import LocalSource
@@ -275,11 +276,17 @@ def read_fields(output: object, *, name: str, prompts: int, num_generations: int
     _check_vocabulary(prompt_ids, "prompt_ids", name, vocab_size)
     _check_vocabulary(completion_ids, "completion_ids", name, vocab_size)
     env_mask = output.get("env_mask")
+    logprobs = _logprobs(output["logprobs"], completion_ids, name)
+    masks = None if env_mask is None else _masks(env_mask, completion_ids, name)
+    for index, row in enumerate(logprobs):
+        lowest = min(row if masks is None else compress(row, masks[index]), default=0.0)
+        if lowest < LOWEST_LOGPROB:
+            raise _fault(name, f"logprobs[{index}] has {lowest:g}, which no sampled token has")
     return Fields(
         prompt_ids=prompt_ids,
         completion_ids=completion_ids,
-        logprobs=_logprobs(output["logprobs"], completion_ids, name),
-        env_mask=None if env_mask is None else _masks(env_mask, completion_ids, name),
+        logprobs=logprobs,
+        env_mask=masks,
         extras={
             str(field): _extra(field, values, count, name)
             for field, values in output.items()

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, DeadlineExceeded, LachesisError, RewardError
 from lachesis.common.meters import BusyTime
 from lachesis.common.threads import LoopThread
-from lachesis.common.types import EvalResult, Group, Prompt, Sample, SamplingParams
+from lachesis.common.types import (
+    LARGEST_NUMBER,
+    LOWEST_LOGPROB,
+    EvalResult,
+    Group,
+    Prompt,
+    Sample,
+    SamplingParams,
+)
 from lachesis.rollouts.base import Done, Draw, GroupwiseSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.failures import note_failure
@@ -31,6 +41,19 @@ logger = logging.getLogger(__name__)
 # A group needs two rollouts: one has nothing to be measured against.
 _FEWEST = 2
 _FAILURES = "rollout_failures"
+
+
+def why_unusable(sample: Sample) -> str:
+    """The first number of a sample with which it would make a whole batch's gradient infinite; empty without one."""
+    for reward in (sample.reward, *sample.rewards):
+        if reward is not None and not abs(reward) <= LARGEST_NUMBER:
+            return f"its reward is {reward:g}"
+    for value in (sample.advantage or 0.0, *(sample.token_advantages or ())):
+        if not abs(value) <= LARGEST_NUMBER:
+            return f"it has an advantage of {value:g}"
+    trained = compress(sample.logprobs, sample.loss_mask())
+    impossible = next((value for value in trained if value < LOWEST_LOGPROB or value == math.inf), None)
+    return "" if impossible is None else f"it has a logprob of {impossible:g}, which no sampled token has"
 
 
 class RolloutFailed(LachesisError):
@@ -236,13 +259,18 @@ class EpisodeSource(GroupwiseSource):
             self._counts["refilled_rollouts"] += missing * (round_number > 0)
             async with _Together() as together:
                 tasks = [together.begin(self._rollout(prompt, one)) for one in seeds]
-                played += [one for one in await together.results(tasks) if one is not None]
+                found = [one for one in await together.results(tasks) if one is not None]
+            played += self._usable(found, prompt)
             if len(played) == self.num_generations:
                 break
         if len(played) < _FEWEST:
             self._counts["dropped_groups"] += 1
             return RewardError(f"task {prompt.id}: of {self.num_generations} rollouts {len(played)} came to an end")
-        played = await self.players.finish(played)
+        # Rubrics that compare the rollouts of a group give rewards only here.
+        played = self._usable(await self.players.finish(played), prompt)
+        if len(played) < _FEWEST:
+            self._counts["dropped_groups"] += 1
+            return RewardError(f"task {prompt.id}: of {self.num_generations} rollouts {len(played)} can be trained on")
         samples = tuple(sample for one in played for sample in one.samples)
         self._counts["tokens_generated"] += sum(sum(sample.loss_mask()) for sample in samples)
         for one in played:
@@ -261,6 +289,17 @@ class EpisodeSource(GroupwiseSource):
             except RolloutFailed as failure:
                 self._note(failure, prompt)
             return None
+
+    def _usable(self, played: Sequence[Played], prompt: Prompt) -> list[Played]:
+        """Without those with a number that no trainer could compute with, which are noted as failures."""
+        kept: list[Played] = []
+        for one in played:
+            reason = next(filter(None, map(why_unusable, one.samples)), "")
+            if reason:
+                self._note(RolloutFailed(f"task {prompt.id}: {reason}", cause="number"), prompt)
+            else:
+                kept.append(one)
+        return kept
 
     def _note(self, failure: RolloutFailed, prompt: Prompt) -> None:
         note_failure(failure.message, cause=failure.cause, prompt_id=prompt.id)

@@ -303,6 +303,7 @@ def test_further_fields_have_a_value_per_completion_or_one_for_all():
         ({"logprobs": [[-0.5]] * 3}, "returned 3 logprobs for 4 completions"),
         ({"logprobs": [[0.7], *GOOD["logprobs"][1:]]}, r"logprobs\[0\] has 0\.7, no logprob"),
         ({"logprobs": [[-math.inf], *GOOD["logprobs"][1:]]}, r"logprobs\[0\] has -inf"),
+        ({"logprobs": [[-1e308], *GOOD["logprobs"][1:]]}, r"logprobs\[0\] has -1e\+308, which no sampled token has"),
         ({"logprobs": [["x"], *GOOD["logprobs"][1:]]}, r"logprobs\[0\] has 'x'"),
         ({"logprobs": [[[-1.0, -2.0]], *GOOD["logprobs"][1:]]}, r"logprobs\[0\] has \[-1\.0, -2\.0\]"),
         ({"env_mask": [[1], [1, 2], [1, 1, 1], [1]]}, r"env_mask\[1\] is \[1, 2\]"),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -95,6 +98,58 @@ def test_with_15_percent_of_rollouts_killed_advantages_are_as_if_these_had_never
     assert found == survivors, "a rollout that failed changes nothing about the others"
     assert advantages(found) == advantages(survivors)
     assert sum(lost.values()) == TASKS * SIZE - sum(len(group.samples) for group in found)
+
+
+POISON: dict[str, dict[str, Any]] = {
+    "an infinite reward": {"reward": math.inf, "rewards": (math.inf,)},
+    "no number": {"reward": math.nan, "rewards": (math.nan,)},
+    "a reward beyond squares": {"reward": -1e308, "rewards": (-1e308,)},
+    "a part beyond squares": {"rewards": (0.5, 1e308)},
+    "an advantage": {"advantage": 1e38},
+    "an advantage of a token": {"token_advantages": (0.0, -1e38)},
+    "a logprob": {"logprobs": (-1.0, -1e308)},
+    "an infinite logprob": {"logprobs": (-math.inf, -1.0)},
+}
+
+
+class Poisoned(Dice):
+    """The first rollout of each group has such numbers, as soon as it is played or once its group is scored."""
+
+    def __init__(self, changes: dict[str, Any], *, at_the_end: bool) -> None:
+        super().__init__()
+        self.changes, self.at_the_end = changes, at_the_end
+        self.met: set[str] = set()
+
+    def poisoned(self, played: Played) -> Played:
+        return replace(played, samples=tuple(replace(one, **self.changes) for one in played.samples))
+
+    async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
+        played = await super().play(prompt, seed=seed)
+        first = prompt.id not in self.met
+        self.met.add(prompt.id)
+        return self.poisoned(played) if first and not self.at_the_end else played
+
+    async def finish(self, played: Sequence[Played]) -> list[Played]:
+        return [self.poisoned(played[0]), *played[1:]] if self.at_the_end else list(played)
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize("what", POISON)
+def test_numbers_that_no_trainer_can_compute_with_are_left_out_with_their_reason(
+    what: str, at_the_end: bool, caplog: pytest.LogCaptureFixture
+):
+    episodes = source(Poisoned(POISON[what], at_the_end=at_the_end))
+    found = groups(episodes, 2)
+    assert [len(group.samples) for group in found] == [SIZE - 1] * 2
+    assert episodes.counters()["rollout_failures/number"] == 2
+    (said,) = [message for message in caplog.messages if "is left out of its group" in message]
+    assert any(word in said for word in ("its reward is", "an advantage of", "a logprob of"))
+
+
+def test_masked_and_unknown_logprobs_are_no_poison():
+    masked = {"logprobs": (-1e308, -1.0), "mask": (0, 1)}
+    for changes in (masked, {"logprobs": (math.nan, -79.0)}):
+        assert [len(group.samples) for group in groups(source(Poisoned(changes, at_the_end=True)), 2)] == [SIZE] * 2
 
 
 def test_what_failed_is_played_anew_with_seeds_of_its_own():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from lachesis.common.types import LARGEST_NUMBER
 from lachesis.rollouts.rewards.functions import Excluded
 
 
@@ -23,4 +24,6 @@ def _number(text: str | None) -> float | Excluded:
         number = float(text or "")
     except ValueError:
         return Excluded("no reward reported")
+    if abs(number) > LARGEST_NUMBER:
+        return Excluded("the reward reported is no usable number")
     return number if math.isfinite(number) else Excluded("no reward reported")

@@ -10,6 +10,7 @@ from typing import Any
 
 from lachesis.common.imports import describe_exception
 from lachesis.common.threads import Outcome
+from lachesis.common.types import LARGEST_NUMBER
 
 HANG_REMEDY = "make it faster or give what it waits for a timeout, or raise rewards.timeout_s"
 VALUE_REMEDY = "return a list with a finite number per completion, or None where the function abstains"
@@ -203,8 +204,8 @@ def read_rewards(result: object, count: int) -> list[float | BadValue | Excluded
     """The rewards of ``count`` completions as floats, ``None`` where the function abstained.
 
     Numbers may be Python's, numpy's or torch's; the list may be an array or a tensor of shape [count].
-    A value that is no finite number comes back as :class:`BadValue` in its place; a result that is no list
-    of this length as one :class:`BadValue`.
+    A value that is no finite number, or one that no trainer could use, comes back as :class:`BadValue` in its
+    place; a result that is no list of this length as one :class:`BadValue`.
     """
     if callable(to_list := getattr(result, "tolist", None)):
         result = to_list()
@@ -225,6 +226,8 @@ def _read_value(value: object) -> float | BadValue | Excluded | None:
         number = float(number)
     except OverflowError:
         return BadValue("returned an integer too large for a reward")
+    if abs(number) > LARGEST_NUMBER and math.isfinite(number):
+        return BadValue(f"returned {number:g} as a reward, beyond {LARGEST_NUMBER:g}")
     return number if math.isfinite(number) else BadValue(f"returned {number} as a reward")
 
 

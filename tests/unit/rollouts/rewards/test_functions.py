@@ -29,7 +29,10 @@ class TestValues:
     def test_abstaining(self):
         assert read_rewards([None, 0.0], 2) == [None, 0.0]
 
-    @pytest.mark.parametrize("bad", [math.nan, -math.inf, "1", 1j, [1.0], torch.ones(1), np.nan, 10**400])
+    @pytest.mark.parametrize(
+        "bad",
+        [math.nan, -math.inf, 1e308, -1e308, 10**300, np.float64(1e16), "1", 1j, [1.0], torch.ones(1), np.nan, 10**400],
+    )
     def test_a_bad_value_is_found_in_its_place(self, bad):
         values = read_rewards([0.5, bad, None], 3)
         assert values[0] == 0.5
