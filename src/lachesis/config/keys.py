@@ -115,6 +115,8 @@ def type_in_words(annotation: Any, constraints: Sequence[Any] = ()) -> str:
         return "mapping"
     if annotation not in _SCALARS:
         raise TypeError(f"no words for the type {annotation!r}")
+    if annotation is str and any(getattr(constraint, "pattern", None) for constraint in constraints):
+        return "name or address of a host"  # the only texts of a form
     bounds = _bounds(constraints) if annotation in (int, float) else ""
     return f"{_SCALARS[annotation]} {bounds}".strip()
 

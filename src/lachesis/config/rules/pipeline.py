@@ -80,10 +80,15 @@ def _streaming(config: LachesisConfig) -> Iterator[Said]:
             "pipeline.streaming does nothing with source.rollout_func, which gives all groups of a batch at once"
         )
     elif pipeline.streaming_min_groups >= prompts:
+        remedy = "lower it" if prompts > 1 else "raise batch.prompts_per_step: of one prompt nothing can come earlier"
         yield warning(
-            f"pipeline.streaming_min_groups {pipeline.streaming_min_groups} is not below the {prompts} "
-            "prompts that are generated at once, so no group is scored before all of them are generated; lower it"
+            f"pipeline.streaming_min_groups {pipeline.streaming_min_groups} is not below the {counted(prompts)} "
+            f"generated at once, so no group is scored before all of them are generated; {remedy}"
         )
+
+
+def counted(prompts: int) -> str:
+    return "one prompt that is" if prompts == 1 else f"{prompts} prompts that are"
 
 
 def _replay(config: LachesisConfig) -> Iterator[Said]:
@@ -117,8 +122,8 @@ def _reroll(config: LachesisConfig) -> Iterator[Said]:
         )
     if pipeline.reroll_max_groups > prompts:
         yield problem(
-            f"pipeline.reroll_max_groups {pipeline.reroll_max_groups} is more than the {prompts} prompts that "
-            "are generated at once; lower it"
+            f"pipeline.reroll_max_groups {pipeline.reroll_max_groups} is more than the {counted(prompts)} "
+            "generated at once; lower it"
         )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lachesis.common.errors import ConfigError
+from lachesis.common.http import server_url
 from lachesis.config.rules.base import Rule, Said, note, problem, warning
 from lachesis.config.schema import (
     SERVERS_DNS,
@@ -42,6 +44,21 @@ def _bridge(config: LachesisConfig) -> Iterator[Said]:
         )
     if not config.bridge.proof:
         yield warning("bridge.proof is false: an engine with stale weights would go unnoticed; turn it on")
+
+
+def _addresses(config: LachesisConfig) -> Iterator[Said]:
+    """Whether what is to be an address is one: a run would wait for it."""
+    named: dict[str, str] = {}
+    if config.engine.kind == "http":
+        urls = [url for url in config.engine.urls if not url.startswith(SERVERS_FILE)]
+        named = {f"engine.urls {url}": url.removeprefix(SERVERS_DNS) for url in urls}
+    if config.source.kind == "atropos":
+        named[f"source.url {config.source.url}"] = config.source.url
+    for key, url in named.items():
+        try:
+            server_url(url)
+        except ConfigError:
+            yield problem(f"{key} is no address of a server; write it as http://127.0.0.1:PORT")
 
 
 def _shared(config: LachesisConfig) -> Iterator[Said]:
@@ -220,4 +237,4 @@ def _context(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-SERVING_RULES: tuple[Rule, ...] = (_shared, _merged, _engine, _sleep, _rounded, _bridge)
+SERVING_RULES: tuple[Rule, ...] = (_addresses, _shared, _merged, _engine, _sleep, _rounded, _bridge)

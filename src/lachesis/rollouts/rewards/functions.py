@@ -17,7 +17,8 @@ VALUE_REMEDY = "return a list with a finite number per completion, or None where
 RAISE_REMEDY = "mend it, or let it return None for completions that it cannot judge"
 SIGNAL_REMEDY = (
     "in this process reward functions run on a thread, where signal.alarm does not work: set rewards.num_workers "
-    "to 1 or more, or turn such timeouts off (math_verify: parsing_timeout=None and timeout_seconds=None)"
+    "to 1 or more (in Axolotl's keys trl.reward_num_workers to 2 or more: 1 is this process there), or turn such "
+    "timeouts off (math_verify: parsing_timeout=None and timeout_seconds=None)"
 )
 _TEXT_REMEDY = (
     "where prompts are texts, completions are texts here, as in TRL; for a function that reads messages, as in "

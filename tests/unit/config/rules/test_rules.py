@@ -372,6 +372,13 @@ def test_all_problems_are_told_at_once(build):
             "streaming_min_groups 32 is not below the 32 prompts that are generated at once, so no group",
         ),
         (
+            {"pipeline": {"streaming": True, "streaming_min_groups": 1}, "batch": {"prompts_per_step": 1}},
+            "warning",
+            "streaming",
+            "not below the one prompt that is generated at once, so no group is scored before all of them are "
+            "generated; raise batch.prompts_per_step",
+        ),
+        (
             {"pipeline": {"streaming": True}, "source": {"kind": "local", "rollout_func": "agents.solve"}},
             "warning",
             "streaming",
@@ -407,6 +414,22 @@ def test_what_is_odd_is_said(build, sections, level, rule, expected):
     (finding,) = check(build(**sections))
     assert (finding.level, finding.rule) == (level, rule)
     assert expected in finding.message
+
+
+@pytest.mark.parametrize("address", ["abc", "abc:8002", "http://127.0.0.1:99999", "http://127.0.0.1:x", "http://"])
+def test_an_address_that_is_none_is_a_problem_before_anything_waits_for_it(build, address):
+    for url in (address, f"dns+{address}"):
+        with pytest.raises(ConfigError) as caught:
+            check(build(engine={"kind": "http", "urls": [url]}, bridge={"kind": "broadcast"}))
+        assert f"engine.urls {url} is no address of a server; write it as http" in caught.value.message
+    source = {**ATROPOS, "url": address}
+    with pytest.raises(ConfigError) as caught:
+        check(build(source=source, engine={"kind": "embedded_server"}, bridge=SHARED))
+    assert f"source.url {address} is no address of a server" in caught.value.message
+
+
+def test_servers_that_a_file_names_are_no_addresses_yet(build):
+    assert not check(build(engine={"kind": "http", "urls": ["file:servers.txt"]}, bridge={"kind": "broadcast"}))
 
 
 def test_streaming_is_for_what_is_generated_here(build):
