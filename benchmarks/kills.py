@@ -31,7 +31,7 @@ STEPS = 30
 BACK_S = 120.0
 # The first moment at which all are at work, and how long after a step the last may be.
 FIRST_STEP, SPREAD_S = 2, 2.0
-SPAWNED = {"embedded": "lachesis serve", "vllm": "lachesis.engines.vllm"}
+ENGINES = ("embedded", "vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ VICTIMS = {
     "rollout API": Victim("run-api"),
     "environment": Victim("env arithmetic"),
     "trainer": Victim("", "shared_vllm"),
-    "engine, shared weights": Victim("ENGINE"),
-    "engine, own weights": Victim("ENGINE", "lora_only"),
+    "engine, shared weights": Victim("lachesis serve"),
+    "engine, own weights": Victim("lachesis serve", "lora_only"),
     "supervisor of the API": Victim("run-api", supervisor=True),
     "supervisor of the environment": Victim("env arithmetic", supervisor=True),
-    "supervisor of the engine, shared weights": Victim("ENGINE", supervisor=True),
-    "supervisor of the engine, own weights": Victim("ENGINE", "lora_only", supervisor=True),
+    "supervisor of the engine, shared weights": Victim("lachesis serve", supervisor=True),
+    "supervisor of the engine, own weights": Victim("lachesis serve", "lora_only", supervisor=True),
 }
 
 
@@ -91,38 +91,37 @@ def start(job: Stage, config: Path, *words: str, forked: bool) -> None:
     job.start("trainer", "run", config, *words, python=(sys.executable, "-c", FORKING if forked else COMMAND))
 
 
-def find(job: Stage, victim: Victim, *, engine: str) -> psutil.Process | None:
+def find(job: Stage, victim: Victim) -> psutil.Process | None:
     """The process as it runs now; None while it is not there."""
     trainer = psutil.Process(job.processes["trainer"].pid)
     if not victim.words:
         return trainer
-    words = SPAWNED[engine] if victim.words == "ENGINE" else victim.words
     try:
-        process = job.child("trainer", words)
-        found = job.supervisor("trainer", words) if victim.supervisor else process
+        process = job.child("trainer", victim.words)
+        found = job.supervisor("trainer", victim.words) if victim.supervisor else process
     except (AssertionError, psutil.NoSuchProcess):
         return None
     return found if found.status() != psutil.STATUS_ZOMBIE else None
 
 
-def kill_at_random(job: Stage, victim: Victim, *, draws: random.Random, step: int, engine: str) -> psutil.Process:
+def kill_at_random(job: Stage, victim: Victim, *, draws: random.Random, step: int) -> psutil.Process:
     """SIGKILL up to two seconds after ``step``, wherever the run is then; who got it."""
     job.wait_step(step)
     time.sleep(draws.uniform(0, SPREAD_S))
-    wait_for(lambda: find(job, victim, engine=engine) is not None, "the victim", timeout_s=BACK_S)
-    process = find(job, victim, engine=engine)
+    wait_for(lambda: find(job, victim) is not None, "the victim", timeout_s=BACK_S)
+    process = find(job, victim)
     assert process is not None
     process.kill()
     return process
 
 
-def wait_back(job: Stage, victim: Victim, killed: psutil.Process, *, engine: str) -> float:
+def wait_back(job: Stage, victim: Victim, killed: psutil.Process) -> float:
     """Seconds until another process stands in the killed one's place."""
     began = time.monotonic()
 
     def back() -> bool:
         assert job.processes["trainer"].poll() is None, job.log("trainer")
-        found = find(job, victim, engine=engine)
+        found = find(job, victim)
         return found is not None and found != killed
 
     wait_for(back, "what was killed", timeout_s=BACK_S)
@@ -163,9 +162,9 @@ def trial(
             job.wait_step(step)
             below = psutil.Process(job.processes["trainer"].pid).children(recursive=True)
             everyone |= set(below)
-            killed = kill_at_random(job, victim, draws=draws, step=step, engine=engine)
+            killed = kill_at_random(job, victim, draws=draws, step=step)
             if victim.words:
-                back.append(wait_back(job, victim, killed, engine=engine))
+                back.append(wait_back(job, victim, killed))
             else:
                 back.append(resume(job, config, below, forked=forked))
         code = job.wait_trainer(timeout_s=600)
@@ -210,7 +209,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", choices=sorted(VICTIMS), default=list(VICTIMS))
-    parser.add_argument("--engine", choices=sorted(SPAWNED), default="embedded")
+    parser.add_argument("--engine", choices=ENGINES, default="embedded")
     args = parser.parse_args()
     say(f"{args.kills} kills each, seed {args.seed}, engine {args.engine}, {STEPS} steps of {BATCH} sequences\n")
     say("| killed | times | the run | groups lost | trained on twice | left behind | back after | whole run |")
