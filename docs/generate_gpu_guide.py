@@ -69,8 +69,9 @@ By `plan`, with `model.gradient_checkpointing` and AdamW. Each cell is for a con
 GB that are needed, and the smallest of cards of 24, 40, 48, 80 and 141 GB that has them.
 
 - **One card, shared**: trainer and engine. Full: `shared_vllm`; LoRA: `lora_only` with `share_base`; both with the
-  smallest share of the card that lets vLLM serve 16 sequences at a time (`plan --fit` says it as
-  `engine.gpu_memory_utilization`). QLoRA: the embedded engine, in the trainer's process, 64 sequences at a time.
+  smallest share of the card that lets vLLM serve 16 sequences at a time. Where `engine.gpu_memory_utilization` is not
+  set it is 0.45, or what the trainer leaves. QLoRA: the embedded engine, in the trainer's process, 64 sequences at a
+  time.
 - **One each**: the trainer's card. The engine's own needs what the last column says, with vLLM's default share of 0.9.
 - **Two, four**: each of the trainer's cards, sharded by FSDP2, with the engine elsewhere. Quantized weights cannot be
   sharded; with `distributed.strategy: replicate` each card takes what one takes.
@@ -231,7 +232,8 @@ def render() -> str:
             INTRODUCTION,
             "## Measured\n",
             f"`benchmarks/memory.py` on {machine}.",
-            f"The largest error of `plan` over these rows is {error:.1%}.",
+            f"The largest error of `plan` over these {len(record['rows'])} rows is {error:.1%}.",
+            "Sizes and layouts that are not here, several GPUs among them, are planned and not measured.",
             AFTER_MEASURED,
             *measured_rows(record),
             CARDS_TEXT,

@@ -44,7 +44,7 @@ models: the memory of a rank, and how long loading, a transfer of the weights an
 One GPU, and two GPUs of one host, have run: sharded training over both, and trainer and engine on one each, with the
 transfer between them measured ([results](../benchmarks/RESULTS.md)). More ranks have run with small models on a CPU;
 several nodes have not. All tables of this page are **calculated**: from the shapes of the models, from the
-counts of memory that are held against [measured steps](gpu-guide.md), and from these constants:
+counts of memory that are held against [measured steps](gpu-guide.md) of one GPU, and from these constants:
 
 | constant | value | where from |
 |---|---|---|

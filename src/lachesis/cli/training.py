@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 
 from lachesis.cli.base import (
+    PASS_ON,
     Overrides,
     Overwrite,
     Resume,
@@ -21,12 +22,13 @@ from lachesis.cli.base import (
     stop_on_signals,
     world_of_leader,
 )
+from lachesis.common.errors import ConfigError
 from lachesis.config.cards import card_lines
 from lachesis.config.cost import scale_lines
 from lachesis.config.custom import custom_parts
 from lachesis.config.fit import fit, fit_lines
 from lachesis.config.init import init as write_first_run
-from lachesis.config.load import load_config
+from lachesis.config.load import LoadedConfig, load_argv, load_config
 from lachesis.config.model_shape import find_shape
 from lachesis.config.plan import plan, plan_lines
 from lachesis.config.rules import check
@@ -66,9 +68,10 @@ def train(
     conclude(summary, stop, ["lachesis", "train", str(config), *words])
 
 
-@app.command("plan")
+@app.command("plan", context_settings=PASS_ON)
 def plan_command(
-    config: Annotated[Path, typer.Argument(help="YAML file with the configuration.")],
+    context: typer.Context,
+    config: Annotated[str, typer.Argument(metavar="CONFIG|FLAGS", help="YAML file, or flags as `grpo` takes them.")],
     overrides: Overrides = None,
     device: Annotated[Literal["cuda", "cpu"] | None, typer.Option(help="Plan for it; what is here, if unset.")] = None,
     devices: Annotated[int, typer.Option(min=1, help="How many train, as torchrun starts them.")] = 1,
@@ -82,7 +85,7 @@ def plan_command(
     card_gb: Annotated[float, typer.Option("--card", min=1, metavar="GB", help="With --gpus: size of a card.")] = 80,
 ) -> None:
     """Say what a run will do, and the memory and disk it takes, without loading model or data."""
-    loaded = load_config(config, overrides=overrides or [], processes=devices if devices > 1 else None)
+    loaded = _loaded([config, *context.args], overrides=overrides or [], devices=devices)
     for finding in [*loaded.findings, *check(loaded.config, located=loaded.located)]:
         console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")
     found = find_shape(loaded.config.model.path, revision=loaded.config.model.revision, ask_hub=True)
@@ -101,6 +104,17 @@ def plan_command(
     if fit_gb is not None:
         for line in fit_lines(fit(loaded.config, card_gb=fit_gb, devices=devices, found=found), card_gb=fit_gb):
             console.print(line)
+
+
+def _loaded(words: list[str], *, overrides: list[str], devices: int) -> LoadedConfig:
+    """A file, or the Atropos trainer's flags."""
+    if words[0].startswith("-"):
+        return load_argv(words, overrides=overrides)
+    if len(words) > 1:
+        raise ConfigError(
+            f"plan takes one file, and {words[1]!r} is more", remedy="see `lachesis plan --help` for its options"
+        )
+    return load_config(Path(words[0]), overrides=overrides, processes=devices if devices > 1 else None)
 
 
 def _custom_lines(config: LachesisConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ FRAGMENTS_BYTES = 10**9
 ENGINE_WORKSPACE_BYTES = 3 * 2**29
 # What it takes on top of its share: CUDA graphs. Assumed.
 ENGINE_GRAPHS_BYTES = 2**30
-# As in lachesis.engines.build: the share of a server on the trainer's GPU, and of one on its own, if none is set.
+# The share of a server on the trainer's GPU where that fits, and of one on its own, if none is set.
 SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
 # A server needs a cache for so many sequences at a time to be of use; more are served in turn.
 _SEQUENCES = 16
@@ -31,8 +32,8 @@ _SEQUENCES = 16
 class CardUse:
     """Bytes of a card of the trainer's, and whether they are there.
 
-    ``engine`` is the share of a server beside the trainer, 0 where there is none; ``engine_least`` the smallest that
-    would do. ``engine_fits`` says so of an engine's own card where it has one.
+    ``engine`` is what a server beside the trainer takes, 0 where there is none; ``engine_least`` the least that would
+    do. ``engine_fits`` says so of an engine's own card where it has one. ``share`` is vLLM's, where there is one.
     """
 
     card: int
@@ -40,6 +41,7 @@ class CardUse:
     engine: int
     engine_least: int
     engine_fits: bool
+    share: float | None = None
 
     @property
     def total(self) -> int:
@@ -56,15 +58,15 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
     if config.engine.place == "trainer":  # one process: the cache is there while it generates
         return CardUse(card, process_bytes(planned.peak("trainer", "engine")), 0, 0, True)
     trainer = process_bytes(planned.peak("trainer"))
+    share = chosen_share(config, card=card, trainer=trainer, least=least)
     if not beside_trainer(config):
-        return CardUse(card, trainer, 0, least, least <= OWN_GPU_UTILIZATION * card)
-    share = utilization(config)
+        return CardUse(card, trainer, 0, least, least <= (share or OWN_GPU_UTILIZATION) * card, share)
     engine = least if share is None else round(share * card) + ENGINE_GRAPHS_BYTES
     fits = least <= engine
     if sleeps(config):  # it holds its share while the trainer holds what it holds while nothing is trained
         waking = process_bytes(sum(planned.at("generation", "trainer"))) + engine
         engine = max(waking - trainer, CONTEXT_BYTES + ENGINE_GRAPHS_BYTES)
-    return CardUse(card, trainer, engine, least, fits)
+    return CardUse(card, trainer, engine, least, fits, share)
 
 
 def process_bytes(tensors: int) -> int:
@@ -88,12 +90,24 @@ def beside_trainer(config: LachesisConfig) -> bool:
     return config.engine.kind == "embedded_server" or shares_weights(config)
 
 
-def utilization(config: LachesisConfig) -> float | None:
-    """The share of a card that a vLLM server of this run takes; None where that is not said here."""
+def chosen_share(config: LachesisConfig, *, card: int, trainer: int, least: int) -> float | None:
+    """The share of a card that a vLLM server of this run takes; None where the run starts none.
+
+    If none is set it is 0.9 on a card of its own. Beside the trainer it is 0.45 where both fit with that, else what the
+    trainer leaves, in whole hundredths, where that is enough for the engine; sizes are in bytes.
+    """
     if config.engine.kind != "vllm":
         return None
-    own = OWN_GPU_UTILIZATION if not beside_trainer(config) else SHARED_GPU_UTILIZATION
-    return config.engine.gpu_memory_utilization or own
+    if config.engine.gpu_memory_utilization is not None:
+        return config.engine.gpu_memory_utilization
+    if not beside_trainer(config):
+        return OWN_GPU_UTILIZATION
+    left = math.floor((card - trainer - ENGINE_GRAPHS_BYTES) / card * 100) / 100
+    usual = SHARED_GPU_UTILIZATION
+    fits = usual <= left and least <= usual * card + ENGINE_GRAPHS_BYTES
+    if fits or sleeps(config) or least > left * card + ENGINE_GRAPHS_BYTES:
+        return usual
+    return min(left, OWN_GPU_UTILIZATION)
 
 
 def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
@@ -103,7 +117,7 @@ def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
         use = card_use(config, planned, card_gb=size)
         parts = f"trainer {use.trainer / GB:.1f} GB"
         if use.engine:
-            parts += f", engine {use.engine / GB:.1f} GB"
+            parts += f", engine {use.engine / GB:.1f} GB" + (f" (its share is {use.share:g})" if use.share else "")
         elif not use.engine_fits:
             parts += f"; the engine's own needs {use.engine_least / OWN_GPU_UTILIZATION / GB:.1f} GB"
         short = "" if use.engine_fits or not use.engine else f"; the engine needs {use.engine_least / GB:.1f} GB"

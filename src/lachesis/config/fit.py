@@ -122,7 +122,7 @@ class _Uses:
         use = self.of(config)
         if use.fits:
             return config, None
-        if config.engine.kind != "vllm" or not beside_trainer(config):
+        if config.engine.kind != "vllm" or config.engine.gpu_memory_utilization is None or not beside_trainer(config):
             return None
         share = math.floor((use.card - use.trainer - ENGINE_GRAPHS_BYTES) / use.card * 100) / 100
         change = Change(
@@ -243,6 +243,7 @@ def fit_lines(found: Fit | None, *, card_gb: float) -> list[str]:
     if found is None:
         return [f"nothing tried fits on {card_gb:g} GB: shard over several cards (torchrun), or take a smaller model"]
     share = f", of which {found.use.engine / GB:.1f} GB are the engine's" if found.use.engine else ""
+    share += f" (engine.gpu_memory_utilization {found.use.share:g})" if share and found.use.share else ""
     size = f"{found.use.total / GB:.1f} GB of {card_gb:g}{share}"
     if not found.changes:
         return [f"it fits as it is: {size}"]

@@ -312,11 +312,24 @@ def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths
     """Of one GPU of the engine: its weights, unless they are the trainer's, and its cache for all that is in flight."""
     ways = config.engine.tensor_parallel_size if config.engine.kind == "vllm" else 1
     phases = ("generation",) if sleeps(config) else ALWAYS
-    held = shape.parameters * width // ways
+    held = _engine_weights(config, shape, width=width) // ways
     # Heads of keys and values are split as far as there are any.
-    cache = shape.kv_elements_per_token * width * lengths.in_flight // min(ways, shape.kv_heads)
+    kept = 1 if config.engine.kind == "vllm" and config.engine.kv_cache_dtype != "auto" else width
+    cache = shape.kv_elements_per_token * kept * lengths.in_flight // min(ways, shape.kv_heads)
     parts = [Part("KV cache", "engine", ("generation",), cache)]
     return parts if config.engine.place == "trainer" else [Part("weights", "engine", phases, held), *parts]
+
+
+def _engine_weights(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
+    """In 8 bits a byte of each linear layer's weights and a float32 scale for each output; else as in the trainer."""
+    if config.engine.kind != "vllm" or config.engine.quantization == "none":
+        return shape.parameters * width
+    linear = scales = 0
+    for name, (inputs, outputs) in shape.linears.items():
+        number = shape.experts if name in ("gate_proj", "up_proj", "down_proj") else 1
+        linear += inputs * outputs * number
+        scales += 4 * outputs * number
+    return shape.parameters * width - shape.layers * (linear * (width - 1) - scales)
 
 
 def sleeps(config: LachesisConfig) -> bool:

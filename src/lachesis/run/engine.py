@@ -30,6 +30,7 @@ from lachesis.engines.fleet import EngineRow
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
 from lachesis.run.fleet import fleet_members
+from lachesis.run.share import with_share
 from lachesis.train.model.loading import LoadedModel, context_length, empty_transformer, eos_token_ids, load_model
 from lachesis.train.policy import Policy
 
@@ -141,7 +142,7 @@ def build_servers(
         DeadlineExceeded: it was not able to serve in time.
         ModelError: a server that runs already serves another model.
     """
-    processes = server_processes(config, directory=place.directory, log_path=place.engine_log)
+    processes = server_processes(with_share(config), directory=place.directory, log_path=place.engine_log)
     members = fleet_members(config, directory=place.directory)
     urls = server_urls(config) if members is None else members()
     engine = HttpEngine(urls, control_s=config.deadlines.sync_s, hang_s=config.deadlines.progress_s)

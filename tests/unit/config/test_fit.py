@@ -53,8 +53,7 @@ def configured(directory: Path, size: str) -> dict[str, Any]:
         ("14B", 40, "share_base"),
         ("24B", 24, "nf4"),
         ("24B", 40, "nf4"),
-        ("8B", 192, "gpu_memory_utilization"),
-        ("8B", 320, ""),
+        ("8B", 192, ""),
     ],
 )
 def test_what_is_proposed_is_a_configuration_that_fits(tmp_path: Path, size: str, card: float, wanted: str):
@@ -90,8 +89,25 @@ def test_the_engine_gets_what_the_trainer_leaves(tmp_path: Path):
     }  # fmt: skip
     found = fit(LachesisConfig.model_validate(data), card_gb=40)
     assert found is not None
-    share = float(found.words()[-1].removeprefix("engine.gpu_memory_utilization="))
-    assert share * 40 > 29.5 and found.use.total <= 40 * GB
+    assert found.use.share is not None and found.use.share * 40 > 29.5 and found.use.total <= 40 * GB
+    assert f"engine.gpu_memory_utilization {found.use.share:g}" in fit_lines(found, card_gb=40)[0]
+
+
+def test_a_share_that_was_set_is_changed_where_it_does_not_fit(tmp_path: Path):
+    data = configured(tmp_path, "8B") | {"engine": {"kind": "vllm", "gpu_memory_utilization": 0.9}}
+    found = fit(LachesisConfig.model_validate(data), card_gb=192)
+    assert found is not None
+    (word,) = found.words()
+    assert 0.1 < float(word.removeprefix("engine.gpu_memory_utilization=")) < 0.9
+
+
+def test_the_usual_share_stays_where_it_fits(tmp_path: Path):
+    """And where nothing would help, so that the error is the engine's own."""
+    data = configured(tmp_path, "8B")
+    config = LachesisConfig.model_validate(data)
+    planned = plan(config, device="cuda")
+    shares = [card_use(config, planned, card_gb=card).share for card in (320, 192, 40)]
+    assert shares[0] == shares[2] == 0.45 and shares[1] is not None and shares[1] < 0.45
 
 
 def test_an_engine_elsewhere_is_no_part_of_the_card(tmp_path: Path):
@@ -101,7 +117,8 @@ def test_an_engine_elsewhere_is_no_part_of_the_card(tmp_path: Path):
         config = LachesisConfig.model_validate(data | {"engine": engine})
         uses.append(card_use(config, plan(config, device="cuda"), card_gb=80))
     beside, apart = uses
-    assert beside.trainer == apart.trainer and apart.engine == 0 and beside.engine == 37 * GB + 2**30 - GB
+    assert beside.trainer == apart.trainer and apart.engine == 0
+    assert beside.share == 0.27 and beside.engine == round(0.27 * 80 * GB) + 2**30
     assert apart.engine_fits and not card_use(config, plan(config, device="cuda"), card_gb=16).engine_fits
 
 

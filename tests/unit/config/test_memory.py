@@ -105,6 +105,19 @@ def test_tensor_parallel_engines_hold_a_part_each(build, tmp_path: Path):
     assert two.peak("engine") == one.peak("engine") // 2
 
 
+def test_an_engine_in_8_bits_holds_half_of_its_linear_layers_and_cache(build, tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"model_type": "qwen2", "num_hidden_layers": 2}))
+    sections = {"model": {"path": str(tmp_path), "dtype": "bfloat16"}, "bridge": {"kind": "broadcast"}}
+    small = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+    wide, narrow = (
+        {part.name: part.bytes for part in plan(build(engine={"kind": "vllm", **engine}, **sections)).memory
+         if part.place == "engine"} for engine in ({}, small)
+    )  # fmt: skip
+    linear, rows = 2 * (2 * 96 * 96 + 2 * 96 * 32 + 3 * 96 * 352), 2 * (96 + 32 + 32 + 96 + 352 + 352 + 96)
+    assert wide["weights"] - narrow["weights"] == linear - 4 * rows
+    assert narrow["KV cache"] == wide["KV cache"] // 2
+
+
 def test_keys_of_a_shared_prompt_count_for_each_of_its_completions(build, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"model_type": "qwen2", "num_hidden_layers": 2}))
     sections = {"data": {"max_prompt_length": 512}, "sampling": {"max_completion_length": 64, "num_generations": 16}}

@@ -62,7 +62,8 @@ class VllmEngineConfig(EngineSection):
     port: Port = Field(default=9001, description="Port that the server listens on.")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
-        description="Share of the GPU memory for the engine; if unset 0.45 on the trainer's GPU, 0.9 on its own.",
+        description="Share of the GPU memory for the engine; if unset 0.9 on a GPU of its own, and on the trainer's "
+        "0.45 or, where `lachesis plan` says that this does not fit, what the trainer leaves.",
     )
     max_model_len: PositiveInt | None = Field(
         default=None, description="Longest prompt and completion together; the model's context if unset."

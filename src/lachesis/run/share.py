@@ -1,0 +1,41 @@
+"""How much of a card a vLLM server gets beside the trainer, if nobody says so."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from lachesis.common.device import resolve_device
+from lachesis.config.cards import GB, SHARED_GPU_UTILIZATION, card_use, process_bytes
+from lachesis.config.model_shape import find_shape
+from lachesis.config.plan import plan
+from lachesis.config.schema import LachesisConfig
+
+logger = logging.getLogger("lachesis")
+
+
+def with_share(config: LachesisConfig) -> LachesisConfig:
+    """With ``engine.gpu_memory_utilization`` set, where it is not and the server is on the trainer's GPU."""
+    engine = config.engine
+    if engine.kind != "vllm" or engine.devices is not None or engine.gpu_memory_utilization is not None:
+        return config
+    if resolve_device(config.model.device).type != "cuda":
+        return config
+    share = share_beside_trainer(config, card_bytes=torch.cuda.get_device_properties(0).total_memory)
+    return config.model_copy(update={"engine": engine.model_copy(update={"gpu_memory_utilization": share})})
+
+
+def share_beside_trainer(config: LachesisConfig, *, card_bytes: int) -> float:
+    """The usual share where it fits by what ``plan`` counts, else what the trainer leaves, which is said."""
+    found = find_shape(config.model.path, revision=config.model.revision)
+    if found is None:
+        return SHARED_GPU_UTILIZATION
+    planned = plan(config, device="cuda", found=found)
+    share = card_use(config, planned, card_gb=card_bytes / GB).share or SHARED_GPU_UTILIZATION
+    if share != SHARED_GPU_UTILIZATION:
+        logger.info(
+            "[ENGINE] vLLM gets %.2f of the GPU (engine.gpu_memory_utilization): the trainer needs %.1f of its %.1f GB",
+            share, process_bytes(planned.peak("trainer")) / GB, card_bytes / GB,
+        )  # fmt: skip
+    return share

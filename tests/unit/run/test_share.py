@@ -1,0 +1,44 @@
+"""How much of a card vLLM gets beside the trainer, if nobody says so."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from lachesis.config.schema import LachesisConfig
+from lachesis.run.share import share_beside_trainer, with_share
+
+
+def configured(path: str, *, model: dict[str, Any] | None = None, **sections: Any) -> LachesisConfig:
+    data: dict[str, Any] = {
+        "run": {"steps": 1}, "model": {"path": path, **(model or {})}, "data": {"path": "a.jsonl"},
+        "rewards": {"functions": ["r.f"]}, "engine": {"kind": "vllm"}, "bridge": {"kind": "shared_vllm"},
+    }  # fmt: skip
+    return LachesisConfig.model_validate(data | sections)
+
+
+def test_the_usual_share_where_both_fit(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="lachesis"):
+        assert share_beside_trainer(configured("Qwen/Qwen2.5-1.5B"), card_bytes=150 * 10**9) == 0.45
+        assert share_beside_trainer(configured("org/of-no-known-shape"), card_bytes=150 * 10**9) == 0.45
+    assert not caplog.messages
+
+
+def test_what_the_trainer_leaves_is_said(caplog: pytest.LogCaptureFixture):
+    """14B under LoRA on the engine's own base: its weights alone are more than 0.45 of 48 GB."""
+    lora = {"adapter": {"kind": "lora"}, "bridge": {"kind": "lora_only", "share_base": True}}
+    config = configured("Qwen/Qwen3-14B", model={"gradient_checkpointing": True}, **lora)
+    with caplog.at_level(logging.INFO, logger="lachesis"):
+        share = share_beside_trainer(config, card_bytes=48 * 10**9)
+    assert 29.5 / 48 < share < 0.9
+    (said,) = caplog.messages
+    assert f"vLLM gets {share:.2f} of the GPU (engine.gpu_memory_utilization)" in said
+
+
+def test_what_is_said_and_what_has_no_gpu_stays():
+    """There is none here."""
+    for engine in ({"kind": "vllm"}, {"kind": "vllm", "gpu_memory_utilization": 0.3}, {"kind": "vllm", "devices": "1"}):
+        config = configured("Qwen/Qwen3-14B", model={"device": "cpu"}, engine=engine)
+        assert with_share(config) is config
