@@ -5,6 +5,11 @@
 The workload is 64 sequences with 128 prompt tokens each (8 prompts with 8 completions) and completions of 16 to
 1,024 tokens, 33,120 tokens in all, on the architecture of Qwen2.5-1.5B with random bf16 weights. ``--tiny`` runs
 the same code on a small model on the CPU.
+
+``--tree`` is another workload: 2 groups of 8 trajectories of 10 turns, half of which go on from the fifth turn of
+another. Each turn is a sequence, with all before it as its prompt; the rows are the prefix tree, each turn flat, and
+each trajectory flat, as one sequence whose observations are masked. The last shows what flat packing needs where turns
+are joined before.
 """
 
 from __future__ import annotations
@@ -47,6 +52,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 PEAK_BF16_FLOPS = 989e12  # H100 and H200, dense, by the vendor's datasheet
 GROUPS, GENERATIONS, PROMPT_TOKENS = 8, 8, 128
+TREE_GROUPS, TRAJECTORIES, TURNS = 2, 8, 10
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,50 @@ def workload(*, tiny: bool, vocab_size: int, shared_prompts: bool = True) -> lis
     return groups
 
 
+def turns(*, tiny: bool, vocab_size: int) -> list[list[list[tuple[tuple[int, ...], tuple[int, ...]]]]]:
+    """For each group and trajectory the turns: all tokens before, and those that are sampled."""
+    generator = torch.Generator().manual_seed(2)
+    tokens = lambda n: tuple(torch.randint(0, vocab_size, (n,), generator=generator).tolist())  # noqa: E731
+    prompt, sampled, observed = (32, 8, 4) if tiny else (512, 128, 64)
+    groups = []
+    for _ in range(TREE_GROUPS):
+        first = tokens(prompt)
+        trajectories: list[list[tuple[tuple[int, ...], tuple[int, ...]]]] = []
+        for number in range(TRAJECTORIES):
+            split = number >= TRAJECTORIES // 2
+            own = trajectories[number - TRAJECTORIES // 2][: TURNS // 2] if split else []
+            while len(own) < TURNS:
+                before = own[-1][0] + own[-1][1] + tokens(observed) if own else first
+                own = [*own, (before, tokens(sampled))]
+            trajectories.append(own)
+        groups.append(trajectories)
+    return groups
+
+
+def tree_workload(*, tiny: bool, vocab_size: int, joined: bool) -> list[Group]:
+    """Groups of trajectories: a sample for each turn, or with ``joined`` one for each trajectory."""
+    groups = []
+    for number, trajectories in enumerate(turns(tiny=tiny, vocab_size=vocab_size)):
+        prompt = trajectories[0][0][0]
+        samples = []
+        for place, trajectory in enumerate(trajectories):
+            parts = [(before, own, None) for before, own in trajectory]
+            if joined:
+                whole = trajectory[-1][0] + trajectory[-1][1]
+                mask = [0] * len(whole)
+                for before, own in trajectory:
+                    mask[len(before) : len(before) + len(own)] = [1] * len(own)
+                parts = [(prompt, whole[len(prompt) :], tuple(mask[len(prompt) :]))]
+            for before, own, counts in parts:
+                advantage = 1.0 if place % 2 else -1.0
+                unknown = (float("nan"),) * len(own)
+                samples.append(
+                    Sample(before, own, unknown, "stop", VersionSpan(0, 0), mask=counts, advantage=advantage)
+                )
+        groups.append(Group(prompt=Prompt(id=str(number), token_ids=prompt, text=""), samples=tuple(samples)))
+    return groups
+
+
 def random_model(config: Qwen2Config, *, device: torch.device, checkpointing: bool) -> Qwen2ForCausalLM:
     torch.manual_seed(0)
     with torch.device(device):
@@ -131,6 +181,7 @@ def our_step(
     *,
     device: torch.device,
     max_tokens: int,
+    share_prefixes: bool = True,
     lora: bool = False,
     checkpointing: bool = False,
     residual: bool = False,
@@ -153,11 +204,11 @@ def our_step(
     )
 
     def step() -> None:
-        batch = pack(groups, max_tokens=max_tokens)  # packing is part of a step
+        batch = pack(groups, max_tokens=max_tokens, share_prefixes=share_prefixes)  # packing is part of a step
         policy.accumulate(batch)
         policy.step()
 
-    batch = pack(groups, max_tokens=max_tokens)
+    batch = pack(groups, max_tokens=max_tokens, share_prefixes=share_prefixes)
     return step, sum(m.num_inputs for m in batch.micro_batches), len(batch.micro_batches)
 
 
@@ -309,29 +360,53 @@ def plans(
         yield name, None, lambda step=step, rows=rows: (step(), 0, GROUPS * GENERATIONS // rows)
 
 
+def tree_plans(config: Qwen2Config, *, device: torch.device, options: argparse.Namespace) -> Iterator[Plan]:
+    """The rows of ``--tree``."""
+    budget = 1024 if options.tiny else 16384
+    by_turn, joined = (
+        tree_workload(tiny=options.tiny, vocab_size=config.vocab_size, joined=joined) for joined in (False, True)
+    )
+    packed = pack(by_turn, max_tokens=1 << 30)
+    sys.stdout.write(
+        f"{TREE_GROUPS * TRAJECTORIES} trajectories of {TURNS} turns: {packed.flat_tokens:,} tokens flat, "
+        f"{packed.distinct_tokens:,} distinct\n"
+    )
+    ours = partial(our_step, config, device=device, max_tokens=budget)
+    yield "prefix tree", budget, partial(ours, by_turn)
+    yield "flat, a sequence a trajectory", budget, partial(ours, joined, share_prefixes=False)
+    yield "flat, a sequence a turn", budget, partial(ours, by_turn, share_prefixes=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--size", choices=("1.5B", "8B"), default="1.5B", help="8B with --only LoRA")
     parser.add_argument("--no-trl", action="store_true")
+    parser.add_argument("--tree", action="store_true", help="trajectories of several turns, as a tree and flat")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[""], help="run only rows whose names contain one of these")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device = torch.device("cpu" if options.tiny else "cuda")
+    if options.tiny:
+        torch.set_num_threads(1)  # of so little work several threads spend most on waiting for each other
     config = architecture("tiny" if options.tiny else options.size)
     parameters = sum(
         p.numel() for p in random_model(config, device=torch.device("meta"), checkpointing=False).parameters()
     )
     shared = workload(tiny=options.tiny, vocab_size=config.vocab_size)
     own_prompts = workload(tiny=options.tiny, vocab_size=config.vocab_size, shared_prompts=False)
-    tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for g in shared for s in g.samples)
+    counted = shared
+    if options.tree:
+        counted = tree_workload(tiny=options.tiny, vocab_size=config.vocab_size, joined=True)
+    tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for g in counted for s in g.samples)
     write = sys.stdout.write
     gpu = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU"
     write(f"{gpu}, torch {torch.__version__}, transformers {transformers.__version__}, {parameters / 1e9:.2f} B "
           f"parameters, {tokens:,} tokens\n")  # fmt: skip
     results = []
-    for name, budget, build in plans(config, shared, own_prompts, device=device, options=options):
+    table = plans(config, shared, own_prompts, device=device, options=options)
+    for name, budget, build in tree_plans(config, device=device, options=options) if options.tree else table:
         if not any(part in name for part in options.only):
             continue
         try:

@@ -133,7 +133,7 @@ def batches(case: Case, *, packed: bool) -> list[Batch]:
     sizes = [(3, 30), (2, 1 << 20), (4, 25)]
     made = []
     for seed, (groups, max_tokens) in enumerate(sizes):
-        batch = pack(drifted_groups(source, groups=groups, seed=seed), max_tokens=max_tokens, share_prompts=packed)
+        batch = pack(drifted_groups(source, groups=groups, seed=seed), max_tokens=max_tokens, share_prefixes=packed)
         made += [used(batch, use, of=case.uses) for use in range(case.uses)]
     return made
 

@@ -69,7 +69,7 @@ def make_policy(
 def batch_for(policy: Policy, *, advantage: float = 1.0, max_tokens: int = 1 << 20) -> Batch:
     groups = random_groups(groups=4, samples=4, longest=20)
     groups = [replace(g, samples=tuple(replace(s, advantage=advantage) for s in g.samples)) for g in groups]
-    return pack(groups, max_tokens=max_tokens, share_prompts=policy.plan.packed)
+    return pack(groups, max_tokens=max_tokens, share_prefixes=policy.plan.packed)
 
 
 @torch.no_grad()

@@ -76,8 +76,15 @@ METRICS: Mapping[str, Metric] = {
         Metric("tokens_generated", "Tokens generated", "tokens", "Completion tokens sampled for the step."),
         Metric("tokens_trained", "Tokens trained", "tokens", "Completion tokens that the loss is normalized by."),
         Metric(
-            "tokens_forward", "Tokens forward", "tokens", "Tokens that went through the model: prompts once a group, "
-            "equal completions once, none without advantage.",
+            "tokens_forward", "Tokens forward", "tokens", "Tokens that went through the model: what sequences of a "
+            "group begin with in common once in a micro-batch, none of sequences without advantage.",
+        ),
+        Metric(
+            "tokens_distinct", "Tokens distinct", "tokens", "Of these sequences, tokens that differ within their group "
+            "or have others before them: the least that can go through the model.",
+        ),
+        Metric(
+            "tokens_flat", "Tokens flat", "tokens", "Tokens of these sequences one by one, as if nothing were shared.",
         ),
         Metric("micro_batches", "Micro-batches", "", "Forward and backward passes of the step."),
         Metric("generation_tokens_per_s", "Generation speed", "tokens/s", "Completion tokens a second."),

@@ -545,7 +545,7 @@ def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Polic
         max_rows=config.batch.micro_batch_size,
         skip_zero_advantage=algorithm.skip_zero_advantage and policy.ignores_zero_advantage,
         mask_truncated=algorithm.mask_truncated,
-        share_prompts=policy.plan.packed,
+        share_prefixes=policy.plan.packed,
         old_logprobs="trainer" if algorithm.sampler_correction != "none" else "sampler",
         replayed_old_logprobs="trainer" if config.pipeline.replay_recompute_logps else "sampler",
     )

@@ -1,18 +1,21 @@
 """From scored groups to packed micro-batches, and to those of each rank.
 
-A micro-batch is one stream of tokens without padding. Each group's prompt stands in it once, followed by the
-distinct completions of the group; a completion attends to its prompt and to itself, nothing else. That is
-written down as *segments*: runs of queries with the keys they may see, causal and aligned at the end. With
-nothing shared a segment is a whole sequence and its keys are its own tokens.
+A micro-batch is one stream of tokens without padding, in which the sequences of a group are a prefix tree: what two
+of them begin with stands in it once, be it the prompt, the turns before they part, or all of an earlier turn. A token
+attends to those before it in its own sequence, nothing else. That is written down as *segments*: runs of queries with
+the keys they may see, causal and aligned at the end. Each sequence that is not the beginning of another is one: its
+queries are the tokens that no sequence before it has, its keys all of its own. So there are no more keys than there
+were tokens without sharing, however the tree branches.
 
-The last token of a completion predicts nothing and is no input. Completions of a group that are equal, token
-for token, are one segment: their logprobs are computed once and read by every sample that has them.
+The last token of a completion predicts nothing and is no input. Predictions that are equal, with all before them, are
+made once and read by every sample that has them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -23,6 +26,7 @@ from torch import Tensor
 
 from lachesis.common.errors import TrainingError
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Sample
+from lachesis.train.prefix_tree import branches
 
 T = TypeVar("T")
 OldLogprobs = Literal["sampler", "trainer"]
@@ -88,8 +92,10 @@ class Batch:
     """All of one optimizer step.
 
     ``num_sequences`` and ``num_tokens`` count every row and every loss token of the step, also of rows that
-    are wholly masked, or left out of the forward pass because their advantage is 0. ``iteration`` counts from 0
-    the uses of one and the same batch, ``num_iterations`` is how often it will be used.
+    are wholly masked, or left out of the forward pass because their advantage is 0. Of the inputs of the rows that are
+    not, ``flat_tokens`` are all, and ``distinct_tokens`` those that differ within their group, or have others before
+    them. ``iteration`` counts from 0 the uses of one and the same batch, ``num_iterations`` is how often it will be
+    used.
     """
 
     groups: tuple[Group, ...]
@@ -97,32 +103,54 @@ class Batch:
     num_sequences: int
     num_tokens: int
     skipped_sequences: int = 0
+    distinct_tokens: int = 0
+    flat_tokens: int = 0
     iteration: int = 0
     num_iterations: int = 1
 
 
 class _Row(NamedTuple):
-    """A sample of the batch, and where its old logprobs are from."""
+    """A sample of the batch, where its old logprobs are from, and the number of its group."""
 
     sample: Sample
     old_logprobs: OldLogprobs
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """What goes through the model for samples that are equal in all that they predict: the last token is no input."""
+
+    inputs: tuple[int, ...]
+    prompt_tokens: int
+    rows: tuple[_Row, ...]
+
+
+class _Part(NamedTuple):
+    """A sequence in a unit, and how many of its first inputs the one before it there has too."""
+
+    sequence: _Sequence
+    shared: int
+
+    @property
+    def new(self) -> int:
+        return len(self.sequence.inputs) - self.shared
 
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """A prompt with distinct completions and the rows that have them: what packing moves around."""
+    """Sequences in the order of their prefix tree: what packing moves around."""
 
-    prompt_ids: tuple[int, ...]
-    completions: tuple[tuple[tuple[int, ...], tuple[_Row, ...]], ...]
+    parts: tuple[_Part, ...]
 
     @property
     def num_inputs(self) -> int:
-        return len(self.prompt_ids) + sum(len(ids) - 1 for ids, _ in self.completions)
+        return sum(part.new for part in self.parts)
 
     @property
     def num_rows(self) -> int:
-        """Sequences that go through the model: equal completions are one."""
-        return len(self.completions)
+        """Sequences that go through the model: equal ones are one."""
+        return len(self.parts)
 
 
 def pack(
@@ -132,7 +160,7 @@ def pack(
     max_rows: int | None = None,
     skip_zero_advantage: bool = False,
     mask_truncated: bool = False,
-    share_prompts: bool = True,
+    share_prefixes: bool = True,
     old_logprobs: OldLogprobs = "sampler",
     replayed_old_logprobs: OldLogprobs = "sampler",
 ) -> Batch:
@@ -141,12 +169,12 @@ def pack(
     A sequence longer than the budget goes alone.
 
     Args:
-        max_rows: most sequences in one forward pass; equal completions of a group go through it as one.
+        max_rows: most sequences in one forward pass; equal ones of a group go through it as one.
         skip_zero_advantage: leave rows whose advantage is 0 out of the forward pass. Right only where nothing
             but the advantage gives them a gradient: ``Policy.ignores_zero_advantage``.
         mask_truncated: no token of a completion that did not end by itself counts. Its reward has shaped the
             group's baseline, and the row still counts in ``num_sequences``, as in TRL.
-        share_prompts: ``False`` gives each sample a segment of its own with its whole sequence, for models whose
+        share_prefixes: ``False`` gives each sample a segment of its own with its whole sequence, for models whose
             attention cannot be replaced.
         old_logprobs, replayed_old_logprobs: what the importance ratio compares with, for fresh groups and for
             those from the replay buffer.
@@ -156,8 +184,8 @@ def pack(
             or a sample is malformed.
     """
     rows = [
-        _Row(sample, replayed_old_logprobs if group.replayed else old_logprobs)
-        for group in groups
+        _Row(sample, replayed_old_logprobs if group.replayed else old_logprobs, number)
+        for number, group in enumerate(groups)
         for sample in group.samples
     ]
     counted = [row for row in rows if any(row.sample.loss_mask())]
@@ -171,9 +199,14 @@ def pack(
     if mask_truncated:
         counted = [row for row in counted if row.sample.finish_reason == "stop"]
     kept = [row for row in counted if not skip_zero_advantage or _teaches(row.sample)]
+    trees = [*_trees(kept)]
     # The longest first: sequences of one length meet, and the last micro-batch is the fullest it can be.
     units = sorted(
-        _units(kept, max_tokens=max_tokens, max_rows=max_rows, share_prompts=share_prompts),
+        (
+            unit
+            for tree in trees
+            for unit in (_cut(tree, max_tokens=max_tokens, max_rows=max_rows) if share_prefixes else _flat(tree))
+        ),
         key=lambda unit: unit.num_inputs,
         reverse=True,
     )
@@ -183,6 +216,8 @@ def pack(
         num_sequences=len(rows),
         num_tokens=sum(sum(row.sample.loss_mask()) for row in counted),
         skipped_sequences=len(counted) - len(kept),
+        distinct_tokens=sum(tree.num_inputs for tree in trees),
+        flat_tokens=sum(len(part.sequence.inputs) * len(part.sequence.rows) for tree in trees for part in tree.parts),
     )
 
 
@@ -203,28 +238,41 @@ def _require_whole(sample: Sample) -> None:
     )
 
 
-def _units(rows: Sequence[_Row], *, max_tokens: int, max_rows: int | None, share_prompts: bool) -> Iterator[_Unit]:
-    """Distinct completions by prompt, cut where a prompt's completions exceed a micro-batch."""
-    if not share_prompts:
-        for row in rows:
-            yield _Unit(row.sample.prompt_ids, ((row.sample.completion_ids, (row,)),))
-        return
-    by_prompt: dict[tuple[int, ...], dict[tuple, list[_Row]]] = {}
+def _trees(rows: Sequence[_Row]) -> Iterator[_Unit]:
+    """A prefix tree for each group, and one for those that have a prompt in common."""
+    trees: dict[int, dict[tuple, list[_Row]]] = {}
+    tree_of: dict[int | tuple[int, ...], int] = {}
     for row in rows:
         sample = row.sample
+        tree = tree_of.get(row.group, tree_of.get(sample.prompt_ids, row.group))
+        tree_of[row.group] = tree_of[sample.prompt_ids] = tree
         # Samples with other loss masks or temperatures have other predictions: they are not duplicates.
-        key = (sample.completion_ids, sample.mask, sample.temperature)
-        by_prompt.setdefault(sample.prompt_ids, {}).setdefault(key, []).append(row)
-    for prompt_ids, completions in by_prompt.items():
-        kept: list[tuple[tuple[int, ...], tuple[_Row, ...]]] = []
-        inputs, num_rows = len(prompt_ids), 0
-        for (completion_ids, _, _), same in completions.items():
-            inputs, num_rows = inputs + len(completion_ids) - 1, num_rows + 1
-            if kept and (inputs > max_tokens or (max_rows is not None and num_rows > max_rows)):
-                yield _Unit(prompt_ids, tuple(kept))
-                kept, inputs, num_rows = [], len(prompt_ids) + len(completion_ids) - 1, 1
-            kept.append((completion_ids, tuple(same)))
-        yield _Unit(prompt_ids, tuple(kept))
+        key = (sample.prompt_ids, sample.completion_ids, sample.mask, sample.temperature)
+        trees.setdefault(tree, {}).setdefault(key, []).append(row)
+    for tree in trees.values():
+        sequences = [_Sequence(p + c[:-1], len(p), tuple(same)) for (p, c, _, _), same in tree.items()]
+        order = branches([sequence.inputs for sequence in sequences])
+        yield _Unit(tuple(_Part(sequences[branch.index], branch.shared) for branch in order))
+
+
+def _flat(tree: _Unit) -> Iterator[_Unit]:
+    """Each sample alone, with its whole sequence."""
+    for sequence, _ in tree.parts:
+        yield from (_Unit((_Part(dataclasses.replace(sequence, rows=(row,)), 0),)) for row in sequence.rows)
+
+
+def _cut(tree: _Unit, *, max_tokens: int, max_rows: int | None) -> Iterator[_Unit]:
+    """The tree in units that a micro-batch can take, cut also where nothing is shared."""
+    kept: list[_Part] = []
+    inputs = 0
+    for part in tree.parts:
+        full = inputs + part.new > max_tokens or len(kept) == max_rows
+        if kept and (full or not part.shared):
+            yield _Unit(tuple(kept))
+            kept, inputs = [], 0
+        kept.append(part if kept else part._replace(shared=0))
+        inputs += kept[-1].new
+    yield _Unit(tuple(kept))
 
 
 def _fill(units: Sequence[_Unit], *, max_tokens: int, max_rows: int | None) -> list[list[_Unit]]:
@@ -281,42 +329,70 @@ class _Stream:
         self.len_k.append(len(context) + len(ids))
         return positions
 
-    def add_rows(self, rows: Sequence[_Row], *, predicted_at: Sequence[int]) -> None:
-        """Append the loss tokens of equal completions, by the positions that predict all of their tokens."""
-        first = rows[0].sample
-        counted = [i for i, counts in enumerate(first.loss_mask()) if counts]
-        offset = len(self.predict)
-        self.predict.extend(predicted_at[i] for i in counted)
-        self.targets.extend(first.completion_ids[i] for i in counted)
+    def add_sequence(self, sequence: _Sequence, *, path: Sequence[int], overlap: int, known: dict[tuple, int]) -> None:
+        """Append the loss tokens of a sequence whose inputs stand at the stream positions ``path``.
+
+        Predictions at the first ``overlap`` of them may be those of other sequences too: ``known`` has their numbers.
+        """
+        sample, before = sequence.rows[0].sample, sequence.prompt_tokens - 1
+        counted = [i for i, counts in enumerate(sample.loss_mask()) if counts]
         # Greedy samples (temperature 0) have the logprobs of temperature 1.
-        self.inverse_temperature.extend([1.0 / (first.temperature or 1.0)] * len(counted))
-        for sample, old_logprobs in rows:
-            self.expand.extend(range(offset, offset + len(counted)))
-            self.row.extend([len(self.advantages)] * len(counted))
-            span = sample.versions
-            self.versions.append(span.first if span.first == span.last else UNKNOWN_VERSIONS.first)
-            sampled = [sample.logprobs[i] for i in counted]
-            self.sampling_logprobs.extend(sampled)
-            self.old_logprobs.extend(sampled if old_logprobs == "sampler" else [math.nan] * len(counted))
-            self.advantages.append(sample.advantage or 0.0)
-            added = sample.token_advantages
-            self.by_token |= added is not None
-            self.token_advantages.extend((sample.advantage or 0.0) + (added[i] if added else 0.0) for i in counted)
+        inverse = 1.0 / (sample.temperature or 1.0)
+        number_shared = bisect_left(counted, overlap - before)
+        numbers: list[int] = []
+        for i in counted[:number_shared]:
+            prediction = (path[before + i], sample.completion_ids[i], inverse)
+            numbers.append(known.setdefault(prediction, len(self.predict)))
+            if numbers[-1] == len(self.predict):
+                self._predict([prediction[0]], [prediction[1]], inverse)
+        own = counted[number_shared:]
+        numbers.extend(range(len(self.predict), len(self.predict) + len(own)))
+        self._predict([path[before + i] for i in own], [sample.completion_ids[i] for i in own], inverse)
+        for row in sequence.rows:
+            self._add_row(row, counted, numbers)
+
+    def _predict(self, positions: Sequence[int], targets: Sequence[int], inverse_temperature: float) -> None:
+        self.predict.extend(positions)
+        self.targets.extend(targets)
+        self.inverse_temperature.extend([inverse_temperature] * len(positions))
+
+    def _add_row(self, row: _Row, counted: Sequence[int], numbers: Sequence[int]) -> None:
+        """Append a sample whose ``counted`` tokens are the predictions ``numbers``."""
+        sample = row.sample
+        self.expand.extend(numbers)
+        self.row.extend([len(self.advantages)] * len(counted))
+        span = sample.versions
+        self.versions.append(span.first if span.first == span.last else UNKNOWN_VERSIONS.first)
+        sampled = [sample.logprobs[i] for i in counted]
+        self.sampling_logprobs.extend(sampled)
+        self.old_logprobs.extend(sampled if row.old_logprobs == "sampler" else [math.nan] * len(counted))
+        self.advantages.append(sample.advantage or 0.0)
+        added = sample.token_advantages
+        self.by_token |= added is not None
+        self.token_advantages.extend((sample.advantage or 0.0) + (added[i] if added else 0.0) for i in counted)
+
+
+def _leaf(parts: Sequence[_Part], place: int) -> int:
+    """The place of the sequence that the one at ``place`` is the beginning of, and those in between; or its own."""
+    while place + 1 < len(parts) and parts[place + 1].shared == len(parts[place].sequence.inputs):
+        place += 1
+    return place
 
 
 def _collate(units: Sequence[_Unit]) -> MicroBatch:
     stream = _Stream()
     for unit in units:
-        if len(unit.completions) == 1:  # one ordinary causal segment
-            ((completion_ids, rows),) = unit.completions
-            whole = stream.add_segment(unit.prompt_ids + completion_ids[:-1], context=())
-            stream.add_rows(rows, predicted_at=whole[len(unit.prompt_ids) - 1 :])
-            continue
-        prompt = stream.add_segment(unit.prompt_ids, context=())
-        for completion_ids, rows in unit.completions:
-            inputs = completion_ids[:-1]
-            own = stream.add_segment(inputs, context=prompt) if inputs else range(0)
-            stream.add_rows(rows, predicted_at=[prompt[-1], *own])
+        path: list[int] = []
+        known: dict[tuple, int] = {}
+        leaf = -1
+        for place, (sequence, shared) in enumerate(unit.parts):
+            if place > leaf:
+                leaf = _leaf(unit.parts, place)
+                context = path[:shared]
+                path = [*context, *stream.add_segment(unit.parts[leaf].sequence.inputs[shared:], context=context)]
+            # In the order of the tree no later sequence shares more than the next one does.
+            following = unit.parts[place + 1].shared if place + 1 < len(unit.parts) else 0
+            stream.add_sequence(sequence, path=path, overlap=max(shared, following), known=known)
     return _tensors(stream)
 
 
@@ -324,7 +400,8 @@ def plain_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
     """One sequence whose every token but the first is predicted, at temperature 1; no advantage."""
     prompt, completion = tuple(token_ids[:1]), tuple(token_ids[1:])
     sample = Sample(prompt, completion, (math.nan,) * len(completion), "stop", UNKNOWN_VERSIONS)
-    return _collate([_Unit(prompt, ((completion, (_Row(sample, "sampler"),)),))])
+    sequence = _Sequence(prompt + completion[:-1], len(prompt), (_Row(sample, "sampler", 0),))
+    return _collate([_Unit((_Part(sequence, 0),))])
 
 
 def idle_micro_batch() -> MicroBatch:
@@ -341,7 +418,7 @@ def idle_micro_batch() -> MicroBatch:
 def _tensors(stream: _Stream) -> MicroBatch:
     long = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
     shared = len(stream.key_index) != len(stream.input_ids)
-    duplicated = len(stream.expand) != len(stream.predict)
+    duplicated = len(stream.expand) != len(stream.predict)  # each prediction is of some loss token
     return MicroBatch(
         input_ids=long(stream.input_ids),
         position_ids=long(stream.position_ids),
@@ -376,7 +453,8 @@ def split(batch: Batch, ranks: int) -> list[Batch]:
     largest to the smallest, so that dealing them in order brings equals together. The counts of the step stay with
     rank 0: over all ranks they add up to what they were. Groups are no business of a policy.
     """
-    none: dict[str, Any] = {"groups": (), "num_sequences": 0, "num_tokens": 0, "skipped_sequences": 0}
+    counts = ("num_sequences", "num_tokens", "skipped_sequences", "distinct_tokens", "flat_tokens")
+    none: dict[str, Any] = {"groups": ()} | dict.fromkeys(counts, 0)
     return [
         dataclasses.replace(batch, micro_batches=micro_batches, **(none if rank else {}))
         for rank, micro_batches in enumerate(deal(batch.micro_batches, ranks))

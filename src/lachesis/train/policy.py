@@ -109,7 +109,7 @@ class Policy:
         self.alone: Callable[[], AbstractContextManager[object]] = nullcontext
         # How groups become a batch: whoever knows the batch section sets it.
         self.pack: Callable[[Sequence[Group]], Batch] = partial(
-            pack, max_tokens=BatchConfig().max_tokens_per_microbatch, share_prompts=self.plan.packed
+            pack, max_tokens=BatchConfig().max_tokens_per_microbatch, share_prefixes=self.plan.packed
         )
 
     @property
@@ -183,6 +183,8 @@ class Policy:
         metrics = _fetch(parts)
         metrics["tokens_trained"] = Sum(float(batch.num_tokens))
         metrics["tokens_forward"] = Sum(float(sum(micro.num_inputs for micro in batch.micro_batches)))
+        metrics["tokens_distinct"] = Sum(float(batch.distinct_tokens))
+        metrics["tokens_flat"] = Sum(float(batch.flat_tokens))
         metrics["micro_batches"] = Sum(float(len(batch.micro_batches)))
         metrics["skipped_zero_advantage"] = Sum(float(batch.skipped_sequences))
         return metrics

@@ -101,7 +101,7 @@ def test_what_is_generated_beside_training_is_what_is_generated_alone(tmp_path: 
         for parameter in policy.model.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.5)
-    batch = pack(drifted_groups(policy.transformer), max_tokens=64, share_prompts=policy.plan.packed)
+    batch = pack(drifted_groups(policy.transformer), max_tokens=64, share_prefixes=policy.plan.packed)
     asked = [GenerationRequest((5, 6 + i), SamplingParams(48), n=4, seed=i) for i in range(4)]
     alone = bridge.engine.generate(asked, deadline=Deadline("test", LONG_S))
     with ThreadPoolExecutor(1) as pool:

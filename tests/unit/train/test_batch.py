@@ -65,21 +65,22 @@ def test_equal_completions_are_computed_once_and_counted_each():
     assert micro.input_ids.tolist() == [1, 2, 3]
     assert micro.predict.numel() == 3 and micro.row.numel() == 5
     assert batch.num_sequences == 3 and batch.num_tokens == 5
-    assert micro.advantages.tolist() == [1.0, -0.5, 1.0]
+    assert micro.advantages.tolist() == [1.0, 1.0, -0.5], "the one that is the beginning of the others comes first"
 
 
 def test_samples_at_another_temperature_or_mask_are_no_duplicates():
     different = [sample([1], [3, 4]), sample([1], [3, 4], temperature=0.5), sample([1], [3, 4], mask=(1, 0))]
     (micro,) = pack([group(*different)], max_tokens=100).micro_batches
-    assert micro.inverse_temperature.tolist() == [1, 1, 2, 2, 1]
+    assert micro.inverse_temperature.tolist() == [1, 1, 2, 2]
+    assert micro.expand is not None and micro.expand.tolist() == [0, 1, 2, 3, 0], "what they predict alike is one"
 
 
 @pytest.mark.parametrize("max_tokens", [1, 7, 12, 1000])
 @pytest.mark.parametrize("max_rows", [None, 1, 3])
-@pytest.mark.parametrize("share_prompts", [True, False])
-def test_every_sequence_is_there_once_whatever_the_limits(max_tokens, max_rows, share_prompts):
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_every_sequence_is_there_once_whatever_the_limits(max_tokens, max_rows, share_prefixes):
     groups = [group(*(sample([g, g + 1, g + 2], [10 * g + i, *range(i)]) for i in range(4))) for g in range(1, 4)]
-    batch = pack(groups, max_tokens=max_tokens, max_rows=max_rows, share_prompts=share_prompts)
+    batch = pack(groups, max_tokens=max_tokens, max_rows=max_rows, share_prefixes=share_prefixes)
     found = sorted(row for micro in batch.micro_batches for row in sequences(micro))
     expected = sorted(
         ([*s.prompt_ids, *s.completion_ids[:-1]], list(s.completion_ids)) for g in groups for s in g.samples
@@ -119,10 +120,10 @@ def test_tool_output_in_several_turns_is_context_for_what_follows():
     assert micro.row.tolist() == [0, 0, 0, 0, 1]
 
 
-@pytest.mark.parametrize("share_prompts", [True, False])
-def test_each_sample_has_its_own_temperature(share_prompts):
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_each_sample_has_its_own_temperature(share_prefixes):
     samples = [sample([1, 2], [3], temperature=t) for t in (0.5, 2.0, 0.0)]
-    batch = pack([group(*samples)], max_tokens=100, share_prompts=share_prompts)
+    batch = pack([group(*samples)], max_tokens=100, share_prefixes=share_prefixes)
     values = torch.cat([micro.inverse_temperature for micro in batch.micro_batches]).tolist()
     assert values == [2.0, 0.5, 1.0], "greedy samples have the logprobs of temperature 1"
 

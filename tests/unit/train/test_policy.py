@@ -61,7 +61,7 @@ def make_policy(
 
 
 def parameters_after_step(policy: Policy, groups, **pack_options) -> tuple[torch.Tensor, dict[str, float]]:
-    batch = pack(groups, share_prompts=policy.plan.packed, **pack_options)
+    batch = pack(groups, share_prefixes=policy.plan.packed, **pack_options)
     metrics = policy.accumulate(batch) | policy.step()
     trained = [p.detach().flatten() for p in policy.model.parameters() if p.requires_grad]
     return torch.cat(trained), reduce_metrics(metrics)

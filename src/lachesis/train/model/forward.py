@@ -161,7 +161,7 @@ def _probe(model: PreTrainedModel, device: torch.device) -> list[Group]:
 
 @torch.no_grad()
 def _agrees(model: PreTrainedModel, plan: ForwardPlan, probe: list[Group], device: torch.device) -> bool:
-    (micro,) = pack(probe, max_tokens=1 << 20, share_prompts=plan.packed).micro_batches
+    (micro,) = pack(probe, max_tokens=1 << 20, share_prefixes=plan.packed).micro_batches
     try:
         found = target_logprobs(model, micro.to(device), plan=plan).logprobs
     except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):

@@ -93,7 +93,7 @@ def moved_policy(packing: str, reference: AlgorithmConfig) -> Policy:
 
 
 def gradient(policy: Policy, these: list[Group], **pack_options: Any) -> tuple[torch.Tensor, dict[str, float]]:
-    batch = pack(these, share_prompts=policy.plan.packed, **pack_options)
+    batch = pack(these, share_prefixes=policy.plan.packed, **pack_options)
     metrics = reduce_metrics(policy.accumulate(batch))
     found = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
     policy.optimizer.zero_grad()
@@ -190,7 +190,7 @@ def test_the_policy_agrees_with_trl_from_token_ids_to_gradients(loss_type: str):
         policy = make_policy(options=options, max_completion_length=length, packing=packing, loaded=loaded)
         policy.reference = FixedReference() if options.beta else None
         batch = pack(
-            golden_groups(case, case["config"]["temperature"]), max_tokens=40, share_prompts=policy.plan.packed
+            golden_groups(case, case["config"]["temperature"]), max_tokens=40, share_prefixes=policy.plan.packed
         )
         assert len(batch.micro_batches) > 1
         metrics = reduce_metrics(policy.accumulate(batch))

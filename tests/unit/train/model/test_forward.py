@@ -50,7 +50,7 @@ def check_against_plain(model, groups: list[Group], *, max_tokens: int) -> None:
     expected = {(s.prompt_ids, s.completion_ids): plain_logprobs(model, s) for g in groups for s in g.samples}
     plan = plan_forward(model, packing="auto")
     compared = 0
-    for micro in pack(groups, max_tokens=max_tokens, share_prompts=plan.packed).micro_batches:
+    for micro in pack(groups, max_tokens=max_tokens, share_prefixes=plan.packed).micro_batches:
         found = target_logprobs(model, micro, plan=plan).logprobs
         found = found if micro.expand is None else found[micro.expand]
         targets = micro.targets if micro.expand is None else micro.targets[micro.expand]

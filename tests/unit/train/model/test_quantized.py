@@ -73,7 +73,7 @@ def batch_for(policy: Policy, *, advantage: float | None = None) -> Batch:
     groups = random_groups(groups=3, samples=4, longest=9)
     if advantage is not None:
         groups = [replace(g, samples=tuple(replace(s, advantage=advantage) for s in g.samples)) for g in groups]
-    return pack(groups, max_tokens=60, share_prompts=policy.plan.packed)
+    return pack(groups, max_tokens=60, share_prefixes=policy.plan.packed)
 
 
 def logprobs(policy: Policy) -> torch.Tensor:

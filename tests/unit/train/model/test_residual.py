@@ -41,7 +41,7 @@ def widened(model: PreTrainedModel) -> PreTrainedModel:
 
 def micro_batch(model: PreTrainedModel, *, longest: int = 20) -> MicroBatch:
     groups = random_groups(groups=2, samples=4, longest=longest)
-    return pack(groups, max_tokens=1 << 20, share_prompts=True).micro_batches[0]
+    return pack(groups, max_tokens=1 << 20, share_prefixes=True).micro_batches[0]
 
 
 def logprobs_and_gradients(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
