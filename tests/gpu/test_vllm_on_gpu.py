@@ -74,7 +74,7 @@ def live(
     *,
     bridge: dict[str, Any],
     lora: bool = False,
-    base: str = "none",
+    quantization: str = "none",
     **engine: Any,
 ) -> Iterator[tuple[EngineSide, Policy]]:
     """The two sides of a run, after the first sync."""
@@ -85,7 +85,7 @@ def live(
     config = LachesisConfig.model_validate(
         {
             "run": {"name": "run", "dir": str(directory), "steps": 1000},
-            "model": {"path": str(model), "dtype": "bfloat16", "device": "cuda", "quantization": base},
+            "model": {"path": str(model), "dtype": "bfloat16", "device": "cuda", "quantization": quantization},
             "adapter": {"kind": "lora", "r": 4} if lora else {"kind": "none"},
             "engine": engine if engine.get("kind") == "http" else managed | engine,
             "bridge": bridge,

@@ -72,12 +72,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """``n`` completions of one prompt. Equal seeds give equal completions, whatever else is in the batch."""
+    """``n`` completions of one prompt. Equal seeds give equal completions, whatever else is in the batch.
+
+    Requests of one ``conversation`` go to one engine where several serve, as it has what they begin with; where there
+    is no name those of one prompt do.
+    """
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     n: int = 1
     seed: int = 0
+    conversation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,7 @@ class TurnServer:
         session = request.headers.get(SESSION, "")
         if not session:
             raise Refused("the request names no conversation", remedy=f"send the header {SESSION}")
-        asked = self._request(wanted, turn=len(self._turns[session]))
+        asked = replace(self._request(wanted, turn=len(self._turns[session])), conversation=session)
         try:
             completion = await while_connected(request, self.calls.complete(asked))
         except LachesisError as error:

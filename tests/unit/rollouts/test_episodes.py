@@ -13,11 +13,14 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
-from lachesis.common.types import Group, Prompt, Sample, VersionSpan
+from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams, VersionSpan
 from lachesis.config.schema import AlgorithmConfig
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource, Played, Players, RolloutFailed
+from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
+from tests.fakes import FakeEngine
+from tests.waiting import LONG_S
 
 TASKS, SIZE = 12, 8
 
@@ -207,3 +210,40 @@ def test_a_saved_state_goes_on_exactly():
     first.next_groups(5, deadline=Deadline("a test", 20.0))
     second.load_state_dict(first.state_dict())
     assert groups(first, 4) == groups(second, 4)
+
+
+class Turns(Dice):
+    """Each rollout asks an engine three times, by calls that several share."""
+
+    def __init__(self, engine: FakeEngine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    async def start(self) -> None:
+        self.calls = GatheredCalls(self.engine, at_once=2)
+
+    async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
+        self.under_way += 1
+        self.most = max(self.most, self.under_way)
+        for turn in range(3):
+            await self.calls.complete(GenerationRequest((1, turn), SamplingParams(2), seed=seed))
+        self.under_way -= 1
+        return Played((sample(prompt, seed),))
+
+    async def stop(self) -> None:
+        await self.calls.ended()
+        self.calls.close()
+
+
+@pytest.mark.parametrize("at_once", [2000, 100])
+def test_two_thousand_episodes_share_one_loop_and_the_calls_of_the_engine(at_once: int):
+    """All at once in few calls; or so many at a time, and the others wait without a task of the engine."""
+    engine = FakeEngine()
+    players = Turns(engine)
+    episodes = source(players, num_generations=250, max_concurrent=at_once, rollout_s=LONG_S)
+    found = episodes.next_groups(8, deadline=Deadline("a test", LONG_S))
+    episodes.close()
+    assert [len(group.samples) for group in found] == [250] * 8
+    assert players.most == at_once
+    assert sum(map(len, engine.requests)) == 6000 and len(engine.requests) < 10 * 6000 / at_once
+    assert max(map(len, engine.requests)) <= at_once

@@ -148,3 +148,14 @@ def test_an_engine_that_fails_is_told_to_the_source():
         server.check()
 
     asked(Broken(), ask)
+
+
+def test_turns_of_a_session_are_one_conversation_of_the_engine():
+    engine = FakeEngine()
+
+    async def ask(client: httpx.AsyncClient, server: TurnServer) -> None:
+        for prompt in ((3,), (3, 4)):
+            assert (await client.post("/inference/v1/generate", json=body(*prompt))).status_code == 200
+
+    asked(engine, ask)
+    assert [request.conversation for call in engine.requests for request in call] == ["one", "one"]

@@ -146,7 +146,9 @@ class GenerationCalls:
             while True:
                 self._room.clear()
                 ticket = self._fleet.pick(
-                    completions=request.n, max_tokens=request.params.max_tokens, group=request.prompt_ids
+                    completions=request.n,
+                    max_tokens=request.params.max_tokens,
+                    group=request.conversation or request.prompt_ids,
                 )
                 if ticket is not None:
                     return ticket

@@ -103,7 +103,8 @@ class Recorder:
         fields |= {"max_tokens": wanted, "min_tokens": min(params.min_tokens, wanted), "stop": params.stop + asked.stop}
         seed = request_seed(session.seed, session.begun)
         session.begun += 1
-        return Prepared(asked, trajectory, added, GenerationRequest(prompt, SamplingParams(**fields), 1, seed), new)
+        request = GenerationRequest(prompt, SamplingParams(**fields), 1, seed, conversation=f"agent {session.seed}")
+        return Prepared(asked, trajectory, added, request, new)
 
     def record(self, session: Session, prepared: Prepared, completion: Completion) -> Turn:
         """Take a turn into its trajectory; where that has gone on meanwhile, into one of its own."""

@@ -10,7 +10,10 @@ from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, Me
 
 @dataclass(slots=True)
 class Conversation:
-    """One rollout as it grows. ``mask`` is 1 for tokens of the model; others have the logprob 0."""
+    """One rollout as it grows. ``mask`` is 1 for tokens of the model; others have the logprob 0.
+
+    ``name`` is that of the engine's conversation: all rollouts of a prompt begin alike, and are one.
+    """
 
     prompt_ids: tuple[int, ...]
     token_ids: list[int] = field(default_factory=list[int])
@@ -21,6 +24,7 @@ class Conversation:
     versions: VersionSpan = UNKNOWN_VERSIONS
     turns: int = 0
     calls: int = 0
+    name: str = ""
 
     @property
     def next_prompt(self) -> tuple[int, ...]:

@@ -81,10 +81,13 @@ class ToolTurns:
                 )
         started = time.monotonic()
         first = [
-            GenerationRequest(prompt_ids=prompt.token_ids, params=params, n=num_generations, seed=seed)
+            GenerationRequest(prompt.token_ids, params, n=num_generations, seed=seed, conversation=f"tools {seed}")
             for prompt, seed in zip(prompts, seeds, strict=True)
         ]
-        conversations = [[Conversation(prompt.token_ids) for _ in range(num_generations)] for prompt in prompts]
+        conversations = [
+            [Conversation(request.prompt_ids, name=request.conversation) for _ in range(num_generations)]
+            for request in first
+        ]
         live: list[tuple[Conversation, int]] = []
         for row, seed, answers in zip(conversations, seeds, self._generate(first, deadline), strict=True):
             for number, (conversation, completion) in enumerate(zip(row, answers, strict=True)):
@@ -120,7 +123,8 @@ class ToolTurns:
     def _next_turn(self, conversation: Conversation, seed: int, params: SamplingParams) -> GenerationRequest:
         room = params.max_tokens - len(conversation.token_ids)
         turn = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-        return GenerationRequest(conversation.next_prompt, turn, n=1, seed=request_seed(seed, conversation.turns))
+        seed = request_seed(seed, conversation.turns)
+        return GenerationRequest(conversation.next_prompt, turn, n=1, seed=seed, conversation=conversation.name)
 
     def _answer(
         self, live: Sequence[tuple[Conversation, int]], *, params: SamplingParams, started: float

@@ -274,6 +274,16 @@ class TestManyAtOnce:
             server.release()
         assert len(call.result(LONG_S)) == 7
 
+    def test_turns_of_a_conversation_go_to_the_engine_that_has_it(self, pair: list[FakeServer], both: HttpEngine):
+        def turn(number: int, name: str) -> list[GenerationRequest]:
+            prompt = (len(name), *range(number + 1))
+            return [GenerationRequest(prompt, SamplingParams(5), seed=number, conversation=name)]
+
+        for number in range(4):
+            both.generate([*turn(number, "a"), *turn(number, "bc")], deadline=soon())
+        prompts = [[body["prompt_token_ids"][0] for body in server.state.bodies("/generate")] for server in pair]
+        assert sorted(map(tuple, map(set, prompts))) == [(1,), (2,)] and [len(one) for one in prompts] == [4, 4]
+
     def test_each_request_is_told_of_as_soon_as_it_is_complete(self, fake: FakeServer, engine: HttpEngine):
         told: list[tuple[int, list[Completion]]] = []
         second = threading.Event()

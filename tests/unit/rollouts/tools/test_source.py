@@ -103,7 +103,8 @@ def test_a_call_is_answered_and_what_was_sampled_stays_as_it_was(tokenizer: Any)
 def test_the_first_turn_is_as_without_tools(tokenizer: Any):
     turns, engine = build(tokenizer, [[f"a{EOS}", f"b{EOS}"]])
     item = play(turns, tokenizer, n=2)
-    assert engine.requests == [[GenerationRequest(prompt(tokenizer).token_ids, SamplingParams(max_tokens=400), 2, 1)]]
+    plain = GenerationRequest(prompt(tokenizer).token_ids, SamplingParams(max_tokens=400), 2, 1)
+    assert engine.requests == [[replace(plain, conversation="tools 1")]]
     assert [sample.mask for sample in item.group.samples] == [None, None]
     assert [sample.text for sample in item.group.samples] == ["a", "b"]
 
@@ -203,3 +204,11 @@ def test_rewards_get_all_messages_and_the_counts(tokenizer: Any):
     counters = source.counters()
     assert (counters["turns"], counters["tool_calls"], counters["tool_calls/double"]) == (4, 2, 2)
     source.close()
+
+
+def test_all_turns_of_a_prompt_are_one_conversation_of_the_engine(tokenizer: Any):
+    turns, engine = build(tokenizer, [[CALL % 4], ["8"]])
+    play(turns, tokenizer, n=2)
+    turns.close()
+    assert len(engine.requests) == 2
+    assert {request.conversation for call in engine.requests for request in call} == {"tools 1"}
