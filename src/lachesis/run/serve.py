@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -92,17 +92,7 @@ def config_options(
         )
     if isinstance(engine, schema.HttpEngineConfig):
         theirs = _vllm_section(path, overrides=overrides) if loaded.dialect == "axolotl" else {}
-        host, taken = _address(engine.urls, port=port)
-        engine = schema.VllmEngineConfig(host=str(theirs.get("host") or host), port=taken)
-        shared = (schema.VllmEngineConfig.model_fields.keys() & theirs.keys()) - {"host", "port"}
-        # Unchecked: vLLM knows more values than we do.
-        engine = engine.model_copy(update={key: theirs[key] for key in shared if theirs[key] is not None})
-        caching = theirs.get("enable_prefix_caching")
-        more = {
-            "reasoning_parser": theirs.get("reasoning_parser"),
-            "enable_prefix_caching": caching,
-            "no_enable_prefix_caching": caching is False,
-        }
+        engine, more = _vllm_at(engine.urls, theirs, port=port)
     run_directory = Path(config.run.dir) / config.run.name
     run_directory.mkdir(parents=True, exist_ok=True)  # the server looks into it before the run is there
     options = server_options(config, engine, directory=run_directory.absolute())
@@ -122,6 +112,23 @@ def config_options(
     if port is not None:
         changes["port"] = port
     return options.model_copy(update=changes), loaded
+
+
+def _vllm_at(
+    urls: Sequence[str], theirs: Mapping[str, Any], *, port: int | None
+) -> tuple[schema.VllmEngineConfig, dict[str, Any]]:
+    """vLLM at one of the addresses, by Axolotl's section ``vllm:``, and its flags that are no key of ours."""
+    host, taken = _address(urls, port=port)
+    engine = schema.VllmEngineConfig(host=str(theirs.get("host") or host), port=taken)
+    shared = (schema.VllmEngineConfig.model_fields.keys() & theirs.keys()) - {"host", "port"}
+    # Unchecked: vLLM knows more values than we do.
+    engine = engine.model_copy(update={key: theirs[key] for key in shared if theirs[key] is not None})
+    caching = theirs.get("enable_prefix_caching")
+    return engine, {
+        "reasoning_parser": theirs.get("reasoning_parser"),
+        "enable_prefix_caching": caching,
+        "no_enable_prefix_caching": caching is False,
+    }
 
 
 def vllm_arguments(options: ServeOptions) -> list[str]:

@@ -34,6 +34,7 @@ from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.atropos.source import EngineWatch
 from lachesis.rollouts.failures import FailureFile
+from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
@@ -332,10 +333,14 @@ def build_parts(
             evaluator=evaluator,
         )
         closing.callback(evaluation.close)
-        names = () if environments or rewarder is None else rewarder.names
-        if config.source.kind == "verifiers":
-            names = ("environment",)
-        return config, Parts(place, side, policy, feed, evaluation, names)
+        return config, Parts(place, side, policy, feed, evaluation, reward_names(config, rewarder))
+
+
+def reward_names(config: LachesisConfig, rewarder: Rewarder | None) -> tuple[str, ...]:
+    """Of the rewards that a run's samples have, each by itself; environments of others score as a whole."""
+    if config.source.kind == "verifiers":
+        return ("environment",)
+    return () if config.source.kind not in ("local", "agent") or rewarder is None else rewarder.names
 
 
 def raise_if_asked(stop_requested: Callable[[], bool], leadership: Leadership | None = None) -> None:

@@ -18,6 +18,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -200,16 +201,9 @@ def pack(
         counted = [row for row in counted if row.sample.finish_reason == "stop"]
     kept = [row for row in counted if not skip_zero_advantage or _teaches(row.sample)]
     trees = [*_trees(kept)]
+    cut = partial(_cut, max_tokens=max_tokens, max_rows=max_rows) if share_prefixes else _flat
     # The longest first: sequences of one length meet, and the last micro-batch is the fullest it can be.
-    units = sorted(
-        (
-            unit
-            for tree in trees
-            for unit in (_cut(tree, max_tokens=max_tokens, max_rows=max_rows) if share_prefixes else _flat(tree))
-        ),
-        key=lambda unit: unit.num_inputs,
-        reverse=True,
-    )
+    units = sorted((unit for tree in trees for unit in cut(tree)), key=lambda unit: unit.num_inputs, reverse=True)
     return Batch(
         groups=tuple(groups),
         micro_batches=tuple(_collate(bin_) for bin_ in _fill(units, max_tokens=max_tokens, max_rows=max_rows)),

@@ -279,6 +279,11 @@ def _names() -> Iterator[Entry]:
     yield together("report_to", "logging.wandb.project", "wandb, tensorboard or none")
     yield together("project", "logging.wandb.project")
     yield together("run_name", "logging.wandb.name")
+    yield from _engine_names()
+    yield from _without_counterpart()
+
+
+def _engine_names() -> Iterator[Entry]:
     yield together("use_vllm", "engine.kind", "false: the trainer's own weights generate (embedded)")
     yield together("vllm_mode", "engine.kind", "server is http, colocate a vLLM server of the run's own")
     for name in ("server_base_url", "server_host", "server_port"):
@@ -288,7 +293,6 @@ def _names() -> Iterator[Entry]:
         yield together(name, f"engine.{option}", "with vllm_mode colocate")
     yield Entry("vllm_structured_outputs_regex", "sampling.guided_regex")
     yield Entry("vllm_guided_decoding_regex", "sampling.guided_regex")
-    yield from _without_counterpart()
 
 
 def _without_counterpart() -> Iterator[Entry]:

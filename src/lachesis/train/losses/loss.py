@@ -213,8 +213,7 @@ def policy_loss(
 
     Args:
         logprobs: float [T] under the current policy, with gradient.
-        row: int64 [T], 0..S-1, in any order.
-        mask: float [T], 1 where the token counts, else 0.
+        row, mask: int64 [T], 0..S-1, in any order, and float [T], 1 where the token counts, else 0.
         advantages: float [S], or [T] for one a token. Where S = T they are read as [S] if ``row`` has S-1.
         old_logprobs: float [T]; ``None``, or NaN for a token, stands for the current ones (r = 1).
         sampling_logprobs: float [T], NaN where unknown; ``None``: the sampler is not corrected for.
@@ -241,25 +240,47 @@ def policy_loss(
         entropies=entropies,
         options=options,
     )
-    per_token, weight = LOSS_TYPES[options.loss_type]
-    per_token = per_token if token_loss is None else token_loss
+    per_token, weight = _formulas(options, token_loss)
+    loss = _token_losses(terms, options, per_token=per_token)
+    kept, num_kept = terms.rows.mask, num_tokens
+    if options.top_entropy_quantile < 1:
+        kept, num_kept = _high_entropy(terms, options, entropy_threshold, num_high_entropy_tokens)
+        loss = loss * kept
+    kl = kl_to_reference(terms, options) if options.beta else None
+    loss = loss if kl is None else loss + options.beta * kl
+    loss = loss * weight(terms.rows, num_sequences, num_tokens, max_completion_length)
+    total = loss.sum() - _entropy_bonus(terms, options, kept=kept, num_kept=num_kept)
+    return PolicyLoss(total, _metrics(terms, options, per_token=per_token, kl=kl))
+
+
+def _formulas(options: AlgorithmConfig, token_loss: TokenLoss | None) -> LossType:
+    """Those of the loss type, or the weight of it and another loss of a token."""
+    named = LOSS_TYPES[options.loss_type]
+    return named if token_loss is None else LossType(token_loss, named.weight)
+
+
+def _token_losses(terms: Terms, options: AlgorithmConfig, *, per_token: TokenLoss) -> Tensor:
+    """[T] of what the policy and its sampler differ in: without KL, and before entropy chooses among the tokens."""
     loss = per_token(terms, options)
     if options.off_policy_mask_threshold is not None:
         loss = loss * off_policy_keep(terms, options.off_policy_mask_threshold)
-    kept, num_kept = terms.rows.mask, num_tokens
-    if options.top_entropy_quantile < 1:
-        kept = high_entropy_keep(terms, options, entropy_threshold)
-        num_kept = float(kept.sum()) if num_high_entropy_tokens is None else num_high_entropy_tokens
-        loss = loss * kept
     if terms.correction is not None and per_token is not vespo:  # vespo has it in its weight
         loss = loss * terms.correction
-    kl = kl_to_reference(terms, options) if options.beta else None
-    if kl is not None:
-        loss = loss + options.beta * kl
-    total = (loss * weight(terms.rows, num_sequences, num_tokens, max_completion_length)).sum()
-    if options.entropy_coef:
-        total = total - options.entropy_coef * (given(terms.entropies) * kept).sum() / max(num_kept, 1)
-    return PolicyLoss(total, _metrics(terms, options, per_token=per_token, kl=kl))
+    return loss
+
+
+def _high_entropy(
+    terms: Terms, options: AlgorithmConfig, threshold: Tensor | float | None, count: float | None
+) -> tuple[Tensor, float]:
+    """Which tokens are kept, [T], and how many of the whole step are."""
+    kept = high_entropy_keep(terms, options, threshold)
+    return kept, float(kept.sum()) if count is None else count
+
+
+def _entropy_bonus(terms: Terms, options: AlgorithmConfig, *, kept: Tensor, num_kept: float) -> Tensor | float:
+    if not options.entropy_coef:
+        return 0.0
+    return options.entropy_coef * (given(terms.entropies) * kept).sum() / max(num_kept, 1)
 
 
 @torch.no_grad()

@@ -241,7 +241,6 @@ def build_optimizer(
       columns of state only.
 
     ``config.function`` takes the place of all of them: :mod:`lachesis.train.optim.custom`.
-
     ``config.weight_update`` says how 16-bit weights take small updates: see
     :mod:`lachesis.train.optim.weight_update`. Weight decay is not applied to tensors of fewer than two dimensions
     (biases, norms).
@@ -259,20 +258,16 @@ def build_optimizer(
         ConfigError: stochastic rounding of float16 weights.
         DependencyError: the kind needs a package that is not installed.
     """
-    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
-    if not trained:
-        raise ModelError("no parameter of the model requires a gradient", remedy="add an adapter or unfreeze the model")
+    trained = _trained(named_parameters)
     device = trained[0][1].device
     make = _optimizer_factory(config, device=device, learning_rate=learning_rate)
-    noise = torch.Generator(device).manual_seed(seed)
-    offloads = config.kind == "adamw_cpu" and config.function is None
-    slots_on = torch.device("cpu") if offloads and device.type != "cpu" else None
+    noise, slots_on = torch.Generator(device).manual_seed(seed), _slots_on(config, device)
     parts = []
     for members, precision in _partition(trained, config, offload=slots_on is not None, sizes=sizes):
         names, parameters = zip(*members, strict=True)
         update = _weight_update(parameters, precision, noise=noise, slots_on=slots_on)
         groups = _decay_groups(parameters, update.slots, weight_decay=config.weight_decay)
-        parts.append(_Part(names=names, update=update, optimizer=make(groups)))
+        parts.append(_Part(names, update, make(groups)))
     return make_policy_optimizer(
         parts,
         named_parameters=trained,
@@ -281,6 +276,19 @@ def build_optimizer(
         total_steps=total_steps,
         noise=noise if any(isinstance(part.update, StochasticRounding) for part in parts) else None,
     )
+
+
+def _slots_on(config: OptimizerConfig, device: torch.device) -> torch.device | None:
+    """Where the optimizer has copies of the parameters, if that is elsewhere."""
+    offloads = config.kind == "adamw_cpu" and config.function is None
+    return torch.device("cpu") if offloads and device.type != "cpu" else None
+
+
+def _trained(named_parameters: Iterable[Named]) -> list[Named]:
+    trained = [(name, p) for name, p in named_parameters if p.requires_grad]
+    if not trained:
+        raise ModelError("no parameter of the model requires a gradient", remedy="add an adapter or unfreeze the model")
+    return trained
 
 
 def _weight_update(
