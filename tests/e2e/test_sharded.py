@@ -55,9 +55,32 @@ def completions(run_dir: Path) -> dict[str, list[Any]]:
     }
 
 
-def test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one(tmp_path: Path):
+# What the straight run does by itself, as parts of the user's own.
+PARTS = """
+def course(step, *, warmup_steps):
+    return min(1.0, (step + 1) / warmup_steps)
+
+
+def measured(rewards, *, group):
+    total = rewards.nansum(dim=1)
+    advantages = total.clone()
+    for one in group.unique():
+        at = group == one
+        advantages[at] = (total[at] - total[at].mean()) / (total[at].std() + 1e-4)
+    return advantages
+"""
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["", "parts of one's own"])
+def test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one(tmp_path: Path, own: bool):
     straight = run_here(write_run(tmp_path / "straight", **SECTIONS))
-    config = write_run(tmp_path / "ranks", **SECTIONS)
+    sections = dict(SECTIONS)
+    if own:
+        named = {"function": "torch.optim.AdamW", "schedule_function": "parts.py:course"}
+        sections["optimizer"] = SECTIONS["optimizer"] | named
+        sections["algorithm"] = SECTIONS["algorithm"] | {"advantage": "parts.py:measured"}
+    config = write_run(tmp_path / "ranks", **sections)
+    (tmp_path / "ranks" / "parts.py").write_text(PARTS)
     first = torchrun(2, "lachesis", "train", config, "--set", "run.steps=3")
     assert first.code == 0, first.err
     resumed = torchrun(3, "lachesis", "train", config, "--resume")
