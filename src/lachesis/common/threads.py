@@ -140,6 +140,8 @@ class DaemonThread:
         with closing(self._caller):
             while (call := self._calls.get()) is not None:
                 future, function, kwargs = call
+                if not future.set_running_or_notify_cancel():  # given up before it was its turn
+                    continue
                 try:
                     future.set_result(self._caller.call(function, kwargs))
                 except BaseException as error:

@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from lachesis.common.errors import DataError, EngineError
-from lachesis.common.threads import CallThread, call_watched
+from lachesis.common.threads import CallThread, DaemonThread, call_watched
 from tests.waiting import LONG_S
 
 
@@ -142,3 +142,13 @@ class TestCalls:
             "assert CallThread('x').call(hang, {}, timeout_s=0.05).hung\n"
         )
         subprocess.run([sys.executable, "-c", program], check=True, timeout=LONG_S)
+
+
+def test_a_call_that_is_cancelled_before_its_turn_leaves_the_thread_to_the_next():
+    thread, go_on = DaemonThread("a thread"), threading.Event()
+    first = thread.submit(go_on.wait, {"timeout": LONG_S})
+    second, third = thread.submit(int, {}), thread.submit(str, {})
+    assert second.cancel()
+    go_on.set()
+    assert first.result(LONG_S) and third.result(LONG_S) == ""
+    thread.abandon()
