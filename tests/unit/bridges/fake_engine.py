@@ -196,13 +196,19 @@ class FakeServer(ServerControl):
         self._status = ReceiverStatus()
 
     def _connect(self, spec: ReceiverSpec) -> None:
+        channels: list[Channel] = []
         try:
             self._begin("joining")
             with ThreadPoolExecutor(self.workers) as workers:
-                self._channels = list(workers.map(lambda i: self._join(spec, i), range(self.workers)))
-            self._status = ReceiverStatus("connected", spec=spec)
+                channels = list(workers.map(lambda i: self._join(spec, i), range(self.workers)))
+            status = ReceiverStatus("connected", spec=spec)
         except LachesisError as error:
-            self._status = ReceiverStatus("error", str(error))
+            status = ReceiverStatus("error", str(error))
+        if self._status.spec is spec:
+            self._channels, self._status = channels, status
+        else:  # stopped meanwhile; another one may be connecting by now
+            for channel in channels:
+                channel.close()
 
     def _join(self, spec: ReceiverSpec, worker: int) -> Channel:
         return Channel.connect(
