@@ -44,15 +44,9 @@ from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.directory import claim_run
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side
-from lachesis.run.parts import (
-    build_evaluation,
-    build_feed,
-    build_policy,
-    build_rewarder,
-    build_source,
-    load_data,
-)
+from lachesis.run.parts import build_evaluation, build_feed, build_policy
 from lachesis.run.sinks import build_sinks
+from lachesis.run.sources import build_rewarder, build_source, load_data
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints
 from lachesis.train.loop import Trainer

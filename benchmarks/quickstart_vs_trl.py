@@ -40,7 +40,8 @@ from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.run.engine import build_engine
-from lachesis.run.parts import build_evaluation, build_policy, build_rewarder, load_data
+from lachesis.run.parts import build_evaluation, build_policy
+from lachesis.run.sources import build_rewarder, load_data
 from lachesis.train.optim.optimizer import schedule_factor
 
 REPOSITORY = Path(__file__).resolve().parents[1]

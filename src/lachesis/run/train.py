@@ -38,20 +38,11 @@ from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
-from lachesis.run.parts import (
-    build_atropos_feed,
-    build_episodes,
-    build_evaluation,
-    build_feed,
-    build_policy,
-    build_rewarder,
-    feed_from,
-    load_data,
-    set_up,
-)
+from lachesis.run.parts import build_atropos_feed, build_evaluation, build_feed, build_policy, feed_from, set_up
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
+from lachesis.run.sources import build_episodes, build_rewarder, load_data
 from lachesis.run.warm_up import warm_up
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints

@@ -1,0 +1,299 @@
+"""Where a run's rollouts come from, by its sections: the data, the rewards, and who plays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial, update_wrapper
+from pathlib import Path
+from typing import Any
+
+from lachesis.common.contracts import load_part
+from lachesis.common.errors import ConfigError
+from lachesis.common.sandbox.choice import use_sandbox
+from lachesis.common.types import Prompt, SamplingParams
+from lachesis.config import schema
+from lachesis.config.schema import LachesisConfig
+from lachesis.config.steps import batches_ahead, steps_per_batch
+from lachesis.engines.base import Engine
+from lachesis.rollouts.agent.process import AgentCommand
+from lachesis.rollouts.agent.proxy import AgentProxy
+from lachesis.rollouts.agent.session import Recorder
+from lachesis.rollouts.agent.source import AgentRollouts, AgentSource
+from lachesis.rollouts.base import GroupwiseSource
+from lachesis.rollouts.custom import ROLLOUTS, CustomSource
+from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, load_problems, ranks, split_eval
+from lachesis.rollouts.datasets.transforms import axolotl_names
+from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource, PolicyAccess, TaskPlayers
+from lachesis.rollouts.gathered import GatheredCalls
+from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.local import LocalSource
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
+from lachesis.rollouts.streaming import StreamingSource
+from lachesis.rollouts.tools import Toolbox, load_parser, load_tools
+from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
+from lachesis.rollouts.tools.template import Continuation
+from lachesis.rollouts.verifiers.build import verifiers_players
+from lachesis.train.model.loading import (
+    context_length,
+    eos_token_ids,
+    load_tokenizer,
+)
+from lachesis.train.policy import Policy
+
+# Calls of an engine with servers of its own, which takes many at once.
+_CALLS = 16
+
+
+def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Problems to train on, none where environments have their own, and those held out.
+
+    Raises:
+        ConfigError: the model's context has no room for a prompt and a completion, or a transform is none.
+        DataError: as :func:`load_problems`, or nothing would remain to train on.
+    """
+    trains = config.source.kind in ("local", "agent")  # environments have problems of their own
+    if not trains and not config.data.evaluates:
+        return [], []
+    room = context_length(config.model) - config.sampling.max_completion_length
+    if room < 1:
+        raise ConfigError(
+            f"sampling.max_completion_length is {config.sampling.max_completion_length} and the model's context "
+            f"{context_length(config.model)} tokens: no prompt fits",
+            remedy="lower sampling.max_completion_length",
+        )
+    data = config.data
+    path = data.path or data.eval_path
+    assert path is not None, "config.load and config.rules demand one"
+    load = partial(
+        load_problems,
+        tokenizer=load_tokenizer(config.model),
+        system_prompt=data.system_prompt,
+        conversations=data.conversations,
+        max_prompt_length=min(room, data.max_prompt_length or room),
+        overlong=data.overlong_prompts,
+        prepared_path=data.prepared_path,
+        processes=data.processes,
+        transform_config=axolotl_names(config),
+    )
+    tools = load_tools(config.source.tools) if isinstance(config.source, schema.LocalSourceConfig) else []
+    told = {"tools": [dict(tool.schema) for tool in tools]} if tools else {}
+    load = partial(load, chat_template_kwargs=data.chat_template_kwargs | told)
+    first = Dataset(path, data.name, data.split, data.format, data.transform, data.prompt_column)
+    apart = data.eval_path is not None or data.eval_split is not None
+    problems: list[Prompt] = []
+    if trains or not apart:
+        problems = load(first, more=[Dataset(**one.model_dump()) for one in data.more])
+        problems = keep_matching(problems, data.filter) if data.filter else problems
+    if not apart:
+        problems, held_out = split_eval(problems, data.eval_size, seed=config.run.seed)
+    else:
+        held_out = load(replace(first, path=data.eval_path or path, split=data.eval_split or "train"))
+    return problems if trains else [], held_out
+
+
+def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:
+    """The reward functions and models, by name."""
+    rewards = config.rewards
+    if rewards.sandbox != "auto":  # which is what holds where nothing else is said, here or in the environment
+        use_sandbox(rewards.sandbox)
+    return load_rewards(
+        rewards.functions,
+        num_workers=rewards.num_workers,
+        model_device=rewards.model_device,
+        model_batch_size=rewards.model_batch_size,
+    )
+
+
+def build_rewarder(config: LachesisConfig) -> Rewarder:
+    """The reward functions with their weights."""
+    return Rewarder(
+        build_reward_functions(config),
+        weights=config.rewards.weights,
+        timeout_s=config.rewards.timeout_s,
+        on_error=config.rewards.on_error,
+        num_workers=config.rewards.num_workers,
+        max_steps=config.run.steps or 0,
+        text_completions=config.rewards.text_completions,
+    )
+
+
+def build_stream(config: LachesisConfig, problems: Sequence[Prompt]) -> PromptStream:
+    """The order in which training meets the problems. Raises DataError where a curriculum has no such column."""
+    data = config.data
+    return PromptStream(
+        problems,
+        seed=config.run.seed,
+        shuffle=data.shuffle,
+        ranks=None if data.order is None else ranks(problems, data.order, data.order_values),
+        ranked_epochs=data.order_epochs,
+    )
+
+
+def build_source(
+    config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
+) -> GroupwiseSource:
+    """Prompts of a dataset, and completions by the engine or by a function of the user."""
+    common: dict[str, Any] = {
+        "stream": build_stream(config, problems),
+        "engine": engine,
+        "rewarder": rewarder,
+        "decode": text_decoder(policy.loaded.tokenizer),
+        "params": sampling_params(config, policy),
+        "num_generations": config.sampling.num_generations,
+        "seed": config.run.seed,
+        "generation_s": config.deadlines.generation_s,
+    }
+    if isinstance(config.source, schema.AgentSourceConfig):
+        return AgentSource(rollouts=build_agents(config, policy=policy, engine=engine), **common)
+    assert isinstance(config.source, schema.LocalSourceConfig)
+    if config.source.tools:
+        return ToolSource(turns=build_turns(config, policy=policy, engine=engine), **common)
+    streaming = config.pipeline.streaming
+    if config.source.rollout_func is None and (streaming or generated_ahead(config)):
+        return StreamingSource(min_groups=config.pipeline.streaming_min_groups if streaming else 1, **common)
+    if config.source.rollout_func is None:
+        return LocalSource(**common)
+    rollouts = load_part(config.source.rollout_func, ROLLOUTS)
+    return CustomSource(
+        rollout_func=update_wrapper(partial(rollouts.function, **rollouts.kwargs), rollouts.function),
+        name=rollouts.spec,
+        tokenizer=policy.loaded.tokenizer,
+        eos_token_ids=eos_token_ids(policy.loaded),
+        vocab_size=policy.transformer.config.get_text_config().vocab_size,
+        **common,
+    )
+
+
+def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
+    """With an end token of the configuration's own, which an engine on a server does not know."""
+    params = config.sampling.params()
+    token = config.model.special_tokens.get("eos_token")
+    if token is None or isinstance(config.engine, schema.EmbeddedEngineConfig):
+        return params
+    ends = dict.fromkeys((*params.stop_token_ids, policy.loaded.tokenizer.convert_tokens_to_ids(token)))
+    return replace(params, stop_token_ids=tuple(ends))
+
+
+def build_player(config: LachesisConfig, *, policy: Policy, engine: Engine) -> ToolTurns | AgentRollouts | None:
+    """Who plays completions of several turns; nobody where they are of one."""
+    if isinstance(config.source, schema.AgentSourceConfig):
+        return build_agents(config, policy=policy, engine=engine)
+    has_tools = isinstance(config.source, schema.LocalSourceConfig) and config.source.tools
+    return build_turns(config, policy=policy, engine=engine) if has_tools else None
+
+
+def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine) -> AgentRollouts:
+    """Agents and their proxy, which begins to listen with the first rollout.
+
+    Raises:
+        ConfigError: the command or its directory is not there, or the model has no chat template.
+    """
+    source, tokenizer = config.source, policy.loaded.tokenizer
+    assert isinstance(source, schema.AgentSourceConfig)
+    if not tokenizer.chat_template and "chat_template" not in config.data.chat_template_kwargs:
+        raise ConfigError(
+            "agents send conversations, and the model has no chat template", remedy="set model.chat_template"
+        )
+    recorder = Recorder(
+        tokenizer,
+        parse=load_parser(source.tool_parser),
+        template_kwargs=config.data.chat_template_kwargs,
+        max_context=context_length(config.model),
+    )
+    # What shares the trainer's process does one call after the other.
+    at_once = 1 if config.engine.place == "trainer" else source.max_concurrent
+    workdir = None if source.workdir is None else Path(source.workdir)
+    return AgentRollouts(
+        agent=AgentCommand(tuple(source.command), workdir, source.env, source.timeout_s),
+        proxy=AgentProxy(lambda: GatheredCalls(engine, at_once=at_once), recorder, host=source.host),
+        decode=text_decoder(tokenizer),
+        max_concurrent=source.max_concurrent,
+        retries=source.retries,
+        score_nonzero=source.nonzero_exit == "score",
+    )
+
+
+def build_turns(config: LachesisConfig, *, policy: Policy, engine: Engine) -> ToolTurns:
+    """The turns of rollouts with the tools of the configuration."""
+    source, tokenizer = config.source, policy.loaded.tokenizer
+    assert isinstance(source, schema.LocalSourceConfig)
+    toolbox = Toolbox(load_tools(source.tools), timeout_s=source.tool_timeout_s)
+    kwargs = config.data.chat_template_kwargs | {"tools": toolbox.schemas}
+    return ToolTurns(
+        engine=engine,
+        toolbox=toolbox,
+        parse=load_parser(source.tool_parser),
+        continuation=Continuation(tokenizer, kwargs),
+        tokenizer=tokenizer,
+        decode=text_decoder(tokenizer),
+        limits=TurnLimits(source.max_turns, source.tool_result_tokens, source.rollout_timeout_s),
+    )
+
+
+def build_episodes(
+    config: LachesisConfig, *, policy: Policy, engine: Engine
+) -> tuple[EpisodeSource, EpisodeEvaluator | None]:
+    """The environment of ``source`` over the run's engine, and the evaluation on its held-out tasks, if any.
+
+    Raises:
+        DependencyError: its library is not installed.
+        ConfigError, DataError: it cannot be loaded, or has no tasks.
+    """
+    source = config.source
+    assert isinstance(source, schema.EpisodesSection)
+    # What shares the trainer's process does one call after the other.
+    at_once = 1 if config.engine.place == "trainer" else _CALLS
+    access = PolicyAccess(
+        calls=GatheredCalls(engine, at_once=at_once),
+        tokenizer=policy.loaded.tokenizer,
+        model=config.model.path,
+        params=config.sampling.params(),
+        max_context=context_length(config.model),
+        vocab_size=policy.transformer.config.get_text_config().vocab_size,
+    )
+    players = build_players(source, access)
+    training, held_out = players.split()
+    episodes = EpisodeSource(
+        stream=PromptStream(training, seed=config.run.seed, shuffle=config.data.shuffle),
+        players=players,
+        num_generations=config.sampling.num_generations,
+        max_concurrent=source.max_concurrent,
+        refill_rounds=source.refill_rounds,
+        rollout_s=source.rollout_s,
+        seed=config.run.seed,
+        generation_s=config.deadlines.generation_s,
+    )
+    evaluator = EpisodeEvaluator(
+        source=episodes,
+        prompts=held_out[: config.evaluation.max_problems],
+        success_reward=config.evaluation.success_reward,
+        seed=config.run.seed,
+        generation_s=config.deadlines.generation_s,
+    )
+    return episodes, evaluator if held_out else None
+
+
+def build_players(source: schema.EpisodesSection, access: PolicyAccess) -> TaskPlayers:
+    """The players of an environment that has tasks of its own."""
+    assert isinstance(source, schema.VerifiersSourceConfig)
+    return verifiers_players(
+        access,
+        environment=source.environment,
+        args=source.args,
+        renderer=source.renderer,
+        max_tasks=source.max_tasks,
+        eval_tasks=source.eval_tasks,
+    )
+
+
+def generated_ahead(config: LachesisConfig) -> int:
+    """Batches that are generated while others are trained on."""
+    if not config.pipeline.async_prefetch:
+        return 0
+    return batches_ahead(
+        every_steps=getattr(config.bridge, "every_steps", 1),
+        depth=config.pipeline.prefetch_depth,
+        iterations=steps_per_batch(config),
+        max_staleness=config.pipeline.max_staleness,
+    )

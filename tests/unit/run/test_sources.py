@@ -1,0 +1,71 @@
+"""Which problems a run loads, to train on and to evaluate with, and the rewards of them."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from lachesis.common.sandbox.choice import VARIABLE
+from lachesis.run.sources import build_reward_functions, build_stream, load_data
+
+ENVIRONMENTS = {
+    "source": {"kind": "atropos"},
+    "engine": {"kind": "embedded_server"},
+    "bridge": {"kind": "shared_vllm"},
+}
+
+
+def texts(prompts: list[Any]) -> set[str]:
+    return {prompt.columns["prompt"][:-2] for prompt in prompts}
+
+
+def test_a_dataset_with_a_file_of_its_own_to_evaluate_with(config: Any):
+    problems, held_out = load_data(config({"path": "train.jsonl", "eval_path": "test.jsonl"}))
+    assert (len(problems), len(held_out)) == (10, 3)
+    assert (texts(problems), texts(held_out)) == ({"train"}, {"test"})
+
+
+def test_a_dataset_of_which_a_part_is_held_out(config: Any):
+    problems, held_out = load_data(config({"path": "train.jsonl", "eval_size": 4}))
+    assert (len(problems), len(held_out)) == (6, 4)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        ({}, 0),
+        ({"path": "train.jsonl"}, 0),
+        ({"eval_path": "test.jsonl"}, 3),
+        ({"path": "train.jsonl", "eval_path": "test.jsonl"}, 3),
+        ({"path": "train.jsonl", "eval_size": 4}, 4),
+    ],
+)
+def test_environments_have_problems_of_their_own_and_the_held_out_ones_are_loaded(
+    config: Any, data: dict[str, Any], expected: int
+):
+    problems, held_out = load_data(config(data, **ENVIRONMENTS))
+    assert problems == []
+    assert len(held_out) == expected
+
+
+@pytest.mark.parametrize(("sandbox", "said"), [("auto", None), ("none", "none"), ("docker:image", "docker:image")])
+def test_rewards_use_the_sandbox_of_the_configuration(config, monkeypatch: pytest.MonkeyPatch, sandbox, said):
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv(VARIABLE)
+    functions = ["grpo_code.code_execution_reward_func"]
+    build_reward_functions(config({"path": "train.jsonl"}, rewards={"functions": functions, "sandbox": sandbox}))
+    assert os.environ.get(VARIABLE) == said
+
+
+def test_filter_and_order_are_those_of_the_configuration(config: Any):
+    made = config({"path": "train.jsonl", "filter": {"prompt": ["train1=", "train7=", "train3="]}, "eval_size": 1})
+    problems, held_out = load_data(made)
+    assert (len(problems), len(held_out)) == (2, 1)
+    problems, _ = load_data(config({"path": "train.jsonl"}))
+    ordered = config(
+        {"path": "train.jsonl", "order": "prompt", "order_values": [f"train{i}=" for i in range(9, -1, -1)]}
+    )
+    found = build_stream(ordered, problems).take(10)
+    assert [prompt.text for prompt in found] == [f"train{i}=" for i in range(9, -1, -1)]
