@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import pytest
 import torch
@@ -12,14 +11,14 @@ from lachesis.bridges.proof import FleetProof, SyncProof
 from lachesis.common.errors import StaleWeights
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.engine import EngineSide, RunPlace, build_servers
-from lachesis.run.parts import build_policy
+from lachesis.run.engine import EngineSide
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from tests.contracts.bridge_cases import PROMPT, soon
 from tests.contracts.servers import CHAT_TEMPLATE, python_path
 from tests.contracts.vllm_server import ENVIRONMENT, build_model, entry_point, needs_vllm
 from tests.ports import free_port
+from tests.sides import two_sides
 from tests.tiny import tiny_tokenizer
 from tests.unit.train.model.test_forward import random_groups
 
@@ -50,16 +49,8 @@ def sides(
             "deadlines": {"sync_s": 60, "engine_start_s": 240, "generation_s": 60},
         }
     )  # fmt: skip
-    place = RunPlace(directory=directory / "run", engine_log=directory / "engine.log", owner="a test")
-    place.directory.mkdir()
-    torch.manual_seed(0)
-    side = build_servers(config, place=place)
-    try:
-        policy = side.bridge.prepare(partial(build_policy, config, weights=side.weights))
-        side.bridge.sync(0)
-        yield side, policy
-    finally:
-        side.close()
+    with two_sides(config, directory) as both:
+        yield both
 
 
 def proof_of(side: EngineSide) -> SyncProof:

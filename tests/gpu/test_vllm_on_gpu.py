@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.vllm.compat import can_reload_under_lora
-from lachesis.run.engine import EngineSide, RunPlace, build_servers
-from lachesis.run.parts import build_policy
+from lachesis.run.engine import EngineSide
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from lachesis.transport.float8 import by_rows
@@ -31,6 +29,7 @@ from tests.contracts.servers import CHAT_TEMPLATE, Server, running
 from tests.contracts.test_server_contract import canary, soon
 from tests.contracts.vllm_server import VLLM_SERVER, start_vllm
 from tests.ports import free_port
+from tests.sides import two_sides
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.train.model.test_forward import random_groups
 
@@ -93,16 +92,8 @@ def live(
             "deadlines": {"sync_s": 60, "engine_start_s": 300, "generation_s": 60},
         }
     )
-    place = RunPlace(directory=directory / "run", engine_log=directory / "engine.log", owner="a test")
-    place.directory.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    side = build_servers(config, place=place)
-    try:
-        policy = side.bridge.prepare(partial(build_policy, config, weights=side.weights))
-        side.bridge.sync(0)
-        yield side, policy
-    finally:
-        side.close()
+    with two_sides(config, directory) as sides:
+        yield sides
 
 
 def check_updates(side: EngineSide, policy: Policy, *, updates: int = 3, tolerance: float = TOLERANCE) -> None:

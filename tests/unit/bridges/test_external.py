@@ -29,6 +29,20 @@ from tests.unit.bridges.fake_engine import (
 from tests.waiting import LONG_S
 
 
+def adapters_to(engine: FakeHttpEngine, tmp_path: Path, **options: Any) -> SavedBridge[FakePolicy]:
+    return SavedBridge(
+        servers_of(engine, options),
+        capabilities=LoraSwapBridgeConfig.capabilities,
+        directory=tmp_path / "adapters",
+        keep_last=1,
+        save=AdapterFiles(
+            tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
+        ),
+        load=load_adapter,
+        done="%d in %.3f s",
+    )
+
+
 class Built:
     def __init__(self, tmp_path: Path, **options: Any) -> None:
         self.server = FakeServer()
@@ -36,17 +50,7 @@ class Built:
         self.process.launch()
         engine = FakeHttpEngine(self.server)
         options["owned"] = OwnedEngine(engine=engine, processes=[self.process], owner="run 7")  # type: ignore[list-item]
-        self.bridge: SavedBridge[FakePolicy] = SavedBridge(
-            servers_of(engine, options),
-            capabilities=LoraSwapBridgeConfig.capabilities,
-            directory=tmp_path / "adapters",
-            keep_last=1,
-            save=AdapterFiles(
-                tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
-            ),
-            load=load_adapter,
-            done="%d in %.3f s",
-        )
+        self.bridge = adapters_to(engine, tmp_path, **options)
         self.policy = self.bridge.prepare(lambda: FakePolicy(lora=True))
         self.bridge.sync(0)
         self.calls = 0
@@ -235,20 +239,6 @@ def test_only_the_dead_one_of_several_is_started_again_and_it_serves_once_it_is_
     assert [server.version for server in servers] == [2, 2, 2]
     assert (engine.fleet.admitted, servers[1].owner) == (engine.urls, "run 7")
     bridge.close()
-
-
-def adapters_to(engine: FakeHttpEngine, tmp_path: Path, **options: Any) -> SavedBridge[FakePolicy]:
-    return SavedBridge(
-        servers_of(engine, options),
-        capabilities=LoraSwapBridgeConfig.capabilities,
-        directory=tmp_path / "adapters",
-        keep_last=1,
-        save=AdapterFiles(
-            tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
-        ),
-        load=load_adapter,
-        done="%d in %.3f s",
-    )
 
 
 def test_servers_join_and_leave_and_those_that_joined_serve_once_they_are_proved(tmp_path):
