@@ -172,17 +172,40 @@ def run_trl(options: argparse.Namespace) -> Run:
 def train_with_trl(options: argparse.Namespace) -> None:
     """TRL's side, in its own process: records a step and when the first one ended."""
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOTrainer  # pyright: ignore[reportMissingImports]
     from trl_side import TimedTrainer, load_reward
 
-    gpu = torch.cuda.is_available()
+    class Timed(TimedTrainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            return GRPOTrainer.create_scheduler(self, num_training_steps, optimizer)
+
     work: Path = options.work
-    lora = options.size == "8B"
-    problems = [json.loads(line) for line in (work / "problems.jsonl").read_text().splitlines()]
-    rows = options.trl_rows
-    arguments = GRPOConfig(
-        output_dir=str(work / "trl"),
+    log = step_log()
+    tokenizer = AutoTokenizer.from_pretrained(work / "model/tokenizer", padding_side="left")
+    tokenizer.save_pretrained(work / "model")  # TRL's engine reads both from the model's path
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    trainer = Timed(
+        model=AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype),
+        processing_class=tokenizer,
+        reward_funcs=load_reward(f"{work / 'reward.py'}:share_of_ones"),
+        args=trl_arguments(options),
+        train_dataset=Dataset.from_list(list(map(json.loads, (work / "problems.jsonl").read_text().splitlines()))),
+        callbacks=[log],
+        peft_config=trl_adapter() if options.size == "8B" else None,
+    )
+    log.trainer = trainer
+    trainer.train()
+    options.out.write_text(json.dumps({"first": log.first, "steps": log.steps, "versions": versions("trl", "vllm")}))
+
+
+def trl_arguments(options: argparse.Namespace) -> Any:
+    """TRL's configuration of the same work."""
+    from trl import GRPOConfig  # pyright: ignore[reportMissingImports]
+
+    gpu, rows = torch.cuda.is_available(), options.trl_rows
+    return GRPOConfig(
+        output_dir=str(options.work / "trl"),
         max_steps=options.steps,
         per_device_train_batch_size=rows,
         gradient_accumulation_steps=options.prompts * COMPLETIONS // rows,
@@ -206,18 +229,30 @@ def train_with_trl(options: argparse.Namespace) -> None:
         disable_tqdm=True,
     )
 
+
+def trl_adapter() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def step_log() -> Any:
+    """A callback of TRL's trainer that keeps seconds, tokens and memory of each step."""
+    from transformers import TrainerCallback
+
     class Log(TrainerCallback):
         """Seconds from the end of a step to the end of the next."""
 
         def __init__(self) -> None:
             self.steps: list[dict[str, float]] = []
             self.first = 0.0
-            self.trainer: TimedTrainer
+            self.trainer: Any = None
 
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
             self.started = time.perf_counter()
 
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            gpu = torch.cuda.is_available()
             if gpu:
                 torch.cuda.synchronize()
             now = time.perf_counter()
@@ -235,33 +270,7 @@ def train_with_trl(options: argparse.Namespace) -> None:
             counts.clear()
             self.started = now
 
-    class Timed(TimedTrainer):
-        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-            return GRPOTrainer.create_scheduler(self, num_training_steps, optimizer)
-
-    log = Log()
-    reward = load_reward(f"{work / 'reward.py'}:share_of_ones")
-    peft = None
-    if lora:
-        from peft import LoraConfig
-
-        peft = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    dtype = torch.bfloat16 if gpu else torch.float32
-    tokenizer = AutoTokenizer.from_pretrained(work / "model/tokenizer", padding_side="left")
-    tokenizer.save_pretrained(work / "model")  # TRL's engine reads both from the model's path
-    trainer = Timed(
-        model=AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype),
-        processing_class=tokenizer,
-        reward_funcs=reward,
-        args=arguments,
-        train_dataset=Dataset.from_list(problems),
-        callbacks=[log],
-        peft_config=peft,
-    )
-    log.trainer = trainer
-    trainer.train()
-    answer = {"first": log.first, "steps": log.steps, "versions": versions("trl", "vllm")}
-    options.out.write_text(json.dumps(answer))
+    return Log()
 
 
 def versions(*names: str) -> dict[str, str]:
@@ -302,11 +311,7 @@ def table(runs: list[Run], *, skip: int) -> str:
         cells = [run.name, *(f"{run.median(key, skip=skip):.2f}" for key in COLUMNS.values())]
         slowest = max(step["seconds"] for step in run.steps[skip:]) / run.median("seconds", skip=skip)
         tokens = run.median("tokens_generated", skip=skip)
-        lines.append(
-            f"| {run.name} | "
-            + " | ".join([*cells, f"{slowest:.2f}", f"{run.first_step:.0f}", f"{tokens:,.0f}"])
-            + " |"
-        )
+        lines.append("| " + " | ".join([*cells, f"{slowest:.2f}", f"{run.first_step:.0f}", f"{tokens:,.0f}"]) + " |")
     theirs = [run for run in runs if run.name == TRL]
     for run in runs:
         if theirs and run.name != TRL:

@@ -21,7 +21,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -140,9 +140,10 @@ def sections(case: Case, *, tiny: bool) -> dict[str, Any]:
 def workload(config: LachesisConfig, *, vocab_size: int) -> list[Group]:
     """Groups of random tokens that make two full micro-batches, all of the longest sequences there may be."""
     generator = torch.Generator().manual_seed(1)
-    draw: Callable[[int], tuple[int, ...]] = lambda n: tuple(  # noqa: E731
-        torch.randint(0, vocab_size, (n,), generator=generator).tolist()
-    )
+
+    def draw(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(0, vocab_size, (count,), generator=generator).tolist())
+
     prompt_length, length = config.data.max_prompt_length, config.sampling.max_completion_length
     assert prompt_length is not None
     rows = max(1, config.batch.max_tokens_per_microbatch // (prompt_length + length))

@@ -97,10 +97,14 @@ def completion_lengths(*, tiny: bool) -> list[int]:
     return [lengths[i] for i in order]
 
 
+def random_tokens(count: int, *, vocab_size: int, generator: torch.Generator) -> tuple[int, ...]:
+    return tuple(torch.randint(0, vocab_size, (count,), generator=generator).tolist())
+
+
 def workload(*, tiny: bool, vocab_size: int, shared_prompts: bool = True) -> list[Group]:
     """Groups with random tokens; with ``shared_prompts=False`` each sequence has a prompt of its own."""
     generator = torch.Generator().manual_seed(1)
-    tokens = lambda n: tuple(torch.randint(0, vocab_size, (n,), generator=generator).tolist())  # noqa: E731
+    tokens = partial(random_tokens, vocab_size=vocab_size, generator=generator)
     lengths = iter(completion_lengths(tiny=tiny))
     groups = []
     for g in range(GROUPS):
@@ -125,7 +129,7 @@ def workload(*, tiny: bool, vocab_size: int, shared_prompts: bool = True) -> lis
 def turns(*, tiny: bool, vocab_size: int) -> list[list[list[tuple[tuple[int, ...], tuple[int, ...]]]]]:
     """For each group and trajectory the turns: all tokens before, and those that are sampled."""
     generator = torch.Generator().manual_seed(2)
-    tokens = lambda n: tuple(torch.randint(0, vocab_size, (n,), generator=generator).tolist())  # noqa: E731
+    tokens = partial(random_tokens, vocab_size=vocab_size, generator=generator)
     prompt, sampled, observed = (32, 8, 4) if tiny else (512, 128, 64)
     groups = []
     for _ in range(TREE_GROUPS):
