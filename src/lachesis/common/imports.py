@@ -42,7 +42,7 @@ def load_function(spec: str, base_dir: Path | None = None, *, group: str | None 
     """
     if is_given(spec):
         return given(spec)
-    if group is not None and not {".", ":"} & set(spec):
+    if group is not None and not names_module(spec):
         return _load_entry_point(spec, group)
     base_dir = (base_dir or Path()).resolve()
     if ":" in spec:
@@ -56,6 +56,11 @@ def load_function(spec: str, base_dir: Path | None = None, *, group: str | None 
         if module_name.split(".")[0] == _BUILT_IN and not hasattr(module, attribute):
             module = _built_in(module_name, attribute) or module
     return _callable_of(module, attribute, spec)
+
+
+def names_module(spec: str) -> bool:
+    """Whether ``spec`` names a function of a module or file, as opposed to a name alone."""
+    return not {".", ":"}.isdisjoint(spec)
 
 
 def describe_exception(error: BaseException, where: str | Callable[..., Any] | None) -> str:

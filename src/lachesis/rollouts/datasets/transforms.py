@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.imports import describe_exception, load_function
-from lachesis.config.schema import LachesisConfig
 from lachesis.rollouts.datasets.rows import Row, describe_type
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from lachesis.config.schema import LachesisConfig
 
 # Beside the columns to remove, options of ``Dataset.map`` that say how it should go about it, not what to do.
 _UNDERSTOOD = frozenset({"remove_columns", "desc", "num_proc", "load_from_cache_file", "keep_in_memory", "batched"})

@@ -13,8 +13,7 @@ from typing import Any
 
 from lachesis.common.contracts import entry_point_group
 from lachesis.common.errors import ConfigError
-from lachesis.common.imports import load_function
-from lachesis.rollouts.rewards.registry import FACTORIES, FUNCTIONS
+from lachesis.common.imports import load_function, names_module
 
 GROUP = entry_point_group("reward")
 # What a reward function of a trainer takes; a factory takes none of them.
@@ -41,9 +40,14 @@ def load_named(path: ImportPath) -> Callable[..., Any]:
         ConfigError: there is no such function, it does not take these arguments, or a factory makes no function.
     """
     arguments = json.loads(path.arguments)
-    if path.spec in FACTORIES:
-        return _made(FACTORIES[path.spec], arguments, path.spec)
-    function = FUNCTIONS.get(path.spec) or load_function(path.spec, path.base_dir, group=GROUP)
+    if names_module(path.spec):
+        function = load_function(path.spec, path.base_dir)
+    else:  # imported here alone, as every worker process would pay for the sandbox and for what judges with it
+        from lachesis.rollouts.rewards.registry import FACTORIES, FUNCTIONS
+
+        if path.spec in FACTORIES:
+            return _made(FACTORIES[path.spec], arguments, path.spec)
+        function = FUNCTIONS.get(path.spec) or load_function(path.spec, path.base_dir, group=GROUP)
     if not arguments:
         return function
     if _takes_completions(function):

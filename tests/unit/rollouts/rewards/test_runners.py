@@ -53,6 +53,11 @@ def who(completions, log_extra, log_metric, trainer_state):
     log_metric("size", len(completions))
     return [0.0] * len(completions)
 
+def loaded(completions, log_extra):
+    heavy = ("httpx", "numpy", "pydantic", "lachesis.common.sandbox", "lachesis.rollouts.datasets")
+    log_extra("heavy", [[name for name in heavy if name in sys.modules]] * len(completions))
+    return [0.0] * len(completions)
+
 def noisy(completions):
     print("to standard output", flush=True)
     os.write(1, b"and to its descriptor\\n")
@@ -94,7 +99,7 @@ def directory(tmp_path_factory) -> Path:
 
 
 FUNCTIONS = ("good", "later", "by_alarm", "who", "noisy", "raises", "exits", "crashes", "hangs", "leaves", "bad",
-             "short", "unsendable", "unreadable")  # fmt: skip
+             "short", "unsendable", "unreadable", "loaded")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +174,9 @@ class TestGoodCalls:
         assert len(set.union(*pids)) == 2
         assert os.getpid() not in set.union(*pids)
         assert scored.metrics == {"step": 7.0, "size": 3.0}
+
+    def test_a_process_imports_nothing_that_its_functions_do_not_ask_for(self, score):
+        assert [extra["heavy"] for extra in score("loaded").extras] == [[[], []]] * 3
 
     def test_processes_are_kept(self, score):
         first, second = (score("who").extras for _ in range(2))
