@@ -68,7 +68,9 @@ key is an error with the nearest known one, and `--set KEY=null` trains without 
 own dialect (`--set trl.beta=0.01`, `--set datasets[0].path=x`) or one of ours (`--set algorithm.beta=0.01`), and
 `lachesis explain KEY` knows the names of all trainers. What a run was translated to is in `config.yaml` of its
 directory. Null is as good as not written, a key that is written twice has its last value, and what is not written has
-the default that it has there, but for [those below](#defaults-that-differ).
+the default that it has there, but for [those below](#defaults-that-differ): a note of the run names them, with what to
+write for theirs. Axolotl's warm-up over 3 % of the steps and its checkpoint each epoch are among what is taken over
+(`checkpoint.every_epochs`), and so are TRL's 240 s wait for a server and vLLM's share of 0.3 with `colocate`.
 
 **Keys that mean nothing here** are listed in one note. What cannot be done and bears on something beside the trained
 weights, such as an upload, is a warning; what would change what is trained is an error that says what to do. The
@@ -161,10 +163,10 @@ def _defaults() -> str:
         "| --- | --- | --- | --- |",
     ]
     rows = [
-        f"| {trainer} | `{key}` | {there} | {here} |"
+        f"| {trainer} | `{key}` | {found.there} | {found.here} |"
         for table in (DIFFERENT, IN_CODE)
         for trainer, keys in table.items()
-        for key, (there, here) in keys.items()
+        for key, found in keys.items()
     ]
     return "\n".join([*head, *rows, ""])
 

@@ -18,6 +18,7 @@ from lachesis.common.world import world_size
 from lachesis.config.dialects import DialectName, recognize, translate
 from lachesis.config.dialects.atropos import ManagedEngine, translate_argv
 from lachesis.config.dialects.axolotl_names import AXOLOTL
+from lachesis.config.dialects.defaults import default_findings
 from lachesis.config.dialects.environment import environment_findings
 from lachesis.config.dialects.table import Dialect
 from lachesis.config.dialects.trl import TRL
@@ -100,7 +101,7 @@ def load_document(
         config,
         base_dir,
         dialect=dialect,
-        findings=tuple(translation.findings),
+        findings=(*translation.findings, *default_findings(translation)),
         located=partial(located, document=translation.document),
     )
 

@@ -20,7 +20,13 @@ from lachesis.config.memory import (
 )
 from lachesis.config.model_shape import FoundShape, ModelShape, find_shape
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.steps import nearest_divisors, nearest_multiples, prompts_per_generation, steps_of, steps_per_batch
+from lachesis.config.steps import (
+    nearest_divisors,
+    nearest_multiples,
+    prompts_per_generation,
+    steps_per_batch,
+    with_steps,
+)
 
 _ASSUMED_PROMPT = 512
 _PHASES: dict[tuple[Phase, ...], str] = {
@@ -109,7 +115,7 @@ def plan(
         checkpoint=None if shape is None else checkpoint_bytes(config, shape, device=chosen),
         export=None if shape is None else export_bytes(config, shape, device=chosen),
         exports_kept=getattr(config.bridge, "keep_last", -1) + 1,  # the one being written included
-        checkpoints_kept=config.checkpoint.keep_last if config.checkpoint_interval else 1,
+        checkpoints_kept=config.checkpoint.keep_last if _saves(config) else 1,
         notes=tuple(_notes(config, batches, lengths=lengths, found=found)),
         devices=devices,
     )
@@ -162,9 +168,9 @@ def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
     if config.batch.micro_batch_size is not None:
         per_pass = min(per_pass, config.batch.micro_batch_size)
     problems = _count_problems(config)
+    if problems is not None:
+        config = with_steps(config, problems=problems)
     steps = config.run.steps
-    if steps is None and problems is not None and config.run.epochs is not None:
-        steps = steps_of(config, epochs=config.run.epochs, problems=problems)
     every, evaluate = getattr(config.bridge, "every_steps", 1), config.evaluation.every_steps
     return Batches(
         prompts=config.batch.prompts_per_step,
@@ -180,6 +186,11 @@ def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
         if config.data.evaluates
         else 0,
     )
+
+
+def _saves(config: LachesisConfig) -> bool:
+    """Whether there are checkpoints on the way."""
+    return config.checkpoint_interval > 0 or config.checkpoint.every_epochs is not None
 
 
 def _count_problems(config: LachesisConfig) -> int | None:

@@ -31,11 +31,25 @@ def total_steps(config: LachesisConfig) -> int:
 
 
 def with_steps(config: LachesisConfig, *, problems: int) -> LachesisConfig:
-    """The same configuration with ``run.steps`` set, once it is known how many problems there are to train on.
+    """The same configuration counted in steps, once it is known how many problems there are to train on.
+
+    That is ``run.steps``, and how often there are checkpoints and evaluations.
 
     Raises:
         ConfigError: warm-up would take longer than the run.
     """
+    changes: dict[str, object] = {}
+    for name, section, unset in (
+        ("checkpoint", config.checkpoint, config.checkpoint.every_steps is None),
+        ("evaluation", config.evaluation, config.evaluation.every_steps == 0),
+    ):
+        if unset and section.every_epochs is not None:
+            every = steps_of(config, epochs=section.every_epochs, problems=problems)
+            changes[name] = section.model_copy(update={"every_steps": every, "every_epochs": None})
+    return _with_length(config.model_copy(update=changes), problems=problems)
+
+
+def _with_length(config: LachesisConfig, *, problems: int) -> LachesisConfig:
     if config.run.steps is not None or config.run.epochs is None:
         return config
     steps = steps_of(config, epochs=config.run.epochs, problems=problems)

@@ -11,6 +11,7 @@ from typing import Any
 from lachesis.common.errors import ConfigError
 from lachesis.common.json_values import is_object
 from lachesis.config.dialects import recognize, translate
+from lachesis.config.dialects.defaults import default_findings
 from lachesis.config.dialects.other_systems import OPENRLHF, VERL, other_system
 from lachesis.config.dialects.table import Translation
 from lachesis.config.document import Document, apply_overrides, parse_document, read_document, to_yaml
@@ -39,7 +40,8 @@ def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
         return to_yaml(document.data)
     translation = translate(document, dialect=dialect, processes=None)
     validate(translation.document, complete=False)
-    said = [f"{finding.level}: {finding.message}" for finding in translation.findings]
+    findings = (*translation.findings, *default_findings(translation))
+    said = [f"{finding.level}: {finding.message}" for finding in findings]
     return _written(f"Translated from {translation.dialect.name}'s keys in {path.name}.", said, translation)
 
 

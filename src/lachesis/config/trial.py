@@ -18,8 +18,10 @@ def trial(loaded: LoadedConfig) -> LoadedConfig:
     most = min(PROBLEMS, config.evaluation.max_problems or PROBLEMS) if config.data.evaluates else None
     changes = {
         "run": run,
-        "evaluation": config.evaluation.model_copy(update={"every_steps": 0, "max_problems": most}),
-        "checkpoint": config.checkpoint.model_copy(update={"every_steps": 0}),
+        "evaluation": config.evaluation.model_copy(
+            update={"every_steps": 0, "every_epochs": None, "max_problems": most}
+        ),
+        "checkpoint": config.checkpoint.model_copy(update={"every_steps": 0, "every_epochs": None}),
         "logging": config.logging.model_copy(update={"wandb": None}),
     }
     return replace(loaded, config=config.model_copy(update=changes))

@@ -36,6 +36,16 @@ def test_with_steps(build):
     assert with_steps(build(), problems=320).run.steps == 10
 
 
+@pytest.mark.parametrize(("epochs", "steps"), [(1.0, 10), (0.25, 3), (0.001, 1)])
+def test_checkpoints_and_evaluations_by_epochs_are_counted_in_steps(build, epochs, steps):
+    config = build(checkpoint={"every_epochs": epochs}, evaluation={"every_epochs": epochs}, data={"eval_size": 2})
+    counted = with_steps(config, problems=320)
+    assert (counted.checkpoint_interval, counted.evaluation.every_steps) == (steps, steps)
+    both = build(checkpoint={"every_epochs": epochs, "every_steps": 7}, evaluation={"every_steps": 7})
+    counted = with_steps(both, problems=320)
+    assert (counted.checkpoint_interval, counted.evaluation.every_steps) == (7, 7)
+
+
 def test_a_warmup_that_is_longer_than_the_run(build):
     config = build(run={"steps": None, "epochs": 1.0}, optimizer={"warmup_steps": 11})
     with pytest.raises(ConfigError, match=r"are 10 steps, and optimizer\.warmup_steps 11"):

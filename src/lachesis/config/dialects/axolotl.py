@@ -21,6 +21,7 @@ from lachesis.config.dialects.grpo import (
     put_every,
     put_generation_kwargs,
     put_output_dir,
+    put_per_epoch,
     put_quantization,
     put_reference,
     put_rewards,
@@ -28,6 +29,7 @@ from lachesis.config.dialects.grpo import (
     put_schedule,
     put_serving,
     put_steps,
+    put_strategy,
 )
 from lachesis.config.dialects.table import Translation
 from lachesis.config.document import Document, describe
@@ -196,12 +198,40 @@ def _put_run(translation: Translation) -> None:
     put_steps(translation, max_steps="max_steps", epochs="num_epochs", default_epochs=1.0)
     put_output_dir(translation, "output_dir")
     put_betas(translation, "adam_beta1", "adam_beta2")
-    for name, path in (("save_steps", "checkpoint.every_steps"), ("eval_steps", "evaluation.every_steps")):
-        put_every(translation, name, path, max_steps="max_steps")
+    _put_saves(translation)
+    _put_evaluations(translation)
+    if not translation.has("warmup_steps") and not translation.has("warmup_ratio"):
+        translation.put("optimizer.warmup_ratio", 0.03, "warmup_ratio")
     put_schedule(translation, schedule="lr_scheduler", rate="learning_rate")
     if translation.has("wandb_project") and translation.value("use_wandb", True):
         for key in ("project", "name", "mode", "entity"):
             translation.copy(f"wandb_{key}", f"logging.wandb.{key}")
+
+
+def _put_saves(translation: Translation) -> None:
+    """Each ``save_steps``, or so many times in an epoch, or as ``save_strategy`` says, which is each epoch there."""
+    strategy = translation.value("save_strategy", "epoch")
+    if translation.has("save_steps"):
+        put_every(translation, "save_steps", "checkpoint.every_steps", max_steps="max_steps")
+    elif translation.has("saves_per_epoch"):
+        put_per_epoch(translation, "saves_per_epoch", "checkpoint.every_epochs")
+    elif not put_strategy(translation, "save_strategy", strategy, "checkpoint", default_steps=500):
+        return
+    if not translation.has("save_total_limit"):
+        translation.put("checkpoint.keep_last", 4, "save_total_limit")
+
+
+def _put_evaluations(translation: Translation) -> None:
+    """As checkpoints, where there are held-out problems; what asks for evaluations does nothing without, as there."""
+    if not translation.has("test_datasets") and not translation.value("val_set_size"):
+        return
+    strategy = translation.value("eval_strategy", "no")
+    if translation.has("eval_steps"):
+        put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
+    elif translation.has("evals_per_epoch"):
+        put_per_epoch(translation, "evals_per_epoch", "evaluation.every_epochs")
+    else:
+        put_strategy(translation, "eval_strategy", strategy, "evaluation", default_steps=500)
 
 
 def _put_algorithm(translation: Translation) -> None:

@@ -131,10 +131,10 @@ def _process() -> Iterator[Entry]:
     yield Entry("cosine_min_lr_ratio", "optimizer.min_lr_ratio")
     yield Entry("warmup_steps", "optimizer.warmup_steps")
     yield Entry("logging_steps", "logging.every_steps")
-    yield from cannot(
-        "Lachesis counts in steps; write save_steps or eval_steps",
-        *("saves_per_epoch", "evals_per_epoch", "save_strategy", "eval_strategy"),
-    )
+    yield together("saves_per_epoch", "checkpoint.every_epochs", "the share of an epoch between two")
+    yield together("evals_per_epoch", "evaluation.every_epochs", "as saves_per_epoch; only with held-out problems")
+    yield together("save_strategy", "checkpoint.every_epochs", "epoch, steps or no; epoch if nothing else is said")
+    yield together("eval_strategy", "evaluation.every_epochs", "epoch, steps or no; only with held-out problems")
     yield from nothing("weights are always saved as safetensors", "save_safetensors")
     yield from nothing("resume with `lachesis train CONFIG --resume`", "auto_resume_from_checkpoints")
     yield Entry("use_tensorboard", "logging.tensorboard")

@@ -21,6 +21,7 @@ from lachesis.config.schema import SamplingConfig
 from lachesis.config.steps import nearest_divisors, nearest_multiples
 
 _PROCESSES = "num_processes"
+_SERVER_WAIT_S = 240.0  # vllm_server_timeout of TRL's GRPOConfig
 
 # transformers' names of the arguments of its schedules; num_cycles 0.5 is the half period that cosine is here too.
 _SCHEDULE_OPTIONS = {
@@ -196,6 +197,30 @@ def put_every(translation: Translation, name: str, path: str, *, max_steps: str)
     if isinstance(value, float) and 0 < value < 1 and isinstance(steps, int):
         value = max(1, round(value * steps))
     translation.put(path, int(value) if isinstance(value, float) and value.is_integer() else value, name)
+
+
+def put_per_epoch(translation: Translation, name: str, path: str) -> None:
+    """How often in an epoch, as the share of an epoch between two times."""
+    times = translation.whole(name, 1)
+    if times is not None:
+        translation.put(path, 1 / times, name)
+
+
+def put_strategy(translation: Translation, name: str, strategy: object, section: str, *, default_steps: int) -> bool:
+    """When there are checkpoints or evaluations: each epoch, each so many steps, or not at all. Whether there are.
+
+    Args:
+        section: ours, ``checkpoint`` or ``evaluation``.
+        default_steps: how many, where their file says steps and no number.
+    """
+    if strategy == "epoch":
+        translation.put(f"{section}.every_epochs", 1.0, name)
+    elif strategy == "steps":
+        translation.put(f"{section}.every_steps", default_steps, name)
+    elif strategy not in ("no", False):
+        translation.warning(name, f"{strategy}: Lachesis counts in steps or epochs; write steps, epoch or no")
+        return False
+    return strategy in ("epoch", "steps")
 
 
 def put_output_dir(translation: Translation, name: str, default: str | None = None) -> None:
@@ -382,7 +407,7 @@ def put_serving(
     if chosen == "server":
         translation.put("engine.kind", "http", use_vllm)
         translation.put("engine.urls", [url], url_name)
-        translation.copy(timeout, "engine.wait_s")
+        translation.put("engine.wait_s", translation.value(timeout, _SERVER_WAIT_S), timeout)
         if options := [name for name in managed if translation.has(name) and name != url_name]:
             translation.note(", ".join(options), "for the server (`lachesis vllm-serve`); the trainer needs none of it")
     elif chosen == "colocate":

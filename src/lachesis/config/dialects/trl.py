@@ -38,6 +38,7 @@ from lachesis.config.dialects.grpo import (
     put_schedule,
     put_serving,
     put_steps,
+    put_strategy,
     transformers_entries,
 )
 from lachesis.config.dialects.mixtures import put_datasets
@@ -48,6 +49,7 @@ from lachesis.config.dialects.transformers_names import transformers_names
 from lachesis.config.document import Document, describe
 
 _PART = "Lachesis takes whole splits, or the beginning of one; write its size into split, as train[:1000]"
+_UTILIZATION = 0.3  # of GRPOConfig
 _MANAGED = {
     "vllm_gpu_memory_utilization": "gpu_memory_utilization",
     "vllm_tensor_parallel_size": "tensor_parallel_size",
@@ -150,14 +152,14 @@ def _put_run(translation: Translation) -> None:
     put_schedule(translation, schedule="lr_scheduler_type", rate="learning_rate", default_rate=1e-6)
     _put_warmup(translation)
     put_every(translation, "logging_steps", "logging.every_steps", max_steps="max_steps")
-    if translation.value("save_strategy", "steps") == "steps":
-        translation.put("checkpoint.every_steps", 500, "save_steps")
+    saves = translation.value("save_strategy", "steps")
+    if put_strategy(translation, "save_strategy", saves, "checkpoint", default_steps=500) and saves == "steps":
         put_every(translation, "save_steps", "checkpoint.every_steps", max_steps="max_steps")
-    elif translation.value("save_strategy") != "no":
-        translation.warning("save_strategy", "Lachesis counts in steps; write save_steps")
     evaluates = translation.value("eval_strategy", translation.value("evaluation_strategy", "no"))
     if evaluates == "steps":
         put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
+    else:
+        put_strategy(translation, "eval_strategy", evaluates, "evaluation", default_steps=500)
     if evaluates != "no":
         translation.copy("eval_dataset_name", "data.eval_path")
     if evaluates != "no" and not translation.has("test_split_size"):
@@ -213,6 +215,9 @@ def _put_engine(translation: Translation) -> None:
         timeout="vllm_server_timeout",
         managed=_MANAGED,
     )
+    utilization = "vllm_gpu_memory_utilization"
+    if translation.document.data.get("engine", {}).get("kind") == "vllm" and not translation.has(utilization):
+        translation.put("engine.gpu_memory_utilization", _UTILIZATION, utilization)
 
 
 def _put_new_tokens(translation: Translation) -> None:
@@ -273,8 +278,8 @@ def _names() -> Iterator[Entry]:
     yield together("warmup_steps", "optimizer.warmup_steps", "below 1 optimizer.warmup_ratio")
     yield together("logging_steps", "logging.every_steps")
     yield together("evaluation_strategy", "evaluation.every_steps", "as eval_strategy")
-    yield together("save_strategy", "checkpoint.every_steps", "steps or no")
-    yield together("eval_strategy", "evaluation.every_steps", "steps or no")
+    yield together("save_strategy", "checkpoint.every_steps", "steps, epoch (every_epochs) or no")
+    yield together("eval_strategy", "evaluation.every_steps", "steps, epoch (every_epochs) or no")
     yield Entry("num_generations_eval", "evaluation.samples_per_problem")
     yield together("report_to", "logging.wandb.project", "wandb, tensorboard or none")
     yield together("project", "logging.wandb.project")

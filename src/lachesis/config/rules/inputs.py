@@ -151,11 +151,13 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
     if data.eval_path is None and data.eval_split is not None and data.eval_split == data.split:
         yield warning("data.eval_split is data.split, so accuracy is measured on the training problems")
     held_out = data.evaluates or (config.source.kind == "verifiers" and config.source.eval_tasks > 0)
-    if evaluation.every_steps > 0 and not held_out:
+    if (every := changed(config, "evaluation", "every_steps", "every_epochs")) and not held_out:
         yield problem(
-            f"evaluation.every_steps is {evaluation.every_steps} and there are no held-out problems; "
+            f"{every[0]} is {evaluation.every_steps or evaluation.every_epochs:g} and there are no held-out problems; "
             "set data.eval_path, data.eval_split or data.eval_size"
         )
+    if len(every) == 2:
+        yield note("evaluation.every_epochs does nothing beside every_steps, which counts")
     if not held_out:
         unused = changed(config, "evaluation", "max_problems", "samples_per_problem", "temperature", "success_reward")
         if unused:

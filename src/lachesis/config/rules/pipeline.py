@@ -143,14 +143,24 @@ def _source(config: LachesisConfig) -> Iterator[Said]:
         yield warning("data and rewards do nothing with source.kind atropos: the environments have their own")
     if config.data.evaluates and not config.rewards.functions:
         yield problem("held-out problems are scored by rewards.functions, and there are none; set them")
-    if config.run.epochs is not None:
-        yield problem("run.epochs counts problems of a dataset, and source.kind atropos has none; set run.steps")
+    yield from _epochs(config)
     room = config.sampling.max_completion_length + (config.data.max_prompt_length or 0)
     if changed(config, "sampling", "max_completion_length") and room > source.max_sequence_length:
         yield note(
             f"source.max_sequence_length {source.max_sequence_length} is less than a longest sequence ({room} tokens); "
             "the environments decide how long completions are"
         )
+
+
+def _epochs(config: LachesisConfig) -> Iterator[Said]:
+    """What is counted in epochs has no meaning where there is no dataset."""
+    for section, steps in (("run", "steps"), ("checkpoint", "every_steps"), ("evaluation", "every_steps")):
+        epochs = "epochs" if section == "run" else "every_epochs"
+        if getattr(getattr(config, section), epochs) is not None:
+            yield problem(
+                f"{section}.{epochs} counts problems of a dataset, and source.kind {config.source.kind} has none; "
+                f"set {section}.{steps}"
+            )
 
 
 def _environment(config: LachesisConfig) -> Iterator[Said]:
@@ -160,8 +170,7 @@ def _environment(config: LachesisConfig) -> Iterator[Said]:
             "data and rewards are of a dataset, and source.kind verifiers has an environment with tasks and a rubric "
             "of its own; remove them (source.eval_tasks holds tasks out)"
         )
-    if config.run.epochs is not None:
-        yield problem("run.epochs counts problems of a dataset, and source.kind verifiers has none; set run.steps")
+    yield from _epochs(config)
     for key in changed(config, "evaluation", "samples_per_problem", "temperature"):
         yield problem(f"{key}: an environment's held-out tasks are played once each, greedily; remove it")
     if config.pipeline.streaming:

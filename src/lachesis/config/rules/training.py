@@ -291,15 +291,18 @@ def _deadlines(config: LachesisConfig) -> Iterator[Said]:
 
 def _checkpoint(config: LachesisConfig) -> Iterator[Said]:
     checkpoint, steps = config.checkpoint, config.run.steps
-    if not checkpoint.save_final and config.checkpoint_interval == 0:
+    periodic = config.checkpoint_interval > 0 or checkpoint.every_epochs is not None
+    if not checkpoint.save_final and not periodic:
         yield warning("checkpoint.save_final is false and every_steps 0: a run that ends leaves no trained weights")
     if steps is not None and (checkpoint.every_steps or 0) > steps:
         yield note(
             f"checkpoint.every_steps {checkpoint.every_steps} is more than run.steps {steps}: no checkpoint "
             "is written unless the run is stopped"
         )
-    if config.checkpoint_interval == 0 and changed(config, "checkpoint", "keep_last"):
+    if not periodic and changed(config, "checkpoint", "keep_last"):
         yield note("checkpoint.keep_last does nothing while checkpoint.every_steps is 0")
+    if checkpoint.every_steps is not None and checkpoint.every_epochs is not None:
+        yield note("checkpoint.every_epochs does nothing beside every_steps, which counts")
 
 
 TRAINING_RULES: tuple[Rule, ...] = (

@@ -103,7 +103,10 @@ class LachesisConfig(Section):
 
     @property
     def checkpoint_interval(self) -> int:
-        """After how many steps a resumable checkpoint is saved; 0 for only on stop."""
+        """After how many steps a resumable checkpoint is saved; 0 for only on stop.
+
+        ``every_epochs`` is not among it until it is known how many steps an epoch has (``with_steps``).
+        """
         if self.checkpoint.every_steps is not None:
             return self.checkpoint.every_steps
         # What an engine of its own process shares with the trainer dies with it.

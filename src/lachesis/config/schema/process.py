@@ -41,6 +41,9 @@ class EvaluationConfig(Section):
     """Evaluation on the held-out problems."""
 
     every_steps: NonNegativeInt = Field(default=0, description="Evaluate every N steps; 0: only before and after.")
+    every_epochs: PositiveFloat | None = Field(
+        default=None, description="The same in epochs of the dataset, in place of `every_steps`."
+    )
     max_problems: PositiveInt | None = Field(default=None, description="Use only the first N held-out problems.")
     samples_per_problem: PositiveInt = Field(
         default=1, description="Completions a problem: k in avg@k and pass@k; more than one need a temperature."
@@ -56,6 +59,9 @@ class CheckpointConfig(Section):
         default=None,
         description="Save a resumable checkpoint every N steps; 0: only on stop. If unset 0, and a tenth of the run "
         "where trainer and engine share one copy of the weights: an engine that dies takes them with it.",
+    )
+    every_epochs: PositiveFloat | None = Field(
+        default=None, description="The same in epochs of the dataset, where `every_steps` is unset."
     )
     keep_last: PositiveInt = Field(default=2, description="Older resumable checkpoints are deleted.")
     save_final: bool = Field(default=True, description="Save the trained model (or adapter) under final/ at the end.")

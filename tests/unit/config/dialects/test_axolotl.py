@@ -89,7 +89,20 @@ def test_whose_file_it_is(data, dialect):
         ("max_grad_norm: 0.5", "optimizer.max_grad_norm", 0.5),
         ("save_steps: 0.5", "checkpoint.every_steps", 5),
         ("save_total_limit: 1", "checkpoint.keep_last", 1),
-        ("eval_steps: 5", "evaluation.every_steps", 5),
+        ("eval_steps: 5\nval_set_size: 2", "evaluation.every_steps", 5),
+        ("eval_steps: 5\nval_set_size: 0.0", "evaluation.every_steps", 0),
+        ("evals_per_epoch: 2\nval_set_size: 2", "evaluation.every_epochs", 0.5),
+        ("eval_strategy: epoch\nval_set_size: 2", "evaluation.every_epochs", 1.0),
+        ("evals_per_epoch: 2", "evaluation.every_epochs", None),
+        ("", "checkpoint.every_epochs", 1.0),
+        ("save_steps: 5", "checkpoint.every_epochs", None),
+        ("saves_per_epoch: 4", "checkpoint.every_epochs", 0.25),
+        ("save_strategy: 'no'", "checkpoint.every_epochs", None),
+        ("save_strategy: steps", "checkpoint.every_steps", 500),
+        ("", "checkpoint.keep_last", 4),
+        ("save_strategy: 'no'", "checkpoint.keep_last", 2),
+        ("", "optimizer.warmup_ratio", 0.03),
+        ("warmup_steps: 0", "optimizer.warmup_ratio", 0.0),
         ("val_set_size: 20.0", "data.eval_size", 20),
         ("sequence_len: 99\nexcess_length_strategy: raise", "data.overlong_prompts", "error"),
         ("test_datasets: [{path: e.jsonl, split: test}]", "data.eval_split", "test"),
@@ -207,6 +220,16 @@ def test_a_server_that_listens_elsewhere_than_the_trainer_asks():
         "warning",
         "vllm.port: the server listens at 8001, and the trainer asks at 8000",
     )
+
+
+def test_the_wait_for_a_server_has_their_length():
+    assert translated(trl="use_vllm: true").engine.wait_s == 240  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_strategy_that_counts_neither_steps_nor_epochs_is_said():
+    found = translation("save_strategy: best")
+    assert [f.level for f in found.findings] == ["warning"]
+    assert "save_strategy: best" in found.findings[0].message
 
 
 def test_a_server_of_its_own_takes_the_section_of_the_server():

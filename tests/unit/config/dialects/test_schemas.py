@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lachesis.config.dialects.axolotl_names import AXOLOTL
-from lachesis.config.dialects.defaults import DIFFERENT
+from lachesis.config.dialects.defaults import DIFFERENT, IN_CODE
 from lachesis.config.dialects.table import Dialect
 from lachesis.config.dialects.trl import TRL
 from lachesis.config.document import Document
@@ -48,12 +48,13 @@ FILES: Mapping[str, list[dict[str, Any]]] = {
     "axolotl": [
         {
             **{"base_model": "m", "rl": "grpo", "datasets": [{"path": "d"}], "micro_batch_size": 8},
-            "trl": {"reward_funcs": ["a.b"], "num_generations": 8},
+            "trl": {"reward_funcs": ["a.b"], "num_generations": 8, **more},
         }
+        for more in ({}, {"use_vllm": True}, {"use_vllm": True, "vllm_mode": "colocate"})
     ],
 }
-# The names of one thing, and what no file can leave out.
-SAME = {"model_revision": "main"}
+# The names of one thing, and what no file can leave out; a server of the run's own has no port there.
+SAME = {"model_revision": "main", "vllm.port": 8000}
 
 
 def become(data: dict[str, Any]) -> LachesisConfig:
@@ -90,3 +91,25 @@ def test_what_is_not_written_has_their_default_or_is_on_the_page(dialect):
             if value is not None and changed is not None and SAME.get(name) != value and become(changed) != plain:
                 different.add(name)
     assert different == set(DIFFERENT[DIALECTS[dialect].name])
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_one_note_names_the_defaults_that_differ_and_what_it_names_takes_them_over(dialect):
+    """With all that it says set, nothing is left to be said."""
+    for data in FILES[dialect]:
+        (note,) = [text for text in said(data) if "with another default here" in text]
+        overrides = [part.strip() for part in note.partition("--set ")[2].split("--set ")]
+        known = DIFFERENT[DIALECTS[dialect].name].keys() | IN_CODE[DIALECTS[dialect].name].keys()
+        assert overrides and {override.partition("=")[0] for override in overrides} <= known
+        assert not [text for text in said(data, overrides) if "with another default here" in text]
+
+
+def test_a_default_of_an_engine_that_a_run_does_not_have_is_not_spoken_of():
+    plain, server, colocated = FILES["axolotl"]
+    assert not any("vllm.gpu_memory_utilization" in text for text in (*said(plain), *said(server)))
+    assert any("vllm.gpu_memory_utilization" in text for text in said(colocated))
+
+
+def said(data: dict[str, Any], overrides: Sequence[str] = ()) -> list[str]:
+    loaded = load_document(Document("c.yaml", copy.deepcopy(data)), base_dir=Path("/"), overrides=overrides)
+    return [finding.message for finding in loaded.findings]

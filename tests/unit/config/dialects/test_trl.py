@@ -87,6 +87,24 @@ def test_dtypes(text, dtype):
     assert translated(text).model.dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        ("use_vllm: true", "engine.gpu_memory_utilization", 0.3),
+        ("use_vllm: true\nvllm_gpu_memory_utilization: 0.5", "engine.gpu_memory_utilization", 0.5),
+        ("use_vllm: true\nvllm_mode: server", "engine.wait_s", 240.0),
+        ("use_vllm: true\nvllm_mode: server\nvllm_server_timeout: 5", "engine.wait_s", 5),
+        ("", "checkpoint.every_steps", 500),
+        ("save_strategy: epoch", "checkpoint.every_epochs", 1.0),
+        ("save_strategy: epoch", "checkpoint.every_steps", None),
+        ("eval_strategy: epoch", "evaluation.every_epochs", 1.0),
+    ],
+)
+def test_defaults_are_theirs(text, path, value):
+    section, key = path.split(".")
+    assert getattr(getattr(translated(text), section), key) == value
+
+
 def test_epochs_and_steps():
     assert (translated().run.steps, translated().run.epochs) == (10, None)
     run = translated("num_train_epochs: 2").run

@@ -305,6 +305,12 @@ def test_all_problems_are_told_at_once(build):
         ({"checkpoint": {"every_steps": 11}}, "note", "checkpoint", "more than run.steps 10"),
         ({"checkpoint": {"keep_last": 5}}, "note", "checkpoint", "keep_last does nothing"),
         (
+            {"checkpoint": {"every_steps": 5, "every_epochs": 1.0}},
+            "note",
+            "checkpoint",
+            "does nothing beside every_steps",
+        ),
+        (
             {"data": {"transform": "a.b", "format": "messages"}},
             "warning",
             "data",
@@ -552,6 +558,7 @@ NO_DATASET = {"data": {"path": None}, "rewards": {"functions": []}}
     [
         ({}, "data and rewards are of a dataset"),
         ({**NO_DATASET, "run": {"steps": None, "epochs": 1.0}}, "run.epochs counts problems of a dataset"),
+        ({**NO_DATASET, "checkpoint": {"every_epochs": 1.0}}, "checkpoint.every_epochs counts problems of a dataset"),
         ({**NO_DATASET, "evaluation": {"samples_per_problem": 4, "temperature": 1.0}}, "played once each, greedily"),
         ({**NO_DATASET, "evaluation": {"every_steps": 5}}, "there are no held-out problems"),
     ],
