@@ -17,7 +17,10 @@ OLD_VERIFIERS := .venv-verifiers-0.1
 ORIGINAL := .venv-original
 ORIGINAL_STAMP := $(ORIGINAL)/.installed
 
-.PHONY: install original verifiers-0.1 quickstart test lint types unit contracts e2e browser chromium docs site clean
+# More than cores, as many tests wait.
+FORKS := 3
+
+.PHONY: install original verifiers-0.1 quickstart test lint types unit processes contracts e2e browser chromium docs site clean
 
 install: $(STAMP)
 
@@ -52,7 +55,7 @@ $(OLD_VERIFIERS)/.installed: requirements-verifiers-0.1.txt | install
 quickstart: install
 	$(BIN)/lachesis train examples/quickstart/config.yaml --overwrite
 
-test: lint types site unit contracts e2e browser
+test: lint types site unit processes contracts e2e browser
 
 lint: install
 	$(BIN)/ruff check .
@@ -61,8 +64,8 @@ lint: install
 types: install
 	$(BIN)/pyright
 
-unit: install
-	$(BIN)/python -m pytest tests/unit -p tests.forks --forks 2
+unit processes: install
+	$(BIN)/python -m pytest tests/$@ -p tests.forks --forks $(FORKS)
 
 # Contracts are dealt out by the servers they share, end-to-end tests by file, both in the order of their conftest.
 contracts: DEAL := loadgroup

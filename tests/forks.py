@@ -147,6 +147,8 @@ def _run_files(session: pytest.Session, files: Files, numbers: int, reports: Con
     for item, following in itertools.pairwise(itertools.chain(items, [None])):
         assert item is not None
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    reports.close()
+    os._exit(0)  # not waiting for threads that tests have left behind in a wait of half a minute
 
 
 def _numbers(queue: int) -> Iterator[int]:

@@ -9,8 +9,17 @@ import socket
 # Below those that Linux gives to outgoing connections and to servers that do not care (ip_local_port_range): one of
 # these could be taken before the server starts, or while it is down.
 _FIRST, _LAST = 20_000, 32_000
-# Each test process draws from somewhere else.
-_numbers = itertools.count(os.getpid() * 97)
+_numbers = itertools.count()
+
+
+def _begin() -> None:
+    """Each test process draws from somewhere else."""
+    global _numbers
+    _numbers = itertools.count(os.getpid() * 97)
+
+
+_begin()
+os.register_at_fork(after_in_child=_begin)
 
 
 def free_port() -> int:

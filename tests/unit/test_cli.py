@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.sinks.jsonl import JsonlSink
 from tests.logs import handlers_kept
 from tests.unit.run.test_watch import write_run
-from tests.waiting import LONG_S
 
 CONFIG = """
 run: {steps: 3}
@@ -195,16 +193,6 @@ class TestErrors:
         assert answer.code == 128 + signal.SIGINT
         assert "Traceback" not in answer.err
 
-    def test_a_reader_that_has_gone_is_told_by_the_code_alone(self):
-        arguments = [sys.executable, "-c", "from lachesis.cli import main; main()", "explain", "optimizer"]
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        process.stdout.close()
-        assert process.stderr is not None
-        assert process.stderr.read() == ""
-        process.stderr.close()
-        assert process.wait(LONG_S) == 128 + signal.SIGPIPE
-
 
 def failing(command: Command, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Answer:
     def explain(key: str) -> Any:
@@ -231,12 +219,6 @@ class TestReport:
         answer = lachesis_command("report", tmp_path)
         assert answer.code == 3
         assert "metrics.jsonl does not exist -> give the directory of a run" in answer.error
-
-
-def test_importing_the_command_line_loads_no_torch():
-    """`lachesis explain` and `--help` answer at once."""
-    code = "import sys, lachesis.cli; sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=LONG_S).returncode == 0
 
 
 @pytest.mark.parametrize("words", [("run-api",), ("serve", "--model", "m"), ("vllm-serve", "config.yaml")])
@@ -317,25 +299,6 @@ class TestLookingAtRuns:
 
 
 class TestHelp:
-    def test_it_imports_no_command(self):
-        """Its tenth of a second would be half of one."""
-        code = (
-            "import sys\nfrom lachesis.cli import main\nsys.argv[1:] = ['--help']\ntry:\n    main()\nfinally:\n"
-            "    heavy = ('pydantic', 'torch', 'lachesis.config')\n"
-            "    print(sorted(name for name in sys.modules if name.startswith(heavy)))"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
-        assert done.stdout.rstrip().endswith("[]"), done.stdout
-
-    @pytest.mark.parametrize("command", ["grpo", "run", "train", "serve"])
-    def test_that_of_a_command_imports_no_torch(self, command: str):
-        code = (
-            f"import sys\nfrom lachesis.cli import main\nsys.argv[1:] = ['{command}', '-h']\ntry:\n    main()\n"
-            "finally:\n    print('torch' in sys.modules)"
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
-        assert done.stdout.rstrip().endswith("False"), done.stdout
-
     def test_all_commands_are_in_the_table_and_in_its_order(self, lachesis_command: Command):
         group: Any = typer.main.get_command(cli.app)
         assert set(group.commands) == set(COMMANDS)

@@ -17,14 +17,10 @@ from lachesis.cli.doctor import (
     Check,
     inspect_config,
     inspect_installation,
-    inspect_sandbox,
     prove_learning,
     write_proof,
 )
 from lachesis.common.errors import ModelError
-from lachesis.common.sandbox import choice
-from lachesis.common.sandbox.choice import VARIABLE
-from lachesis.common.sandbox.escapes import Attempt
 from lachesis.config.load import load_config
 from lachesis.config.rules import check
 
@@ -162,33 +158,3 @@ class TestProof:
         monkeypatch.setattr(doctor, "train", train)
         assert prove_learning() == Check("learning", "no model -> find one", failed=True)
         assert not logging.getLogger("lachesis").disabled
-
-
-class TestSandbox:
-    def test_the_wall_and_ten_escapes_are_told(self):
-        checks = by_subject(inspect_sandbox())
-        assert checks["sandbox"].message.endswith("10 of 10 escapes held")
-        assert len(checks) == 11
-        assert not any(check.failed for check in checks.values())
-
-    def test_without_a_wall_it_says_what_to_install_and_fails_nothing(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(choice, "_AUTOMATIC", ("nsjail",))
-        monkeypatch.setenv("PATH", "/nowhere")
-        (check,) = inspect_sandbox()
-        assert check.message.startswith("none: no sandbox works here")
-        assert "apt-get install bubblewrap" in check.message
-        assert not check.failed
-
-    def test_what_holds_nothing_fails(self, monkeypatch: pytest.MonkeyPatch):
-        attempts = [Attempt("read files", held=False, detail="read /etc/shadow"), Attempt("use the network", held=True)]
-        monkeypatch.setattr(doctor, "try_escapes", lambda sandbox: attempts)
-        checks = by_subject(inspect_sandbox())
-        assert checks["sandbox"].failed
-        assert (checks["read files"].failed, checks["use the network"].failed) == (True, False)
-        assert "read /etc/shadow" in checks["read files"].message
-
-    def test_none_is_not_tried(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setenv(VARIABLE, "none")
-        assert [check.message for check in inspect_sandbox()] == [
-            "none, as LACHESIS_SANDBOX says: code of the model can do what you can"
-        ]

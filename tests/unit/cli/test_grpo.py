@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,39 +70,6 @@ def test_help_says_what_a_flag_means_and_which_key_it_sets():
     assert "--learning-rate, --lr RATE Peak rate; if unset 1e-6, or 1e-5 with LoRA. [optimizer.learning_rate]" in text
     assert "--training-steps STEPS Number of optimizer steps. [run.steps, default 10]" in text
     assert "--world-size SIZE The launcher sets them: torchrun's RANK and WORLD_SIZE." in text
-
-
-HELP = {
-    ("grpo", "--help"): "--weight-bridge-mode",
-    ("run", "-h"): "lachesis run CONFIG",
-    ("run",): "lachesis run CONFIG",
-    ("env", "arithmetic", "serve", "--help"): "--env.group_size (8): ",
-    ("env",): "--env.group_size (4): ",
-}
-
-
-@pytest.fixture(scope="module")
-def helped() -> dict[tuple[str, ...], tuple[str, bool]]:
-    """What each of the commands prints in a process of their own, and whether torch is there after it."""
-    code = f"""if True:
-        import contextlib, io, json, sys
-        from lachesis.cli import app
-        told = []
-        for words in {list(map(list, HELP))}:
-            with contextlib.redirect_stdout(io.StringIO()) as printed:
-                app(words, standalone_mode=False)
-            told.append((printed.getvalue(), "torch" in sys.modules))
-        print(json.dumps(told))
-    """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    return {words: (text, torch) for words, (text, torch) in zip(HELP, json.loads(done.stdout), strict=True)}
-
-
-@pytest.mark.parametrize("words", HELP, ids=" ".join)
-def test_help_needs_no_torch(words: tuple[str, ...], helped: dict[tuple[str, ...], tuple[str, bool]]):
-    text, torch = helped[words]
-    assert HELP[words] in text and not torch
 
 
 def test_documented_lines_are_printed_and_others_are_not(capsys: pytest.CaptureFixture[str]):

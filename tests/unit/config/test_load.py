@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +7,6 @@ import pytest
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import dump_config, load_config
 from lachesis.config.schema import BatchConfig, SamplingConfig
-from tests.waiting import LONG_S
 
 
 def message_of(path: Path, *overrides: str) -> str:
@@ -193,17 +190,6 @@ def test_a_duplicate_alone_is_enough_to_refuse(write, minimal):
 def test_the_configuration_cannot_be_changed(build):
     with pytest.raises(ValueError, match="frozen"):
         build().run.steps = 3
-
-
-def test_reading_a_configuration_is_quick_and_loads_no_framework():
-    program = (
-        "import sys, time\n"
-        "import lachesis.config.load, lachesis.config.rules, lachesis.config.explain\n"
-        "heavy = {'torch', 'transformers', 'vllm', 'peft', 'datasets', 'numpy'} & set(sys.modules)\n"
-        "sys.exit(f'{heavy} {time.process_time()}' if heavy or time.process_time() > 1.0 else 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG_S)
-    assert done.returncode == 0, done.stderr
 
 
 def test_null_is_as_good_as_not_written(write, minimal):

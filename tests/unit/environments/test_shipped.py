@@ -6,58 +6,21 @@ import asyncio
 import importlib
 import importlib.util
 import json
-import math
-import os
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from lachesis.common.errors import ConfigError, DataError, DependencyError, EngineError
+from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.types import SamplingParams
-from lachesis.common.workers import WorkerPool
 from lachesis.environments.base import endless, together
-from lachesis.environments.client import InferenceClient
-from lachesis.environments.settings import ServerConfig
-from lachesis.environments.shipped import math_scoring
 from lachesis.environments.shipped.arithmetic import Arithmetic, problems
 from lachesis.environments.shipped.calculator import Calculator, problem_of
-from lachesis.environments.shipped.gsm8k import Gsm8k, MathProblem, load_split
-from lachesis.environments.shipped.math_scoring import MathScorer
+from lachesis.environments.shipped.gsm8k import MathProblem, load_split
 from tests.paths import EXAMPLES
-from tests.tiny import EOS_ID, tiny_tokenizer
-from tests.unit.environments.servers import FakeInference, inference
+from tests.unit.environments.one import TOKENIZER, gsm8k, ids, one_group, served
 
-TOKENIZER = tiny_tokenizer()
 QUICKSTART = EXAMPLES / "quickstart" / "setup.py"
-
-
-def ids(text: str, *, end: bool = True) -> list[int]:
-    return TOKENIZER.encode(text) + [EOS_ID] * end
-
-
-@contextmanager
-def served(kind: type[Any], answer: Any, **config: Any) -> Iterator[tuple[FakeInference, Callable[..., Any]]]:
-    """The fake server, and a function that runs work on an environment of it."""
-    with inference(answer=answer) as (fake, url):
-
-        def run(work: Callable[[Any], Awaitable[Any]]) -> Any:
-            async def inner() -> Any:
-                client = InferenceClient(ServerConfig(base_url=(url,)))
-                environment = kind(kind.config_class(**config), client=client, tokenizer=TOKENIZER)
-                try:
-                    await environment.setup()
-                    return await work(environment)
-                finally:
-                    await environment.close()
-                    await client.close()
-
-            return asyncio.run(inner())
-
-        yield fake, run
 
 
 def test_arithmetic_has_the_problems_of_the_quickstart():
@@ -72,11 +35,6 @@ def test_arithmetic_has_the_problems_of_the_quickstart():
 def right_sum(prompt: list[int]) -> str:
     a, b = TOKENIZER.decode(prompt).rstrip("=").split("+")
     return str(int(a) + int(b))[::-1]
-
-
-async def one_group(environment: Any) -> Any:
-    item = await environment.get_next_item()
-    return item, await environment.collect_trajectories(item)
 
 
 def test_arithmetic_group():
@@ -193,14 +151,6 @@ class TestCalculator:
         assert bodies[0]["max_tokens"] == len(call) + 5
 
 
-def gsm8k(directory: Path) -> Path:
-    directory.mkdir(exist_ok=True)
-    rows = [{"question": f"What is {n} times 1,000?", "answer": f"Easy.\n#### {n},000"} for n in range(1, 5)]
-    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (directory / "test.jsonl").write_text(json.dumps(rows[0]) + "\n\n")
-    return directory
-
-
 class TestGsm8k:
     """Data and scores."""
 
@@ -240,77 +190,6 @@ class TestGsm8k:
     def test_nothing_there(self, tmp_path):
         with pytest.raises(DataError, match="there is no GSM8K at"):
             load_split(str(tmp_path / "absent"), "train")
-
-    def test_group(self, tmp_path):
-        answers = [
-            "It is 1000.",
-            r"so \boxed{1000}",
-            r"\boxed{1,000.0}",
-            r"first \boxed{7}, no: \boxed{\frac{2000}{2}}",
-        ]
-        data = str(gsm8k(tmp_path))
-        config = {"data": data, "group_size": 4, "max_num": 1}
-        with served(Gsm8k, lambda prompt, n, body: [ids(a) for a in answers], **config) as (_, run):
-            item, group = run(one_group)
-        assert item.answer == "1000"
-        assert group.scores == [0.0, 1.0, 1.0, 1.0]
-
-
-def test_an_answer_that_hangs_the_comparison_costs_only_itself(monkeypatch):
-    """The process is killed and replaced; the others of the group keep their scores."""
-
-    async def work() -> Any:
-        scorer = MathScorer(limit_s=60)
-        await scorer.start()
-        try:
-            pool = scorer._pool
-            pids, whole = pool.pids, pool.run
-
-            def run(function: Any, calls: Any, *, timeout_s: float) -> Any:
-                if any("hang" in answers for _, answers in calls):
-                    return whole(time.sleep, [(600,)], timeout_s=0.01)
-                return whole(function, calls, timeout_s=timeout_s)
-
-            pool.run = run
-            scores = await scorer.score("3", [r"\boxed{3}", "hang", r"\boxed{4}"])
-            pids += pool.pids
-            return scores, scorer.timeouts, pids
-        finally:
-            await scorer.close()
-
-    scores, timeouts, pids = asyncio.run(work())
-    assert (scores, timeouts) == ([1.0, 0.0, 0.0], 1)
-    assert pids[0] != pids[1]
-
-
-@pytest.mark.parametrize(
-    ("function", "args", "kind", "message"),
-    [
-        (importlib.import_module, ["math_verify_absent"], DependencyError, "No module named 'math_verify_absent'"),
-        (os._exit, [3], EngineError, "did not start: ended its process .ended with exit code 3"),
-        (math.sqrt, [4], EngineError, "does not find that 1 is 1: 2.0"),
-    ],
-)
-def test_a_comparison_that_does_not_start(monkeypatch, function, args, kind, message):
-    def pool(count: int, compare: Any, *given: Any, **options: Any) -> WorkerPool:
-        return WorkerPool(count, function, *args, **options)
-
-    monkeypatch.setattr(math_scoring, "WorkerPool", pool)
-    with pytest.raises(kind, match=message):
-        asyncio.run(MathScorer().start())
-
-
-def test_a_right_answer_that_is_none():
-    async def work() -> None:
-        scorer = MathScorer()
-        await scorer.start()
-        try:
-            await scorer.score("", ["x"])
-        finally:
-            await scorer.close()
-
-    with pytest.raises(DataError, match="no mathematical expression"):
-        asyncio.run(work())
 
 
 def test_an_error_ends_the_rollouts_beside_it():

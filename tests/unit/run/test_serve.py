@@ -7,7 +7,6 @@ import queue
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -356,18 +355,6 @@ class TestCommands:
         with socket.create_server(("127.0.0.1", 0)) as taken:
             code, err = command("serve", "--model", "m", "--port", str(taken.getsockname()[1]))
         assert code == EngineError.exit_code and "is taken by" in err
-
-
-def test_the_package_is_a_program():
-    source = Path(serve.__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-m", "lachesis", "version"],
-        env={**os.environ, "PYTHONPATH": str(source)},
-        capture_output=True,
-        text=True,
-        timeout=LONG_S,
-    )
-    assert done.returncode == 0 and done.stdout.strip()
 
 
 @pytest.mark.parametrize("device", ["meta", "bogus", "cpu:x", "cuda:4096"])

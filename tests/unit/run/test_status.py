@@ -391,12 +391,6 @@ class TestTheCommand:
         assert (code, out) == (2, "")
         assert "is no run directory" in err
 
-    def test_it_answers_without_torch(self, path: Path):
-        code = (
-            "import sys, lachesis.run.status as s; s.read_status(s.Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
-        )
-        assert subprocess.run([sys.executable, "-c", code, str(path)], timeout=LONG_S).returncode == 0
-
 
 def test_json_of_numbers_that_are_not_finite(path: Path):
     metrics(path, 3, loss=None)

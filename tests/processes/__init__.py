@@ -1,0 +1,1 @@
+"""What needs processes of its own: started, killed, hung, out of disk."""
