@@ -86,7 +86,7 @@ def plan_command(
 ) -> None:
     """Say what a run will do, and the memory and disk it takes, without loading model or data."""
     loaded = _loaded([config, *context.args], overrides=overrides or [], devices=devices)
-    for finding in [*loaded.findings, *check(loaded.config, located=loaded.located)]:
+    for finding in [*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)]:
         console.print(f"{finding.level}: {finding.message}", style="dim" if finding.level == "note" else "yellow")
     found = find_shape(loaded.config.model.path, revision=loaded.config.model.revision, ask_hub=True)
     for line in plan_lines(plan(loaded.config, device=device, devices=devices, found=found)):

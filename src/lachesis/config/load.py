@@ -36,7 +36,8 @@ class LoadedConfig:
     """A configuration whose paths are absolute, and the directory of the file that it came from.
 
     ``findings`` are what is to be said about keys of another trainer's that mean something else here, or nothing.
-    ``located`` adds to a message about keys of ours where they are in the file that was read, in its own names.
+    ``located`` adds to a message about keys of ours where they are in the file that was read, in its own names; that
+    file is ``name``.
     """
 
     config: LachesisConfig
@@ -44,6 +45,7 @@ class LoadedConfig:
     dialect: str = "canonical"
     findings: tuple[Finding, ...] = ()
     located: Callable[[str], str] = field(default=str, compare=False, repr=False)
+    name: str = "the configuration"
 
 
 def load_config(path: str | Path, *, overrides: Sequence[str] = (), processes: int | None = None) -> LoadedConfig:
@@ -87,7 +89,7 @@ def load_document(
         lay_over(document.data, keys or {})
         apply_overrides(document, overrides)
         config = resolve_all(validate(document, complete=complete), base_dir=base_dir, cwd=cwd)
-        return LoadedConfig(config, base_dir, located=partial(located, document=document))
+        return LoadedConfig(config, base_dir, located=partial(located, document=document), name=document.name)
     theirs = [override for override in overrides if _is_theirs(override, dialect)]
     apply_overrides(document, theirs, row_sections=row_sections(dialect))
     if processes is None and "WORLD_SIZE" in os.environ:
@@ -103,6 +105,7 @@ def load_document(
         dialect=dialect,
         findings=(*translation.findings, *default_findings(translation)),
         located=partial(located, document=translation.document),
+        name=document.name,
     )
 
 

@@ -82,7 +82,7 @@ class Run:
                 ``overwrite`` says what to do with it, or this process is training already. What goes wrong later is
                 raised by :meth:`wait`.
         """
-        check(self.config, located=self._loaded.located)
+        check(self.config, located=self._loaded.located, name=self._loaded.name)
         with _python_words():
             claim_run(self.directory, resume=resume, overwrite=overwrite)
         if not _ONE_AT_A_TIME.acquire(blocking=False):

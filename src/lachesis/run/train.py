@@ -106,7 +106,7 @@ def train(
         LachesisError: one of its subclasses, for everything that can be wrong; what was trained until the last
             checkpoint is kept.
     """
-    log_findings([*loaded.findings, *check(loaded.config, located=loaded.located)])
+    log_findings([*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)])
     directory = Path(loaded.config.run.dir) / loaded.config.run.name
     most = loaded.config.services.restarts if world is None else 0  # torchrun starts ranks again
     for restart in range(1, most + 2):
@@ -144,7 +144,7 @@ def _train_once(
 ) -> RunSummary:
     """One attempt. Raises EngineLost where another may go on from a checkpoint."""
     config = loaded.config
-    findings = [*loaded.findings, *check(config, located=loaded.located)]
+    findings = [*loaded.findings, *check(config, located=loaded.located, name=loaded.name)]
     directory = Path(config.run.dir) / config.run.name
     if world is not None and began_before(world, directory):
         resume = _can_resume(directory, restarts=world.restarts)

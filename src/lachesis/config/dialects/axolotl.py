@@ -102,13 +102,13 @@ def _put_model(translation: Translation) -> None:
             ("peft_layers_to_transform", "adapter.layers"),
         ):
             translation.copy(name, path)
-        if translation.value("lora_target_linear"):
+        if translation.switch("lora_target_linear"):
             translation.put("adapter.targets", "all-linear", "lora_target_linear")
     elif adapter is not None:
         translation.problem("adapter", f"{describe(adapter)} has no counterpart; Lachesis has lora and qlora")
     put_quantization(translation)
     for name in ("float32", "bf16", "bfloat16", "fp16", "float16"):
-        if translation.value(name) is True:
+        if translation.switch(name, "auto") is True:
             translation.put("model.dtype", DTYPES[name], name)
     _put_float8(translation)
     put_chat_template(translation)
@@ -283,7 +283,7 @@ def _put_engine(translation: Translation) -> None:
         use_vllm="trl.use_vllm",
         mode="trl.vllm_mode",
         default_mode="server",
-        url=engine_address(translation.value(host, "0.0.0.0"), translation.value(port, 8000)),
+        url=engine_address(translation.text(host, "0.0.0.0"), translation.value(port, 8000)),
         url_name=port,
         timeout="trl.vllm_server_timeout",
         managed=_MANAGED,

@@ -183,6 +183,22 @@ class Translation:
             return None
         return value
 
+    def switch(self, name: str, *others: str) -> bool | str | None:
+        """True, false or one of ``others``; None where it is not written, and where it is something else, a problem."""
+        value = self.value(name)
+        if value is None or isinstance(value, bool) or value in others:
+            return value
+        self.problem(name, f"expected {', '.join(['true', 'false', *others])}, got {describe(value)}")
+        return None
+
+    def text(self, name: str, default: str) -> str:
+        """A text; the default where it is not written, and where it is something else, a problem."""
+        value = self.value(name, default)
+        if isinstance(value, str):
+            return value
+        self.problem(name, f"expected text, got {describe(value)}")
+        return default
+
     def put(self, path: str, value: Any, name: str) -> None:
         """Set a canonical key, as ``name`` of theirs says (or its default)."""
         place = tuple(path.split("."))
@@ -291,7 +307,7 @@ class Translation:
             elif name in self.dialect.entries:
                 self._values[name] = value
             elif self.dialect.is_section(name):
-                if value is not None and name not in self.dialect.open_sections:
+                if value is not None:
                     self.problem(name, f"expected keys, got {describe(value)}")
             elif value is not None and name.rpartition(".")[0] not in self.dialect.open_sections:
                 self.unknown(name)

@@ -108,7 +108,7 @@ def _fsdp_options(translation: Translation) -> dict[str, tuple[str, Any]]:
 
 
 def _put_model(translation: Translation) -> None:
-    if translation.value("use_peft"):
+    if translation.switch("use_peft"):
         translation.put("adapter.kind", "lora", "use_peft")
         for name, path, default in (
             ("lora_r", "adapter.r", 16),
@@ -129,7 +129,7 @@ def _put_model(translation: Translation) -> None:
         if key not in (*names, "attn_implementation", "device_map", "use_cache"):
             translation.problem("model_init_kwargs", f"{key} has no counterpart")
     for name in ("fp16", "bf16"):
-        if translation.value(name):
+        if translation.switch(name):
             translation.put("model.dtype", DTYPES[name], name)
     for name in reversed(names):
         translation.put_converted("model.dtype", translation.value(name), name, one_of(DTYPES))
@@ -203,7 +203,7 @@ def _check_generation_batch(translation: Translation, *, processes: int) -> None
 def _put_engine(translation: Translation) -> None:
     url, host, port = None, None, None
     if translation.value("vllm_mode", "colocate") == "server":
-        host, port = translation.value("vllm_server_host", "0.0.0.0"), translation.value("vllm_server_port", 8000)
+        host, port = translation.text("vllm_server_host", "0.0.0.0"), translation.value("vllm_server_port", 8000)
         url = translation.value("vllm_server_base_url")
     put_serving(
         translation,

@@ -22,12 +22,15 @@ __all__ = ["RULES", "check", "learning_rate"]
 RULES: tuple[Rule, ...] = (*INPUT_RULES, *TRAINING_RULES, *PIPELINE_RULES, *SERVING_RULES)
 
 
-def check(config: LachesisConfig, *, located: Callable[[str], str] = str) -> list[Finding]:
+def check(
+    config: LachesisConfig, *, located: Callable[[str], str] = str, name: str = "the configuration"
+) -> list[Finding]:
     """The warnings and notes of all rules.
 
     Args:
         config: the configuration.
         located: adds to a problem where its keys are in the file (:attr:`lachesis.config.load.LoadedConfig.located`).
+        name: what to call it, as the path of that file.
 
     Raises:
         ConfigError: the configuration cannot work; the message lists every problem.
@@ -39,5 +42,5 @@ def check(config: LachesisConfig, *, located: Callable[[str], str] = str) -> lis
     ]
     problems = [located(finding.message) for finding in findings if finding.level == "problem"]
     if problems:
-        raise config_error("the configuration cannot work", problems)
+        raise config_error(f"{name} cannot work", problems)
     return findings
