@@ -40,6 +40,20 @@ def build_model(seed: int) -> PreTrainedModel:
     return tiny_model("llama", seed=seed, tie_word_embeddings=True, **SIZES)
 
 
+def test_drafts_that_are_not_the_policys_are_found_when_the_server_starts(tmp_path: Path):
+    """As those of vLLM 0.32 on CPUs, which verifies them with temperatures out of uninitialized memory."""
+    drafts = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 1}'
+
+    @contextmanager
+    def guessing(model: Path, root: Path, session_dir: Path, log: Path) -> Iterator[str]:
+        with start_vllm(model, root, session_dir, log, "--speculative-config", drafts) as url:
+            yield url
+
+    refusal = "with speculative decoding vllm .* samples from another policy than the model"
+    with pytest.raises(AssertionError, match=refusal), running(replace(VLLM_SERVER, start=guessing), tmp_path):
+        pass
+
+
 @contextmanager
 def start(model: Path, root: Path, session_dir: Path, log: Path) -> Iterator[str]:
     with start_vllm(

@@ -23,6 +23,8 @@ from lachesis.common.types import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from lachesis.metrics.values import MetricValue
+
 PauseMode = Literal["keep", "drain", "abort"]
 
 # Is told of a request whose completions are all there, by its place in the call. In whatever thread generates, so it
@@ -102,6 +104,10 @@ class Engine(ABC):
     @abstractmethod
     def resume(self) -> None:
         """Generate again. Idempotent."""
+
+    def metrics(self) -> dict[str, MetricValue]:
+        """What it has measured since it was last asked; most engines measure nothing."""
+        return {}
 
     def exclusive(self) -> AbstractContextManager[object]:
         """Inside it the engine computes nothing on modules that are the trainer's too; most engines have their own."""

@@ -160,6 +160,7 @@ def server_options(
             "enable_sleep_mode": engine.enable_sleep_mode,
             "quantization": _VLLM_QUANTIZATION[engine.quantization],
             "kv_cache_dtype": None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
+            "speculative_config": engine.speculative and engine.speculative.argument,
             "trust_remote_code": config.model.trust_remote_code,
         }
         of_engine = {

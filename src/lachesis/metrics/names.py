@@ -150,6 +150,14 @@ METRICS: Mapping[str, Metric] = {
             "groups_waiting", "Groups waiting", "groups", "Finished groups of later steps, at the end of this one "
             "(pipeline.async_prefetch).",
         ),
+        Metric(
+            "draft_acceptance", "Right guesses", "share", "Share of the tokens that speculative decoding guessed that "
+            "were accepted (engine.speculative). Missing where it guessed none.",
+        ),
+        Metric(
+            "draft_share", "Guessed tokens", "share", "Share of the generated tokens that had been guessed "
+            "(engine.speculative). 0 where guessing is slower and has been stopped.",
+        ),
         Metric("transfer_time", "Transfer", "s", "From the end of the optimizer step to the engine serving it."),
         Metric("sleep_time", "Falling asleep", "s", "The engine giving its GPU memory back before training."),
         Metric("wake_time", "Waking up", "s", "The engine taking it again; part of the transfer."),

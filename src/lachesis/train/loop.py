@@ -62,7 +62,7 @@ class Trainer:
                 evaluation = self._evaluate(step)
             self.telemetry.emit(
                 step=step,
-                metrics={**metrics, **self._sync_metrics(), **clock.take()},
+                metrics={**metrics, **self.bridge.engine.metrics(), **self._sync_metrics(), **clock.take()},
                 counters=self.feed.counters(),
                 groups=batch.groups,
                 evaluation=evaluation,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,10 @@ class Parts:
     @property
     def last_report(self) -> SyncReport | None:
         return self.report
+
+    @property
+    def engine(self) -> SimpleNamespace:
+        return SimpleNamespace(metrics=lambda: {"draft_share": Mean(1.0, 4.0)})
 
     def sync(self, version: int) -> None:
         self._call(f"sync {version}")
@@ -147,6 +152,7 @@ def test_every_step_is_told_with_its_own_groups_and_metrics():
         assert told["counters"] == {"tokens_generated": 7.0}
         assert (metrics["loss"], metrics["grad_norm"]) == (Sum(0.5), Mean(2.0))
         assert (metrics["weight_version"], metrics["canary_error"]) == (Mean(9.0), Mean(0.25))
+        assert metrics["draft_share"].value() == 0.25, "what the engine has measured"
         assert (metrics["transfer_time"], metrics["proof_time"]) == (Mean(0.1), Mean(0.02))
 
 

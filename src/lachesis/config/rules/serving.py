@@ -203,6 +203,16 @@ def _rounded(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
+def _speculative(config: LachesisConfig) -> Iterator[Said]:
+    """vLLM verifies guesses without some kinds of sampling."""
+    engine = config.engine
+    if engine.kind == "vllm" and engine.speculative is not None and config.sampling.min_p:
+        yield problem(
+            f"engine.speculative: vLLM guesses no tokens with sampling.min_p {config.sampling.min_p:g}; set it to 0, "
+            "or remove engine.speculative"
+        )
+
+
 def _copies(engine: VllmEngineConfig) -> Iterator[Said]:
     """Whether each copy of the model has GPUs of its own."""
     needed = engine.data_parallel_size * engine.tensor_parallel_size
@@ -237,4 +247,4 @@ def _context(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-SERVING_RULES: tuple[Rule, ...] = (_addresses, _shared, _merged, _engine, _sleep, _rounded, _bridge)
+SERVING_RULES: tuple[Rule, ...] = (_addresses, _shared, _merged, _engine, _sleep, _rounded, _speculative, _bridge)

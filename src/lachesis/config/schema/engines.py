@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -53,6 +54,27 @@ class EmbeddedServerConfig(EngineSection):
     )
 
 
+class SpeculativeConfig(Section):
+    """Guess several tokens at a time, and let one pass of the model verify them."""
+
+    method: Annotated[str, Field(min_length=1)] = Field(
+        default="ngram",
+        description="`ngram` looks guesses up in the sequence itself, and stops by itself where that is slower; any "
+        "other method of vLLM's is handed on.",
+    )
+    tokens: PositiveInt = Field(default=4, description="Most tokens that are guessed at a time.")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Further keys of vLLM's `--speculative-config`, as they are: `prompt_lookup_max` of `ngram`, "
+        "`model` of `draft_model`.",
+    )
+
+    @property
+    def argument(self) -> str:
+        """As `--speculative-config` takes it."""
+        return json.dumps({"method": self.method, "num_speculative_tokens": self.tokens, **self.options})
+
+
 class VllmEngineConfig(EngineSection):
     """A vLLM server that the run starts and stops."""
 
@@ -91,6 +113,9 @@ class VllmEngineConfig(EngineSection):
     )
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         default="auto", description="`fp8`: the engine's key-value cache in 8 bits, which holds twice as many tokens."
+    )
+    speculative: SpeculativeConfig | None = Field(
+        default=None, description="Speculative decoding; none if unset. Its logprobs are proved when the engine starts."
     )
     devices: str | None = Field(
         default=None, description="CUDA_VISIBLE_DEVICES of the server; the trainer's own if unset."

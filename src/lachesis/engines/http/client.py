@@ -24,9 +24,11 @@ from lachesis.common.types import CanaryReading, Completion, EngineHealth, Gener
 from lachesis.engines.base import Engine, Finished, PauseMode, largest_difference
 from lachesis.engines.fleet import Fleet, State
 from lachesis.engines.http.control import ServerControl, ServerInfo
+from lachesis.engines.http.drafts import DraftRates
 from lachesis.engines.http.generation import GenerationCalls, nobody_serves, visit
 from lachesis.engines.serving.operations import Digests
 from lachesis.engines.serving.served import MEMORY_PARTS, MemoryPart
+from lachesis.metrics.values import MetricValue
 
 T = TypeVar("T")
 R = TypeVar("R", CanaryReading, Digests)
@@ -84,6 +86,7 @@ class HttpEngine(Engine):
         self._threads = ThreadPoolExecutor(_MOST_CALLS, thread_name_prefix="lachesis-engine-control")
         self._closed = False
         self._owner = ""
+        self._drafts = DraftRates()
 
     def _client(self, url: str) -> ServerControl:
         return ServerControl(url, token=self._token)
@@ -106,6 +109,7 @@ class HttpEngine(Engine):
             raise silent[0]
         for info in infos[1:]:
             _check_same_model(infos[0], info)
+        self._drafts.read(infos)
         for control, answer in zip(controls, answers, strict=True):
             if isinstance(answer, ServerInfo):
                 self.fleet.met(control.url, answer.session_id)
@@ -362,6 +366,14 @@ class HttpEngine(Engine):
             paused=any(info.paused for info in infos),
             detail="; ".join(details),
         )
+
+    def metrics(self) -> dict[str, MetricValue]:
+        """How often guessed tokens were right since it was last asked, where servers guess."""
+        if not self._drafts.guessing:
+            return {}
+        deadline = self._deadline("asking for what was guessed")
+        found = self._on(self.living, lambda server: _info_or_reason(server, deadline))
+        return self._drafts.read(info for info in found if isinstance(info, ServerInfo))
 
     def pause(self, *, mode: PauseMode = "keep") -> None:
         """See :meth:`Engine.pause`. If a server cannot be paused, none stays so."""

@@ -29,6 +29,7 @@ from lachesis.engines.serving.served import (
     MEMORY_PARTS,
     AdapterStatus,
     DigestRequest,
+    Drafted,
     MemoryPart,
     ModelInfo,
     ReceiverSpec,
@@ -148,7 +149,7 @@ class ServerInfo(Stamped):
     """Who a server is and how it stands. In the answer the model's fields stand beside the others.
 
     ``url`` is the address that a client knows the server by, ``generated_tokens`` all that the engine has generated
-    since its start, of unfinished requests too; ``None`` where it does not count them.
+    since its start, of unfinished requests too; ``None`` where it does not count them; ``drafted`` what it has guessed.
     """
 
     url: str = Field(default="", exclude=True)
@@ -161,6 +162,7 @@ class ServerInfo(Stamped):
     adapter: AdapterStatus | None = None
     lachesis: str = ""
     generated_tokens: int | None = None
+    drafted: Drafted | None = None
 
     @model_validator(mode="before")
     @classmethod

@@ -64,6 +64,14 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafted:
+    """Tokens that speculative decoding has guessed since the engine's start, and how many of them it ``accepted``."""
+
+    tokens: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
 class DigestSlice:
     """Rows ``start`` to ``start + rows - 1`` of the engine's tensor ``name``; all from ``start`` without ``rows``."""
 
@@ -266,6 +274,10 @@ class ServedEngine(Protocol):
 
     def generated_tokens(self) -> int | None:
         """How many since its start, of unfinished requests too; ``None`` where nobody counts."""
+        ...
+
+    def drafted_tokens(self) -> Drafted | None:
+        """``None`` without speculative decoding."""
         ...
 
     async def generate(self, request: GenerateBody) -> GenerateResult:

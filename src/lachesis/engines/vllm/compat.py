@@ -17,7 +17,7 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.exceptions import EngineDeadError as EngineDeadError
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.served import Drafted, Refused
 
 # What the server itself decides, or what has no meaning in an answer of ours.
 _NOT_FOR_CALLERS = {
@@ -115,7 +115,17 @@ def later_output(output: AsyncModelRunnerOutput, change: Callable[[Any], Any]) -
 
 def generated_tokens() -> int | None:
     """By vLLM's own statistics, which count each step; ``None`` where those are switched off."""
-    name = "vllm:generation_tokens_total"
+    return _counted("vllm:generation_tokens_total")
+
+
+def drafted_tokens() -> Drafted | None:
+    """By the same statistics; ``None`` where nothing is drafted."""
+    tokens = _counted("vllm:spec_decode_num_draft_tokens_total")
+    accepted = _counted("vllm:spec_decode_num_accepted_tokens_total")
+    return None if tokens is None or accepted is None else Drafted(tokens, accepted)
+
+
+def _counted(name: str) -> int | None:
     families = REGISTRY.restricted_registry([name]).collect()
     counts = [sample.value for family in families for sample in family.samples if sample.name == name]
     return round(sum(counts)) if counts else None

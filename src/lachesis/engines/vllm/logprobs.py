@@ -108,18 +108,20 @@ class WorkerLogprobs:
     def _strip(self, output: Any, step: _Step) -> Any:
         """vLLM's output of a step without what is kept here, unless another request of the step wants logprobs."""
         rows = output.logprobs
-        if rows is None or len(rows.logprobs) != len(output.req_ids):
+        # With drafts a sequence may get several tokens in a step, and has as many rows.
+        starts = rows and rows.cu_num_generated_tokens
+        if rows is None or (starts is None and len(rows.logprobs) != len(output.req_ids)):
             return output
-        others = False
-        for request_id, tokens, logprob in zip(
-            output.req_ids, output.sampled_token_ids, rows.logprobs[:, 0].tolist(), strict=True
-        ):
+        starts = starts or range(len(output.req_ids))
+        logprobs, others = rows.logprobs[:, 0].tolist(), False
+        for request_id, tokens, start in zip(output.req_ids, output.sampled_token_ids, starts, strict=False):
             kept = self._running.get(request_id)
             if kept is None:
                 others = True
-            elif tokens:
-                kept.tokens.append((step.computed[request_id] + step.scheduled[request_id]) << 32 | tokens[0])
-                kept.logprobs.append(logprob)
+                continue
+            place = step.place(request_id)
+            kept.tokens.extend((place + number) << 32 | token for number, token in enumerate(tokens))
+            kept.logprobs.extend(logprobs[start : start + len(tokens)])
         if not others:
             output.logprobs = None
         return output
@@ -127,10 +129,11 @@ class WorkerLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """For each request of a step the tokens computed before it, and in it; their sum is where its new token stands."""
+    """For each request of a step the tokens computed before it, those computed in it, and the drafts among them."""
 
     computed: Mapping[str, int]
     scheduled: Mapping[str, int]
+    drafts: Mapping[str, Sequence[int]]
 
     @classmethod
     def of(cls, scheduled: Any) -> _Step:
@@ -138,7 +141,11 @@ class _Step:
         cached = scheduled.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         computed.update((request.req_id, request.num_computed_tokens) for request in scheduled.scheduled_new_reqs)
-        return cls(computed, scheduled.num_scheduled_tokens)
+        return cls(computed, scheduled.num_scheduled_tokens, scheduled.scheduled_spec_decode_tokens)
+
+    def place(self, request_id: str) -> int:
+        """Where the first of its new tokens stands in the sequence: in the place of its first draft."""
+        return self.computed[request_id] + self.scheduled[request_id] - len(self.drafts.get(request_id, ()))
 
 
 class FetchedLogprobs:

@@ -18,6 +18,7 @@ from lachesis.engines.serving.generation import POLICY, GenerateBody, GenerateCh
 from lachesis.engines.serving.served import (
     AdapterStatus,
     DigestRequest,
+    Drafted,
     MemoryPart,
     ModelInfo,
     ReceiverSpec,
@@ -27,6 +28,7 @@ from lachesis.engines.serving.served import (
 )
 from lachesis.engines.serving.session import Session
 from lachesis.engines.vllm import compat
+from lachesis.engines.vllm.drafts import check_drafted
 from lachesis.engines.vllm.gate import Gate
 from lachesis.engines.vllm.generation import Generator
 from lachesis.engines.vllm.logprobs import FetchedLogprobs
@@ -37,6 +39,11 @@ from lachesis.transport.shared_tensors import SharedTensor
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.01, 0.2
 _ARRIVAL_S = 0.05
+
+
+# Token ids whose continuation n-grams guess, and how many of its continuations are looked at.
+_REPETITIVE = (5, 6, 7, 8) * 8
+_PROVED = 8
 
 
 class ServedVllm:
@@ -93,6 +100,18 @@ class ServedVllm:
         self._device = installed["device"]
         if installed["keeps_logprobs"]:
             self._generator.fetch_logprobs(FetchedLogprobs(partial(self._call, "take_logprobs")))
+        if self._engine.vllm_config.speculative_config is not None:
+            await self._prove_drafts()
+
+    async def _prove_drafts(self) -> None:
+        """Raise Refused unless tokens that were guessed come with the logprobs that the model gives them otherwise."""
+        prompt = _REPETITIVE[: self.model_info().max_model_len // 2]
+        sampling = {"temperature": 1.0, "max_tokens": len(prompt), "seed": 0, "ignore_eos": True}
+        request = GenerateBody(prompt_token_ids=prompt, sampling=sampling, n=_PROVED, text=False, request_id="drafts")
+        found = await self._generator.generate(request, cache_salt=self.cache_salt)
+        for completion in found.completions:
+            read = await self._generator.canary((*prompt, *completion.token_ids), cache_salt=self.cache_salt)
+            check_drafted(completion.logprobs, read[len(prompt) - 1 :], kind=self.kind)
 
     def model_info(self) -> ModelInfo:
         config = self._engine.vllm_config
@@ -120,6 +139,9 @@ class ServedVllm:
 
     def generated_tokens(self) -> int | None:
         return compat.generated_tokens()
+
+    def drafted_tokens(self) -> Drafted | None:
+        return compat.drafted_tokens()
 
     async def generate(self, request: GenerateBody) -> GenerateResult:
         await self.wait_until_running()

@@ -23,6 +23,7 @@ from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
 from lachesis.engines.serving.bodies import error_document
 from lachesis.engines.serving.served import DigestRequest, DigestSlice, ReceiverSpec, ReceiverStatus, Refused
+from lachesis.engines.vllm.drafts import WorkerDrafts
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
 from lachesis.transport.digest import digests
@@ -92,8 +93,8 @@ class WorkerWeights:
     def install(self) -> dict[str, Any]:
         """Register the adapter that every request will name. Called once, before the first request.
 
-        The worker whose outputs vLLM reads keeps logprobs from then on; with speculative decoding, where the place
-        of a token is known only after the step, none does.
+        The worker whose outputs vLLM reads keeps logprobs from then on; with drafts that are scheduled ahead, where the
+        place of a token is known only after the step, none does. N-gram drafts are made where they pay, from then on.
         """
         if self._config.lora_config is not None:
             from lachesis.engines.vllm.compat import LoRAModel, PEFTHelper, lora_name_mapper
@@ -109,8 +110,11 @@ class WorkerWeights:
                 name_mapper=lora_name_mapper(model),
             )
             self._slots.clear()
-        if self._rank == 0 and self._config.speculative_config is None:
+        speculative = self._config.speculative_config
+        if self._rank == 0 and not (speculative and self._config.scheduler_config.async_scheduling):
             self._logprobs = WorkerLogprobs(self._worker)
+        if speculative and speculative.method == "ngram":
+            WorkerDrafts(self._worker)
         return {"device": str(self._device), "keeps_logprobs": self._logprobs is not None}
 
     def take_logprobs(self, asked: Mapping[str, list[int]], dropped: list[str]) -> dict[str, str]:

@@ -95,6 +95,10 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             {"algorithm": {"loss_type": "vespo", "sampler_correction": "sequence_mask"}},
             "sampler_correction sequence_mask has one for the whole sequence; set it to token_mask",
         ),
+        (
+            {"engine": {**VLLM, "speculative": {}}, "bridge": {"kind": "broadcast"}, "sampling": {"min_p": 0.1}},
+            "vLLM guesses no tokens with sampling.min_p 0.1",
+        ),
         ({"model": {"quantization": "nf4"}}, "model.quantization nf4 holds weights that cannot be trained"),
         (
             {"model": {"quantization": "nf4", "matmul_dtype": "float8"}, "adapter": {"kind": "lora"}},

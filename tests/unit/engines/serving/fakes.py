@@ -12,6 +12,7 @@ from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, Gen
 from lachesis.engines.serving.served import (
     AdapterStatus,
     DigestRequest,
+    Drafted,
     MemoryPart,
     ModelInfo,
     ReceiverSpec,
@@ -68,6 +69,9 @@ class FakeServed(ServedEngine):
 
     def generated_tokens(self) -> int:
         return 7
+
+    def drafted_tokens(self) -> Drafted:
+        return Drafted(tokens=8, accepted=6)
 
     async def generate(self, request: GenerateBody) -> GenerateResult:
         self.requests.append(request)

@@ -103,6 +103,9 @@ class ServedEmbedded(ServedEngine):
     def generated_tokens(self) -> int:
         return self._runner.generated_tokens
 
+    def drafted_tokens(self) -> None:
+        return None
+
     async def generate(self, request: GenerateBody) -> GenerateResult:
         job, news = self._submit(request)
         try:
