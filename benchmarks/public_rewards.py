@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lachesis.common.errors import LachesisError
@@ -84,6 +85,19 @@ CASES: Sequence[Case] = (
     Case("dongyoung-go/rlpvr-open-r1", _OPEN_R1, "format_reward", (THINK, "4"), (1.0, 0.0)),
     Case("axolotl-ai-cloud/grpo_code", "grpo_code/rewards.py", "code_execution_reward_func",
          ("```python\nprint(1)\n```", "```python\nraise ValueError\n```"), (1.0, 0.0)),
+    # A module beside it, imported whole.
+    Case("thetushargoyal/llama-1b-grpo", "reward_funcs.py", "correctness_reward_func", (THINK, "5"), (2.0, 0.0),
+         {"answer": "4"}),
+    Case("thetushargoyal/llama-1b-grpo", "reward_funcs.py", "xmlcount_reward_func", (THINK, "5"), (0.454, 0.0)),
+    # Tensors as rewards, and arguments of its own beside TRL's.
+    Case("Coldmooon/LLM-GPRO-Reasoning", "reward.py", "correctness_reward", (XML, "no idea"), (1.5, 0.0),
+         {"answer": "4"}),
+    Case("Coldmooon/LLM-GPRO-Reasoning", "reward.py", "format_reward", (XML, "4"), (0.8, 0.0)),
+    Case("BrenchCC/Qwen3-0.6B-GRPO-GSM8K-Demo", "reward.py", "trl_reward_fn", ("It is #### 42", "It is #### 41"),
+         (1.0, 0.3), {"solution": "42"}, chat=False),
+    Case("ielts0826/GRPO_PROJECT_FOR_AUTODL", "reward_funcs.py", "correctness_reward_func", (XML, "5"), (2.0, 0.0),
+         {"answer": "4"}, chat=False),
+    Case("ielts0826/GRPO_PROJECT_FOR_AUTODL", "reward_funcs.py", "strict_format_reward_func", (XML, "5"), (0.5, 0.0)),
 )  # fmt: skip
 
 
@@ -96,7 +110,8 @@ def scored(case: Case, folder: Path) -> tuple[float | None, ...]:
     samples = tuple(Sample((1,), (2,), (0.0,), "stop", VersionSpan(0, 0), text=text) for text in case.texts)
     rewarder = Rewarder([load_reward(named)], text_completions="text")
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # some print what they are given
+        # Some print what they are given, and some write logs.
+        with contextlib.redirect_stdout(io.StringIO()), TemporaryDirectory() as away, contextlib.chdir(away):
             groups = rewarder.score([Group(prompt, samples)]).groups
     finally:
         rewarder.close()
@@ -109,7 +124,9 @@ def result(case: Case, folder: Path) -> str:
     except LachesisError as error:
         return " ".join(error.message.replace(str(folder), "").split())[:160]
     pairs = zip(found, case.expected, strict=True)
-    same = all(a == b or (a is not None and b is not None and math.isclose(a, b, abs_tol=1e-9)) for a, b in pairs)
+    same = all(
+        a == b or (a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-9)) for a, b in pairs
+    )
     return "as there" if same else f"{found} and not {case.expected}"
 
 

@@ -26,7 +26,7 @@ HEALTH = """
 ## What the health rules look for
 
 A finding says what is wrong and what to change. It is shown on the console, in the report and in `metrics.jsonl`, and
-repeated after 20 steps or when it gets worse.
+repeated when it gets worse, and after 20 steps if it is more than a note.
 
 | rule | looks for |
 |---|---|

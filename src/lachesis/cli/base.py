@@ -79,10 +79,17 @@ def common(
     """Options before the command."""
     Settings.traceback = traceback
     logging.getLogger("lachesis").addHandler(ConsoleHandler(logging.WARNING))
-    # Libraries warn of much that a user can do nothing about: that goes into the log of the run, not on the screen.
+
+
+def quiet_libraries() -> None:
+    """Libraries warn of much that a user can do nothing about: that goes into the log of a run, not on the screen."""
     logging.getLogger().addHandler(logging.NullHandler())
     # torch shows these itself, at the import of torchao: a deprecation that is between the two.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+
+
+# Not in `common`: the processes that vLLM spawns import the command line too, and run no command of it.
+quiet_libraries()
 
 
 class Settings:

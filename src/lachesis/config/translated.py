@@ -12,7 +12,7 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.json_values import is_object
 from lachesis.config.dialects import recognize, translate
 from lachesis.config.dialects.defaults import default_findings
-from lachesis.config.dialects.other_systems import OPENRLHF, VERL, other_system
+from lachesis.config.dialects.other_systems import OPENRLHF, VERL, other_system, put_generation
 from lachesis.config.dialects.table import Translation
 from lachesis.config.document import Document, apply_overrides, parse_document, read_document, to_yaml
 from lachesis.config.load import row_sections, validate
@@ -35,8 +35,15 @@ def translated(path: Path, *, overrides: Sequence[str] = ()) -> str:
     if (system := other_system(names)) is not None:
         return _of_other_system(document, names, system)
     dialect = recognize(document.data)
+    if dialect == "canonical" and path.suffix == ".sh":
+        raise ConfigError(
+            f"{path} starts no trainer whose arguments Lachesis knows",
+            remedy="give a script of TRL's, verl's or OpenRLHF's, or a YAML file; `lachesis grpo` takes the flags of "
+            "the Atropos trainer as they are",
+        )
     apply_overrides(document, overrides, row_sections=() if dialect == "canonical" else row_sections(dialect))
     if dialect == "canonical":
+        validate(document, complete=False)
         return to_yaml(document.data)
     translation = translate(document, dialect=dialect, processes=None)
     validate(translation.document, complete=False)
@@ -50,6 +57,7 @@ def _of_other_system(document: Document, names: Mapping[str, Any], system: str) 
     known = {name: value for name, value in names.items() if name in dialect.entries}
     translation = Translation(Document(name=document.name, data=_nested(known)), dialect)
     translation.run()
+    put_generation(translation)
     data = translation.document.data
     if translation.document.problems:
         raise ConfigError("\n".join(translation.document.problems), remedy="correct the file")

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.run_files import run_paths
-from lachesis.common.types import Finding
+from lachesis.common.types import LEVELS, Finding
 from lachesis.metrics.names import format_number, format_seconds
 from lachesis.metrics.sinks.jsonl import StepLine, read_metrics
 from lachesis.run.directory import CLOCK_SLACK_S
@@ -180,7 +180,7 @@ def read_status(run_dir: Path, *, now: float | None = None) -> RunStatus:
         remaining_s=_remaining_s(lines, step=step, steps=facts.steps) if state in _GOING_ON else None,
         silent_s=max(0.0, now - heard),
         values=values,
-        findings=lines[-1].findings if lines else (),
+        findings=_findings(lines),
         checkpoint=_last_checkpoint(files["checkpoints"]),
         waits=None if live is None else live.waits,
         logs=tuple(sorted(files["logs"].glob("*.log"))),
@@ -256,6 +256,12 @@ def _remaining_s(lines: tuple[StepLine, ...], *, step: int, steps: int | None) -
     if steps is None or not seconds:
         return None
     return max(0, steps - step) * sum(seconds) / len(seconds)
+
+
+def _findings(lines: tuple[StepLine, ...]) -> tuple[Finding, ...]:
+    """The last word of each rule over the whole run: the worst first, and last what was resolved."""
+    last = {finding.rule: finding for line in lines for finding in line.findings}
+    return tuple(sorted(last.values(), key=lambda found: (found.resolved is not None, -LEVELS.index(found.level))))
 
 
 def _last_checkpoint(directory: Path) -> Path | None:

@@ -69,14 +69,13 @@ def test_verls_files_give_what_is_common(tmp_path):
     file = tmp_path / "verl.yaml"
     file.write_text(VERL)
     text = translated(file)
-    assert "# 2 keys were not translated: actor_rollout_ref.actor.ppo_mini_batch_size, trainer.n_gpus_per_node" in (
-        text.replace("actor_rollout_ref.actor.use_kl_loss, ", "").replace("# 3 keys", "# 2 keys")
-    )
+    assert "# 2 keys were not translated: actor_rollout_ref.actor.use_kl_loss, trainer.n_gpus_per_node" in text
     ours = tmp_path / "ours.yaml"
     ours.write_text(text)
     config = load_config(ours, overrides=["rewards.functions=[accuracy_reward]"]).config
     assert (config.adapter.kind, config.engine.kind, config.bridge.kind) == ("lora", "vllm", "broadcast")
-    assert (config.sampling.num_generations, config.batch.prompts_per_step, config.run.epochs) == (5, 256, 3.0)
+    assert (config.sampling.num_generations, config.run.epochs) == (5, 3.0)
+    assert (config.batch.prompts_per_step, config.batch.steps_per_generation) == (64, 4)
     assert (config.algorithm.beta, config.algorithm.loss_type) == (0.001, "dapo")
 
 
@@ -99,6 +98,46 @@ def test_their_files_are_named_where_they_are_to_be_run(tmp_path):
     assert "lachesis translate" in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    ("generated", "step", "expected"),
+    [(256, 64, (64, 4)), (64, 64, (64, 1)), (1024, None, (256, 4)), (128, None, (128, 1))],
+)
+def test_verls_mini_batches_are_optimizer_steps(tmp_path, generated, step, expected):
+    """256 prompts, where its file does not say."""
+    file = tmp_path / "verl.yaml"
+    text = VERL.replace("train_batch_size: 256", f"train_batch_size: {generated}")
+    file.write_text(text.replace(", ppo_mini_batch_size: 64", f", ppo_mini_batch_size: {step}" if step else ""))
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(translated(file))
+    batch = load_config(ours, overrides=["rewards.functions=[accuracy_reward]"]).config.batch
+    assert (batch.prompts_per_step, batch.steps_per_generation) == expected
+
+
+def test_mini_batches_that_do_not_divide_are_said(tmp_path):
+    file = tmp_path / "verl.yaml"
+    file.write_text(VERL.replace("train_batch_size: 256", "train_batch_size: 100"))
+    with pytest.raises(ConfigError, match=r"train_batch_size.*100 prompts are no multiple of the 64 .* 64 or 128 are"):
+        translated(file)
+    script = tmp_path / "train.sh"
+    script.write_text(OPENRLHF.replace("--packing_samples", "--train_batch_size 100"))
+    with pytest.raises(ConfigError, match="100 completions are no whole groups of 8"):
+        translated(script)
+
+
+def test_a_script_of_openrlhfs_counts_completions_in_a_step(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(OPENRLHF.replace("--packing_samples", "--train_batch_size 256"))
+    assert "prompts_per_step: 32\n  steps_per_generation: 4" in translated(script)
+
+
 def test_a_script_of_nobody_is_said_so(tmp_path):
     with pytest.raises(ConfigError, match="cannot read"):
         translated(Path("nowhere.sh"))
+    script = tmp_path / "backup.sh"
+    script.write_text("rsync --archive --delete /a /b\n")
+    with pytest.raises(ConfigError, match="starts no trainer whose arguments Lachesis knows"):
+        translated(script)
+    file = tmp_path / "compose.yaml"
+    file.write_text("services: {web: {image: x}}\nvolumes: [a]\n")
+    with pytest.raises(ConfigError, match="volumes"):
+        translated(file)

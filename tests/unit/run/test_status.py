@@ -96,6 +96,23 @@ class TestALiveRun:
         assert status.logs == (path / "logs" / "trainer.log",)
         assert [finding.message for finding in status.findings] == ["entropy is low"]
 
+    def test_every_rule_has_its_last_word_and_what_was_resolved_says_so(self, path: Path):
+        told = [
+            [
+                {"level": "note", "rule": "entropy", "message": "high"},
+                {"level": "problem", "rule": "kl", "message": "far"},
+            ],
+            [{"level": "warning", "rule": "cut", "message": "cut off"}],
+            [{"level": "problem", "rule": "kl", "message": "far", "resolved": 2}],
+            [],
+        ]
+        with (path / "metrics.jsonl").open("a") as file:
+            for step, findings in enumerate(told, start=1):
+                line = {"type": "step", "step": step, "time": NOW, "values": {}, "findings": findings}
+                file.write(json.dumps(line) + "\n")
+        found = [finding.line for finding in read_status(path, now=NOW).findings]
+        assert found == ["warning: cut off", "note: high", "resolved at step 2: far"]
+
     def test_the_expected_time_is_from_the_last_twenty_steps(self, path: Path):
         metrics(path, 1, step_time=1000.0)
         metrics(path, *range(2, 22), step_time=3.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from lachesis.common.json_values import is_list, is_object
-from lachesis.config.dialects.axolotl_names import AXOLOTL
+from lachesis.config.dialects.axolotl_names import AXOLOTL, TRACKERS
 from lachesis.config.dialects.chat_templates import put_chat_template
 from lachesis.config.dialects.convert import DTYPES, engine_address, one_of
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed
@@ -206,6 +206,17 @@ def _put_run(translation: Translation) -> None:
     if translation.has("wandb_project") and translation.value("use_wandb", True):
         for key in ("project", "name", "mode", "entity"):
             translation.copy(f"wandb_{key}", f"logging.wandb.{key}")
+    for switch, name, default in (
+        ("use_trackio", "trackio_project_name", "huggingface"),
+        ("use_mlflow", "mlflow_experiment_name", "Default"),
+    ):
+        if translation.value(switch):
+            translation.put(dict(TRACKERS)[switch], translation.value(name, default), name)
+            for other, path in TRACKERS:
+                if other.startswith(name.partition("_")[0]) and other != name:
+                    translation.copy(other, path)
+    if translation.value("use_trackio"):
+        translation.copy("trackio_space_id", "logging.trackio.space")
 
 
 def _put_saves(translation: Translation) -> None:
@@ -225,7 +236,7 @@ def _put_evaluations(translation: Translation) -> None:
     """As checkpoints, where there are held-out problems; what asks for evaluations does nothing without, as there."""
     if not translation.has("test_datasets") and not translation.value("val_set_size"):
         return
-    strategy = translation.value("eval_strategy", "no")
+    strategy = translation.value("eval_strategy", translation.value("evaluation_strategy", "no"))
     if translation.has("eval_steps"):
         put_every(translation, "eval_steps", "evaluation.every_steps", max_steps="max_steps")
     elif translation.has("evals_per_epoch"):

@@ -96,10 +96,11 @@ def _data() -> Iterator[Entry]:
     yield together("datasets.data_files", "data.path")
     yield together("datasets.field_messages", "data.prompt_column", "with type chat_template")
     yield together("test_datasets.field_messages", "data.prompt_column", "of the first of datasets")
-    yield from nothing("Lachesis sees it from the file", "datasets.ds_type", "datasets.trust_remote_code")
+    yield from nothing("Lachesis sees it from the file", "datasets.ds_type", "test_datasets.ds_type")
+    yield from nothing("no code of a dataset is run", "datasets.trust_remote_code", "test_datasets.trust_remote_code")
+    yield together("test_datasets.data_files", "data.eval_path")
     for key, path in (("path", "eval_path"), ("split", "eval_split"), ("name", "name"), ("type", "transform")):
         yield together(f"test_datasets.{key}", f"data.{path}")
-    yield from nothing("Lachesis sees it from the file", "test_datasets.ds_type", "test_datasets.data_files")
     yield Entry("val_set_size", "data.eval_size", convert=held_out)
     yield Entry("dataset_prepared_path", "data.prepared_path")
     for name in ("dataset_processes", "dataset_num_proc"):
@@ -108,10 +109,8 @@ def _data() -> Iterator[Entry]:
     yield from nothing("prompts are always prepared when the run begins", "skip_prepare_dataset")
     yield together("sequence_len", "data.max_prompt_length", "longer prompts are dropped; completions have their own")
     yield together("excess_length_strategy", "data.overlong_prompts", "raise is error")
-    yield from nothing(
-        "prompts are few and small: one thread is enough, and rewards see all columns",
-        *("dataset_keep_in_memory", "train_on_inputs"),
-    )
+    yield from nothing("problems are always held in memory", "dataset_keep_in_memory")
+    yield from nothing("of supervised training: a prompt is not trained on", "train_on_inputs")
 
 
 def _process() -> Iterator[Entry]:
@@ -140,9 +139,23 @@ def _process() -> Iterator[Entry]:
     yield Entry("use_tensorboard", "logging.tensorboard")
     for key in ("project", "name", "mode", "entity"):
         yield together(f"wandb_{key}", f"logging.wandb.{key}")
+    for name, path in TRACKERS:
+        yield together(name, path)
     yield together("use_wandb", "logging.wandb.project", "false: none")
     yield from nothing("the run's id follows from its name", "wandb_run_id")
     yield from cannot("Lachesis does not log the weights", "wandb_log_model", "wandb_watch")
+
+
+# Of Trackio and MLflow: the switch of each, and what is said of it.
+TRACKERS = (
+    ("use_trackio", "logging.trackio.project"),
+    ("trackio_project_name", "logging.trackio.project"),
+    ("trackio_run_name", "logging.trackio.name"),
+    ("use_mlflow", "logging.mlflow.experiment"),
+    ("mlflow_experiment_name", "logging.mlflow.experiment"),
+    ("mlflow_run_name", "logging.mlflow.name"),
+    ("mlflow_tracking_uri", "logging.mlflow.tracking_uri"),
+)
 
 
 def _scaling() -> Iterator[Entry]:
@@ -166,8 +179,9 @@ def _server() -> Iterator[Entry]:
     yield together("vllm.enforce_eager", "engine.enforce_eager", "needed by no bridge")
     yield from nothing(
         "Lachesis brings its own server and extension",
-        *("vllm.serve_module", "vllm.worker_extension_cls", "vllm.device"),
+        *("vllm.serve_module", "vllm.worker_extension_cls"),
     )
+    yield from nothing("the server's devices are those of its CUDA_VISIBLE_DEVICES", "vllm.device")
     yield from nothing("vLLM's own default is on", "vllm.enable_prefix_caching")
     yield from nothing("thoughts stay in the completion", "vllm.enable_reasoning", "vllm.reasoning_parser")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lachesis.config.dialects.table import Entry, cannot, nothing, refused
+from lachesis.config.dialects.table import Entry, cannot, nothing, refused, together
 
 
 def axolotl_rest() -> Iterator[Entry]:
@@ -45,12 +45,16 @@ def _model() -> Iterator[Entry]:
         *("sdpa_varlen", "fused_attn_kernel", "experts_implementation", "lora_mlp_kernel", "lora_qkv_kernel"),
         *("lora_o_kernel", "lora_embedding_kernel", "chunked_cross_entropy", "chunked_cross_entropy_num_chunks"),
         *("tiled_mlp", "tiled_mlp_num_shards", "tiled_mlp_use_original_mlp", "deepcompile", "use_kernels"),
-        *("torch_compile_options", "heads_k_stride", "ring_attn_func", "eval_sample_packing", "pad_to_multiple_of"),
-        *("sample_packing_group_size", "sample_packing_bin_size", "sample_packing_sequentially", "s2_attention"),
-        *("sample_packing_mp_start_method", "multipack_real_batches", "sample_packing_eff_est"),
-        *("pretrain_multipack_buffer_size", "pretrain_multipack_attn", "max_packed_sequence_len", "liger_rope"),
+        *("torch_compile_options", "heads_k_stride", "ring_attn_func", "s2_attention", "liger_rope"),
         *("liger_rms_norm", "liger_rms_norm_gated", "liger_layer_norm", "liger_swiglu", "liger_glu_activation"),
         *("liger_cross_entropy", "liger_fused_linear_cross_entropy", "cut_cross_entropy", "liger_use_token_scaling"),
+    )
+    yield from nothing(
+        "passes are packed by tokens (batch.max_tokens_per_microbatch), without padding",
+        *("eval_sample_packing", "pad_to_multiple_of", "sample_packing_group_size", "sample_packing_bin_size"),
+        *("sample_packing_sequentially", "sample_packing_mp_start_method", "multipack_real_batches"),
+        *("sample_packing_eff_est", "pretrain_multipack_buffer_size", "pretrain_multipack_attn"),
+        "max_packed_sequence_len",
     )
     yield from nothing(
         "Lachesis frees memory in its own ways: checkpointed layers, packed passes, model.quantization",
@@ -95,10 +99,12 @@ def _data() -> Iterator[Entry]:
     yield from nothing(
         "problems are read whole, shuffled together, and kept under dataset_prepared_path",
         *("shuffle_before_merging_datasets", "num_dataset_shards_to_save", "streaming", "is_preprocess"),
-        *("streaming_multipack_buffer_size", "preprocess_iterable", "pretraining_sample_concatenation"),
-        *("push_dataset_to_hub", "eval_sequence_len", "pose_split_on_token_ids", "pose_max_context_len"),
-        "pose_num_chunks",
+        *("streaming_multipack_buffer_size", "preprocess_iterable"),
     )
+    yield from nothing("Lachesis pushes nothing", "push_dataset_to_hub")
+    yield from nothing("held-out prompts are as long as those of training", "eval_sequence_len")
+    yield from nothing("of pretraining", "pretraining_sample_concatenation")
+    yield from nothing("of use_pose", "pose_split_on_token_ids", "pose_max_context_len", "pose_num_chunks")
     yield from nothing("of the hub: its token is $HF_TOKEN", "hf_use_auth_token")
     yield from nothing("longer prompts are dropped by sequence_len", "max_prompt_len")
 
@@ -185,19 +191,20 @@ def _process() -> Iterator[Entry]:
         *("profiler_steps", "profiler_steps_start", "include_tokens_per_second", "include_tkps"),
     )
     yield from nothing(
-        "Lachesis reports to tensorboard and wandb",
-        *("use_mlflow", "mlflow_tracking_uri", "mlflow_experiment_name", "mlflow_run_name", "hf_mlflow_log_artifacts"),
+        "Lachesis reports to tensorboard, wandb, trackio and mlflow",
         *("use_comet", "comet_api_key", "comet_workspace", "comet_project_name", "comet_experiment_key", "comet_mode"),
-        *("comet_online", "comet_experiment_config", "use_trackio", "trackio_project_name", "trackio_run_name"),
-        *("use_otel_metrics", "otel_metrics_host", "otel_metrics_port"),
+        *("comet_online", "comet_experiment_config", "use_otel_metrics", "otel_metrics_host", "otel_metrics_port"),
     )
+    yield from nothing("what a run writes stays in its directory", "hf_mlflow_log_artifacts")
     yield from nothing(
         "of Axolotl's other commands",
         *("gradio_title", "gradio_share", "gradio_server_name", "gradio_server_port", "gradio_max_new_tokens"),
-        *("gradio_temperature", "use_ray", "ray_run_name", "ray_num_workers", "resources_per_worker"),
-        "axolotl_config_path",
+        *("gradio_temperature", "axolotl_config_path"),
     )
-    yield from cannot("Lachesis counts in steps; write eval_steps", "evaluation_strategy")
+    yield from nothing(
+        "processes are started by torchrun", "use_ray", "ray_run_name", "ray_num_workers", "resources_per_worker"
+    )
+    yield together("evaluation_strategy", "evaluation.every_epochs", "as eval_strategy")
 
 
 def _rows() -> Iterator[Entry]:

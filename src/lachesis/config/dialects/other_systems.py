@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lachesis.config.dialects.convert import listed, module_names, nonzero, one_of
-from lachesis.config.dialects.table import UNSET, Dialect, Entry
+from lachesis.config.dialects.table import UNSET, Dialect, Entry, Translation, together
+from lachesis.config.steps import nearest_multiples
 
 _ACTOR = "actor_rollout_ref.actor."
 _MODEL = "actor_rollout_ref.model."
@@ -35,7 +36,8 @@ def _verl() -> Iterator[Entry]:
     yield Entry("data.max_prompt_length", "data.max_prompt_length")
     yield Entry("data.filter_overlong_prompts", "data.overlong_prompts", convert=_dropped)
     yield Entry("data.max_response_length", "sampling.max_completion_length")
-    yield Entry("data.train_batch_size", "batch.prompts_per_step")
+    yield together("data.train_batch_size", "batch.steps_per_generation", "prompts that are generated at once")
+    yield together(f"{_ACTOR}ppo_mini_batch_size", "batch.prompts_per_step", "prompts of an optimizer step")
     yield Entry(f"{_ROLLOUT}n", "sampling.num_generations")
     for name in ("temperature", "top_p"):
         yield Entry(f"{_ROLLOUT}{name}", f"sampling.{name}")
@@ -74,7 +76,6 @@ def _openrlhf() -> Iterator[Entry]:
         (("n_samples_per_prompt", "rollout.n_samples_per_prompt"), "sampling.num_generations"),
         (("temperature", "rollout.temperature"), "sampling.temperature"),
         (("top_p", "rollout.top_p"), "sampling.top_p"),
-        (("rollout_batch_size", "rollout.batch_size"), "batch.prompts_per_step"),
         (("actor_learning_rate", "actor.adam.lr"), "optimizer.learning_rate"),
         (("lr_warmup_ratio", "actor.lr_warmup_ratio"), "optimizer.warmup_ratio"),
         (("max_norm", "actor.max_norm"), "optimizer.max_grad_norm"),
@@ -92,6 +93,10 @@ def _openrlhf() -> Iterator[Entry]:
         converted = _frequency if path.endswith("every_steps") else _same
         for name in names:
             yield Entry(name, path, convert=converted)
+    for name in ("rollout_batch_size", "rollout.batch_size"):
+        yield together(name, "batch.steps_per_generation", "prompts that are generated at once")
+    for name in ("train_batch_size", "train.batch_size"):
+        yield together(name, "batch.prompts_per_step", "completions of an optimizer step")
     for name in ("num_episodes", "train.num_episodes"):
         yield Entry(name, "run.epochs", convert=float)
     for name in ("lora_rank", "ds.lora.rank"):
@@ -130,12 +135,45 @@ def _scaled(value: Any) -> Any:
     return {True: "group", False: "none"}.get(value, value)
 
 
+# Of what is generated at once, and of an optimizer step.
+_GENERATED = ("data.train_batch_size", "rollout_batch_size", "rollout.batch_size")
+_STEP = (f"{_ACTOR}ppo_mini_batch_size", "train_batch_size", "train.batch_size")
+_VERL_STEP = 256  # verl's ppo_mini_batch_size
 VERL = Dialect("verl", list(_verl()))
 OPENRLHF = Dialect("OpenRLHF", list(_openrlhf()), prefix="--")
 _MARKS: Mapping[str, tuple[str, ...]] = {
     "verl": ("actor_rollout_ref",),
     "OpenRLHF": ("prompt_data", "data.prompt_dataset", "rollout_batch_size", "rollout.batch_size"),
 }
+
+
+def put_generation(translation: Translation) -> None:
+    """What is generated at once as whole optimizer steps; a step of neither written is all of it.
+
+    verl counts prompts in both, and has 256 in a step where it does not say; OpenRLHF counts completions in a step.
+    """
+    verl = translation.dialect is VERL
+    whole = next((name for name in _GENERATED if name in translation.dialect.entries and translation.has(name)), None)
+    part = next((name for name in _STEP if name in translation.dialect.entries and translation.has(name)), None)
+    group = translation.document.data.get("sampling", {}).get("num_generations", 1)
+    prompts = None if whole is None else translation.whole(whole, 1)
+    written = None if part is None else translation.whole(part, 1)
+    step = written if verl or written is None else written // group
+    if part is not None and written is not None and not verl and (written % group or not step):
+        translation.problem(part, f"{written} completions are no whole groups of {group}")
+        return
+    if prompts is None or (part is not None and step is None):
+        return
+    step = min(prompts, _VERL_STEP if verl else prompts) if step is None else step
+    if prompts % step:
+        fitting = " or ".join(map(str, nearest_multiples(prompts, of=step)))
+        translation.problem(
+            str(whole), f"{prompts} prompts are no multiple of the {step} of an optimizer step; {fitting} are"
+        )
+        return
+    translation.put("batch.prompts_per_step", step, part or str(whole))
+    if prompts > step:
+        translation.put("batch.steps_per_generation", prompts // step, str(whole))
 
 
 def other_system(names: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lachesis.config.dialects.table import Entry, cannot, nothing, refused
+from lachesis.config.dialects.table import Entry, cannot, nothing, refused, together
 
 _ONE_PROCESS = "one process has the data, in one thread; prompts are few and small"
 _MEMORY = "Lachesis bounds a pass by its tokens (batch.max_tokens_per_microbatch)"
@@ -32,12 +32,11 @@ def shared_names() -> Iterator[Entry]:
     yield from nothing("of accelerate, whose part Lachesis does itself", "accelerator_config", "local_rank")
     yield from nothing("Lachesis pushes nothing; upload final/", "hub_model_id", "hub_strategy", "hub_revision")
     yield from nothing("gradients are added up by FSDP2, or once a step", "ddp_bucket_cap_mb", "ddp_broadcast_buffers")
-    yield from nothing("Lachesis reports to tensorboard and wandb", "trackio_space_id")
-    yield from nothing(
-        _ONE_PROCESS,
-        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_drop_last", "dataloader_prefetch_factor"),
-        *("remove_unused_columns", "group_by_length"),
-    )
+    yield together("trackio_space_id", "logging.trackio.space", "with Trackio")
+    yield from nothing(_ONE_PROCESS, "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor")
+    yield from nothing("a batch may span two epochs: no problem is left out", "dataloader_drop_last")
+    yield from nothing("rewards get every column", "remove_unused_columns")
+    yield from nothing("passes are packed by tokens; what is not padded needs no order", "group_by_length")
 
 
 def transformers_names() -> Iterator[Entry]:
@@ -45,9 +44,13 @@ def transformers_names() -> Iterator[Entry]:
     yield from nothing(
         _ONE_PROCESS,
         *("dataloader_persistent_workers", "dataloader_multiprocessing_context", "dataloader_in_order"),
-        *("train_sampling_strategy", "length_column_name", "label_names", "dispatch_batches", "split_batches"),
-        *("ignore_data_skip", "past_index"),
+        *("dispatch_batches", "split_batches"),
     )
+    yield from nothing(
+        "data.shuffle and data.order say in which order problems come", "train_sampling_strategy", "length_column_name"
+    )
+    yield from nothing("a run that is resumed goes on where it was in the data", "ignore_data_skip")
+    yield from nothing("of models that give something else than logits", "label_names", "past_index")
     yield from nothing("losses are normalized over the tokens of all devices", "average_tokens_across_devices")
     yield from nothing("GRPO has no labels to smooth", "label_smoothing_factor")
     yield from nothing("the loss never makes the logits here, with any loss_type", "liger_kernel_config")
@@ -60,15 +63,23 @@ def transformers_names() -> Iterator[Entry]:
     yield from cannot("evaluation is before the run and every evaluation.every_steps", "eval_delay")
     yield from nothing(
         "what is logged, and where, is in `logging`; all logs are in logs/ of the run directory",
-        *("log_on_each_node", "logging_nan_inf_filter", "include_num_input_tokens_seen", "log_level_replica"),
-        *("disable_tqdm", "logging_dir", "include_tokens_per_second", "debug", "skip_memory_metrics"),
+        *("log_on_each_node", "log_level_replica", "disable_tqdm", "logging_dir"),
     )
-    yield from nothing("Lachesis reports to tensorboard and wandb", "trackio_bucket_id", "trackio_static_space_id")
     yield from nothing(
-        "checkpoints are written by one process, whole, and resumed with `lachesis train CONFIG --resume`",
-        *("save_on_each_node", "enable_jit_checkpoint", "restore_callback_states_from_checkpoint"),
-        *("overwrite_output_dir", "save_safetensors"),
+        "a step whose gradient is not finite is skipped and said (optimizer.max_skipped_steps)",
+        "logging_nan_inf_filter",
     )
+    yield from nothing(
+        "tokens, memory and the times of each part of a step are always measured",
+        *("include_num_input_tokens_seen", "include_tokens_per_second", "skip_memory_metrics", "debug"),
+    )
+    yield from nothing("logging.trackio.space is the one place", "trackio_bucket_id", "trackio_static_space_id")
+    yield from nothing(
+        "checkpoints are written by one process, whole, on a stop too", "save_on_each_node", "enable_jit_checkpoint"
+    )
+    yield from nothing("Lachesis runs no callbacks of others", "restore_callback_states_from_checkpoint")
+    yield from nothing("no run is written over: --resume goes on, another run.name is another", "overwrite_output_dir")
+    yield from nothing("weights are always saved as safetensors", "save_safetensors")
     yield from nothing(
         "Lachesis pushes nothing; upload final/",
         *("hub_token", "hub_private_repo", "hub_always_push", "push_to_hub_model_id", "push_to_hub_organization"),

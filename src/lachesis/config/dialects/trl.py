@@ -49,6 +49,7 @@ from lachesis.config.dialects.transformers_names import transformers_names
 from lachesis.config.document import Document, describe
 
 _PART = "Lachesis takes whole splits, or the beginning of one; write its size into split, as train[:1000]"
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow")
 _UTILIZATION = 0.3  # of GRPOConfig
 _MANAGED = {
     "vllm_gpu_memory_utilization": "gpu_memory_utilization",
@@ -170,7 +171,9 @@ def _put_run(translation: Translation) -> None:
 def _put_reports(translation: Translation) -> None:
     reports = translation.value("report_to", "none")
     for report in reports if is_list(reports) else [reports]:
-        if report == "tensorboard":
+        if report in ("mlflow", "trackio"):
+            _put_tracker(translation, report)
+        elif report == "tensorboard":
             translation.put("logging.tensorboard", True, "report_to")
         elif report == "wandb":
             name = "wandb_project" if translation.has("wandb_project") else "project"
@@ -178,7 +181,17 @@ def _put_reports(translation: Translation) -> None:
             for theirs, key in (("run_name", "name"), ("wandb_entity", "entity"), ("wandb_run_group", "group")):
                 translation.copy(theirs, f"logging.wandb.{key}")
         elif report != "none":
-            translation.warning("report_to", f"Lachesis reports to tensorboard and wandb, not to {report}")
+            translation.warning("report_to", f"Lachesis reports to {', '.join(TRACKERS)}, not to {report}")
+
+
+def _put_tracker(translation: Translation, tracker: str) -> None:
+    """MLflow's experiment is its own default there; Trackio's project is that of W&B."""
+    if tracker == "mlflow":
+        translation.put("logging.mlflow.experiment", "Default", "report_to")
+    else:
+        translation.put("logging.trackio.project", translation.value("project", "huggingface"), "project")
+        translation.copy("trackio_space_id", "logging.trackio.space")
+    translation.copy("run_name", f"logging.{tracker}.name")
 
 
 def _check_generation_batch(translation: Translation, *, processes: int) -> None:
@@ -281,7 +294,7 @@ def _names() -> Iterator[Entry]:
     yield together("save_strategy", "checkpoint.every_steps", "steps, epoch (every_epochs) or no")
     yield together("eval_strategy", "evaluation.every_steps", "steps, epoch (every_epochs) or no")
     yield Entry("num_generations_eval", "evaluation.samples_per_problem")
-    yield together("report_to", "logging.wandb.project", "wandb, tensorboard or none")
+    yield together("report_to", "logging.wandb.project", f"{', '.join(TRACKERS)} or none")
     yield together("project", "logging.wandb.project")
     yield together("run_name", "logging.wandb.name")
     yield from _engine_names()
@@ -312,10 +325,16 @@ def _without_counterpart() -> Iterator[Entry]:
     yield from nothing(
         "the loss never makes the logits here, with any loss_type", "use_liger_kernel", "use_liger_loss", "use_liger"
     )
+    yield from nothing("devices talk by gloo on CPUs and NCCL on GPUs", "ddp_backend")
+    yield from nothing("weights are gathered for each transfer to the engine", "ds3_gather_for_generation")
+    yield from nothing("matrix products are as precise as torch's default", "tf32")
+    yield from nothing("logs/ of the run directory has all that is logged", "log_level")
+    yield from nothing("evaluation decodes as many at once as the engine takes", "per_device_eval_batch_size")
     yield from nothing(
-        "one process has the data, in one thread; weights are gathered for it, by gloo on CPUs and NCCL on GPUs",
-        *("ddp_backend", "ds3_gather_for_generation", "tf32", "log_level"),
-        *("per_device_eval_batch_size", "logging_first_step", "logging_strategy", "do_train", "do_eval"),
+        "lines come each logging.every_steps steps, the first included", "logging_first_step", "logging_strategy"
+    )
+    yield from nothing(
+        "`lachesis train` trains, and evaluates where there are held-out problems", "do_train", "do_eval"
     )
     yield from nothing("the tape has every completion", "log_unique_prompts")
     yield from nothing("evaluation is before and after the run in any case", "eval_on_start")

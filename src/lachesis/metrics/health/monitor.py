@@ -40,8 +40,9 @@ class _Reported:
 class HealthMonitor:
     """Keeps the short history that the rules need, and reports a finding anew only when that helps.
 
-    A finding of the same rule is repeated after ``repeat_after`` steps, or at once when its level rises or
-    its severity grows by half. Where its rule has been silent for five steps it is told once more, as resolved.
+    A finding of the same rule is repeated after ``repeat_after`` steps (a note only where it was a warning or a problem
+    before), or at once when its level rises or its severity grows by half. Where its rule has been silent for five
+    steps it is told once more, as resolved.
 
     Args:
         limits: thresholds of the run.
@@ -116,7 +117,7 @@ class HealthMonitor:
         last = self._reported.get(name)
         return (
             last is None
-            or step - last.step >= self._repeat_after
+            or (step - last.step >= self._repeat_after and {alarm.level, last.alarm.level} != {"note"})
             or LEVELS.index(alarm.level) > LEVELS.index(last.alarm.level)
             or alarm.severity > WORSE * last.alarm.severity
         )

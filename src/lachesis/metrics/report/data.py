@@ -220,19 +220,20 @@ def date_of(steps: Sequence[StepLine]) -> str:
 
 
 def findings(steps: Sequence[StepLine]) -> list[dict[str, Any]]:
-    """One entry a rule: its worst level, its latest message, where and how often; the worst first.
+    """One entry a rule: its latest level and message, where and how often; the worst first.
 
-    What was resolved comes last, whatever its level.
+    What was resolved comes last, whatever its level was, which is its worst.
     """
     entries: dict[str, dict[str, Any]] = {}
     for line in steps:
         for finding in line.findings:
-            entry = entries.setdefault(finding.rule, {"first": line.step, "count": 0, "level": finding.level})
-            if finding.resolved is not None:
-                entry |= {"last": line.step, **asdict(finding), "level": entry["level"]}
-                continue
-            entry |= {**asdict(finding), "level": max(entry["level"], finding.level, key=LEVELS.index)}
-            entry |= {"last": line.step, "count": entry["count"] + 1}
+            entry = entries.setdefault(finding.rule, {"first": line.step, "count": 0, "worst": finding.level})
+            entry |= {**asdict(finding), "last": line.step}
+            entry["worst"] = max(entry["worst"], finding.level, key=LEVELS.index)
+            if finding.resolved is None:
+                entry["count"] += 1
+            else:
+                entry["level"] = entry["worst"]
     return sorted(
         entries.values(),
         key=lambda entry: (entry["resolved"] is not None, -LEVELS.index(entry["level"]), entry["first"]),

@@ -222,6 +222,21 @@ def test_a_server_that_listens_elsewhere_than_the_trainer_asks():
     )
 
 
+def test_trackers_are_translated():
+    text = "use_trackio: true\ntrackio_space_id: me/space\nuse_mlflow: true\nmlflow_experiment_name: e\n"
+    logging = translated(f"{text}mlflow_tracking_uri: http://box\nmlflow_run_name: r").logging
+    assert logging.trackio is not None and logging.mlflow is not None
+    assert (logging.trackio.project, logging.trackio.space, logging.trackio.name) == ("huggingface", "me/space", None)
+    assert (logging.mlflow.experiment, logging.mlflow.name, logging.mlflow.tracking_uri) == ("e", "r", "http://box")
+    assert translated("mlflow_experiment_name: e").logging.mlflow is None
+
+
+def test_a_held_out_file_is_one_that_is_read():
+    found = translation("test_datasets: [{path: json, data_files: [held.jsonl], ds_type: json}]")
+    assert found.document.data["data"]["eval_path"] == "held.jsonl"
+    assert not [f.message for f in found.findings if "data_files" in f.message]
+
+
 def test_the_wait_for_a_server_has_their_length():
     assert translated(trl="use_vllm: true").engine.wait_s == 240  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -87,6 +87,13 @@ def test_dtypes(text, dtype):
     assert translated(text).model.dtype == dtype
 
 
+def test_trackers_are_translated():
+    logging = translated("report_to: [trackio, mlflow]\nrun_name: r\ntrackio_space_id: me/space").logging
+    assert logging.trackio is not None and logging.mlflow is not None
+    assert (logging.trackio.project, logging.trackio.space, logging.trackio.name) == ("huggingface", "me/space", "r")
+    assert (logging.mlflow.experiment, logging.mlflow.name) == ("Default", "r")
+
+
 @pytest.mark.parametrize(
     ("text", "path", "value"),
     [
@@ -170,7 +177,7 @@ def test_errors_name_the_line_and_the_key_of_the_file(text, expected):
 
 
 def test_what_cannot_be_done_is_a_warning():
-    levels = {f.message.split(":")[0]: f.level for f in translation("push_to_hub: true\nreport_to: mlflow").findings}
+    levels = {f.message.split(":")[0]: f.level for f in translation("push_to_hub: true\nreport_to: comet_ml").findings}
     assert levels == {"push_to_hub": "warning", "report_to": "warning"}
 
 

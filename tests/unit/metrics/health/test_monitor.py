@@ -253,6 +253,13 @@ class TestMonitor:
     def test_a_finding_is_repeated_after_20_steps(self) -> None:
         assert self.steps(HealthMonitor(), [0.2] * 45) == [1, 21, 41]
 
+    def test_a_note_is_not_repeated_unless_it_was_worse_before(self) -> None:
+        entropies = [0.6] * 70
+        records = [StepRecord(step=step, values={"entropy": value}) for step, value in enumerate(entropies, start=1)]
+        monitor = HealthMonitor()
+        told = [(record.step, found.level) for record in records for found in monitor.examine(record)]
+        assert [level for _, level in told] == ["note"]
+
     def test_a_finding_that_gets_worse_is_repeated_at_once(self) -> None:
         assert self.steps(HealthMonitor(), [0.2, 0.25, 0.45, 0.45, 0.51, 0.6]) == [1, 3, 5]
 

@@ -130,7 +130,7 @@ def test_findings_are_gathered_by_rule(tmp_path: Path) -> None:
     sink.close()
     page = write_report(run).read_text()
     assert "latest &amp; last" in page and "early" not in page
-    assert '<li class="problem">' in page and "steps 2 to 22, 3 times" in page
+    assert '<li class="warning">' in page and "steps 2 to 22, 3 times" in page, "the latest level, as its words are"
 
 
 def test_what_was_resolved_stands_last_and_is_not_red(tmp_path: Path) -> None:
