@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -86,6 +87,8 @@ def quiet_libraries() -> None:
     logging.getLogger().addHandler(logging.NullHandler())
     # torch shows these itself, at the import of torchao: a deprecation that is between the two.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    # What vLLM still asks torch for by an old name is between these two as well.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 # Not in `common`: the processes that vLLM spawns import the command line too, and run no command of it.

@@ -15,6 +15,9 @@ from lachesis.config.document import read_document, to_yaml
 
 Words = Sequence[str]
 
+# Options of `lachesis train` that are no keys of Axolotl's.
+_OWN = frozenset({"--set", "--smoke", "--resume", "--overwrite"})
+
 _LAUNCHED = "-m axolotl.cli.train CONFIG, and grpo.py with the flags of `trl grpo`"
 
 
@@ -108,10 +111,16 @@ def _launched(command: list[str], processes: int) -> list[str]:
 
 
 def _settings(words: Words) -> list[str]:
-    """CONFIG and flags that change its keys, as CONFIG and --set."""
+    """CONFIG and flags that change its keys, as CONFIG and --set; our own options stay as they are."""
     if not words or words[0].startswith("-"):
         raise ConfigError("no configuration is named", remedy="name the YAML file first")
-    return [words[0], *(f"--set={key}={value}" for key, value in _flags(words[1:]).items())]
+    config, *rest = words
+    own: list[str] = []
+    theirs: list[str] = []
+    for word, before in zip(rest, ["", *rest], strict=False):
+        is_own = before == "--set" or word.startswith("--set=") or word in _OWN
+        (own if is_own else theirs).append(word)
+    return [config, *(f"--set={key}={value}" for key, value in _flags(theirs).items()), *own]
 
 
 def _flags(words: Words) -> dict[str, str]:

@@ -12,7 +12,7 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lachesis.cli.base import PASS_ON, Overrides, app, console
+from lachesis.cli.base import PASS_ON, Overrides, app, console, hide_progress_bars
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import log_findings
 from lachesis.engines.options import EngineName, ServeOptions, flag_of
@@ -86,6 +86,8 @@ def serve(context: typer.Context, **values: Any) -> None:
     """
     from lachesis.run import serve as serving
 
+    hide_progress_bars()
+
     given = {name: value for name, value in values.items() if value is not None}
     serving.serve(ServeOptions(**given, arguments=tuple(context.args)), on_ready=console.print)
 
@@ -108,6 +110,8 @@ def vllm_serve(
     Any further flag is handed on to `vllm serve`.
     """
     from lachesis.run import serve as serving
+
+    hide_progress_bars()
 
     if (config is None) == (model is None):
         raise ConfigError("vllm-serve takes a configuration or --model, one of them", remedy="give one of them")

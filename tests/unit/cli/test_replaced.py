@@ -31,6 +31,13 @@ def test_the_page_says_what_they_become(there: str, here: str):
     assert command_for(*split(there)) == shlex.split(here)
 
 
+def test_our_own_options_go_through():
+    words = ["train", "c.yaml", "--set", "max_steps=2", "--learning-rate", "1e-5", "--smoke", "--set=seed=1"]
+    assert command_for("axolotl", words) == [
+        *("lachesis", "train", "c.yaml", "--set=learning_rate=1e-5", "--set", "max_steps=2", "--smoke", "--set=seed=1"),
+    ]
+
+
 def test_the_page_has_each_program():
     assert {split(there)[0] for there, _ in ROWS} == set(PROGRAMS)
 
