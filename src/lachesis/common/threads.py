@@ -163,13 +163,17 @@ class LoopThread:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``, which is cancelled where the wait for it is interrupted."""
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin ``work``, which is cancelled with the future."""
         with self._lock:
             if self._closed:
                 work.close()
                 raise EngineError(f"{self._what} is closed", remedy="make a new one")
-            future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._started())
+            return asyncio.run_coroutine_threadsafe(work, self._started())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, which is cancelled where the wait for it is interrupted."""
+        future = self.submit(work)
         try:
             return future.result()
         except BaseException:

@@ -102,8 +102,8 @@ def type_in_words(annotation: Any, constraints: Sequence[Any] = ()) -> str:
         return " or ".join(type_in_words(argument, constraints) for argument in arguments)
     if origin is Literal:
         return ", ".join(map(str, arguments)) if len(arguments) == 1 else f"one of {', '.join(arguments)}"
-    if origin is list and inspect.isclass(arguments[0]) and issubclass(arguments[0], BaseModel):
-        return f"list of mappings with {', '.join(arguments[0].model_fields)}"
+    if sections := _section_models(annotation):
+        return f"mapping with {', '.join(sections[0].model_fields)}"
     if origin is list:
         empty = any(getattr(constraint, "min_length", None) for constraint in constraints)
         return f"{'non-empty ' if empty else ''}list of {_plural(type_in_words(arguments[0]))}"
@@ -310,7 +310,7 @@ def _bounds(constraints: Sequence[Any]) -> str:
 
 
 def _plural(words: str) -> str:
-    for singular in ("whole number", "number"):
+    for singular in ("whole number", "number", "mapping"):
         if words.startswith(singular):
             return words.replace(singular, f"{singular}s", 1)
     return words

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lachesis.common.json_values import is_list
-from lachesis.config.schema import SERVERS_FILE, CustomPart, LachesisConfig, Section
+from lachesis.config.schema import SERVERS_FILE, CustomPart, LachesisConfig, McpServerConfig, Section
 
 S = TypeVar("S", bound=Section)
 
@@ -76,7 +76,7 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
         "source": _resolved(
             config.source,
             rollout_func=places.part,
-            tools=places.function,
+            tools=places.tool,
             tool_parser=places.function,
             environment=places.module,
             command=places.program,
@@ -133,6 +133,10 @@ class _Places:
             return self.function(given)
         name = given.get("function")
         return {**given, "function": self.function(name)} if isinstance(name, str) else given
+
+    def tool(self, given: str | McpServerConfig) -> str | McpServerConfig:
+        """A function, or a server with the files of its command."""
+        return self.function(given) if isinstance(given, str) else _resolved(given, command=self.program)
 
     def module(self, value: str) -> str:
         return self.path(value) if value.endswith(".py") else value

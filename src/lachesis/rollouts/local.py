@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lachesis.common.deadline import Deadline
@@ -23,6 +23,8 @@ from lachesis.rollouts.rewards.rewarder import Rewarder, Scored
 
 # A batch without a single usable group may be bad luck; this many in a row are a broken reward function.
 MOST_EMPTY_BATCHES = 10
+# A group needs two rollouts: one has nothing to be measured against.
+_FEWEST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +125,25 @@ class LocalSource(GroupwiseSource):
         with self._generating.span():
             items = self._sample(prompts, self._seeds(draws), self._generation(draws, deadline))
         generated = time.monotonic()
-        groups = [item.group for item in items]
-        scored = self.rewarder.score(groups, extras=[item.extras for item in items])
-        part = Part(range(len(groups)), tokens_in(groups), scored)
+        part = self._scored(items)
         self._count(reward_time=time.monotonic() - generated)
         self._count_part(part)
         done(part)
+
+    def _scored(self, items: Sequence[Item]) -> Part:
+        """The rewards of all groups but those of which too few rollouts are left, which count as dropped."""
+        fewest = min(_FEWEST, self.num_generations)
+        whole = [place for place, item in enumerate(items) if len(item.group.samples) >= fewest]
+        groups = [items[place].group for place in whole]
+        scored = self.rewarder.score(groups, extras=[items[place].extras for place in whole])
+        failures = [_too_few(item.group) for place, item in enumerate(items) if place not in set(whole)]
+        left = replace(
+            scored,
+            dropped=scored.dropped + len(failures),
+            errors=[*scored.errors, *failures],
+            kept=[whole[place] for place in scored.kept],
+        )
+        return Part(range(len(items)), tokens_in(groups), left)
 
     def _generation(self, draws: Sequence[Draw], deadline: Deadline) -> Deadline:
         name = f"generation of {len(draws)} prompts x {self.num_generations} completions"
@@ -207,6 +222,13 @@ def tokens_in(groups: Sequence[Group]) -> int:
 def all_failed(count: int, last: RewardError) -> RewardError:
     """The error where no reward of many groups could be computed."""
     return RewardError(f"the rewards of {count} groups in a row failed; the last: {last.message}", remedy=last.remedy)
+
+
+def _too_few(group: Group) -> RewardError:
+    return RewardError(
+        f"all but {len(group.samples)} rollouts of prompt {group.prompt.id!r} failed",
+        remedy="see failures.jsonl or the log for their causes; mend what they use, or give them more time",
+    )
 
 
 def _mean(values: Sequence[tuple[float, int]]) -> float:

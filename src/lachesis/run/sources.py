@@ -30,7 +30,7 @@ from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
 from lachesis.rollouts.streaming import StreamingSource
-from lachesis.rollouts.tools import Toolbox, load_parser, load_tools
+from lachesis.rollouts.tools import Toolbox, load_parser, load_tools, tool_schemas
 from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
 from lachesis.rollouts.verifiers.build import verifiers_players
@@ -76,8 +76,8 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
         processes=data.processes,
         transform_config=axolotl_names(config),
     )
-    tools = load_tools(config.source.tools) if isinstance(config.source, schema.LocalSourceConfig) else []
-    told = {"tools": [dict(tool.schema) for tool in tools]} if tools else {}
+    tools = tool_schemas(config.source.tools) if isinstance(config.source, schema.LocalSourceConfig) else []
+    told = {"tools": [dict(tool) for tool in tools]} if tools else {}
     load = partial(load, chat_template_kwargs=data.chat_template_kwargs | told)
     first = Dataset(path, data.name, data.split, data.format, data.transform, data.prompt_column)
     apart = data.eval_path is not None or data.eval_split is not None

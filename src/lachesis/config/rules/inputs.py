@@ -30,7 +30,7 @@ def _function_spec(config: LachesisConfig) -> Iterator[Said]:
     named = [("run.setup", config.run.setup), ("data.transform", config.data.transform)]
     named += [(f"data.more[{i}].transform", dataset.transform) for i, dataset in enumerate(config.data.more)]
     if config.source.kind == "local":
-        named += [(f"source.tools[{i}]", tool) for i, tool in enumerate(config.source.tools)]
+        named += [(f"source.tools[{i}]", tool) for i, tool in enumerate(config.source.tools) if isinstance(tool, str)]
     for key, spec in named:
         if spec is not None and not _FUNCTION_SPEC.match(spec):
             yield problem(f"{key}: {spec!r} is neither FILE.py:FUNCTION nor module.function; write one")
@@ -87,6 +87,13 @@ def _tools(config: LachesisConfig) -> Iterator[Said]:
             "source.tools and source.rollout_func both say how completions are made; keep one, as a function can call "
             "tools itself"
         )
+    for i, server in enumerate(config.source.tools):
+        if isinstance(server, str):
+            continue
+        if bool(server.command) == bool(server.url):
+            yield problem(f"source.tools[{i}]: an MCP server has either a command or a url; give one")
+        elif (server.env and server.url) or (server.headers and server.command):
+            yield problem(f"source.tools[{i}]: env goes with command, and headers with url; take it out")
     if "tools" in config.data.chat_template_kwargs:
         yield problem("data.chat_template_kwargs.tools is what source.tools sets; take it out")
 

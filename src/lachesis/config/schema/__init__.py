@@ -60,6 +60,7 @@ from lachesis.config.schema.rollouts import (
     DatasetConfig,
     EpisodesSection,
     LocalSourceConfig,
+    McpServerConfig,
     PipelineConfig,
     RewardsConfig,
     SamplingConfig,

@@ -110,6 +110,19 @@ class DataConfig(Section):
         return self.eval_path is not None or self.eval_split is not None or self.eval_size > 0
 
 
+class McpServerConfig(Section):
+    """An MCP server whose tools the model may call: a process, or an address."""
+
+    command: list[str] = Field(
+        default_factory=list[str], description="Program and arguments of a server that speaks over standard streams."
+    )
+    env: dict[str, str] = Field(
+        default_factory=dict, description="Its environment variables, beside PATH, HOME and the like."
+    )
+    url: str = Field(default="", description="Address of a server that speaks streamable HTTP, such as its /mcp.")
+    headers: dict[str, str] = Field(default_factory=dict, description="What it is sent with each request.")
+
+
 class LocalSourceConfig(Section):
     """Prompts from a dataset, completions from the engine, rewards from Python functions."""
 
@@ -119,10 +132,11 @@ class LocalSourceConfig(Section):
         description="Import path or `FILE.py:FUNCTION` of a function that makes the completions itself, as for "
         "several turns with an environment.",
     )
-    tools: list[str] = Field(
-        default_factory=list,
+    tools: list[str | McpServerConfig] = Field(
+        default_factory=list[str | McpServerConfig],
         description="Import paths, or `FILE.py:FUNCTION`, of functions that the model may call: it is told of them by "
-        "the chat template, with their docstrings and types.",
+        "the chat template, with their docstrings and types. `{command: [PROGRAM, ...], env: {...}}` or `{url: ..., "
+        "headers: {...}}` is an MCP server, all of whose tools it may call.",
     )
     tool_parser: str = Field(
         default="hermes",

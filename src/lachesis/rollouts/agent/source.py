@@ -8,26 +8,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import RewardError
 from lachesis.common.types import Group, Prompt, Sample, SamplingParams
 from lachesis.rollouts.agent.process import AgentCommand, Ended, run_agent
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.agent.session import Session
-from lachesis.rollouts.base import Draw
 from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import TextDecoder, request_seed
-from lachesis.rollouts.local import LocalSource, Part, tokens_in
+from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.2
-# A group needs two rollouts: one has nothing to be measured against.
-_FEWEST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,38 +227,7 @@ class AgentSource(LocalSource):
     def _check_columns(self) -> None:
         self.rewarder.check_columns({*self.stream.columns, *self.rollouts.columns})
 
-    def _roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Callable[[Part], None]) -> None:
-        prompts = [self.stream.own(draw.prompt) for draw in draws]
-        with self._generating.span():
-            items = self.rollouts.sample(
-                prompts,
-                params=self.params,
-                num_generations=self.num_generations,
-                seeds=self._seeds(draws),
-                deadline=self._generation(draws, deadline),
-            )
-        generated = time.monotonic()
-        whole = [place for place, item in enumerate(items) if len(item.group.samples) >= _FEWEST]
-        groups = [items[place].group for place in whole]
-        scored = self.rewarder.score(groups, extras=[items[place].extras for place in whole])
-        failures = [_failure(item.group) for place, item in enumerate(items) if place not in set(whole)]
-        part = Part(
-            range(len(items)),
-            tokens_in(groups),
-            replace(
-                scored,
-                dropped=scored.dropped + len(failures),
-                errors=[*scored.errors, *failures],
-                kept=[whole[place] for place in scored.kept],
-            ),
+    def _sample(self, prompts: list[Prompt], seeds: list[int], deadline: Deadline) -> list[Item]:
+        return self.rollouts.sample(
+            prompts, params=self.params, num_generations=self.num_generations, seeds=seeds, deadline=deadline
         )
-        self._count(reward_time=time.monotonic() - generated)
-        self._count_part(part)
-        done(part)
-
-
-def _failure(group: Group) -> RewardError:
-    return RewardError(
-        f"all but {len(group.samples)} rollouts of prompt {group.prompt.id!r} failed",
-        remedy="see the log for the first of each cause; mend the command, or raise source.timeout_s",
-    )

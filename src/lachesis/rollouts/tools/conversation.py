@@ -12,7 +12,8 @@ from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, Me
 class Conversation:
     """One rollout as it grows. ``mask`` is 1 for tokens of the model; others have the logprob 0.
 
-    ``name`` is that of the engine's conversation: all rollouts of a prompt begin alike, and are one.
+    ``name`` is that of the engine's conversation: all rollouts of a prompt begin alike, and are one. ``failed``
+    says why it came to no end: it is then none that could be scored.
     """
 
     prompt_ids: tuple[int, ...]
@@ -25,6 +26,7 @@ class Conversation:
     turns: int = 0
     calls: int = 0
     name: str = ""
+    failed: str = ""
 
     @property
     def next_prompt(self) -> tuple[int, ...]:

@@ -1,20 +1,24 @@
-"""Python functions as tools: what a chat template is told of them, and calls that may raise or hang."""
+"""Functions and tools of MCP servers: what a chat template is told of them, and calls that may raise or hang."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
 from lachesis.common.threads import DaemonThread
+from lachesis.rollouts.tools.mcp_server import McpServer, ToolError, ToolServerLost
 from lachesis.rollouts.tools.parsers import ToolCall
+
+if TYPE_CHECKING:
+    from lachesis.config.schema import McpServerConfig
 
 _AT_ONCE = 32
 _LONGEST_ERROR = 300
@@ -22,37 +26,77 @@ _LONGEST_ERROR = 300
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function, and its description in the format of chat templates (JSON schema)."""
+    """A function, and its description in the format of chat templates (JSON schema); ``server`` answers its calls."""
 
     name: str
     function: Callable[..., Any]
     schema: Mapping[str, Any]
+    server: McpServer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a call gave, as the model reads it; ``failed`` where that is an error."""
+    """What a call gave, as the model reads it; ``failed`` where that is an error.
+
+    ``lost`` where the tool's server broke off: the rollout knows nothing of what became of its call, and cannot go on.
+    """
 
     call: ToolCall
     text: str
     failed: bool = False
+    lost: bool = False
 
     def message(self) -> dict[str, str]:
         """The message that answers the call."""
         return {"role": "tool", "name": self.call.name, "content": self.text}
 
 
-def load_tools(specs: Sequence[str], base_dir: Path | None = None) -> list[Tool]:
-    """The functions of ``module.function`` or ``FILE.py:FUNCTION``, described by their docstrings and types.
+def load_tools(specs: Sequence[str | McpServerConfig], base_dir: Path | None = None) -> list[Tool]:
+    """The functions of ``module.function`` or ``FILE.py:FUNCTION``, described by their docstrings and types, and all
+    tools of MCP servers, which are started and left so: :func:`close_servers` ends them.
 
     Raises:
-        ConfigError: one cannot be loaded or described, or two have one name.
+        ConfigError: one cannot be loaded, reached or described, or two have one name.
+        DependencyError: a server is named, and the package mcp is not installed.
     """
-    tools = [_tool(spec, load_function(spec, base_dir)) for spec in specs]
-    names = [tool.name for tool in tools]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"two tools are called {twice[0]!r}", remedy="rename one of the functions")
+    tools: list[Tool] = []
+    try:
+        for spec in specs:
+            tools += [_tool(spec, load_function(spec, base_dir))] if isinstance(spec, str) else _served(McpServer(spec))
+        names = [tool.name for tool in tools]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ConfigError(f"two tools are called {twice[0]!r}", remedy="rename one of the functions")
+    except BaseException:
+        close_servers(tools)
+        raise
     return tools
+
+
+def tool_schemas(specs: Sequence[str | McpServerConfig], base_dir: Path | None = None) -> list[Mapping[str, Any]]:
+    """What a chat template is told of them; servers were asked, and have ended. Raises as :func:`load_tools`."""
+    tools = load_tools(specs, base_dir)
+    close_servers(tools)
+    return [tool.schema for tool in tools]
+
+
+def close_servers(tools: Sequence[Tool]) -> None:
+    """End the servers of tools. Idempotent."""
+    for server in {tool.server for tool in tools if tool.server is not None}:
+        server.close()
+
+
+def _served(server: McpServer) -> list[Tool]:
+    def function(name: str) -> Callable[..., Awaitable[str]]:
+        async def call(**arguments: Any) -> str:
+            return await server.call(name, arguments)
+
+        return call
+
+    try:
+        return [Tool(one.name, function(one.name), one.schema, server) for one in server.tools()]
+    except BaseException:
+        server.close()
+        raise
 
 
 def _tool(spec: str, function: Callable[..., Any]) -> Tool:
@@ -96,9 +140,10 @@ class Toolbox:
         return found
 
     def close(self) -> None:
-        """End the threads. Idempotent."""
+        """End the threads, and the servers. Idempotent."""
         while self._idle:
             self._idle.pop().abandon()
+        close_servers(self.tools)
 
     def _begin(self, call: ToolCall) -> Observation | tuple[ToolCall, DaemonThread, Future[Any]]:
         if problem := call.error or self._misuse(call):
@@ -116,12 +161,16 @@ class Toolbox:
             thread.abandon()
             return Observation(call, f"error: the call took longer than {self._timeout_s:g} s", failed=True)
         self._idle.append(thread)
+        if isinstance(error, ToolServerLost):
+            return Observation(call, error.message, failed=True, lost=True)
         if error is None:
             try:
                 return Observation(call, _as_text(future.result()))
             except (TypeError, ValueError, RecursionError) as unwritable:
                 error = unwritable
-        return Observation(call, f"error: {type(error).__name__}: {error}"[:_LONGEST_ERROR], failed=True)
+        # What a server says is a sentence for the model; of a function's error the name says more than the message.
+        said = str(error) if isinstance(error, ToolError) else f"{type(error).__name__}: {error}"
+        return Observation(call, f"error: {said}"[:_LONGEST_ERROR], failed=True)
 
     def _misuse(self, call: ToolCall) -> str:
         tool = self._by_name.get(call.name)

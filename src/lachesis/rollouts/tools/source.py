@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, EngineError
 from lachesis.common.types import Completion, GenerationRequest, Group, Message, Prompt, SamplingParams
 from lachesis.engines.base import Engine
+from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import TextDecoder, request_seed
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.attempts import TURNS, Item
@@ -23,6 +25,12 @@ from lachesis.rollouts.tools.template import Continuation, answer_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
+
+# The cause of rollouts that the server of a tool left alone.
+_LOST = "tool_server"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,8 @@ class ToolTurns:
     ) -> list[Item]:
         """``num_generations`` rollouts of each prompt, unscored; the first turn of all is as without tools.
 
+        Those of which a tool's server broke off are left out: of a prompt there may be fewer, even none.
+
         Raises:
             DataError: a prompt is a text, in which the model is not told of its tools.
             ConfigError: the chat template cannot render an answer, or a parser of the user failed.
@@ -100,8 +110,8 @@ class ToolTurns:
         return self._items(prompts, conversations, params)
 
     def take_counts(self) -> dict[str, float]:
-        """Since the last call: ``turns``, ``tool_calls``, ``tool_errors``, and those of each tool as
-        ``tool_calls/NAME`` and ``tool_errors/NAME``."""
+        """Since the last call: ``turns``, ``tool_calls``, ``tool_errors``; of each tool ``tool_calls/NAME`` and
+        ``tool_errors/NAME``; where rollouts failed, ``rollout_failures`` and ``rollout_failures/CAUSE``."""
         with self._counting:
             counts, self._counts = self._counts, Counter()
         names = ("turns", "tool_calls", "tool_errors")
@@ -143,7 +153,8 @@ class ToolTurns:
         for conversation, seed, turn in asked:
             observations = [self._cut(next(found)) for _ in turn.calls]
             self._count_calls(observations)
-            if self._tell(conversation, observations, most=params.max_tokens):
+            conversation.failed = next((one.text for one in observations if one.lost), "")
+            if not conversation.failed and self._tell(conversation, observations, most=params.max_tokens):
                 on.append((conversation, seed))
         return on
 
@@ -186,6 +197,7 @@ class ToolTurns:
     def _items(
         self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Conversation]], params: SamplingParams
     ) -> list[Item]:
+        conversations = [self._whole(prompt, row) for prompt, row in zip(prompts, conversations, strict=True)]
         texts = iter(self.decode([one.token_ids for row in conversations for one in row]))
         temperature = 1.0 if params.greedy else params.temperature
         return [
@@ -199,6 +211,15 @@ class ToolTurns:
             )
             for prompt, row in zip(prompts, conversations, strict=True)
         ]
+
+    def _whole(self, prompt: Prompt, row: Sequence[Conversation]) -> list[Conversation]:
+        """Those that came to an end; the others are counted by their cause, as if they had never been."""
+        for one in row:
+            if one.failed:
+                note_failure(one.failed, cause=_LOST, prompt_id=prompt.id)
+                logger.warning("a rollout is left out of its group (%s): %s", _LOST, one.failed)
+                self._count(**{"rollout_failures": 1, f"rollout_failures/{_LOST}": 1})
+        return [one for one in row if not one.failed]
 
     def _count_calls(self, observations: Sequence[Observation]) -> None:
         for one in observations:

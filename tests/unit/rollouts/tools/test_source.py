@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.errors import ConfigError, DataError, RewardError
 from lachesis.common.types import GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.functions import Tool, Toolbox
+from lachesis.rollouts.tools.mcp_server import ToolServerLost
 from lachesis.rollouts.tools.parsers import hermes
 from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation, answer_message
@@ -70,6 +71,19 @@ def build(tokenizer: Any, answers: Sequence[Sequence[str]], **limits: Any) -> tu
 def prompt(tokenizer: Any) -> Prompt:
     text = tokenizer.apply_chat_template([QUESTION], tokenize=False, add_generation_prompt=True)
     return Prompt(id="0", token_ids=tuple(tokenizer(text)["input_ids"]), text=text, messages=(QUESTION,))
+
+
+def tool_source(turns: ToolTurns, tokenizer: Any, reward: Callable[..., list[float]]) -> ToolSource:
+    return ToolSource(
+        turns=turns,
+        stream=PromptStream([prompt(tokenizer)], seed=0),
+        engine=turns.engine,
+        rewarder=Rewarder([NamedReward("reward", reward)]),
+        decode=turns.decode,
+        params=SamplingParams(max_tokens=400),
+        num_generations=2,
+        seed=0,
+    )
 
 
 def play(turns: ToolTurns, tokenizer: Any, *, n: int = 1, max_tokens: int = 400, prompts: Any = None) -> Any:
@@ -186,16 +200,7 @@ def test_rewards_get_all_messages_and_the_counts(tokenizer: Any):
         seen.append((completions, turns, tool_calls))
         return [float(messages[-1]["content"] == "8") for messages in completions]
 
-    source = ToolSource(
-        turns=turns,
-        stream=PromptStream([prompt(tokenizer)], seed=0),
-        engine=turns.engine,
-        rewarder=Rewarder([NamedReward("reward", reward)]),
-        decode=turns.decode,
-        params=SamplingParams(max_tokens=400),
-        num_generations=2,
-        seed=0,
-    )
+    source = tool_source(turns, tokenizer, reward)
     (group,) = source.next_groups(1, deadline=Deadline("test", 10))
     assert group.rewards == (1.0, 1.0)
     ((completions, turn_counts, calls),) = seen
@@ -204,6 +209,36 @@ def test_rewards_get_all_messages_and_the_counts(tokenizer: Any):
     counters = source.counters()
     assert (counters["turns"], counters["tool_calls"], counters["tool_calls/double"]) == (4, 2, 2)
     source.close()
+
+
+def test_a_rollout_whose_tool_server_died_is_left_out_of_its_group(tokenizer: Any):
+    turns, _ = build(tokenizer, [[f"{CALL % 4}{EOS}", f"{CALL % 5}{EOS}", f"no{EOS}"], [f"ok{EOS}"]])
+
+    def dies_at_5(x: int) -> int:
+        if x == 5:
+            raise ToolServerLost("the server broke off")
+        return 2 * x
+
+    turns.toolbox = Toolbox([Tool("double", dies_at_5, {})], timeout_s=5)
+    item = play(turns, tokenizer, n=3)
+    said = [sample.text for sample in item.group.samples]
+    assert len(said) == 2 and "[tool]8" in said[0] and said[1] == "no"
+    assert item.extras["tool_calls"] == [1, 0]
+    counts = turns.take_counts()
+    assert (counts["rollout_failures"], counts["rollout_failures/tool_server"]) == (1, 1)
+
+
+def test_a_group_of_one_is_dropped_with_the_reason(tokenizer: Any):
+    turns, _ = build(tokenizer, [[f"{CALL % 4}{EOS}", f"no{EOS}"]])
+
+    def dies(x: int) -> int:
+        raise ToolServerLost("the server broke off")
+
+    turns.toolbox = Toolbox([Tool("double", dies, {})], timeout_s=5)
+    source = tool_source(turns, tokenizer, lambda completions: [0.0] * len(completions))
+    with pytest.raises(RewardError, match="all but 1 rollouts of prompt '0' failed"):
+        source.next_groups(1, deadline=Deadline("test", 10))
+    assert source.counters()["dropped_groups"] == 10
 
 
 def test_all_turns_of_a_prompt_are_one_conversation_of_the_engine(tokenizer: Any):
