@@ -23,11 +23,11 @@ FIRST = [STARTED_ANEW, "test_server_contract vLLM", EMBEDDED, VLLM, "test_api_pr
 def group_of(item: pytest.Item) -> str:
     """By the servers that a test needs; by its file, if it shares none with another file."""
     file, vllm = item.path.stem, needs_vllm.mark in item.own_markers
-    if file not in ("test_bridge_contract", "test_engine_contract"):
+    if file not in ("test_bridge_contract", "test_engine_contract", "test_vllm_turns"):
         return f"{file} vLLM" if vllm else file
     if not vllm:
         return EMBEDDED
-    case = item.callspec.params.get("live")  # type: ignore[attr-defined]
+    case = item.callspec.params.get("live") if hasattr(item, "callspec") else None  # type: ignore[attr-defined]
     return STARTED_ANEW if case is not None and case.restarts else VLLM
 
 

@@ -197,7 +197,7 @@ def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine) -> A
         )
     recorder = Recorder(
         tokenizer,
-        parse=load_parser(source.tool_parser),
+        parse=load_parser(source.tool_parser, tokenizer=tokenizer),
         template_kwargs=config.data.chat_template_kwargs,
         max_context=context_length(config.model),
     )
@@ -223,7 +223,7 @@ def build_turns(config: LachesisConfig, *, policy: Policy, engine: Engine) -> To
     return ToolTurns(
         engine=engine,
         toolbox=toolbox,
-        parse=load_parser(source.tool_parser),
+        parse=load_parser(source.tool_parser, tokenizer=tokenizer),
         continuation=Continuation(tokenizer, kwargs),
         tokenizer=tokenizer,
         decode=text_decoder(tokenizer),

@@ -140,8 +140,8 @@ class LocalSourceConfig(Section):
     )
     tool_parser: str = Field(
         default="hermes",
-        description="How the model writes a call: `hermes` (`<tool_call>{...}</tool_call>`, as Qwen does), or a "
-        "function that finds the calls in a text.",
+        description="How the model writes a call: `hermes` (`<tool_call>{...}</tool_call>`, as Qwen does), `vllm:NAME` "
+        "for a parser of vLLM's by the name of its `--tool-call-parser`, or a function that finds the calls in a text.",
     )
     max_turns: PositiveInt = Field(
         default=8, description="Most turns of the model in a rollout with tools; a call in the last is not answered."

@@ -79,6 +79,20 @@ def chat_request(document: Mapping[str, Any]) -> Any:
     return ChatCompletionRequest.model_validate(document)
 
 
+def tool_parsers() -> Any:
+    """Where vLLM keeps its parsers of tool calls, by name."""
+    from vllm.tool_parsers import ToolParserManager
+
+    return ToolParserManager
+
+
+def cached_tokenizer(tokenizer: Any) -> Any:
+    """The tokenizer as vLLM's parsers get it: they ask for the whole vocabulary each time."""
+    from vllm.tokenizers.hf import get_cached_tokenizer
+
+    return get_cached_tokenizer(tokenizer)
+
+
 def caller_errors() -> tuple[type[Exception], ...]:
     """What vLLM raises for a request that is the caller's fault: up to 0.26 ValueErrors, later a root of their own."""
     import vllm.exceptions as exceptions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ from lachesis.rollouts.tools.template import Continuation, call_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_MOST_TOOL_SETS = 32
 
 
 @dataclass(slots=True)
@@ -80,6 +84,7 @@ class Recorder:
         self._parse = parse
         self._kwargs = dict(template_kwargs)
         self._max_context = max_context
+        self._continuations: dict[str, Continuation] = {}
 
     def prepare(self, session: Session, asked: Asked) -> Prepared:
         """The engine's request for a turn. Raises BadRequest where it cannot be rendered, or has no room."""
@@ -119,7 +124,7 @@ class Recorder:
             trajectory.conversation.give(prepared.added)
             trajectory.known += asked.messages[len(trajectory.known) :]
         trajectory.conversation.sample(completion)
-        content, calls = self._read(session, completion)
+        content, calls = self._read(session, completion, asked.tools)
         trajectory.known.append(assistant(content, [(call.id, call.name, call.arguments) for call in calls]))
         trajectory.conversation.calls += len(calls)
         session.turns += 1
@@ -154,8 +159,7 @@ class Recorder:
             new = asked.messages[len(known) :]
             if new and trajectory.tools == asked.tools and _alike(known, asked.messages[: len(known)]):
                 end = trajectory.conversation.token_ids[-1] == self._tokenizer.eos_token_id
-                continuation = Continuation(self._tokenizer, self._variables(asked))
-                return trajectory, tuple(continuation.tokens(known[-1], new, ended=end))
+                return trajectory, tuple(self._continuation(asked).tokens(known[-1], new, ended=end))
         if session.trajectories:
             rendered = tuple(self.render(asked))
             for trajectory in reversed(session.trajectories):
@@ -164,16 +168,27 @@ class Recorder:
                     return trajectory, rendered[len(sampled) :]
         return None, ()
 
+    def _continuation(self, asked: Asked) -> Continuation:
+        """One for all turns that are told of the same tools."""
+        key = json.dumps(asked.tools, default=repr)
+        if (known := self._continuations.get(key)) is None:
+            if len(self._continuations) >= _MOST_TOOL_SETS:
+                self._continuations.clear()
+            known = self._continuations[key] = Continuation(self._tokenizer, self._variables(asked))
+        return known
+
     def _variables(self, asked: Asked) -> dict[str, Any]:
         return self._kwargs | ({"tools": [dict(tool) for tool in asked.tools]} if asked.tools else {})
 
-    def _read(self, session: Session, completion: Completion) -> tuple[str, tuple[Call, ...]]:
+    def _read(
+        self, session: Session, completion: Completion, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, tuple[Call, ...]]:
         """What a turn says and calls; a call that is none is a part of what it says, as agents know no such thing."""
         ids = list(completion.token_ids)
         if ids and ids[-1] == self._tokenizer.eos_token_id:
             ids.pop()
         text = str(self._tokenizer.decode(ids, skip_special_tokens=False))
-        parsed = self._parse(text)
+        parsed = self._parse(text, tools)
         if any(call.error for call in parsed.calls):
             return text, ()
         first, session.calls = session.calls, session.calls + len(parsed.calls)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import describe_exception, load_function
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+VLLM = "vllm:"
+"""Before the name of a parser of vLLM's."""
 _HERMES = re.compile(r"<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -32,11 +37,16 @@ class ParsedTurn:
     calls: tuple[ToolCall, ...] = ()
 
 
-# From the text of a turn, without its end token, to what it is.
-ToolParser: TypeAlias = Callable[[str], ParsedTurn]
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
 
 
-def hermes(text: str) -> ParsedTurn:
+class ToolParser(Protocol):
+    """From the text of a turn, without its end token, and the tools that the model was told of, to what it is."""
+
+    def __call__(self, text: str, tools: Tools = (), /) -> ParsedTurn: ...
+
+
+def hermes(text: str, tools: Tools = ()) -> ParsedTurn:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or several times: as Hermes and Qwen do."""
     calls = tuple(_hermes_call(match["call"]) for match in _HERMES.finditer(text))
     return ParsedTurn(_HERMES.sub("", text).strip() if calls else text, calls)
@@ -55,25 +65,35 @@ def _hermes_call(text: str) -> ToolCall:
 PARSERS: Mapping[str, ToolParser] = {"hermes": hermes}
 
 
-def load_parser(spec: str, base_dir: Path | None = None) -> ToolParser:
-    """A parser by its name, or a function of the user by its import path.
+def load_parser(
+    spec: str, base_dir: Path | None = None, *, tokenizer: PreTrainedTokenizerBase | None = None
+) -> ToolParser:
+    """A parser by its name, one of vLLM's as ``vllm:NAME``, or a function of the user by its import path.
 
     The function takes the text of a turn and returns ``(content, calls)`` or the calls alone; each call is a mapping
     with ``name`` and ``arguments``.
 
+    Args:
+        tokenizer: the model's, which vLLM's parsers need.
+
     Raises:
         ConfigError: it cannot be loaded; later, from the parser itself, that it raised or returned something else.
+        DependencyError: it is vLLM's, and vLLM is not installed.
     """
     if (known := PARSERS.get(spec)) is not None:
         return known
+    if spec.startswith(VLLM):
+        assert tokenizer is not None, "who names vLLM's parser has a model"
+        return _vllm_parser(spec.removeprefix(VLLM), tokenizer)
     if "." not in spec and ":" not in spec:
         raise ConfigError(
             f"source.tool_parser {spec!r} does not exist",
-            remedy=f"choose one of {', '.join(PARSERS)}, or name a function as module.function or FILE.py:FUNCTION",
+            remedy=f"choose one of {', '.join(PARSERS)} or {VLLM}NAME, or name a function as module.function or "
+            "FILE.py:FUNCTION",
         )
     function = load_function(spec, base_dir)
 
-    def parse(text: str) -> ParsedTurn:
+    def parse(text: str, tools: Tools = ()) -> ParsedTurn:
         try:
             found = function(text)
             content, calls = found if isinstance(found, tuple) and len(found) == 2 else (text, found)
@@ -83,6 +103,22 @@ def load_parser(spec: str, base_dir: Path | None = None) -> ToolParser:
                 f"the tool parser {spec!r} failed: {describe_exception(error, function)}",
                 remedy='let it return (content, [{"name": ..., "arguments": {...}}, ...]) for any text',
             ) from error
+
+    return parse
+
+
+def _vllm_parser(name: str, tokenizer: PreTrainedTokenizerBase) -> ToolParser:
+    """Where it cannot read a text, the model is told so, as of a call that is no JSON."""
+    from lachesis.engines.vllm.tool_parsers import vllm_parser
+
+    find = vllm_parser(name, tokenizer)
+
+    def parse(text: str, tools: Tools = ()) -> ParsedTurn:
+        try:
+            content, calls = find(text, tools)
+        except Exception as error:  # each is a program of its own, and the text is whatever a model may say
+            return ParsedTurn(text, (ToolCall("", error=f"the call cannot be read: {error}"),))
+        return ParsedTurn(content, tuple(_checked(*call) for call in calls))
 
     return parse
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from lachesis.common.deadline import Deadline
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# How many answers of tools are remembered.
+_KEPT = 4096
 # The cause of rollouts that the server of a tool left alone.
 _LOST = "tool_server"
 
@@ -64,6 +67,8 @@ class ToolTurns:
     def __post_init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
+        # Tools give the same to many rollouts, and to count tokens is most of what an answer costs.
+        self._shortened = lru_cache(_KEPT)(self._shorten)
 
     def sample(
         self,
@@ -164,7 +169,7 @@ class ToolTurns:
         ids = conversation.token_ids[length:]
         if ids and ids[-1] == self.tokenizer.eos_token_id:
             ids = ids[:-1]
-        return self.parse(str(self.tokenizer.decode(ids, skip_special_tokens=False)))
+        return self.parse(str(self.tokenizer.decode(ids, skip_special_tokens=False)), self.toolbox.schemas)
 
     def _message(self, turn: ParsedTurn, conversation: Conversation) -> Message:
         first, conversation.calls = conversation.calls, conversation.calls + len(turn.calls)
@@ -172,11 +177,14 @@ class ToolTurns:
 
     def _cut(self, observation: Observation) -> Observation:
         """An answer of no more tokens than a tool's may have."""
-        ids = self.tokenizer(observation.text, add_special_tokens=False)["input_ids"]
+        return replace(observation, text=self._shortened(observation.text))
+
+    def _shorten(self, text: str) -> str:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) <= self.limits.result_tokens:  # type: ignore[arg-type]
-            return observation
+            return text
         kept = str(self.tokenizer.decode(ids[: self.limits.result_tokens], skip_special_tokens=False))  # type: ignore[index]
-        return replace(observation, text=f"{kept} ... (cut)")
+        return f"{kept} ... (cut)"
 
     def _tell(self, conversation: Conversation, observations: Sequence[Observation], *, most: int) -> bool:
         """Give the answers to the model; False where no room for a further turn would be left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from lachesis.common.types import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# How many answers are remembered.
+_KEPT = 4096
 _ASKED: Message = {"role": "user", "content": "?"}
 
 
@@ -20,6 +23,8 @@ class Continuation:
     The template's text of a small conversation with the messages is compared with that without: what is more is what
     the template writes for them. So no token that was sampled is ever made anew from text.
 
+    The rollouts of a prompt often ask the same of the same tool: what was rendered last is kept.
+
     Args:
         kwargs: further variables of the template.
     """
@@ -28,6 +33,7 @@ class Continuation:
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs)
         self._end = str(tokenizer.eos_token or "")
+        self._rendered: dict[str, tuple[int, ...]] = {}
 
     def tokens(self, answer: Message, messages: Sequence[Message], *, ended: bool) -> list[int]:
         """What follows the turn ``answer``: its end, ``messages``, and the beginning of the model's next turn.
@@ -38,6 +44,14 @@ class Continuation:
         Raises:
             ConfigError: the template fails, or writes the turn otherwise once messages follow it.
         """
+        key = json.dumps([answer, messages, ended], default=repr)
+        if (known := self._rendered.get(key)) is None:
+            if len(self._rendered) >= _KEPT:
+                self._rendered.clear()
+            known = self._rendered[key] = tuple(self._tokens(answer, messages, ended=ended))
+        return list(known)
+
+    def _tokens(self, answer: Message, messages: Sequence[Message], *, ended: bool) -> list[int]:
         before = self._render([_ASKED, answer], going_on=False)
         after = self._render([_ASKED, answer, *messages], going_on=True)
         if not after.startswith(before):

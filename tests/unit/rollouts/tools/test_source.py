@@ -186,6 +186,32 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Any):
         Continuation(tokenizer, {}).tokens(answer_message("a", []), [{"role": "tool", "content": "b"}], ended=True)
 
 
+def test_what_a_group_is_told_alike_is_rendered_once(tokenizer: Any):
+    class Counting(Continuation):
+        rendered = 0
+
+        def _render(self, messages: Any, *, going_on: bool) -> str:
+            self.rendered += 1
+            return super()._render(messages, going_on=going_on)
+
+    turns, _ = build(tokenizer, [[f"{CALL % 4}{EOS}"], [f"ok{EOS}"]])
+    turns.continuation = counting = Counting(tokenizer, {})
+    samples = play(turns, tokenizer, n=8).group.samples
+    assert counting.rendered == 2
+    assert {tokenizer.decode(sample.completion_ids) for sample in samples} == {
+        f"{CALL % 4}{EOS};[tool]8;[assistant]ok{EOS}"
+    }
+
+
+def test_answers_that_differ_at_all_are_rendered_each(tokenizer: Any):
+    tokens = partial(Continuation(tokenizer, {}).tokens, ended=True)
+    said = [
+        tokenizer.decode(tokens(answer_message("a", []), [{"role": "tool", "content": content}]))
+        for content in ("b", "c", "b")
+    ]
+    assert said == [";[tool]b;[assistant]", ";[tool]c;[assistant]", ";[tool]b;[assistant]"]
+
+
 def test_a_turn_without_its_end_gets_it_from_the_template(tokenizer: Any):
     tokens = partial(Continuation(tokenizer, {}).tokens, answer_message("a", []), [{"role": "tool", "content": "b"}])
     assert tokenizer.decode(tokens(ended=True)) == ";[tool]b;[assistant]"

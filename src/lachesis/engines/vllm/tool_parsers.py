@@ -1,0 +1,60 @@
+"""vLLM's own parsers of tool calls, for texts that any engine sampled: they need vLLM installed, and no server."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lachesis.common.errors import ConfigError, DependencyError, nearest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tools: TypeAlias = Sequence[Mapping[str, Any]]
+# A call of a tool: its name, and its arguments as JSON in a text.
+NamedCall: TypeAlias = tuple[str, str]
+
+
+def vllm_parser(
+    name: str, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[str, Tools], tuple[str, tuple[NamedCall, ...]]]:
+    """What finds the calls in the text of a turn, given the tools that the turn was told of.
+
+    Args:
+        name: as after vLLM's ``--tool-call-parser``.
+        tokenizer: the model's; some parsers look for its special tokens.
+
+    Raises:
+        DependencyError: vLLM is not installed.
+        ConfigError: it has no such parser, or the parser does not go with the tokenizer.
+    """
+    try:
+        from lachesis.engines.vllm import compat
+    except ImportError as error:
+        raise DependencyError(
+            f"source.tool_parser vllm:{name} needs vLLM in the trainer's environment, and it is not there",
+            remedy="pip install 'lachesis[vllm]', or take hermes or a function of your own",
+        ) from error
+    parsers, cached = compat.tool_parsers(), compat.cached_tokenizer(tokenizer)
+    if name not in parsers.list_registered():
+        near = nearest(name, parsers.list_registered())
+        known = f"did you mean {near}?" if near else f"it has {', '.join(parsers.list_registered())}"
+        raise ConfigError(f"vLLM has no tool parser {name!r}", remedy=known)
+    # They log a traceback for each text that is no call, and a model that learns writes many.
+    logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
+    made = parsers.get_tool_parser(name)
+
+    def parse(text: str, tools: Tools) -> tuple[str, tuple[NamedCall, ...]]:
+        request = compat.chat_request({"messages": [], "tools": [dict(tool) for tool in tools] or None})
+        found = made(cached, request.tools).extract_tool_calls(text, request)  # a new one for each, as vLLM does
+        calls = tuple((call.function.name, call.function.arguments) for call in found.tool_calls)
+        return (found.content or "", calls) if found.tools_called else (text, ())
+
+    try:
+        parse("", ())
+    except Exception as error:  # each is a program of its own, with demands of its own
+        raise ConfigError(
+            f"vLLM's tool parser {name!r} does not work with this model: {error}", remedy="name the model's own parser"
+        ) from error
+    return parse
