@@ -23,7 +23,7 @@ FIRST = [STARTED_ANEW, "test_server_contract vLLM", EMBEDDED, VLLM, "test_api_pr
 def group_of(item: pytest.Item) -> str:
     """By the servers that a test needs; by its file, if it shares none with another file."""
     file, vllm = item.path.stem, needs_vllm.mark in item.own_markers
-    if file not in ("test_bridge_contract", "test_engine_contract", "test_vllm_turns"):
+    if file not in ("test_bridge_contract", "test_engine_contract", "test_vllm_turns", "test_verifiers_client"):
         return f"{file} vLLM" if vllm else file
     if not vllm:
         return EMBEDDED

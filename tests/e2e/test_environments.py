@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests import warm
@@ -110,8 +111,8 @@ def started(directory: Path, *arguments: str) -> Iterator[Running]:
             running.process.wait(timeout=LONG_S)
 
 
-def run(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return warm.run([sys.executable, "-c", CODE, *arguments], cwd=directory, env=environment(), timeout=180)
+def run(directory: Path, *arguments: str, code: str = CODE) -> subprocess.CompletedProcess[str]:
+    return warm.run([sys.executable, "-c", code, *arguments], cwd=directory, env=environment(), timeout=180)
 
 
 def until(condition: Callable[[], Any], running: Running, *, seconds: float = 3 * LONG_S) -> Any:
@@ -281,3 +282,14 @@ def test_environments_of_verifiers_are_served_and_any_is_tried_by_its_id(
     assert found["metrics"]["right"] == pytest.approx(found["mean_reward"])
     tried = run(tmp_path, "eval", "arithmetic", "--engine", url, "--tasks=4", "--greedy", "--json=-")
     assert json.loads(tried.stdout)["problems"] == 4 and json.loads(tried.stdout)["pass_at"].keys() == {"1"}
+
+
+def test_a_model_is_served_for_as_long_as_it_is_tried(model: Path, tmp_path: Path) -> None:
+    words = ["eval", "arithmetic", "--model", str(model), "--tasks=3", "--samples=2", "--max-tokens=4", "--json=-"]
+    tried = run(tmp_path, *words, code=f"from tests import warm; warm.fork_servers()\n{CODE}")
+    assert tried.returncode == 0, tried.stderr
+    found = json.loads(tried.stdout)
+    assert (found["problems"], found["rollouts"], found["failures"]) == (3, 6, {})
+    assert found["pass_at"].keys() == {"1", "2"}
+    served = [process for process in psutil.process_iter(["cmdline"]) if str(model) in (process.info["cmdline"] or ())]
+    assert not served, "its server has ended"

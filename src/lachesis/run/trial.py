@@ -133,8 +133,8 @@ async def _try(
 def _serve(model: str, stack: ExitStack) -> str:
     """The address of a server of the model, which ends with ``stack``."""
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lachesis-eval-")))
-    options = ServeOptions(model=model, port=free_port())
-    command = [sys.executable, "-m", "lachesis", "serve", "--engine", "embedded", *options.command_line()]
+    options = ServeOptions(model=model, engine="embedded", port=free_port())
+    command = [sys.executable, "-m", "lachesis", "serve", *options.command_line()]
     server = ManagedProcess(command, url=options.url, log_path=directory / "engine.log")
     stack.callback(server.stop)
     server.start(deadline=Deadline(f"the start of a server of {model}", _START_S))
