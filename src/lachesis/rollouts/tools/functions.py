@@ -122,6 +122,7 @@ class Toolbox:
     def __init__(self, tools: Sequence[Tool], *, timeout_s: float) -> None:
         self.tools = tuple(tools)
         self._by_name = {tool.name: tool for tool in tools}
+        self._signatures = {tool.name: inspect.signature(tool.function) for tool in tools}
         self._timeout_s = timeout_s
         self._idle: list[DaemonThread] = []
 
@@ -177,7 +178,7 @@ class Toolbox:
         if tool is None:
             return f"there is no tool {call.name!r}; there are {', '.join(self._by_name)}"
         try:
-            inspect.signature(tool.function).bind(**call.arguments)
+            self._signatures[call.name].bind(**call.arguments)
         except TypeError as error:
             return f"{call.name}: {error}"
         return ""
