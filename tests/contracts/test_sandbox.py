@@ -231,6 +231,28 @@ def text(path: Path) -> str:
         return ""
 
 
+class TestControlGroup:
+    """Where one can be made: on most machines as root, not in most containers."""
+
+    @pytest.fixture
+    def grouped(self, sandbox: LocalSandbox) -> LocalSandbox:
+        if not any("control group" in layer for layer in sandbox.wall.layers):
+            pytest.skip("no control group of version 2 can be made here")
+        return sandbox
+
+    def test_the_kernel_holds_memory_between_two_looks(self, grouped: LocalSandbox):
+        greedy = "import os\nfor _ in range(4):\n    os.fork()\ndata = bytearray(96 << 20)\n"
+        assert run(grouped, greedy, memory_bytes=128 * MIB).ending == "memory"
+        assert run(grouped, "print(1)").stdout == b"1\n", "the next program has all of it"
+
+    def test_it_goes_with_its_warden(self):
+        opened = open_sandbox("namespaces", count=1)
+        assert isinstance(opened, LocalSandbox)
+        (warden,) = [one for one in list(opened._idle.queue) if one is not None]
+        opened.close()
+        assert warden._group is None or not Path(warden._group).exists()
+
+
 class Fusion(BaseHTTPRequestHandler):
     """Answers as SandboxFusion does, and refuses what it refuses."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from lachesis.common.sandbox import commands
+from lachesis.common.sandbox.e2b import TEMPLATE, E2bSandbox
 from lachesis.common.sandbox.escapes import try_escapes
 from lachesis.common.sandbox.fusion import FusionSandbox
 from lachesis.common.sandbox.local import LocalSandbox
@@ -17,7 +18,7 @@ from lachesis.common.sandbox.records import FunctionTests, Outcome, Program, San
 
 # Which sandbox code rewards use, where no configuration says so; processes that a run starts have it from the run's.
 VARIABLE = "LACHESIS_SANDBOX"
-KINDS = ("auto", "namespaces", "bubblewrap", "nsjail", "landlock", "docker", "podman", "none")
+KINDS = ("auto", "namespaces", "bubblewrap", "nsjail", "landlock", "docker", "podman", "e2b", "none")
 # What `auto` tries, the strongest first. Containers take seconds to start and want an image: they have to be asked for.
 _AUTOMATIC = ("namespaces", "bubblewrap", "nsjail", "landlock")
 REMEDY = (
@@ -54,7 +55,7 @@ class Sandbox(Protocol):
 
 
 def open_sandbox(kind: str = "auto", *, count: int | None = None) -> Sandbox:
-    """A sandbox of a kind: one of :data:`KINDS`, ``docker:IMAGE``, ``podman:IMAGE``, or the URL of a server.
+    """A sandbox of a kind: one of :data:`KINDS`, ``docker:IMAGE``, ``podman:IMAGE``, ``e2b:TEMPLATE``, or a URL.
 
     Args:
         count: programs that it runs at a time; one for each processor if unset.
@@ -67,13 +68,16 @@ def open_sandbox(kind: str = "auto", *, count: int | None = None) -> Sandbox:
     if kind == "auto":
         return _open_best(count)
     name, _, image = kind.partition(":")
+    if name == "e2b":
+        return E2bSandbox(image or TEMPLATE)
     if name in ("docker", "podman"):
         return LocalSandbox(
             name, walls="landlock", count=count, command=commands.container(name, image or commands.DEFAULT_IMAGE)
         )
     if (build := _BUILD.get(kind)) is None:
         raise SandboxError(
-            f"there is no sandbox {kind!r}", remedy=f"name one of {', '.join(KINDS)}, docker:IMAGE, or a URL"
+            f"there is no sandbox {kind!r}",
+            remedy=f"name one of {', '.join(KINDS)}, docker:IMAGE, e2b:TEMPLATE, or a URL",
         )
     if not sys.platform.startswith("linux"):
         raise SandboxError(f"the sandbox {kind} is for Linux, this is {sys.platform}", remedy=REMEDY)

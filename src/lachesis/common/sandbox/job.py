@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.sandbox import kernel
+from lachesis.common.sandbox.cgroup import Cgroup
 from lachesis.common.sandbox.filters import deny_system_calls, restrict_paths
 from lachesis.common.sandbox.judge import judge
 from lachesis.common.sandbox.link import LinkClosed, receive, send
 from lachesis.common.sandbox.records import Limits
 from lachesis.common.sandbox.subject import answer, load_module
-from lachesis.common.sandbox.view import View, mount_scratch
+from lachesis.common.sandbox.view import View, mount_scratch, new_directory, size_of
 
 _FIRST_LOOK_S, _LOOK_S = 0.02, 0.05
 _REAP_S = 5.0
@@ -50,23 +51,27 @@ class Walls:
         contained: each job has namespaces of its own; otherwise Landlock and the filter of system calls do it all.
         nobody: there is a user without rights to become.
         filtered: there are Landlock and the filter; without them there is no wall at all, only limits.
+        group: which holds the job to its limits, where there may be one.
     """
 
     view: View
     contained: bool
     nobody: bool
     filtered: bool = True
+    group: Cgroup | None = None
 
 
 def run_job(requests: socket.socket, header: Mapping[str, Any], walls: Walls) -> None:
     """In the warden, which reads nothing of it: have run what comes over ``requests``, and answer there."""
     limits = Limits(**header["limits"])
     started = time.monotonic()
-    scratch = walls.view.scratch if walls.contained else _new_directory()
+    scratch = walls.view.scratch if walls.contained else new_directory()
     report, theirs = socket.socketpair()
     if walls.contained:
         kernel.use_new_process_namespace()
     base = _memory_of(os.getpid())
+    if walls.group is not None:
+        walls.group.restrict(limits)
     child = os.fork()
     if child == 0:
         _end_with(lambda: _run_judge(requests, theirs, header, walls, scratch))
@@ -86,6 +91,7 @@ def _watch(
 ) -> dict[str, Any]:
     """What the judge reports, and which limit the program hit before its end if it did."""
     verdicts: list[Any] = []
+    ran_out = walls.group.ran_out() if walls.group else 0
     look_s = _FIRST_LOOK_S
     ready = select.poll()
     ready.register(report, select.POLLIN | select.POLLHUP)
@@ -96,6 +102,8 @@ def _watch(
             except LinkClosed:
                 _must_have_left(judge_pid)
                 return {"verdicts": verdicts, "ending": "left"}
+            if walls.group and walls.group.ran_out() > ran_out:
+                return {"verdicts": verdicts, "ending": "memory"}
             if "ending" in found:
                 return {"verdicts": verdicts, **found}
             verdicts.append(found)
@@ -105,7 +113,7 @@ def _watch(
         if sum(max(_memory_of(pid) - base, 0) for pid in processes) > limits.memory_bytes:
             return {"verdicts": verdicts, "ending": "memory"}
         if not walls.contained and (
-            len(processes) > limits.processes + 4 or _size_of(Path(scratch)) > limits.scratch_bytes
+            len(processes) > limits.processes + 4 or size_of(Path(scratch)) > limits.scratch_bytes
         ):
             return {"verdicts": verdicts, "ending": "scratch"}
     return {"verdicts": verdicts, "ending": "wall"}
@@ -154,20 +162,11 @@ def _memory_of(pid: int) -> int:
         return 0
 
 
-def _size_of(directory: Path) -> int:
-    total = 0
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            except OSError:
-                continue
-    return total
-
-
 def _end_all(judge_pid: int, walls: Walls) -> None:
     """Kill what there is of a job, and see it gone."""
     end = time.monotonic() + _REAP_S
+    if walls.group is not None:
+        walls.group.kill()
     _kill(judge_pid)
     while not walls.contained and (left := _processes(walls)) and time.monotonic() < end:
         for pid in left:
@@ -207,6 +206,8 @@ def _run_judge(
 
 def _enter(walls: Walls, limits: Limits, scratch: str) -> None:
     """Put up the walls around this process and what it will start."""
+    if walls.group is not None:
+        walls.group.enter()
     if walls.contained:
         kernel.unshare(kernel.CLONE_NEWNS)
         mount_scratch(walls.view, limits.scratch_bytes)
@@ -311,12 +312,6 @@ def _remove(path: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         os.unlink(path)
-
-
-def _new_directory() -> str:
-    path = f"{os.environ.get('TMPDIR', '/tmp')}/lachesis-code-{os.getpid()}-{time.monotonic_ns()}"
-    os.mkdir(path, 0o700)
-    return path
 
 
 def _keep_only(descriptors: list[int]) -> None:

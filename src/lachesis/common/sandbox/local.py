@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from lachesis.common.sandbox.cgroup import remove_cgroup
 from lachesis.common.sandbox.commands import Command, run_inside
 from lachesis.common.sandbox.link import LinkClosed, receive, send
 from lachesis.common.sandbox.records import Ending, FunctionTests, Limits, Outcome, Program, SandboxError, Verdict, Wall
@@ -175,6 +176,7 @@ class _Warden:
             if "error" in hello:
                 raise SandboxError(hello["error"])
             self.layers: list[str] = hello["layers"]
+            self._group: str | None = hello["group"]
         except BaseException as error:
             self._child.close()
             if isinstance(error, LinkClosed):
@@ -196,3 +198,5 @@ class _Warden:
 
     def close(self) -> None:
         self._child.close()
+        if self._group is not None:
+            remove_cgroup(Path(self._group))

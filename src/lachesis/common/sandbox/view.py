@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,3 +113,22 @@ def _bind(path: str, root: Path) -> None:
 
 def _below(path: str, directory: str) -> bool:
     return path != directory and path.startswith(directory.rstrip("/") + "/")
+
+
+def new_directory() -> str:
+    """A new directory of one job, where it has no file system of its own."""
+    path = f"{os.environ.get('TMPDIR', '/tmp')}/lachesis-code-{os.getpid()}-{time.monotonic_ns()}"
+    os.mkdir(path, 0o700)
+    return path
+
+
+def size_of(directory: Path) -> int:
+    """Bytes of all files below, those that go meanwhile aside."""
+    total = 0
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+            except OSError:
+                continue
+    return total

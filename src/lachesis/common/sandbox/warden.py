@@ -11,6 +11,7 @@ import os
 import socket
 
 from lachesis.common.sandbox import kernel
+from lachesis.common.sandbox.cgroup import Cgroup, make_cgroup
 from lachesis.common.sandbox.filters import prepare_filters
 from lachesis.common.sandbox.job import ENVIRONMENT, Walls, measure_own_space, run_job
 from lachesis.common.sandbox.link import LinkClosed, receive, send
@@ -27,20 +28,21 @@ def keep(link: socket.socket, walls: str) -> None:
     """The main of a warden: put up ``walls``, say which there are, and serve until the other end is closed."""
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
+    group = make_cgroup()
     try:
         if walls == "namespaces":
-            _enter_namespaces(link)
+            _enter_namespaces(link, group)
         elif walls == "landlock":
             if not kernel.landlock_version():
                 raise OSError("this kernel has no Landlock")
-            _serve(link, Walls(python_view(), contained=False, nobody=False), ["Landlock", "seccomp"])
+            _serve(link, Walls(python_view(), contained=False, nobody=False, group=group), ["Landlock", "seccomp"])
         else:
-            _serve(link, Walls(python_view(), contained=False, nobody=False, filtered=False), [])
+            _serve(link, Walls(python_view(), contained=False, nobody=False, filtered=False, group=group), [])
     except OSError as error:
         send(link, {"error": str(error)})
 
 
-def _enter_namespaces(link: socket.socket) -> None:
+def _enter_namespaces(link: socket.socket, group: Cgroup | None) -> None:
     """Leave all namespaces that can be left; a child is the first process of the new ones and serves."""
     view = python_view()
     root = os.geteuid() == 0
@@ -63,7 +65,7 @@ def _enter_namespaces(link: socket.socket) -> None:
     kernel.die_with_parent()
     use_real_paths()
     enter_view(view)
-    _serve(link, Walls(view, contained=True, nobody=root), layers)
+    _serve(link, Walls(view, contained=True, nobody=root, group=group), layers)
 
 
 def _leave_user_namespace(*, map_nobody: bool) -> None:
@@ -114,7 +116,9 @@ def _serve(link: socket.socket, walls: Walls, layers: list[str]) -> None:
     prepare_filters()
     gc.collect()
     gc.freeze()
-    send(link, {"layers": [*layers, "limits"]})
+    group = walls.group
+    limits = ["limits"] if group is None else [group.layer, "limits"]
+    send(link, {"layers": [*layers, *limits], "group": None if group is None else str(group.path)})
     while True:
         try:
             header = receive(link)
