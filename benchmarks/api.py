@@ -2,6 +2,7 @@
 
     python -m venv original && original/bin/pip install atroposlib==0.4.0
     python benchmarks/api.py --original original/bin/python [--repeats 3] [--groups 512]
+    python benchmarks/api.py --tiny
 
 Each case is run on a fresh server, the servers in turn. Without ``--original`` only ours is measured. Groups are
 8 sequences of 512 tokens, posted gzipped as the original's environments do, on kept-alive connections; bodies are
@@ -317,13 +318,18 @@ def main() -> None:
     parser.add_argument("--case", action="append", help="only this case; may be given again")
     parser.add_argument("--backlog", type=int, nargs="*", default=[500, 5000, 50000], help="numbers of queued groups")
     parser.add_argument("--out", type=Path, help="also write all figures here, as JSON")
+    parser.add_argument("--tiny", action="store_true", help="32 groups of one case, one server: that it runs")
     options = parser.parse_args()
+    if options.tiny:
+        options.repeats, options.groups, options.case, options.backlog = 1, 32, [CASES[1].name], [200]
     if options.groups % 32:
         parser.error("--groups has to be a multiple of 32")
     servers = [
         Server("ours", lambda port, _: [sys.executable, "-c", OURS, str(port)]),
         Server("ours, durable", lambda port, place: [sys.executable, "-c", OURS, str(port), place]),
     ]
+    if options.tiny:
+        del servers[0]
     if options.original:
         arguments = ["-m", "atroposlib.cli.run_api", "--host", "127.0.0.1", "--port"]
         servers.insert(0, Server("original", lambda port, _: [options.original, *arguments, str(port)]))

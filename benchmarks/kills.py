@@ -1,10 +1,10 @@
 """What becomes of `lachesis run` when its processes are killed: each of them three times, at random moments.
 
-Run ``python benchmarks/kills.py [--kills 3] [--seed 0] [--only VICTIM ...] [--engine vllm]``. Each row of the table is
-a run of its own, on the embedded engine's server, in which one process gets SIGKILL so many times. A killed trainer is
-started again with ``--resume``, as its user would; nothing else is touched. A run passes where it ends well, each batch
-that the rollout API made was trained on and none twice, the steps follow each other without a gap, and none of its
-processes is left.
+Run ``python benchmarks/kills.py [--kills 3] [--seed 0] [--only VICTIM ...] [--engine vllm] [--tiny]``. Each row of the
+table is a run of its own, on the embedded engine's server, in which one process gets SIGKILL so many times. A killed
+trainer is started again with ``--resume``, as its user would; nothing else is touched. A run passes where it ends well,
+each batch that the rollout API made was trained on and none twice, the steps follow each other without a gap, and none
+of its processes is left.
 """
 
 from __future__ import annotations
@@ -210,7 +210,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", choices=sorted(VICTIMS), default=list(VICTIMS))
     parser.add_argument("--engine", choices=ENGINES, default="embedded")
+    parser.add_argument("--tiny", action="store_true", help="the trainer is killed once: that it runs")
     args = parser.parse_args()
+    if args.tiny:
+        args.kills, args.only = 1, ["trainer"]
     say(f"{args.kills} kills each, seed {args.seed}, engine {args.engine}, {STEPS} steps of {BATCH} sequences\n")
     say("| killed | times | the run | groups lost | trained on twice | left behind | back after | whole run |")
     say("|---|---|---|---|---|---|---|---|")

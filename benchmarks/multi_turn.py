@@ -1,6 +1,6 @@
 """Rollouts of five turns with a tool: how many a second, and what of a step is not the model's own work.
 
-    PYTHONPATH=src python benchmarks/multi_turn.py [--steps 8] [--threads 2] [--profile]
+    PYTHONPATH=src python benchmarks/multi_turn.py [--steps 8] [--threads 2] [--profile] [--tiny]
     PYTHONPATH=src python benchmarks/multi_turn.py --episodes 2000
 
 The first trains the small model of `examples/tools`, after it has learned to ask its calculator in each of five turns,
@@ -47,8 +47,8 @@ def last_word(completions: list[Any], answer: list[str], **columns: Any) -> list
     return [float(bool(messages[-1].get("tool_calls"))) for messages in completions]
 
 
-def prepare(directory: Path) -> None:
-    """A model that asks its calculator in each turn, and problems."""
+def prepare(directory: Path, *, steps: int) -> None:
+    """A model that asks its calculator in each turn, after so many steps that teach it to, and problems."""
     import json
 
     torch.manual_seed(0)
@@ -57,7 +57,7 @@ def prepare(directory: Path) -> None:
     tokenizer = example.word_tokenizer()
     model = example.small_model(tokenizer)
     example.demonstration = five_turns
-    example.STEPS = 50  # enough to call the tool each time; the answers do not matter here
+    example.STEPS = steps  # few are enough to call the tool each time; the answers do not matter here
     example.supervised_start(model, tokenizer, rows)
     model.save_pretrained(directory / "model")
     tokenizer.save_pretrained(directory / "model")
@@ -88,7 +88,7 @@ class Timed:
             self.seconds += time.perf_counter() - started
 
 
-def train(directory: Path, *, steps: int, profile: bool) -> None:
+def train(directory: Path, *, steps: int, prompts: int, profile: bool) -> None:
     """Print rollouts a second, and the parts of a step."""
     config = {
         "run": {"steps": steps + 2},
@@ -100,7 +100,7 @@ def train(directory: Path, *, steps: int, profile: bool) -> None:
             "max_turns": TURNS,
         },
         "sampling": {"num_generations": GENERATIONS, "max_completion_length": 96, "temperature": 1.0},
-        "batch": {"prompts_per_step": PROMPTS},
+        "batch": {"prompts_per_step": prompts},
         "optimizer": {"learning_rate": 1e-6},
     }
     with lachesis.parts(config, rewards=[last_word]) as run:
@@ -214,14 +214,17 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--profile", action="store_true", help="what takes the time, function by function")
     parser.add_argument("--episodes", type=int, default=0, help="play so many with an engine that only waits")
+    parser.add_argument("--tiny", action="store_true", help="one step of one prompt, and 16 episodes: that both run")
     options = parser.parse_args()
+    if options.episodes or options.tiny:
+        play(options.episodes or 2 * GENERATIONS)
     if options.episodes:
-        play(options.episodes)
         return
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as directory:
-        prepare(Path(directory))
-        train(Path(directory), steps=options.steps, profile=options.profile)
+        prepare(Path(directory), steps=2 if options.tiny else 50)
+        steps, prompts = (1, 1) if options.tiny else (options.steps, PROMPTS)
+        train(Path(directory), steps=steps, prompts=prompts, profile=options.profile)
 
 
 if __name__ == "__main__":

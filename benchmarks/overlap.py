@@ -1,6 +1,6 @@
 """Does generation overlap with training: each alone, both at once, and a step of a synchronous and an asynchronous run.
 
-    PYTHONPATH=src python benchmarks/overlap.py [--engine vllm] [--bridge KIND] [--cores 0 1] [--out FILE.json]
+    PYTHONPATH=src python benchmarks/overlap.py [--engine vllm] [--bridge KIND] [--cores 0 1] [--tiny]
 
 One engine in a process of its own, one policy, and the parts that `lachesis train` puts together: rewards, advantages,
 packing, optimizer, transfer, proof of sync, metrics, rollouts and report belong to a step. What is measured of one
@@ -336,7 +336,10 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--port", type=int, default=9117)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-overlap")
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--tiny", action="store_true", help="one round of two steps, few tokens: that it runs")
     options = parser.parse_args()
+    if options.tiny:
+        options.prompts, options.tokens, options.rounds, options.steps, options.repeats = 2, 8, 1, 2, 1
     gpu = torch.cuda.is_available()
     options.bridge = options.bridge or ("shared_vllm" if options.engine == "embedded" else "lora_nccl")
     options.size = options.size or ("1.5B" if gpu else "small")
