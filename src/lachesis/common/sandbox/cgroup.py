@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from lachesis.common.sandbox import kernel
 from lachesis.common.sandbox.records import Limits
 
 _NEEDED = frozenset({"memory", "pids"})
@@ -137,7 +138,7 @@ def _try_to_enter(group: Cgroup) -> None:
             group.enter()
             code = 0
         finally:
-            os._exit(code)
+            kernel.end_process(code)
     if os.waitpid(child, 0)[1]:
         raise PermissionError(f"no process can be moved to {group.path}")
 
