@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -253,6 +254,13 @@ def steps(feed: RepeatedFeed, policy: Policy, numbers: range) -> list[tuple[list
     return seen
 
 
+@cache
+def straight_steps(old: OldLogprobs) -> list[tuple[list[str], float]]:
+    """Of a run that nothing stops."""
+    policy = make_policy(options=OPTIONS)
+    return steps(divided(GroupsFeed(), policy, uses=2, old=old), policy, range(1, 8))
+
+
 class TestSeveralStepsOfOneGeneration:
     def test_each_group_is_in_one_of_them_in_an_order_of_the_seed(self):
         policy = make_policy(options=OPTIONS)
@@ -319,17 +327,12 @@ class TestSeveralStepsOfOneGeneration:
     @pytest.mark.parametrize("old", ["sampler", "trainer"])
     @pytest.mark.parametrize("stopped", [1, 2, 3, 4, 5])
     def test_a_run_goes_on_exactly_with_the_next_one_after_a_restart(self, stopped: int, old: OldLogprobs):
-        def feed(inner: CountedFeed, policy: Policy) -> RepeatedFeed:
-            return divided(inner, policy, parts=2, uses=2, old=old)
-
-        straight = make_policy(options=OPTIONS)
-        expected = steps(feed(GroupsFeed(), straight), straight, range(1, 8))
         policy = make_policy(options=OPTIONS)
-        first = feed(GroupsFeed(), policy)
+        first = divided(GroupsFeed(), policy, uses=2, old=old)
         seen = steps(first, policy, range(1, stopped + 1))
-        second = feed(GroupsFeed(), policy)
+        second = divided(GroupsFeed(), policy, uses=2, old=old)
         second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-        assert seen + steps(second, policy, range(stopped + 1, 8)) == expected
+        assert seen + steps(second, policy, range(stopped + 1, 8)) == straight_steps(old)
 
     def test_one_step_takes_the_batch_as_it_is(self):
         inner, policy = CountedFeed(), make_policy(options=OPTIONS)

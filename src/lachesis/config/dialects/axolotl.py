@@ -37,6 +37,8 @@ from lachesis.config.schema import PipelineConfig
 from lachesis.config.steps import oldest_sample
 
 _ROW_KEYS = ("path", "name", "split")
+_FSDP = "fsdp_config."
+_FSDP_KEYS = {name: name.removeprefix(_FSDP) for name in AXOLOTL.entries if name.startswith(_FSDP)}
 _FLOAT8_RECIPES = {"tensorwise": "float8", "rowwise": "float8_rowwise"}
 _MANAGED = {
     "vllm.gpu_memory_utilization": "gpu_memory_utilization",
@@ -77,8 +79,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
 
 
 def _fsdp_options(translation: Translation) -> dict[str, tuple[str, Any]]:
-    names = [name for name in AXOLOTL.entries if name.startswith("fsdp_config.") and translation.has(name)]
-    keys = {name: name.removeprefix("fsdp_config.") for name in names}
+    keys = {name: key for name, key in _FSDP_KEYS.items() if translation.has(name)}
     return {option_of(key): (name, translation.value(name)) for name, key in keys.items() if is_known_option(key)}
 
 

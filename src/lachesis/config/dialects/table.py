@@ -101,14 +101,11 @@ class Dialect:
         self.by_path: dict[str, list[Entry]] = {}
         for entry in entries:
             self.by_path.setdefault(entry.path, []).append(entry)
+        # The names that a file of theirs can begin with.
+        self.top_level = frozenset(name.partition(".")[0] for name in self.entries) | self.open_sections
         self._parents = {
             name[:end] for name in self.entries for end, letter in enumerate(name) if letter == "."
         } | self.open_sections
-
-    @property
-    def top_level(self) -> frozenset[str]:
-        """The names that a file of theirs can begin with."""
-        return frozenset(name.partition(".")[0] for name in self.entries) | self.open_sections
 
     def is_section(self, name: str) -> bool:
         """Whether the name has further names below it."""

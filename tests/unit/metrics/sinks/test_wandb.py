@@ -127,15 +127,6 @@ def test_a_refusal_becomes_a_config_error(tmp_path: Path, monkeypatch: pytest.Mo
         sink(tmp_path)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is an extra of the package")
-def test_real_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    real = sink(tmp_path)
-    real.write(StepRecord(step=1, values={"reward": 0.5}))
-    real.close()
-    assert list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
-
-
 @pytest.mark.parametrize(
     ("environment", "mode"),
     [({}, "offline"), ({"WANDB_API_KEY": "k"}, "online"), ({"WANDB_MODE": "disabled"}, None)],
