@@ -43,7 +43,7 @@ def test_an_adapter_learns_and_generates_on_one_network(kind: str, tmp_path: Pat
 def test_vllm_serves_whole_weights_beside_a_quantized_trainer(kind: str, bridge: str, tmp_path: Path):
     """The base differs by its rounding; the adapter arrives bit for bit, which its digests prove."""
     model = write_model(tmp_path / "model", "qwen2")
-    with live(model, tmp_path, bridge={"kind": bridge}, lora=True, quantization=kind) as (side, policy):
+    with live(model, tmp_path, bridge={"kind": bridge}, lora=True, base=kind) as (side, policy):
         layers = quantized_layers(policy.transformer)
         assert layers and all(layer.weight.device.type == "cuda" for layer in layers)
         whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)

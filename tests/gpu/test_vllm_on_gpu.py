@@ -73,7 +73,7 @@ def live(
     *,
     bridge: dict[str, Any],
     lora: bool = False,
-    quantization: str = "none",
+    base: str = "none",
     **engine: Any,
 ) -> Iterator[tuple[EngineSide, Policy]]:
     """The two sides of a run, after the first sync."""
@@ -84,7 +84,7 @@ def live(
     config = LachesisConfig.model_validate(
         {
             "run": {"name": "run", "dir": str(directory), "steps": 1000},
-            "model": {"path": str(model), "dtype": "bfloat16", "device": "cuda", "quantization": quantization},
+            "model": {"path": str(model), "dtype": "bfloat16", "device": "cuda", "quantization": base},
             "adapter": {"kind": "lora", "r": 4} if lora else {"kind": "none"},
             "engine": engine if engine.get("kind") == "http" else managed | engine,
             "bridge": bridge,

@@ -25,10 +25,12 @@ def by_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     rounded = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scales = torch.empty((weight.shape[0], 1), dtype=torch.float32, device=weight.device)
+    # By a number torch would multiply with its reciprocal on a GPU, which is off in the last bit.
+    largest = torch.tensor(_LARGEST, device=weight.device)
     step = max(1, _CHUNK // max(1, weight.shape[1]))
     for start in range(0, weight.shape[0], step):
         rows = weight[start : start + step].float()
-        scale = (rows.abs().amax(dim=1, keepdim=True) / _LARGEST).clamp_(min=_LEAST_SCALE)
+        scale = (rows.abs().amax(dim=1, keepdim=True) / largest).clamp_(min=_LEAST_SCALE)
         scales[start : start + step] = scale
         rounded[start : start + step] = (rows / scale).clamp_(-_LARGEST, _LARGEST).to(FP8)
     return rounded, scales
