@@ -126,13 +126,17 @@ def check_updates(side: EngineSide, policy: Policy, *, updates: int = 3, toleran
 )
 def test_an_engine_in_8_bits_holds_what_the_trainer_would_round_to(kind: str, keys: dict[str, Any], tmp_path: Path):
     """With CUDA graphs: what they read has to stay where it is when it is rounded anew."""
-    model = write_model(tmp_path / "model", "qwen3", **ARCHITECTURES["qwen3"])
+    # vLLM 0.26 tries adapters on a head in 8 bits with its sides exchanged, which takes more tokens than hidden values.
+    model = write_model(tmp_path / "model", "qwen3", **{**ARCHITECTURES["qwen3"], "vocab_size": 512})
     lora = kind.startswith("lora")
     bridge = {"kind": kind}
     with live(model, tmp_path, bridge=bridge, lora=lora, enforce_eager=False, **keys) as (side, policy):
+        check_updates(side, policy, updates=2, tolerance=1.0)
         if keys.get("enable_sleep_mode"):
             side.bridge.rest()
-        check_updates(side, policy, tolerance=1.0)
+        policy.accumulate(pack(random_groups(groups=2, samples=4, longest=6, seed=3), max_tokens=256))
+        with side.bridge.update_to(3):
+            policy.step()
         assert isinstance(side.bridge.proof, FleetProof) and isinstance(side.bridge.engine, HttpEngine)
         proof = side.bridge.proof.of(side.bridge.engine.living[0])
         ours = proof.trainer_digests()
