@@ -26,14 +26,13 @@ from lachesis.train.batch import Batch, pack
 from lachesis.train.distributed.control import (
     ControlGroup,
     abort_collectives,
-    attempt_store,
     destroying_process_group,
     init_process_group,
-    job_store,
     rank_device,
 )
 from lachesis.train.distributed.follower import Follower
 from lachesis.train.distributed.fsdp2 import Fsdp2
+from lachesis.train.distributed.job import join_job
 from lachesis.train.distributed.leader import BUILD, Leader, LeadingPolicy
 from lachesis.train.distributed.strategy import Replicate, SingleDevice, Strategy
 from lachesis.train.model.loading import LoadedModel, add_lora
@@ -211,8 +210,8 @@ def main() -> None:
     assert world is not None
     device = rank_device(world, wanted=asked.device)
     known = CASES | GPU_CASES
-    store = attempt_store(world, job_store(world, limit_s=LIMIT_S))
-    control = ControlGroup(world, store, limit_s=LIMIT_S)
+    job = join_job(world, limit_s=LIMIT_S)
+    control = ControlGroup(world, job.store, limit_s=LIMIT_S, secret=job.secret)
 
     def backend_of(case: Case) -> Strategy:
         config = DistributedConfig(**dict(case.distributed))
@@ -222,7 +221,7 @@ def main() -> None:
         case = known[data["case"]]
         return build(case, backend_of(case), device=device), 0
 
-    init_process_group(world, store, device=device, limit_s=LIMIT_S)
+    init_process_group(world, job.store, device=device, limit_s=LIMIT_S, secret=job.secret)
     if world.rank > 0:
         with destroying_process_group():
             Follower(control, build=build_part, end_process=lambda error: os._exit(1)).follow()

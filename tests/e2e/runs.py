@@ -78,15 +78,21 @@ def write_reward(directory: Path, body: str) -> str:
 def write_dying_loss(directory: Path, *, rank: int, at_call: int) -> str:
     """A loss, as a configuration names it, at one call of which the process of that rank is killed.
 
-    Where torchrun has started all ranks again, nobody is.
+    Where torchrun has started all ranks again, nobody is. When it was killed, and each was started: ``times``.
     """
+    times = directory / "times"
+    times.mkdir(parents=True)
     (directory / "dying.py").write_text(
-        "import os, signal\n"
+        "import os, pathlib, psutil, signal, time\n"
+        "attempt = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')\n"
+        f"times = pathlib.Path({str(times)!r})\n"
+        "started = times / f'{attempt}-{os.environ[\"RANK\"]}'\n"
+        "started.write_text(str(psutil.Process().create_time()))\n"
         "calls = []\n"
         "def loss(logprobs, *, ratio, advantages, **rest):\n"
         "    calls.append(1)\n"
-        "    first = os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0'\n"
-        f"    if first and os.environ['RANK'] == '{rank}' and len(calls) == {at_call}:\n"
+        f"    if attempt == '0' and os.environ['RANK'] == '{rank}' and len(calls) == {at_call}:\n"
+        "        (times / 'killed').write_text(str(time.time()))\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
         "    return -ratio * advantages\n"
     )

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
-from tests.e2e.runs import run_here, state, tape, torchrun, untimed, weights, write_dying_loss, write_run
+from tests import warm
+from tests.e2e.runs import environment, run_here, state, tape, torchrun, untimed, weights, write_dying_loss, write_run
+from tests.ports import free_port
 from tests.ranks_program import CASES
+from tests.waiting import until
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "run": {"steps": 6},
@@ -21,6 +28,20 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "algorithm": {"beta": 0.1},
     "checkpoint": {"every_steps": 3, "save_final": True},
 }
+LAUNCHER = """
+import os, sys
+port, config = sys.argv[1:]
+for rank in range(2):
+    if os.fork() == 0:
+        here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_RUN_ID": "test"}
+        os.environ |= {name: str(value) for name, value in here.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        sys.argv[1:] = ["train", config]
+        from lachesis.cli import main
+        main()
+for _ in range(2):
+    os.wait()
+"""
 # By how often the passes of all ranks meet, which depends on the number of ranks.
 PASSES = ("micro_batches", "tokens_forward")
 
@@ -53,6 +74,14 @@ def completions(run_dir: Path) -> dict[str, list[Any]]:
         for name, text in tape(run_dir).items()
         for rows in [[json.loads(row) for row in text.splitlines()]]
     }
+
+
+def soon_s() -> float:
+    """Seconds within which all ranks have ended once one of them, or what has started them, was killed.
+
+    Two, on cores that nothing else waits for: they have things to close and to say.
+    """
+    return 2.0 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 # What the straight run does by itself, as parts of the user's own.
@@ -111,6 +140,9 @@ def run_that_may_restart(directory: Path, *, killed: int) -> Path:
     done = torchrun(2, "lachesis", "train", config, max_restarts=1)
     assert done.code == 0, done.err
     assert ("the run goes on from its last checkpoint" in done.err) == (killed >= 0), done.err
+    if killed >= 0:  # those that are started again are once all have ended
+        started = min(float(path.read_text()) for path in (directory / "times").glob("1-*"))
+        assert 0 < started - float((directory / "times/killed").read_text()) < soon_s()
     return directory / "runs/proof"
 
 
@@ -128,3 +160,21 @@ def test_what_torchrun_starts_again_goes_on_from_its_last_checkpoint(tmp_path: P
     assert completions(found) == completions(expected)
     for name, tensor in weights(expected).items():
         assert torch.equal(weights(found)[name], tensor), name
+
+
+def test_ranks_end_with_what_started_them_though_it_is_killed(tmp_path: Path):
+    """torchrun cannot stop them then. Here it is a small program, whose ranks are forked off it."""
+    config = write_run(tmp_path, **SECTIONS | {"run": {"steps": 100_000}})
+    with (tmp_path / "log").open("wb") as log:
+        words = [sys.executable, "-c", LAUNCHER, str(free_port()), str(config)]
+        launcher = warm.Popen(words, env=environment(), stdout=log, stderr=log)
+    try:
+        until(lambda: (tmp_path / "runs/proof/metrics.jsonl").exists(), (tmp_path / "log").read_text)
+        ranks = psutil.Process(launcher.pid).children()
+    finally:
+        launcher.kill()
+    killed = time.monotonic()
+    assert len(ranks) == 2
+    until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
+    assert time.monotonic() - killed < soon_s()
+    assert "has ended, and its ranks with it" in (tmp_path / "log").read_text()

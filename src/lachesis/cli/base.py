@@ -7,8 +7,10 @@ import os
 import shlex
 import signal
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -19,7 +21,7 @@ from rich.text import Text
 
 from lachesis import __version__
 from lachesis.cli.commands import Commands
-from lachesis.common.errors import LachesisError, StopRequested
+from lachesis.common.errors import LachesisError, StopRequested, TrainingError
 from lachesis.common.types import Finding
 from lachesis.common.world import World, find_world
 
@@ -203,6 +205,8 @@ def conclude(summary: RunSummary, stop: Sequence[int], command: Sequence[str]) -
 def world_of_leader() -> World | None:
     """The ranks that this process leads; None where it is alone. One that is led takes part, and exits at the end."""
     world = find_world(os.environ)
+    if world is not None and "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(end=_end_process)
     if world is None or world.rank == 0:
         return world
     from lachesis.run.ranks import ToldLeader, follow
@@ -219,6 +223,25 @@ def world_of_leader() -> World | None:
             error_console.print_exception()
         raise typer.Exit(error.exit_code) from error
     raise typer.Exit
+
+
+def end_with_parent(
+    *, end: Callable[[LachesisError], None], parent: Callable[[], int] = os.getppid, every_s: float = 0.2
+) -> threading.Thread:
+    """From another thread call ``end`` once torchrun, which has started this process, is gone, however it ended.
+
+    It stops its ranks where it can; where it was killed they would go on, and hold GPUs that the next run wants.
+    """
+    started_by = parent()
+
+    def watch() -> None:
+        while parent() == started_by:
+            time.sleep(every_s)
+        end(TrainingError(f"torchrun (process {started_by}) has ended, and its ranks with it", remedy="start it again"))
+
+    thread = threading.Thread(target=watch, name="lachesis-parent", daemon=True)
+    thread.start()
+    return thread
 
 
 def _end_process(error: LachesisError) -> None:

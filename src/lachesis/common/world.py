@@ -16,7 +16,8 @@ HOW_TO_START = "torchrun --nproc-per-node N -m lachesis train CONFIG.yaml"
 class World:
     """``size`` ranks over all nodes, ``local_size`` of them here; this is ``rank``, on device ``local_rank``.
 
-    ``restarts`` counts how often torchrun has started all of them again.
+    ``restarts`` counts how often torchrun has started all of them again; ``one_machine`` that a launcher
+    says that they are all here.
     """
 
     rank: int
@@ -24,6 +25,7 @@ class World:
     local_rank: int
     local_size: int
     restarts: int = 0
+    one_machine: bool = False
 
 
 def world_size(environment: Mapping[str, str]) -> int:
@@ -58,6 +60,7 @@ def find_world(environment: Mapping[str, str]) -> World | None:
             local_rank=int(environment.get("LOCAL_RANK", rank)),
             local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
             restarts=int(environment.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            one_machine="TORCHELASTIC_RUN_ID" in environment and environment.get("LOCAL_WORLD_SIZE") == str(size),
         )
     except (KeyError, ValueError) as error:
         raise ConfigError(

@@ -146,7 +146,7 @@ def _train_once(
     config = loaded.config
     findings = [*loaded.findings, *check(config, located=loaded.located, name=loaded.name)]
     directory = Path(config.run.dir) / config.run.name
-    if world is not None and began_before(world, directory):
+    if world is not None and began_before(world, directory, limit_s=config.deadlines.ranks_s):
         resume = _can_resume(directory, restarts=world.restarts)
         overwrite = not resume
     run = claim_run(directory, resume=resume, overwrite=overwrite)
@@ -169,7 +169,7 @@ def _train_once(
             for finding in findings:
                 log.print(f"{finding.level}: {finding.message}", markup=False)
             if leadership is not None:
-                leadership.note_begun(run.path)
+                leadership.job.note_begun(run.path)
             run.update(owner=parts.place.owner)
             parts.side.keep_log(run.files["logs"] / "engine.log")
             trainer, start, hub = build_trainer(

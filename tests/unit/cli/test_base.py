@@ -4,6 +4,8 @@ import logging
 
 import lachesis.__main__
 import lachesis.cli.base
+from lachesis.cli.base import end_with_parent
+from lachesis.common.errors import LachesisError
 
 
 def test_what_libraries_say_at_their_import_is_not_on_the_screen():
@@ -11,3 +13,11 @@ def test_what_libraries_say_at_their_import_is_not_on_the_screen():
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger().handlers)
     assert logging.getLogger("torch.utils._pytree").level == logging.ERROR
     assert callable(lachesis.__main__.main)
+
+
+def test_a_rank_ends_once_torchrun_has():
+    parents = iter([7, 7, 7, 1])
+    ended: list[LachesisError] = []
+    end_with_parent(end=ended.append, parent=lambda: next(parents), every_s=0.0).join()
+    (error,) = ended
+    assert error.message == "torchrun (process 7) has ended, and its ranks with it"

@@ -1,4 +1,4 @@
-"""How ranks find one another through torchrun's store, and the two process groups that they make.
+"""The two process groups that the ranks of a job make, once they have met (:mod:`~lachesis.train.distributed.job`).
 
 A model's tensors travel in the default one. In the control group, of gloo beside it, rank 0 announces its turns. It is
 no group of torch's registry: aborting NCCL's collectives takes all of those down, and this one has to live on, so that
@@ -6,8 +6,8 @@ who is gone can be named. It has no timeout to speak of, for rank 0 may generate
 process has died gloo says at once, by the connection that is closed.
 
 Messages are bytes of our codec (:mod:`~lachesis.train.distributed.messages`). ``dist.broadcast_object_list`` would be
-pickle, which runs what it is sent; neither torchrun's store nor gloo asks who connects, so whoever reaches their ports
-could send it.
+pickle, which runs what it is sent; gloo does not ask who connects, so before a group is used its ranks prove to one
+another that they belong to the job.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
-from torch.distributed.rendezvous import rendezvous
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, TrainingError, first_line
-from lachesis.common.world import HOW_TO_START, World
+from lachesis.common.world import World
+from lachesis.train.distributed.job import LOOPBACK, on_loopback, prove, seal, unseal
 from lachesis.train.distributed.messages import decode, encode
 
 _LONG = timedelta(days=30)
@@ -58,33 +58,20 @@ def rank_device(world: World, *, wanted: str) -> torch.device:
     return device
 
 
-def job_store(world: World, *, limit_s: float) -> Store:
-    """The store of the whole torchrun job. It outlives ranks: what an attempt has set, those after it find.
-
-    Raises:
-        DeadlineExceeded: it was not there in time.
-    """
-    try:
-        store, _, _ = next(iter(rendezvous("env://", world.rank, world.size, timeout=timedelta(seconds=limit_s))))
-    except (RuntimeError, ValueError) as error:
-        raise DeadlineExceeded(
-            f"rank {world.rank} of {world.size} did not reach the store of torchrun: {first_line(error)}",
-            remedy=f"start all ranks with {HOW_TO_START}",
-        ) from error
-    return store
-
-
-def attempt_store(world: World, store: Store) -> Store:
-    """The part of the job's store for this attempt: after a restart the addresses of the one before are dead."""
-    return PrefixStore(f"lachesis/attempt/{world.restarts}", store)
-
-
-def init_process_group(world: World, store: Store, *, device: torch.device, limit_s: float) -> None:
+def init_process_group(world: World, store: Store, *, device: torch.device, limit_s: float, secret: str = "") -> None:
     """Make the default process group, of all ranks; every collective has ``limit_s`` seconds.
 
     Raises:
         DeadlineExceeded: not all came in time.
+        TrainingError: one of them does not have the job's secret.
     """
+    with on_loopback(wanted=world.one_machine):
+        _join_default_group(world, store, device=device, limit_s=limit_s)
+    group = c10d._get_default_group()._get_backend(torch.device("cpu"))
+    prove(group, rank=world.rank, size=world.size, secret=secret, limit_s=limit_s, name="rank {}".format)
+
+
+def _join_default_group(world: World, store: Store, *, device: torch.device, limit_s: float) -> None:
     try:
         # No device_id, by which torch 2.11 splits this group for a mesh of several dimensions: it crashes there in a
         # process that has a gloo group outside of the registry, as the control group is. NCCL takes the current device.
@@ -139,21 +126,27 @@ class ControlGroup:
         world: this process among them.
         store: of this attempt.
         limit_s: how long ranks wait for one another; the others take over rank 0's when they hear of it.
+        secret: of the job, which each rank shows each other that it has.
 
     Raises:
         DeadlineExceeded: not all came in time.
+        TrainingError: one of them does not have the secret.
     """
 
-    def __init__(self, world: World, store: Store, *, limit_s: float) -> None:
+    def __init__(self, world: World, store: Store, *, limit_s: float, secret: str = "") -> None:
         self.rank = world.rank
         self.size = world.size
         identity = f"process {os.getpid()} on {socket.gethostname()}"
-        store.set(f"rank/{self.rank}", json.dumps([identity, limit_s]))
+        key = f"rank/{self.rank}"
+        store.set(key, seal(secret, key, json.dumps([identity, limit_s])))
+        self._secret = secret
         identity, self.limit_s = self._await(0, store, limit_s=limit_s)
         self._names = [f"the leader, rank 0 ({identity}),"]
         for rank in range(1, self.size):
             self._names.append(f"rank {rank} ({self._await(rank, store, limit_s=self.limit_s)[0]})")
-        self._group: Any = ProcessGroupGloo(PrefixStore("control", store), self.rank, self.size, _LONG)
+        self._group: Any = _control_group(world, PrefixStore("control", store))
+        proof = {"rank": self.rank, "size": self.size, "secret": secret, "limit_s": self.limit_s}
+        prove(self._group, **proof, name=self.name)
 
     def name(self, rank: int) -> str:
         """A rank with its process and machine, in words."""
@@ -203,7 +196,7 @@ class ControlGroup:
         try:
             with deadline.waiting():
                 store.wait([key], timedelta(seconds=limit_s))
-                return json.loads(store.get(key))
+                return json.loads(unseal(self._secret, key, store.get(key).decode()))
         except RuntimeError as error:
             raise DeadlineExceeded(
                 f"rank {self.rank} heard nothing of rank {rank} of {self.size} for {limit_s:g} s, or torchrun ended",
@@ -212,6 +205,14 @@ class ControlGroup:
 
     def _gone(self, rank: int) -> Gone:
         return Gone(f"{self.name(rank)} has ended without a word", remedy="read what it printed last, or its log")
+
+
+def _control_group(world: World, store: Store) -> Any:
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = _LONG
+    options._devices = [gloo.create_device(hostname=LOOPBACK) if world.one_machine else gloo.create_default_device()]
+    return gloo(store, world.rank, world.size, options)
 
 
 def _write(message: Any, move: Callable[[Tensor], object]) -> None:

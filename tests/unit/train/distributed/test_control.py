@@ -12,7 +12,8 @@ import torch.distributed as dist
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded
 from lachesis.common.world import World
-from lachesis.train.distributed.control import ControlGroup, Tag, attempt_store
+from lachesis.train.distributed.control import ControlGroup, Tag
+from lachesis.train.distributed.job import attempt_store
 from lachesis.train.distributed.messages import Answer, Turn
 
 LIMIT_S = 60.0
