@@ -31,6 +31,7 @@ KINDS = {
     "How-to guides": [
         "quickstart-by-mode",
         "data-and-rewards",
+        "distillation",
         "custom",
         "code",
         "environments",

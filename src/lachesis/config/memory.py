@@ -33,7 +33,7 @@ TRANSFER_BYTES = 256 * 2**20
 # cuBLAS keeps a workspace of this size, which torch allocates for it (NVIDIA's advice for Hopper; 8 MiB before).
 _CUBLAS_BYTES = 32 * 2**20
 
-_SHARDED = ("weights", "gradients", "adapter", "optimizer states", "reference")
+_SHARDED = ("weights", "gradients", "adapter", "optimizer states", "reference", "teacher")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +70,25 @@ def trainable_parameters(config: LachesisConfig, shape: ModelShape) -> int:
 
 
 def memory_parts(
-    config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, device: str, devices: int = 1
+    config: LachesisConfig,
+    shape: ModelShape,
+    *,
+    lengths: Lengths,
+    device: str,
+    devices: int = 1,
+    teacher: ModelShape | None = None,
 ) -> list[Part]:
-    """What the trainer and the engine hold, and when, on one of ``devices``; ``device`` is ``cuda`` or ``cpu``."""
+    """What the trainer and the engine hold, and when, on one of ``devices``; ``device`` is ``cuda`` or ``cpu``.
+
+    Args:
+        teacher: the shape of the model that ``algorithm.teacher`` names.
+    """
     width = weight_bytes(config, shape, device=device)
     parts = [
         *_held_parts(config, shape, width=width, device=device),
         *_pass_parts(config, shape, lengths=lengths, width=width, device=device),
         *_update_parts(config, shape, width=width, device=device),
+        *_teacher_parts(config, shape, teacher, lengths=lengths, device=device),
         *_engine_parts(config, shape, lengths=lengths, width=width),
     ]
     return _sharded([part for part in parts if part.bytes], config, shape, devices=devices, width=width)
@@ -306,6 +317,25 @@ def _reference_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -
     if config.adapter.kind == "lora":
         return trainable_parameters(config, shape) * width if algorithm.kl_reference == "ema" else 0
     return shape.parameters * width
+
+
+def _teacher_parts(
+    config: LachesisConfig, shape: ModelShape, teacher: ModelShape | None, *, lengths: Lengths, device: str
+) -> Iterator[Part]:
+    """A frozen model beside the policy, and what it says of each token: twice for a moment, while it is put together.
+
+    Its own pass keeps nothing for a backward pass, and is over before that of the policy begins.
+    """
+    options = config.algorithm.teacher
+    if options is None:
+        return
+    if teacher is not None:
+        yield Part("teacher", "trainer", ALWAYS, teacher.parameters * weight_bytes(config, teacher, device=device))
+    if options.estimate == "exact":
+        known, each = shape.vocab, 2 * 4
+        if options.top_k is not None and options.top_k < known:
+            known, each = options.top_k, 2 * (4 + 8)
+        yield Part("teacher's logprobs", "trainer", ("passes",), lengths.microbatch * known * each)
 
 
 def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int) -> list[Part]:

@@ -5,8 +5,8 @@ file of another trainer's all paths are relative to the current directory, as th
 there is looked for beside the file. Values that could also be something else are paths when they look like one
 or when the file is there:
 
-- ``model.path`` and ``model.tokenizer``: what begins with ``.``, ``/`` or ``~`` and what exists as a
-  directory; everything else is a hub id. With ``run.setup``, which builds the model, ``model.path`` is a
+- ``model.path``, ``model.tokenizer`` and ``algorithm.teacher.model``: what begins with ``.``, ``/`` or ``~`` and what
+  exists as a directory; everything else is a hub id. With ``run.setup``, which builds the model, ``model.path`` is a
   path in any case.
 - ``source.environment``: what ends in ``.py``; everything else is an installed package.
 - ``data.path`` and the paths of other datasets: what begins so, what exists, and what ends as a data file does
@@ -69,7 +69,12 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
             more=lambda dataset: _resolved(dataset, path=places.data, transform=places.function),
         ),
         "rewards": _resolved(config.rewards, functions=places.reward),
-        "algorithm": _resolved(config.algorithm, loss=places.part, advantage=places.part),
+        "algorithm": _resolved(
+            config.algorithm,
+            loss=places.part,
+            advantage=places.part,
+            teacher=lambda teacher: _resolved(teacher, model=places.model),
+        ),
         "optimizer": _resolved(config.optimizer, function=places.part, schedule_function=places.part),
         "logging": _resolved(config.logging, sinks=places.part, health_rules=places.part),
         "engine": _resolved(config.engine, function=places.part, urls=places.address),

@@ -18,7 +18,7 @@ from lachesis.config.memory import (
     memory_parts,
     trainable_parameters,
 )
-from lachesis.config.model_shape import FoundShape, ModelShape, find_shape
+from lachesis.config.model_shape import FoundShape, ModelShape, find_shape, read_shape
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import (
     nearest_divisors,
@@ -104,7 +104,13 @@ def plan(
     shape = None if found is None else found.shape
     lengths = _lengths(config, shape)
     batches = _batches(config, lengths)
-    parts = [] if shape is None else memory_parts(config, shape, lengths=lengths, device=chosen, devices=devices)
+    taught = config.algorithm.teacher
+    teacher = None if taught is None else read_shape(taught.model, revision=taught.revision)
+    parts = (
+        []
+        if shape is None
+        else memory_parts(config, shape, lengths=lengths, device=chosen, devices=devices, teacher=teacher)
+    )
     return Plan(
         batches=batches,
         lengths=lengths,
@@ -116,7 +122,7 @@ def plan(
         export=None if shape is None else export_bytes(config, shape, device=chosen),
         exports_kept=getattr(config.bridge, "keep_last", -1) + 1,  # the one being written included
         checkpoints_kept=config.checkpoint.keep_last if _saves(config) else 1,
-        notes=tuple(_notes(config, batches, lengths=lengths, found=found)),
+        notes=(*_notes(config, batches, lengths=lengths, found=found), *_teacher_notes(config, teacher)),
         devices=devices,
     )
 
@@ -247,6 +253,13 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found:
         )
     elif found.source == "table":
         yield f"{config.model.path} has no config.json here: its shape is that of the table of known models"
+
+
+def _teacher_notes(config: LachesisConfig, teacher: ModelShape | None) -> Iterator[str]:
+    """Where the teacher's memory is not known."""
+    options = config.algorithm.teacher
+    if options is not None and teacher is None:
+        yield f"the teacher {options.model} has no config.json here: its weights are not counted"
 
 
 def _prompt_notes(config: LachesisConfig, *, lengths: Lengths, shape: ModelShape | None) -> Iterator[str]:

@@ -58,6 +58,10 @@ METRICS: Mapping[str, Metric] = {
             "only (mode collapse).", (0.05, 0.5),
         ),
         Metric("kl_reference", "KL to the base model", "nats", "How far the policy is from its start."),
+        Metric(
+            "distill_kl", "Divergence from the teacher", "nats", "How far the policy is from algorithm.teacher on its "
+            "own samples, a token: the divergence that is learned from, over what is known of the teacher.",
+        ),
         Metric("reward", "Reward", "", "Mean total reward of all completions of the step.", (0.15, None)),
         Metric(
             "reward_std", "Spread in a group", "", "Mean deviation of the rewards of a group. Where it is 0 "

@@ -36,12 +36,14 @@ from lachesis.train.iterations import Pack, RepeatedFeed, undivided
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from lachesis.train.losses.custom import load_custom_loss
 from lachesis.train.losses.custom_advantage import custom_assigner, load_custom_advantage
+from lachesis.train.losses.teacher import shares
 from lachesis.train.model.loading import (
     LoadedModel,
     WeightSource,
     context_length,
     eos_token_ids,
     load_model,
+    load_teacher,
 )
 from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
@@ -75,7 +77,7 @@ def policy_of(
     loaded: LoadedModel, config: LachesisConfig, *, strategy: Strategy, make: Callable[..., Policy] = Policy
 ) -> Policy:
     """Make a loaded model learn; arguments as :func:`build_policy`."""
-    length, loss = config.sampling.max_completion_length, config.algorithm.loss
+    length, loss, taught = config.sampling.max_completion_length, config.algorithm.loss, config.algorithm.teacher
     policy = make(
         loaded,
         strategy=strategy,
@@ -91,6 +93,9 @@ def policy_of(
         packing=config.model.packing,
         compile_layers=compiles(config, device=strategy.device(loaded.transformer)),
         custom_loss=load_custom_loss(loss, max_completion_length=length) if loss else None,
+        teacher=load_teacher(taught, config.model, tokenizer=loaded.tokenizer, on_cpu=strategy.sharded)
+        if taught
+        else None,
     )
     policy.pack = partial(pack_batch, config=config, policy=policy)
     return policy
@@ -262,6 +267,7 @@ def build_evaluation(
 def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Policy) -> Batch:
     """Pack as the batch section says; sequences are left out only where that changes nothing."""
     algorithm = config.algorithm
+    mixture = {} if algorithm.teacher is None else {"shares": shares(algorithm.teacher)}
     return pack_for_ranks(
         groups,
         ranks=policy.strategy.world_size,
@@ -272,4 +278,5 @@ def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Polic
         share_prefixes=policy.plan.packed,
         old_logprobs="trainer" if algorithm.sampler_correction != "none" else "sampler",
         replayed_old_logprobs="trainer" if config.pipeline.replay_recompute_logps else "sampler",
+        **mixture,
     )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import zip_longest
@@ -32,6 +32,13 @@ from lachesis.train.prefix_tree import branches
 T = TypeVar("T")
 OldLogprobs = Literal["sampler", "trainer"]
 """Whose logprobs the importance ratio compares with: what the samples came with, or the trainer's at first use."""
+
+
+class Shares(NamedTuple):
+    """What the advantages of a group are multiplied by, and a teacher's part of its loss."""
+
+    reward: float = 1.0
+    teacher: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class MicroBatch:
         old_logprobs: float [N], log π_old of the importance ratio; NaN leaves it to the policy, which takes its
             own at the batch's first use (:mod:`lachesis.train.iterations` says when which is right).
         advantages: float32 [S]; or [N], where a sample of the micro-batch has advantages of single tokens.
+        teacher_weights: float32 [S], what a teacher's part of each row's loss is multiplied by.
     """
 
     input_ids: Tensor
@@ -71,6 +79,7 @@ class MicroBatch:
     sampling_logprobs: Tensor
     old_logprobs: Tensor
     advantages: Tensor
+    teacher_weights: Tensor
 
     @property
     def num_inputs(self) -> int:
@@ -111,11 +120,12 @@ class Batch:
 
 
 class _Row(NamedTuple):
-    """A sample of the batch, where its old logprobs are from, and the number of its group."""
+    """A sample of the batch, where its old logprobs are from, the number of its group, and what its loss is made of."""
 
     sample: Sample
     old_logprobs: OldLogprobs
     group: int
+    shares: Shares = Shares()
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +174,7 @@ def pack(
     share_prefixes: bool = True,
     old_logprobs: OldLogprobs = "sampler",
     replayed_old_logprobs: OldLogprobs = "sampler",
+    shares: Callable[[Group], Shares] = lambda group: Shares(),
 ) -> Batch:
     """Pack scored groups (advantages set) into micro-batches of at most ``max_tokens`` inputs.
 
@@ -179,13 +190,14 @@ def pack(
             attention cannot be replaced.
         old_logprobs, replayed_old_logprobs: what the importance ratio compares with, for fresh groups and for
             those from the replay buffer.
+        shares: how much of each group's loss is the rewards' and how much a teacher's.
 
     Raises:
         TrainingError: no sample has a token to learn from (truncated ones aside: a step may consist of them),
             or a sample is malformed.
     """
     rows = [
-        _Row(sample, replayed_old_logprobs if group.replayed else old_logprobs, number)
+        _Row(sample, replayed_old_logprobs if group.replayed else old_logprobs, number, shares(group))
         for number, group in enumerate(groups)
         for sample in group.samples
     ]
@@ -309,6 +321,7 @@ class _Stream:
         self.old_logprobs: list[float] = []
         self.advantages: list[float] = []
         self.token_advantages: list[float] = []
+        self.teacher_weights: list[float] = []
         self.by_token = False
 
     def add_segment(self, ids: Sequence[int], *, context: Sequence[int]) -> range:
@@ -360,10 +373,11 @@ class _Stream:
         sampled = [sample.logprobs[i] for i in counted]
         self.sampling_logprobs.extend(sampled)
         self.old_logprobs.extend(sampled if row.old_logprobs == "sampler" else [math.nan] * len(counted))
-        self.advantages.append(sample.advantage or 0.0)
-        added = sample.token_advantages
+        self.teacher_weights.append(row.shares.teacher)
+        advantage, added = sample.advantage or 0.0, sample.token_advantages
         self.by_token |= added is not None
-        self.token_advantages.extend((sample.advantage or 0.0) + (added[i] if added else 0.0) for i in counted)
+        self.advantages.append(row.shares.reward * advantage)
+        self.token_advantages.extend(row.shares.reward * (advantage + (added[i] if added else 0.0)) for i in counted)
 
 
 def _leaf(parts: Sequence[_Part], place: int) -> int:
@@ -430,6 +444,7 @@ def _tensors(stream: _Stream) -> MicroBatch:
         sampling_logprobs=torch.tensor(stream.sampling_logprobs, dtype=torch.float32),
         old_logprobs=torch.tensor(stream.old_logprobs, dtype=torch.float32),
         advantages=torch.tensor(stream.token_advantages if stream.by_token else stream.advantages, dtype=torch.float32),
+        teacher_weights=torch.tensor(stream.teacher_weights, dtype=torch.float32),
     )
 
 

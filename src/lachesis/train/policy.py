@@ -24,13 +24,14 @@ from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss
 from lachesis.train.losses.reference import SamplerReference, build_reference, load_reference, second_model
+from lachesis.train.losses.teacher import Lesson, Teacher, build_teacher
 from lachesis.train.model.forward import ForwardPlan, Packing, loss_token_logprobs, plan_forward
-from lachesis.train.model.head import TokenLogprobs
+from lachesis.train.model.head import Read, TokenLogprobs
 from lachesis.train.model.loading import LoadedModel
 from lachesis.train.optim.optimizer import PolicyOptimizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 OptimizerBuilder = Callable[[Sequence[tuple[str, torch.nn.Parameter]]], PolicyOptimizer]
 """Makes the optimizer over the parameters that are trained."""
@@ -60,6 +61,7 @@ class Policy:
         packing: as ``model.packing``.
         compile_layers: compile decoder layers.
         custom_loss: takes the place of the loss type's loss of a token.
+        teacher: the model that ``options.teacher`` names, loaded and frozen, not yet placed.
 
     Raises:
         ModelError: the model cannot be run as ``packing`` demands.
@@ -76,6 +78,7 @@ class Policy:
         packing: Packing = "auto",
         compile_layers: bool = False,
         custom_loss: CustomLoss | None = None,
+        teacher: PreTrainedModel | None = None,
     ) -> None:
         self.loaded = loaded
         self.model = loaded.model
@@ -90,13 +93,16 @@ class Policy:
         kl_reference = options if needs_reference else None
         # What is sharded cannot be copied any more.
         second = second_model(loaded, kl_reference)
-        for model in (self.transformer, second):
+        for model in (self.transformer, second, teacher):
             if model is not None:
                 strategy.place(model)
         self.device = strategy.device(self.transformer)
         self.plan: ForwardPlan = plan_forward(self.transformer, packing=packing, device=self.device)
         self.reference = (
             build_reference(loaded, plan=self.plan, options=kl_reference, second=second) if kl_reference else None
+        )
+        self.teacher: Teacher | None = build_teacher(
+            teacher, options=options.teacher, packing=packing, device=self.device, student=self.transformer
         )
         if compile_layers:
             strategy.compile(self.transformer)
@@ -312,7 +318,8 @@ class Policy:
 
     def _loss(self, batch: Batch, index: int, micro: MicroBatch, counts: StepCounts) -> PolicyLoss:
         reference = None if self.reference is None else self.reference.logprobs(micro)
-        scores = self._scores(micro)
+        scores = self._scores(micro, read=None if self.teacher is None else self.teacher.reader(micro))
+        lesson = Lesson(micro.advantages) if self.teacher is None else self.teacher.lesson(micro, scores)
         current = scores.logprobs.detach()
         if isinstance(self.reference, SamplerReference) and reference is not None:
             # Where the sampler's logprob is unknown the KL is 0.
@@ -321,7 +328,8 @@ class Policy:
             scores.logprobs,
             row=micro.row,
             mask=torch.ones_like(current),
-            advantages=micro.advantages,
+            advantages=lesson.advantages,
+            teacher_loss=lesson.loss,
             old_logprobs=self._old.take(batch, index, micro, current=current),
             sampling_logprobs=micro.sampling_logprobs if self._uses_sampler else None,
             ref_logprobs=reference,
@@ -331,7 +339,7 @@ class Policy:
             token_loss=self.custom_loss,
             **counts._asdict(),
         )
-        return PolicyLoss(output.loss, {**output.metrics, **self._alignment(current, micro)})
+        return PolicyLoss(output.loss, {**output.metrics, **lesson.metrics, **self._alignment(current, micro)})
 
     def _alignment(self, current: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
         """How far trainer and sampler are apart: (sum, count) [2], and the largest (-inf of no token).
@@ -351,8 +359,8 @@ class Policy:
         corrects = options.sampler_correction != "none" or options.off_policy_mask_threshold is not None
         return corrects or self.custom_loss is not None
 
-    def _scores(self, micro: MicroBatch) -> TokenLogprobs:
-        return loss_token_logprobs(self.transformer, micro, plan=self.plan)
+    def _scores(self, micro: MicroBatch, *, read: Read | None = None) -> TokenLogprobs:
+        return loss_token_logprobs(self.transformer, micro, plan=self.plan, read=read)
 
 
 def _numbered(groups: Sequence[Group]) -> list[Group]:

@@ -118,6 +118,29 @@ def test_an_engine_in_8_bits_holds_half_of_its_linear_layers_and_cache(build, tm
     assert narrow["KV cache"] == wide["KV cache"] // 2
 
 
+def test_a_teacher_is_counted_with_what_it_says(build, tmp_path: Path):
+    """1.2 GB for 1,024 tokens of a vocabulary of 151,936."""
+    for name, layers in (("small", 2), ("large", 4)):
+        (tmp_path / name).mkdir()
+        fields = FIELDS | {"model_type": "qwen2", "num_hidden_layers": layers, "vocab_size": 151_936}
+        (tmp_path / name / "config.json").write_text(json.dumps(fields))
+    teacher = {"model": str(tmp_path / "large"), "top_k": None}
+
+    def parts(**options: Any) -> dict[str, int]:
+        sections = {"model": {"path": str(tmp_path / "small")}, "batch": {"max_tokens_per_microbatch": 1024}}
+        planned = plan(build(algorithm={"teacher": teacher | options}, **sections), device="cuda")
+        assert planned.lengths.microbatch == 1024
+        assert any("teacher" in note for note in planned.notes) == ("model" in options)
+        return {part.name: part.bytes for part in planned.memory}
+
+    large = read_shape(str(tmp_path / "large"))
+    assert large is not None and parts()["teacher"] == 2 * large.parameters
+    assert parts()["teacher's logprobs"] == pytest.approx(1.2e9, rel=0.05)
+    assert parts(top_k=64)["teacher's logprobs"] == 1024 * 64 * 24
+    assert "teacher's logprobs" not in parts(estimate="sampled")
+    assert "teacher" not in parts(model="org/other")
+
+
 def test_keys_of_a_shared_prompt_count_for_each_of_its_completions(build, tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"model_type": "qwen2", "num_hidden_layers": 2}))
     sections = {"data": {"max_prompt_length": 512}, "sampling": {"max_completion_length": 64, "num_generations": 16}}

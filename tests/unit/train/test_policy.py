@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, VersionSpan
 from lachesis.config.schema import AlgorithmConfig, LoraAdapterConfig, OptimizerConfig
@@ -36,6 +37,7 @@ def make_policy(
     loaded: LoadedModel | None = None,
     strategy: Strategy | None = None,
     custom_loss: CustomLoss | None = None,
+    teacher: PreTrainedModel | None = None,
 ) -> Policy:
     if loaded is None:
         # float64, so that a difference is one of the mathematics and not of rounding.
@@ -57,6 +59,7 @@ def make_policy(
         max_completion_length=max_completion_length,
         packing=packing,
         custom_loss=custom_loss,
+        teacher=teacher,
     )
 
 

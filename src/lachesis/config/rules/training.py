@@ -183,6 +183,23 @@ def _reference(config: LachesisConfig) -> Iterator[Said]:
             yield note(f"{key} does nothing with kl_reference {algorithm.kl_reference}")
 
 
+def _teacher(config: LachesisConfig) -> Iterator[Said]:
+    teacher = config.algorithm.teacher
+    if teacher is None:
+        return
+    if teacher.estimate == "sampled" and teacher.beta != 1:
+        yield problem(
+            f"algorithm.teacher.estimate sampled is of the reverse KL, and beta is {teacher.beta:g}; set beta: 1, or "
+            "estimate: exact"
+        )
+    if teacher.estimate == "sampled" and teacher.top_k is not None:
+        yield warning("algorithm.teacher.top_k does nothing with estimate sampled, which asks for the sampled token")
+    if not any((teacher.weight, *teacher.weights.values())):
+        yield problem("algorithm.teacher.weight is 0, so nothing is learned from the teacher; raise it, or remove it")
+    if not teacher.weights and not teacher.reward_weights and teacher.column != "env_id":
+        yield note("algorithm.teacher.column does nothing without weights or reward_weights")
+
+
 def _sampler_correction(config: LachesisConfig) -> Iterator[Said]:
     algorithm = config.algorithm
     low, high = algorithm.sampler_correction_min, algorithm.sampler_correction_max
@@ -307,6 +324,17 @@ def _checkpoint(config: LachesisConfig) -> Iterator[Said]:
 
 TRAINING_RULES: tuple[Rule, ...] = (
     *(_schedule, _optimizer, _learning_rate, _vanishing_updates, _weight_update),
-    *(_algorithm, _loss, _reference, _sampler_correction, _iterations, _adapter, _model, _float8, _quantization),
+    *(
+        _algorithm,
+        _loss,
+        _reference,
+        _teacher,
+        _sampler_correction,
+        _iterations,
+        _adapter,
+        _model,
+        _float8,
+        _quantization,
+    ),
     *(_microbatch, _deadlines, _checkpoint),
 )

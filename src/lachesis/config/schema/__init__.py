@@ -67,7 +67,7 @@ from lachesis.config.schema.rollouts import (
     SourceConfig,
     VerifiersSourceConfig,
 )
-from lachesis.config.schema.training import AlgorithmConfig, BatchConfig, OptimizerConfig
+from lachesis.config.schema.training import AlgorithmConfig, BatchConfig, OptimizerConfig, TeacherConfig
 
 
 class LachesisConfig(Section):

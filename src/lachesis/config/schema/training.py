@@ -20,6 +20,42 @@ from lachesis.config.schema.base import (
 CISPO_EPSILON_HIGH = 5.0
 
 
+class TeacherConfig(Section):
+    """A teacher that the policy's own samples are shown to (on-policy distillation), beside the rewards."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+    model: str = Field(description="Directory or hub id of the teacher, which is held frozen beside the policy.")
+    revision: str | None = Field(default=None, description="As `model.revision`, of the teacher.")
+    weight: NonNegativeFloat = Field(default=1.0, description="Weight of the divergence from the teacher.")
+    reward_weight: NonNegativeFloat = Field(
+        default=1.0, description="Weight of what the rewards teach; 0 learns from the teacher alone."
+    )
+    weights: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict[str, NonNegativeFloat], description="In place of `weight`, by environment."
+    )
+    reward_weights: dict[str, NonNegativeFloat] = Field(
+        default_factory=dict[str, NonNegativeFloat], description="In place of `reward_weight`, by environment."
+    )
+    column: str = Field(
+        default="env_id",
+        description="Column of a problem that names its environment in these two; `env_id` is the rollout API's.",
+    )
+    beta: Fraction = Field(
+        default=1.0,
+        description="The divergence: 1 is the reverse KL, 0 the forward KL, between them the generalized "
+        "Jensen-Shannon divergence (GKD).",
+    )
+    estimate: Literal["exact", "sampled"] = Field(
+        default="exact",
+        description="Over the teacher's distribution of each token, or (reverse KL) from the sampled token alone.",
+    )
+    top_k: PositiveInt | None = Field(
+        default=None,
+        description="Over the teacher's K likeliest tokens, with all others as one; the whole vocabulary if unset.",
+    )
+
+
 # The loss takes this record itself: an option of it is a field here and its use in lachesis.train.losses.
 class AlgorithmConfig(Section):
     """The loss and the advantages. Names and meanings are TRL's."""
@@ -64,6 +100,7 @@ class AlgorithmConfig(Section):
     )
     ref_sync_steps: PositiveInt = Field(default=512, description="With `ema`: so every N steps.")
     use_bias_correction_kl: bool = Field(default=True, description="Multiply the KL term by the importance ratio.")
+    teacher: TeacherConfig | None = Field(default=None, description="A model to learn from, beside the rewards.")
     scale_rewards: Literal["group", "batch", "none"] = Field(
         default="group", description="What advantages are divided by: the group's deviation, the batch's, or nothing."
     )
@@ -115,9 +152,10 @@ class AlgorithmConfig(Section):
     def ignores_zero_advantage(self) -> bool:
         """Whether a row whose advantage is 0 has no gradient and bears on no other row's.
 
-        A KL term or an entropy bonus moves it all the same, and the entropy quantile is one of all tokens.
+        A KL term, an entropy bonus or a teacher moves it all the same, and the entropy quantile is one of all tokens.
         """
-        return not self.beta and not self.entropy_coef and self.top_entropy_quantile == 1
+        alone = not self.beta and not self.entropy_coef and self.top_entropy_quantile == 1
+        return alone and self.teacher is None
 
 
 class BatchConfig(Section):

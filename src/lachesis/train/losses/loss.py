@@ -2,10 +2,11 @@
 
 T completion tokens of S rows stand in one stream, A is the advantage, r = π/π_old the importance ratio. In ::
 
-    loss = Σ_t w_t · (keep_t · c_t · ℓ(r_t, A_t) + β · KL_t) - entropy_coef · H
+    loss = Σ_t w_t · (keep_t · c_t · ℓ(r_t, A_t) + β · KL_t + D_t) - entropy_coef · H
 
 ℓ and the weights w (0 where the mask is) are the loss type's, ``keep`` is off-policy sequence masking times
-the high-entropy mask, c corrects for the sampler. The masks do not touch the KL term. The weights are made of
+the high-entropy mask, c corrects for the sampler. The masks touch neither the KL term nor D, which a teacher adds
+(:mod:`lachesis.train.losses.teacher`). The weights are made of
 counts over the whole optimizer step, so the losses of micro-batches add up to that of the whole, however it
 is cut. Names and formulas are those of TRL 1.16. The options are the ``algorithm`` section of
 the configuration: a new one is a field there and its use here.
@@ -201,6 +202,7 @@ def policy_loss(
     sampling_logprobs: Tensor | None = None,
     ref_logprobs: Tensor | None = None,
     entropies: Tensor | None = None,
+    teacher_loss: Tensor | None = None,
     num_sequences: float,
     num_tokens: float,
     options: AlgorithmConfig,
@@ -218,6 +220,7 @@ def policy_loss(
         old_logprobs: float [T]; ``None``, or NaN for a token, stands for the current ones (r = 1).
         sampling_logprobs: float [T], NaN where unknown; ``None``: the sampler is not corrected for.
         ref_logprobs, entropies: float [T], where the options need them; entropies are measured if given.
+        teacher_loss: float [T] with gradient, added to each token's loss as the KL term is.
         num_sequences, num_tokens: counts over the whole optimizer step and all ranks.
         max_completion_length: the constant that ``dr_grpo`` divides by.
         entropy_threshold, num_high_entropy_tokens: :func:`high_entropy_threshold` of the whole step, and how
@@ -248,6 +251,7 @@ def policy_loss(
         loss = loss * kept
     kl = kl_to_reference(terms, options) if options.beta else None
     loss = loss if kl is None else loss + options.beta * kl
+    loss = loss if teacher_loss is None else loss + teacher_loss
     loss = loss * weight(terms.rows, num_sequences, num_tokens, max_completion_length)
     total = loss.sum() - _entropy_bonus(terms, options, kept=kept, num_kept=num_kept)
     return PolicyLoss(total, _metrics(terms, options, per_token=per_token, kl=kl))

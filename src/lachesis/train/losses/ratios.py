@@ -162,7 +162,7 @@ def gather_terms(
 
     _require_shape("row", row, logprobs)
     _require_shape("mask", mask, logprobs)
-    size, per_token = _count_rows(row, advantages)
+    size, per_token = count_rows(row, advantages)
     rows = Rows(row, mask.to(logprobs.dtype), size)
     advantages = advantages.to(logprobs.dtype)
     current = logprobs.masked_fill(blank, 0.0)
@@ -184,7 +184,7 @@ def gather_terms(
     )
 
 
-def _count_rows(row: Tensor, advantages: Tensor) -> tuple[int, bool]:
+def count_rows(row: Tensor, advantages: Tensor) -> tuple[int, bool]:
     """S, and whether advantages are per token; [S] and [T] look alike only where S = T."""
     if advantages.numel() != row.numel() or not row.numel():
         return advantages.numel(), False

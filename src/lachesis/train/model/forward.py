@@ -15,7 +15,16 @@ from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.train.batch import MicroBatch, pack
 from lachesis.train.distributed.strategy import run_within
 from lachesis.train.model import attention
-from lachesis.train.model.head import TokenLogprobs, logprobs_from_logits, token_logprobs
+from lachesis.train.model.head import (
+    Logits,
+    Read,
+    TokenLogprobs,
+    logits_of_head,
+    logprobs_from_logits,
+    read_distributions,
+    scaled_logits,
+    token_logprobs,
+)
 
 AttentionKind = Literal["flash", "bucketed", "padded"]
 HeadKind = Literal["chunked", "model"]
@@ -40,35 +49,71 @@ class ForwardPlan:
         return self.attention != "padded"
 
 
-def target_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> TokenLogprobs:
-    """Logprobs and entropies [M] of ``micro.targets`` under the model, at the samples' temperatures."""
-    return run_within(model, partial(_target_logprobs, model, micro, plan=plan))
+def target_logprobs(
+    model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan, read: Read | None = None
+) -> TokenLogprobs:
+    """Logprobs and entropies [M] of ``micro.targets`` under the model, at the samples' temperatures.
+
+    Args:
+        read: makes something of the whole distributions, too.
+    """
+    return run_within(model, partial(_target_logprobs, model, micro, plan=plan, read=read))
 
 
-def _target_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> TokenLogprobs:
-    module = model if plan.head == "model" else model.base_model
-    values = _packed(module, micro, plan=plan) if plan.packed else _padded(module, micro)
+def _target_logprobs(
+    model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan, read: Read | None
+) -> TokenLogprobs:
+    values = _values(model, micro, plan=plan)
+    inverse = micro.inverse_temperature
     if plan.head == "model":
-        return logprobs_from_logits(values, micro.targets, micro.inverse_temperature)
+        found = logprobs_from_logits(values, micro.targets, inverse)
+    else:
+        weight, bias = _head_of(model)
+        found = token_logprobs(values, weight, micro.targets, inverse, bias=bias, softcap=plan.softcap)
+    return found if read is None else found._replace(read=_read(model, micro, values, plan=plan, read=read))
+
+
+def distributions(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan, read: Read) -> Tensor:
+    """What ``read`` makes of the distributions of the predictions, [M, ...], and nothing else."""
+    return run_within(model, lambda: _read(model, micro, _values(model, micro, plan=plan), plan=plan, read=read))
+
+
+def _read(model: PreTrainedModel, micro: MicroBatch, values: Tensor, *, plan: ForwardPlan, read: Read) -> Tensor:
+    logits: Logits = scaled_logits
+    vocab = values.shape[1]
+    if plan.head == "chunked":
+        weight, bias = _head_of(model)
+        logits, vocab = logits_of_head(weight, bias=bias, softcap=plan.softcap), weight.shape[0]
+    return read_distributions(values, micro.inverse_temperature, logits=logits, read=read, vocab=vocab)
+
+
+def _values(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> Tensor:
+    """[M, H] hidden states for the head, or [M, V] logits where the model computes them itself."""
+    module = model if plan.head == "model" else model.base_model
+    return _packed(module, micro, plan=plan) if plan.packed else _padded(module, micro)
+
+
+def _head_of(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """Weight [V, H] and bias [V]."""
     head = model.get_output_embeddings()
     if head is None:
         raise ValueError(f"{type(model).__name__} names no output layer")
-    return token_logprobs(
-        values,
-        head.weight,
-        micro.targets,
-        micro.inverse_temperature,
-        bias=getattr(head, "bias", None),
-        softcap=plan.softcap,
-    )
+    return head.weight, getattr(head, "bias", None)
 
 
-def loss_token_logprobs(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> TokenLogprobs:
+def loss_token_logprobs(
+    model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan, read: Read | None = None
+) -> TokenLogprobs:
     """The same at the loss tokens [N]: equal completions are computed once and read by each of their rows."""
-    found = target_logprobs(model, micro, plan=plan)
+    return at_loss_tokens(target_logprobs(model, micro, plan=plan, read=read), micro)
+
+
+def at_loss_tokens(found: TokenLogprobs, micro: MicroBatch) -> TokenLogprobs:
+    """From the predictions [M] to the loss tokens [N]."""
     if micro.expand is None:
         return found
-    return TokenLogprobs(*(values.index_select(0, micro.expand) for values in found))
+    rows = (None if values is None else values.index_select(0, micro.expand) for values in found)
+    return TokenLogprobs(*rows)  # type: ignore[arg-type]
 
 
 def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) -> Tensor:

@@ -6,21 +6,34 @@ the hidden states; the backward pass computes each chunk's logits again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 # Logits of one chunk in float32 take at most this many elements (512 MiB on GPU, 64 MiB on CPU).
 _CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
 
 
+Logits = Callable[[Tensor, Tensor], Tensor]
+"""From what a model gives of C predictions [C, ·] and inverse temperatures [C]: logits / temperature [C, V]."""
+
+Read = Callable[[Tensor, slice], Tensor]
+"""From log-probabilities [C, V] of the predictions in a slice to something of each of them, [C, ...]."""
+
+
 class TokenLogprobs(NamedTuple):
-    """``logprobs`` [M] of the targets and ``entropies`` [M] of their distributions, both at temperature."""
+    """``logprobs`` [M] of the targets and ``entropies`` [M] of their distributions, both at temperature.
+
+    ``read`` [M, ...] is what a :data:`Read` made of the distributions, where one was asked for.
+    """
 
     logprobs: Tensor
     entropies: Tensor
+    read: Tensor | None = None
 
 
 def token_logprobs(
@@ -56,6 +69,41 @@ def logprobs_from_logits(logits: Tensor, targets: Tensor, inverse_temperature: T
     )
 
 
+def logits_of_head(weight: Tensor, *, bias: Tensor | None, softcap: float | None) -> Logits:
+    """Logits of hidden states [C, H], by a head of ``weight`` [V, H] and ``bias`` [V]."""
+    return lambda hidden, inverse_temperature: _logits(hidden, weight, bias, inverse_temperature, softcap)
+
+
+def scaled_logits(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
+    """Logits [C, V] that their model has computed itself, over the temperature."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    return wide * inverse_temperature[:, None]
+
+
+def read_distributions(
+    values: Tensor, inverse_temperature: Tensor, *, logits: Logits, read: Read, vocab: int
+) -> Tensor:
+    """What ``read`` makes of the distributions, chunk by chunk; the backward pass computes each chunk's logits again.
+
+    Args:
+        values: [M, ·], as ``logits`` takes them.
+        inverse_temperature: float32 [M].
+        vocab: V, by which chunks are as large as those of the other results.
+
+    Returns:
+        [M, ...], differentiable in the values and in what ``logits`` holds.
+    """
+
+    def of_chunk(part: Tensor, chunk: slice) -> Tensor:
+        return read(logits(part, inverse_temperature[chunk]).log_softmax(-1), chunk)
+
+    parts = [
+        checkpoint(of_chunk, values[c], c, use_reentrant=False, preserve_rng_state=False)
+        for c in _chunks(values.shape[0], vocab, values.device)
+    ]
+    return torch.cat(parts) if parts else values.new_zeros(0)
+
+
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -71,7 +119,7 @@ class _ChunkedHead(torch.autograd.Function):
         forward, _ = _chunk_functions(hidden.device.type)
         parts = [
             forward(hidden[c], weight, bias, targets[c], inverse_temperature[c], softcap)
-            for c in _chunks(hidden.shape[0], weight)
+            for c in _chunks(hidden.shape[0], weight.shape[0], weight.device)
         ]
         logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, inverse_temperature, entropies)
@@ -87,7 +135,7 @@ class _ChunkedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if need_weight else None
         grad_bias = torch.zeros_like(bias, dtype=_sum_dtype(bias)) if need_bias else None
-        for c in _chunks(hidden.shape[0], weight):
+        for c in _chunks(hidden.shape[0], weight.shape[0], weight.device):
             grad_logits = backward(
                 hidden[c],
                 weight,
@@ -183,9 +231,9 @@ def _sum_dtype(weight: Tensor) -> torch.dtype:
     return torch.promote_types(weight.dtype, torch.float32)
 
 
-def _chunks(rows: int, weight: Tensor) -> list[slice]:
-    elements = _CHUNK_ELEMENTS.get(weight.device.type, _CHUNK_ELEMENTS["cpu"])
-    size = max(1, elements // weight.shape[0])
+def _chunks(rows: int, vocab: int, device: torch.device) -> list[slice]:
+    elements = _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cpu"])
+    size = max(1, elements // vocab)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 

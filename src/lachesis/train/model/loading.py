@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ModelError, first_line
-from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig
+from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig, TeacherConfig
 from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.quantized import held_bytes, quantization_config, quantized_layers, settle
@@ -103,6 +103,33 @@ def made_trainable(
         train_only(transformer, config.train_layers)
     model = add_lora(transformer, adapter) if isinstance(adapter, LoraAdapterConfig) else transformer
     return LoadedModel(model=model, transformer=transformer, tokenizer=tokenizer, float8=float8)
+
+
+def load_teacher(
+    teacher: TeacherConfig, config: ModelConfig, *, tokenizer: PreTrainedTokenizerBase, on_cpu: bool = False
+) -> PreTrainedModel:
+    """The frozen model that a policy of ``config`` learns from, in its dtype and on its device, never quantized.
+
+    Args:
+        tokenizer: the policy's; the teacher is shown its token ids.
+        on_cpu: as for :func:`load_model`.
+
+    Raises:
+        ModelError: no such model, or its tokenizer has other ids for the policy's tokens.
+    """
+    own = config.model_copy(
+        update={"path": teacher.model, "revision": teacher.revision, "tokenizer": None, "quantization": "none"}
+    )
+    theirs, ours = load_tokenizer(own).get_vocab(), tokenizer.get_vocab()
+    different = [token for token, number in ours.items() if theirs.get(token, number) != number]
+    if different or not ours.keys() & theirs.keys():
+        token = (different or [*ours])[0]
+        raise ModelError(
+            f"the tokenizer of the teacher {teacher.model!r} is another one than the policy's: {token!r} is "
+            f"{theirs.get(token, 'no token')} there and {ours[token]} here, as the first of {len(different)}",
+            remedy="choose a teacher of the policy's family: it is shown the policy's own tokens",
+        )
+    return _load_transformer(own, device=resolve_device(config.device), on_cpu=on_cpu).requires_grad_(False).eval()
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:

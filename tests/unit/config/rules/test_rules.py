@@ -56,6 +56,11 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"data": {"path": None, "more": [{"path": "b.jsonl"}]}}, "data.more is further data besides data.path"),
         ({"data": {"order_epochs": 2}}, "data.order_epochs go with data.order, which is unset"),
         ({"algorithm": {"loss": "mine"}}, "algorithm.loss: 'mine' is neither"),
+        (
+            {"algorithm": {"teacher": {"model": "big", "estimate": "sampled", "beta": 0.5}}},
+            "estimate sampled is of the reverse KL, and beta is 0.5",
+        ),
+        ({"algorithm": {"teacher": {"model": "big", "weight": 0}}}, "algorithm.teacher.weight is 0, so nothing"),
         ({"source": {"kind": "local", "rollout_func": "f"}}, "source.rollout_func: 'f' is neither"),
         ({"source": {"kind": "local", "max_turns": 3}}, "source.max_turns go with source.tools, which is empty"),
         (
@@ -328,6 +333,18 @@ def test_all_problems_are_told_at_once(build):
             "warning",
             "loss",
             "every weight is at most 0.5; 5 is usual",
+        ),
+        (
+            {"algorithm": {"teacher": {"model": "big", "estimate": "sampled", "top_k": 5}}},
+            "warning",
+            "teacher",
+            "top_k does nothing with estimate sampled",
+        ),
+        (
+            {"algorithm": {"teacher": {"model": "big", "column": "x"}}},
+            "note",
+            "teacher",
+            "does nothing without weights",
         ),
         ({"algorithm": {"sapo_temperature_pos": 2.0}}, "note", "loss", "algorithm.sapo_temperature_pos do nothing"),
         (

@@ -1,0 +1,179 @@
+"""A teacher beside the rewards: on-policy distillation (GKD, arXiv 2306.13649).
+
+The policy's own samples are shown to the teacher, and weight · D(teacher, policy) is added to each token's loss, for a
+divergence D of :mod:`lachesis.train.losses.divergence`: as exact as what is known of the teacher's distribution, or
+estimated from the sampled tokens alone, which then is a part of their advantages.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lachesis.common.types import Group
+from lachesis.config.schema import TeacherConfig
+from lachesis.train.batch import MicroBatch, Shares
+from lachesis.train.losses.divergence import divergence, sampled_reverse_kl, with_rest
+from lachesis.train.losses.ratios import count_rows
+from lachesis.train.model.forward import ForwardPlan, Packing, distributions, plan_forward, target_logprobs
+from lachesis.train.model.head import Read, TokenLogprobs
+
+
+class Candidates(NamedTuple):
+    """What a teacher says of M next tokens.
+
+    Attributes:
+        logprobs: float [M, K], of its whole distribution.
+        ids: int64 [M, K], the tokens that they are of; ``None``: of tokens 0..K-1.
+        whole: whether there is no other token for it.
+    """
+
+    logprobs: Tensor
+    ids: Tensor | None
+    whole: bool
+
+
+class Lesson(NamedTuple):
+    """What a teacher adds to a micro-batch's loss.
+
+    Attributes:
+        advantages: float [S] or [N], those of the rewards, with the teacher's where these are estimated.
+        loss: float [N] with gradient, to be added to the loss of each token; ``None`` where it is in the advantages.
+        metrics: pairs [2] of (weighted sum, weight).
+    """
+
+    advantages: Tensor
+    loss: Tensor | None = None
+    metrics: dict[str, Tensor] = {}  # noqa: RUF012  # of an empty lesson
+
+
+class Teacher(ABC):
+    """Where the teacher's logprobs come from. It never changes, so a checkpoint has nothing of it."""
+
+    def __init__(self, options: TeacherConfig) -> None:
+        self.options = options
+
+    @abstractmethod
+    def candidates(self, micro: MicroBatch) -> Candidates:
+        """Of each prediction [M], at the samples' temperatures. No gradient."""
+
+    @abstractmethod
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        """Of the targets [M], at the samples' temperatures; NaN where unknown. No gradient."""
+
+    def reader(self, micro: MicroBatch) -> Read | None:
+        """Makes of the policy's distributions their divergence from the teacher's, [M]; None where it is estimated."""
+        if self.options.estimate == "sampled":
+            return None
+        return partial(divergence_from, candidates=self.candidates(micro), beta=self.options.beta)
+
+    def lesson(self, micro: MicroBatch, scores: TokenLogprobs) -> Lesson:
+        """What to learn from the teacher, given the policy's ``scores`` of the loss tokens [N]."""
+        weights = micro.teacher_weights[micro.row]
+        if scores.read is not None:
+            return Lesson(micro.advantages, weights * scores.read, _metrics(scores.read, weights))
+        taught = self.logprobs(micro)
+        taught = taught if micro.expand is None else taught.index_select(0, micro.expand)
+        distance = sampled_reverse_kl(scores.logprobs.detach(), taught)
+        _, per_token = count_rows(micro.row, micro.advantages)
+        advantages = micro.advantages if per_token else micro.advantages[micro.row]
+        return Lesson(advantages - weights * distance, metrics=_metrics(distance, weights))
+
+
+class TeacherModel(Teacher):
+    """A frozen model beside the policy.
+
+    Args:
+        model: placed where the policy's is.
+        plan: how it is run.
+        vocab: the policy's outcomes; tokens that only one of both models has are in the rest.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, plan: ForwardPlan, vocab: int, options: TeacherConfig) -> None:
+        super().__init__(options)
+        self._model = model
+        self._plan = plan
+        self._vocab = vocab
+
+    @torch.no_grad()
+    def candidates(self, micro: MicroBatch) -> Candidates:
+        top_k, found, sizes = self.options.top_k, list[Tensor](), set[int]()
+
+        def read(log_p: Tensor, chunk: slice) -> Tensor:
+            sizes.add(log_p.shape[1])
+            shared = log_p[:, : self._vocab]
+            if top_k is None or top_k >= shared.shape[1]:
+                return shared
+            top = shared.topk(top_k)
+            found.append(top.indices)
+            return top.values
+
+        logprobs = distributions(self._model, micro, plan=self._plan, read=read)
+        return Candidates(logprobs, torch.cat(found) if found else None, whole=sizes == {logprobs.shape[1]})
+
+    @torch.no_grad()
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        return target_logprobs(self._model, micro, plan=self._plan).logprobs
+
+
+def build_teacher(
+    model: PreTrainedModel | None,
+    *,
+    options: TeacherConfig | None,
+    packing: Packing,
+    device: torch.device,
+    student: PreTrainedModel,
+) -> Teacher | None:
+    """The teacher that the options name; None where they name none.
+
+    Args:
+        model: where the teacher is one: loaded, and placed where the policy's is.
+        student: the policy's model.
+
+    Raises:
+        ModelError: the teacher cannot be run as ``packing`` demands.
+    """
+    if options is None:
+        return None
+    assert model is not None, "load_teacher() loads it"
+    plan = plan_forward(model, packing=packing, device=device)
+    vocab: int = student.config.get_text_config().vocab_size  # pyright: ignore[reportUnknownMemberType]  # its stub is bare
+    return TeacherModel(model, plan=plan, vocab=vocab, options=options)
+
+
+def divergence_from(log_p: Tensor, chunk: slice, *, candidates: Candidates, beta: float) -> Tensor:
+    """Of the policy's log-probabilities [C, V] for the predictions of ``chunk``, from the candidates'. [C]
+
+    Exact where these are the whole vocabulary of both; else all other tokens are one outcome.
+    """
+    teacher = candidates.logprobs[chunk].to(log_p.dtype)
+    width = teacher.shape[1]
+    student = log_p[:, :width] if candidates.ids is None else log_p.gather(1, candidates.ids[chunk])
+    if not (candidates.whole and width == log_p.shape[1]):
+        student, teacher = with_rest(student), with_rest(teacher)
+    return divergence(student, teacher, beta=beta)
+
+
+def shares(options: TeacherConfig) -> Callable[[Group], Shares]:
+    """How much of a group's loss is the rewards' and how much the teacher's, by its environment."""
+
+    def of_group(group: Group) -> Shares:
+        name = str(group.prompt.columns.get(options.column))
+        return Shares(
+            reward=options.reward_weights.get(name, options.reward_weight),
+            teacher=options.weights.get(name, options.weight),
+        )
+
+    return of_group
+
+
+def _metrics(distance: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """``distill_kl``: the mean over the tokens that the teacher has a say in."""
+    counted = (weights > 0).to(distance.dtype)
+    return {"distill_kl": torch.stack([(distance.detach() * counted).sum(), counted.sum()])}

@@ -1,0 +1,107 @@
+"""A small model learns from a teacher, in fewer tokens than from the reward alone."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from lachesis.common.errors import ModelError
+from tests.e2e.runs import metrics, run_here, write_run
+
+LEARNED = 0.8
+PROMPTS = [f"{a}{b}" for a in "abcd" for b in "abcd"]
+# Four letters, each the one after that before it, all or nothing: chance gets them right once in a thousand times.
+NEXT = dict(zip("abcd", "bcda", strict=True))
+REWARD = """
+def right(completions, prompts, **columns):
+    texts = [prompt[-1] + completion[0]["content"] for prompt, completion in zip(prompts, completions)]
+    return [float(len(text) == 5 and all(pair in "abcda" for pair in zip_pairs(text))) for text in texts]
+
+def zip_pairs(text):
+    return [a + b for a, b in zip(text, text[1:])]
+"""
+
+
+def write(directory: Path, *, steps: int, **sections: dict[str, Any]) -> Path:
+    """A run of the doctor's model that is to go on with the alphabet."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "alphabet.py").write_text(REWARD)
+    return write_run(
+        directory,
+        rewards={"functions": [f"{directory / 'alphabet.py'}:right"]},
+        sampling={"max_completion_length": 4},
+        optimizer={"learning_rate": 1e-2},
+        run={"name": "run", "dir": str(directory / "runs"), "steps": steps},
+        **sections,
+    )
+
+
+def continued(letter: str) -> str:
+    """The four letters after it."""
+    return "".join(accumulate([letter] * 5, lambda before, _: NEXT[before]))[1:]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, trained with nothing but torch until it knows."""
+    directory = tmp_path_factory.mktemp("teacher")
+    write(directory, steps=1)
+    model = Qwen2ForCausalLM.from_pretrained(directory / "model").train()
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    ids = torch.tensor([tokenizer(prompt + continued(prompt[-1]))["input_ids"] for prompt in PROMPTS])
+    labels = ids.clone()
+    labels[:, :2] = -100
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(40):
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(directory / "taught")
+    tokenizer.save_pretrained(directory / "taught")
+    return directory / "taught"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run directory of one that learns from the reward alone."""
+    return run_here(write(tmp_path_factory.mktemp("alone"), steps=26)).run_dir
+
+
+def values(run_dir: Path, name: str) -> list[float]:
+    return [line.values[name] for line in metrics(run_dir).steps]
+
+
+def tokens_until_learned(run_dir: Path) -> float:
+    """Tokens trained on before the first step whose mean reward is 0.8; all of the run's where none is."""
+    rewards, tokens = values(run_dir, "reward"), [0.0, *accumulate(values(run_dir, "tokens_trained"))]
+    return tokens[next((place for place, reward in enumerate(rewards) if reward >= LEARNED), len(rewards))]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"beta": 0.5, "top_k": 3}, {"estimate": "sampled"}, {"reward_weight": 0.0, "beta": 0.0}],
+    ids=["reverse kl", "jsd of 3 tokens", "sampled", "forward kl alone"],
+)
+def test_a_teacher_saves_tokens(tmp_path: Path, teacher: Path, alone: Path, options: dict[str, Any]):
+    section = {"model": str(teacher), **options}
+    run_dir = run_here(write(tmp_path, steps=20, algorithm={"teacher": section})).run_dir
+    assert max(values(run_dir, "reward")) >= LEARNED
+    assert tokens_until_learned(run_dir) < 0.7 * tokens_until_learned(alone)
+    distance = values(run_dir, "distill_kl")
+    assert distance[-1] < 0.2 * distance[0]
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path, teacher: Path):
+    swapped = PreTrainedTokenizerFast.from_pretrained(teacher)
+    swapped.save_pretrained(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    text = file.read_text()
+    file.write_text(text.replace('"a": 2', '"a": 3').replace('"b": 3', '"b": 2'))
+    assert file.read_text() != text
+    with pytest.raises(ModelError, match=r"the tokenizer of the teacher .* is another one"):
+        run_here(write(tmp_path, steps=1, algorithm={"teacher": {"model": str(tmp_path / "other")}}))
