@@ -68,6 +68,7 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
             prepared_path=places.path,
             more=lambda dataset: _resolved(dataset, path=places.data, transform=places.function),
         ),
+        "sft": _resolved(config.sft, path=places.data),
         "rewards": _resolved(config.rewards, functions=places.reward),
         "algorithm": _resolved(
             config.algorithm,

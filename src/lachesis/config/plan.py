@@ -244,6 +244,8 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found:
         yield from _prompt_notes(config, lengths=lengths, shape=shape)
     if config.optimizer.function is not None and shape is not None:
         yield "how much state optimizer.function keeps is not known: it is counted as AdamW's"
+    if config.sft_steps:
+        yield f"{config.sft_steps} steps on {config.sft.batch_size} answers each come before, which generate nothing"
     if batches.steps is None:
         yield "the steps of run.epochs follow from the number of problems, which is known once the data is read"
     if found is None:

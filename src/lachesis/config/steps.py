@@ -25,7 +25,12 @@ def steps_of(config: LachesisConfig, *, epochs: float, problems: int) -> int:
 
 
 def total_steps(config: LachesisConfig) -> int:
-    """The number of optimizer steps of a run, once :func:`with_steps` has set it."""
+    """The number of optimizer steps of a run, those of a supervised start included."""
+    return config.sft_steps + rollout_steps(config)
+
+
+def rollout_steps(config: LachesisConfig) -> int:
+    """Those of ``run.steps``, once :func:`with_steps` has set it."""
     assert config.run.steps is not None, "with_steps sets it"
     return config.run.steps
 

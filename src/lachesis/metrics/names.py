@@ -62,6 +62,7 @@ METRICS: Mapping[str, Metric] = {
             "distill_kl", "Divergence from the teacher", "nats", "How far the policy is from algorithm.teacher on its "
             "own samples, a token: the divergence that is learned from, over what is known of the teacher.",
         ),
+        Metric("sft_loss", "Loss on answers", "nats", "Minus the logprob of a token, in a supervised start."),
         Metric("reward", "Reward", "", "Mean total reward of all completions of the step.", (0.15, None)),
         Metric(
             "reward_std", "Spread in a group", "", "Mean deviation of the rewards of a group. Where it is 0 "

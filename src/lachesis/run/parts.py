@@ -16,7 +16,7 @@ from lachesis.common.types import Group, Prompt
 from lachesis.config import schema
 from lachesis.config.rules import learning_rate
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.steps import prompts_per_generation, total_steps
+from lachesis.config.steps import prompts_per_generation, rollout_steps, total_steps
 from lachesis.engines.base import Engine
 from lachesis.pipeline.collect import Collector, Reroll, WholeBatches
 from lachesis.pipeline.feed import Feed, Finisher, SynchronousFeed
@@ -29,7 +29,7 @@ from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.evaluate import Evaluates, Evaluator, ScheduledEvaluation
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.rewards.rewarder import Rewarder
-from lachesis.run.sources import build_player, build_source, generated_ahead, sampling_params
+from lachesis.run.sources import build_player, build_source, generated_ahead, load_answers, sampling_params
 from lachesis.train.batch import Batch, pack_for_ranks
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import Pack, RepeatedFeed, undivided
@@ -45,8 +45,10 @@ from lachesis.train.model.loading import (
     load_model,
     load_teacher,
 )
+from lachesis.train.optim.optimizer import Start
 from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
+from lachesis.train.sft import StartedFeed, demonstrations
 
 
 def set_up(config: LachesisConfig) -> None:
@@ -86,7 +88,7 @@ def policy_of(
             config=config.optimizer,
             strategy=strategy,
             learning_rate=learning_rate(config),
-            total_steps=total_steps(config),
+            total_steps=rollout_steps(config),
         ),
         options=config.algorithm,
         max_completion_length=length,
@@ -98,6 +100,7 @@ def policy_of(
         else None,
     )
     policy.pack = partial(pack_batch, config=config, policy=policy)
+    policy.optimizer.start = Start(config.sft_steps, config.sft.learning_rate)
     return policy
 
 
@@ -221,6 +224,35 @@ def feed_from(source: GroupwiseSource, config: LachesisConfig, *, policy: Policy
             whole_batches=whole_batches,
         )
     return repeated(feed, config, pack=pack_groups, score=policy.recompute_logprobs)
+
+
+def with_start(feed: Feed[Batch], config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy) -> Feed[Batch]:
+    """The feed with a supervised start before it, where ``run.stages`` has one.
+
+    Args:
+        problems: with the answers, where ``sft.path`` names no other data.
+
+    Raises:
+        DataError: there is a problem without an answer, or with one that is too long.
+    """
+    if not config.sft_steps:
+        return feed
+    encode, end = partial(policy.tokenizer.encode, add_special_tokens=False), policy.tokenizer.eos_token_id
+    answers = demonstrations(
+        problems if config.sft.path is None else load_answers(config),
+        column=config.sft.column,
+        encode=encode,
+        end=end if isinstance(end, int) else eos_token_ids(policy.loaded)[0],
+        longest=context_length(config.model),
+    )
+    return StartedFeed(
+        feed,
+        answers=answers,
+        steps=config.sft.steps,
+        batch_size=config.sft.batch_size,
+        pack=partial(pack_batch, config=config, policy=policy),
+        seed=config.run.seed,
+    )
 
 
 def build_reroll(config: LachesisConfig) -> Reroll | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -55,6 +55,30 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
     trains = config.source.kind in ("local", "agent")  # environments have problems of their own
     if not trains and not config.data.evaluates:
         return [], []
+    load, data = _loader(config), config.data
+    path = data.path or data.eval_path
+    assert path is not None, "config.load and config.rules demand one"
+    first = Dataset(path, data.name, data.split, data.format, data.transform, data.prompt_column)
+    apart = data.eval_path is not None or data.eval_split is not None
+    problems: list[Prompt] = []
+    if trains or not apart:
+        problems = load(first, more=[Dataset(**one.model_dump()) for one in data.more])
+        problems = keep_matching(problems, data.filter) if data.filter else problems
+    if not apart:
+        problems, held_out = split_eval(problems, data.eval_size, seed=config.run.seed)
+    else:
+        held_out = load(replace(first, path=data.eval_path or path, split=data.eval_split or "train"))
+    return problems if trains else [], held_out
+
+
+def load_answers(config: LachesisConfig) -> list[Prompt]:
+    """What ``sft.path`` names, read as problems are. Raises as :func:`load_data`."""
+    assert config.sft.path is not None
+    return _loader(config)(Dataset(config.sft.path))
+
+
+def _loader(config: LachesisConfig) -> Callable[..., list[Prompt]]:
+    """Reads the problems of datasets. Raises as :func:`load_data`."""
     room = context_length(config.model) - config.sampling.max_completion_length
     if room < 1:
         raise ConfigError(
@@ -63,8 +87,6 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
             remedy="lower sampling.max_completion_length",
         )
     data = config.data
-    path = data.path or data.eval_path
-    assert path is not None, "config.load and config.rules demand one"
     load = partial(
         load_problems,
         tokenizer=load_tokenizer(config.model),
@@ -78,18 +100,7 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
     )
     tools = tool_schemas(config.source.tools) if isinstance(config.source, schema.LocalSourceConfig) else []
     told = {"tools": [dict(tool) for tool in tools]} if tools else {}
-    load = partial(load, chat_template_kwargs=data.chat_template_kwargs | told)
-    first = Dataset(path, data.name, data.split, data.format, data.transform, data.prompt_column)
-    apart = data.eval_path is not None or data.eval_split is not None
-    problems: list[Prompt] = []
-    if trains or not apart:
-        problems = load(first, more=[Dataset(**one.model_dump()) for one in data.more])
-        problems = keep_matching(problems, data.filter) if data.filter else problems
-    if not apart:
-        problems, held_out = split_eval(problems, data.eval_size, seed=config.run.seed)
-    else:
-        held_out = load(replace(first, path=data.eval_path or path, split=data.eval_split or "train"))
-    return problems if trains else [], held_out
+    return partial(load, chat_template_kwargs=data.chat_template_kwargs | told)
 
 
 def build_reward_functions(config: LachesisConfig) -> list[NamedReward]:

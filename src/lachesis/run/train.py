@@ -38,7 +38,15 @@ from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
-from lachesis.run.parts import build_atropos_feed, build_evaluation, build_feed, build_policy, feed_from, set_up
+from lachesis.run.parts import (
+    build_atropos_feed,
+    build_evaluation,
+    build_feed,
+    build_policy,
+    feed_from,
+    set_up,
+    with_start,
+)
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
@@ -313,6 +321,7 @@ def build_parts(
             )
         else:
             feed = build_feed(config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder)
+        feed = with_start(feed, config, problems=problems, policy=policy)
         closing.callback(feed.close)
         evaluation = build_evaluation(
             config,

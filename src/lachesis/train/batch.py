@@ -30,6 +30,8 @@ from lachesis.common.types import UNKNOWN_VERSIONS, Group, Sample
 from lachesis.train.prefix_tree import branches
 
 T = TypeVar("T")
+Objective = Literal["policy", "sft"]
+"""What a batch is learned from by: a policy-gradient loss, or the likelihood of its tokens."""
 OldLogprobs = Literal["sampler", "trainer"]
 """Whose logprobs the importance ratio compares with: what the samples came with, or the trainer's at first use."""
 
@@ -117,6 +119,7 @@ class Batch:
     flat_tokens: int = 0
     iteration: int = 0
     num_iterations: int = 1
+    objective: Objective = "policy"
 
 
 class _Row(NamedTuple):

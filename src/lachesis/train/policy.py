@@ -24,6 +24,7 @@ from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss
 from lachesis.train.losses.reference import SamplerReference, build_reference, load_reference, second_model
+from lachesis.train.losses.sft import sft_loss
 from lachesis.train.losses.teacher import Lesson, Teacher, build_teacher
 from lachesis.train.model.forward import ForwardPlan, Packing, loss_token_logprobs, plan_forward
 from lachesis.train.model.head import Read, TokenLogprobs
@@ -317,6 +318,8 @@ class Policy:
         return counts._replace(entropy_threshold=threshold, num_high_entropy_tokens=reached)
 
     def _loss(self, batch: Batch, index: int, micro: MicroBatch, counts: StepCounts) -> PolicyLoss:
+        if batch.objective == "sft":
+            return sft_loss(self._scores(micro).logprobs, num_tokens=counts.num_tokens)
         reference = None if self.reference is None else self.reference.logprobs(micro)
         scores = self._scores(micro, read=None if self.teacher is None else self.teacher.reader(micro))
         lesson = Lesson(micro.advantages) if self.teacher is None else self.teacher.lesson(micro, scores)

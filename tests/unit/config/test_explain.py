@@ -27,11 +27,11 @@ def test_a_full_path():
     assert found.description == "Sampling temperature."
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "--learning-rate", " learning-rate "])
+@pytest.mark.parametrize("name", ["weight_decay", "--weight-decay", " weight-decay "])
 def test_a_bare_name_that_one_key_has(name):
     answer = explain(name)
     assert answer.meaning == "key"
-    assert answer.explanations[0].path == "optimizer.learning_rate"
+    assert answer.explanations[0].path == "optimizer.weight_decay"
 
 
 def test_a_required_key_has_no_default():
@@ -82,7 +82,7 @@ def test_dashes_in_a_dialect_are_underscores():
 
 
 def test_a_name_that_is_ours_and_a_dialects_is_told_once_with_all_its_names():
-    other = Dialect("other", [Entry("temperature", "evaluation.temperature"), Entry("x.steps", "sampling.top_k")])
+    other = Dialect("other", [Entry("temperature", "evaluation.temperature"), Entry("x.epochs", "sampling.top_k")])
     answer = explain("temperature", dialects=[other])
     assert [(found.path, found.dialect) for found in answer.explanations] == [
         ("sampling.temperature", ""),
@@ -90,8 +90,8 @@ def test_a_name_that_is_ours_and_a_dialects_is_told_once_with_all_its_names():
     ]
     assert answer.explanations[0].aliases == ()
     assert answer.explanations[1].aliases == (Alias("other", "temperature"),)
-    assert [(found.path, found.dialect) for found in explain("steps", dialects=[other]).explanations] == [
-        ("run.steps", ""),
+    assert [(found.path, found.dialect) for found in explain("epochs", dialects=[other]).explanations] == [
+        ("run.epochs", ""),
         ("sampling.top_k", "other"),
     ]
 

@@ -183,6 +183,21 @@ def _reference(config: LachesisConfig) -> Iterator[Said]:
             yield note(f"{key} does nothing with kl_reference {algorithm.kl_reference}")
 
 
+def _stages(config: LachesisConfig) -> Iterator[Said]:
+    if config.run.stages not in (["grpo"], ["sft", "grpo"]):
+        yield problem(f"run.stages {config.run.stages}: a run is [grpo], or [sft, grpo]")
+    if not config.sft_steps:
+        if unused := changed(config, "sft", *type(config.sft).model_fields):
+            yield warning(f"{', '.join(unused)} do{'es' if len(unused) == 1 else ''} nothing without sft in run.stages")
+    elif config.source.kind == "atropos":
+        yield problem(
+            "run.stages [sft, grpo] with source.kind atropos: environments would wait for the end of the start; train "
+            "a model by source.kind local first"
+        )
+    elif config.source.kind == "verifiers" and config.sft.path is None:
+        yield problem("sft.path is unset, and source.kind verifiers has no data.path to take answers from; set it")
+
+
 def _teacher(config: LachesisConfig) -> Iterator[Said]:
     teacher = config.algorithm.teacher
     if teacher is None:
@@ -328,6 +343,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
         _algorithm,
         _loss,
         _reference,
+        _stages,
         _teacher,
         _sampler_correction,
         _iterations,

@@ -67,7 +67,7 @@ from lachesis.config.schema.rollouts import (
     SourceConfig,
     VerifiersSourceConfig,
 )
-from lachesis.config.schema.training import AlgorithmConfig, BatchConfig, OptimizerConfig, TeacherConfig
+from lachesis.config.schema.training import AlgorithmConfig, BatchConfig, OptimizerConfig, SftConfig, TeacherConfig
 
 
 class LachesisConfig(Section):
@@ -86,6 +86,7 @@ class LachesisConfig(Section):
     pipeline: PipelineConfig = Field(default_factory=PipelineConfig)
     batch: BatchConfig = Field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    sft: SftConfig = Field(default_factory=SftConfig)
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
     deadlines: DeadlinesConfig = Field(default_factory=DeadlinesConfig)
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
@@ -101,6 +102,11 @@ class LachesisConfig(Section):
             return self
         algorithm = self.algorithm.model_copy(update={"sampler_correction": "token_truncate"})
         return self.model_copy(update={"algorithm": algorithm})
+
+    @property
+    def sft_steps(self) -> int:
+        """Optimizer steps before those of ``run.steps``."""
+        return self.sft.steps if "sft" in self.run.stages else 0
 
     @property
     def checkpoint_interval(self) -> int:

@@ -21,6 +21,9 @@ class RunConfig(Section):
     epochs: PositiveFloat | None = Field(
         default=None, description="Times that each problem is trained on, in place of a number of steps."
     )
+    stages: list[Literal["sft", "grpo"]] = Field(
+        default=["grpo"], description="What the run does in turn: `[grpo]`, or `[sft, grpo]` with a supervised start."
+    )
     setup: str | None = Field(
         default=None,
         description="Import path or file path `FILE.py:FUNCTION` of a function called once before the model "

@@ -56,6 +56,16 @@ class TeacherConfig(Section):
     )
 
 
+class SftConfig(Section):
+    """Supervised fine-tuning on answers before the rewards, where `run.stages` has `sft`."""
+
+    steps: PositiveInt = Field(default=100, description="Optimizer steps of it, before those of `run.steps`.")
+    path: str | None = Field(default=None, description="As `data.path`, with answers; the problems if unset.")
+    column: str = Field(default="answer", description="Column with the answer, which is what the model is to say.")
+    batch_size: PositiveInt = Field(default=32, description="Answers in one optimizer step.")
+    learning_rate: PositiveFloat = Field(default=1e-5, description="The rate, constant; 1e-4 is usual with LoRA.")
+
+
 # The loss takes this record itself: an option of it is a field here and its use in lachesis.train.losses.
 class AlgorithmConfig(Section):
     """The loss and the advantages. Names and meanings are TRL's."""

@@ -83,6 +83,7 @@ CHARTS = (
     ChartPlan(("evaluation/accuracy",), wide=True, floor=0.0, ceiling=1.0),
     ChartPlan(("mean_kl", "kl_reference"), title="KL divergence", floor=0.0, least=1e-3),
     ChartPlan(("distill_kl",), floor=0.0),
+    ChartPlan(("sft_loss",), floor=0.0),
     ChartPlan(("mean_ratio",), least=0.02),
     ChartPlan(("clipped_fraction", "clip_fraction_low", "clip_fraction_high"), floor=0.0, least=0.01),
     ChartPlan(("entropy",), floor=0.0),

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,13 @@ class _Part:
         self.update.commit()
 
 
+class Start(NamedTuple):
+    """Steps at a constant rate of their own, before the schedule begins."""
+
+    steps: int = 0
+    rate: float = 0.0
+
+
 class PolicyOptimizer:
     """One optimizer step over all trained parameters. Made by :func:`build_optimizer`.
 
@@ -63,6 +70,8 @@ class PolicyOptimizer:
         self._schedule = load_custom_schedule(config)
         self._step = 0
         self._skipped = 0
+        # Whoever knows of a stage before sets it.
+        self.start = Start()
 
     @property
     def skipped(self) -> bool:
@@ -77,7 +86,9 @@ class PolicyOptimizer:
     @property
     def learning_rate(self) -> float:
         """The rate that the next :meth:`step` will use."""
-        config, total_steps = self._config, self._total_steps
+        config, total_steps, step = self._config, self._total_steps, self._step - self.start.steps
+        if step < 0:
+            return self.start.rate
         course: dict[str, Any] = {
             "total_steps": total_steps,
             "warmup_steps": warmup_length(
@@ -86,9 +97,9 @@ class PolicyOptimizer:
             "min_lr_ratio": config.min_lr_ratio,
         }
         if self._schedule is not None:
-            return self._peak * custom_factor(self._schedule, self._step, **course)
+            return self._peak * custom_factor(self._schedule, step, **course)
         factor = schedule_factor(
-            self._step,
+            step,
             schedule=config.schedule,
             **course,
             phases=Phases(stable=config.stable_steps, decay=config.decay_steps, shape=config.decay),
@@ -247,7 +258,7 @@ def build_optimizer(
 
     Args:
         learning_rate: the peak rate.
-        total_steps: optimizer steps in the whole run; where ``linear`` and ``cosine`` end.
+        total_steps: optimizer steps after the start, if there is one; where ``linear`` and ``cosine`` end.
         seed: of the noise of stochastic rounding.
         make_policy_optimizer: called with what :class:`PolicyOptimizer` is made of.
         sizes: elements of each parameter by name, where those that are given are parts of them: which of them are

@@ -10,6 +10,7 @@ VLLM = {"kind": "vllm"}
 HTTP = {"kind": "http"}
 SHARED = {"kind": "shared_vllm"}
 ATROPOS = {"kind": "atropos"}
+SFT = {"stages": ["sft", "grpo"]}
 ASYNC = {
     "engine": HTTP,
     "bridge": {"kind": "broadcast"},
@@ -56,6 +57,9 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"data": {"path": None, "more": [{"path": "b.jsonl"}]}}, "data.more is further data besides data.path"),
         ({"data": {"order_epochs": 2}}, "data.order_epochs go with data.order, which is unset"),
         ({"algorithm": {"loss": "mine"}}, "algorithm.loss: 'mine' is neither"),
+        ({"run": {"stages": ["sft"]}}, "run.stages ['sft']: a run is [grpo], or [sft, grpo]"),
+        ({"run": SFT, "source": ATROPOS}, "environments would wait for the end of the start"),
+        ({"run": SFT, "source": {"kind": "verifiers", "environment": "x"}}, "sft.path is unset"),
         (
             {"algorithm": {"teacher": {"model": "big", "estimate": "sampled", "beta": 0.5}}},
             "estimate sampled is of the reverse KL, and beta is 0.5",
@@ -340,6 +344,7 @@ def test_all_problems_are_told_at_once(build):
             "teacher",
             "top_k does nothing with estimate sampled",
         ),
+        ({"sft": {"steps": 5, "column": "x"}}, "warning", "stages", "sft.steps, sft.column do nothing without sft"),
         (
             {"algorithm": {"teacher": {"model": "big", "column": "x"}}},
             "note",

@@ -1,0 +1,122 @@
+"""A supervised start: batches of given answers, and then those of the feed that generates.
+
+The loop knows nothing of it. Weights travel to the engine after these steps too.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lachesis.common.errors import CheckpointError, DataError
+from lachesis.common.types import UNKNOWN_VERSIONS, Group, Prompt, Sample
+from lachesis.pipeline.feed import Feed
+from lachesis.train.batch import Batch
+
+
+def demonstrations(
+    problems: Sequence[Prompt], *, column: str, encode: Callable[[str], list[int]], end: int, longest: int
+) -> list[Group]:
+    """A group of one sample for each problem: its answer and the end token, all of which is learned.
+
+    Args:
+        column: of the answer.
+        encode: a text to its tokens, without special ones.
+        end: the end token.
+        longest: tokens that the model takes.
+
+    Raises:
+        DataError: a problem has no answer, or one that is too long.
+    """
+    groups: list[Group] = []
+    for problem in problems:
+        answer = problem.columns.get(column)
+        if not isinstance(answer, str) or not answer:
+            raise DataError(
+                f"problem {problem.id} has no text in the column {column!r} that sft.column names, but "
+                f"{', '.join(problem.columns) or 'no columns'}",
+                remedy="set sft.column to the column with the answers, or sft.path to data that has them",
+            )
+        ids = (*encode(answer), end)
+        if len(problem.token_ids) + len(ids) > longest:
+            raise DataError(
+                f"problem {problem.id} and its answer take {len(problem.token_ids) + len(ids)} tokens, and the model "
+                f"{longest}",
+                remedy="leave it out by data.filter, or shorten it",
+            )
+        unknown = (math.nan,) * len(ids)
+        sample = Sample(problem.token_ids, ids, unknown, "stop", UNKNOWN_VERSIONS, text=answer, advantage=1.0)
+        groups.append(Group(problem, (sample,)))
+    return groups
+
+
+class StartedFeed(Feed[Batch]):
+    """A number of batches of answers, in an order of each epoch's own, and then those of another feed.
+
+    Args:
+        feed: what goes on after the start.
+        answers: what is learned from at first.
+        steps: batches of it.
+        batch_size: answers in each.
+        pack: makes a batch of groups.
+        seed: of the order.
+    """
+
+    def __init__(
+        self,
+        feed: Feed[Batch],
+        *,
+        answers: Sequence[Group],
+        steps: int,
+        batch_size: int,
+        pack: Callable[[Sequence[Group]], Batch],
+        seed: int = 0,
+    ) -> None:
+        self._feed = feed
+        self._answers = answers
+        self._steps = steps
+        self._batch_size = batch_size
+        self._pack = pack
+        self._seed = seed
+        self._done = 0
+
+    def next(self) -> Batch:
+        if self._done >= self._steps:
+            return self._feed.next()
+        first = self._done * self._batch_size
+        batch = self._pack([self._answer(first + place) for place in range(self._batch_size)])
+        return replace(batch, groups=(), objective="sft")  # they are no rollouts
+
+    def _answer(self, number: int) -> Group:
+        """The answer of this number, counted over all epochs."""
+        epoch, place = divmod(number, len(self._answers))
+        order = [*range(len(self._answers))]
+        random.Random(f"{self._seed}:sft:{epoch}").shuffle(order)
+        return self._answers[order[place]]
+
+    def advance(self, step: int) -> None:
+        if self._done < self._steps:
+            self._done += 1
+        else:
+            self._feed.advance(step)
+
+    def counters(self) -> dict[str, float]:
+        return self._feed.counters()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._feed.state_dict() | {"sft_steps": self._done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises CheckpointError where the run had no such start."""
+        if "sft_steps" not in state:
+            raise CheckpointError(
+                "the checkpoint is of a run without a supervised start", remedy="resume with the stages of that run"
+            )
+        self._feed.load_state_dict(state)
+        self._done = int(state["sft_steps"])
+
+    def close(self) -> None:
+        self._feed.close()
