@@ -119,6 +119,8 @@ PROOF, RULES = "src/lachesis/bridges/proof.py", "src/lachesis/metrics/health/rul
 SET = {
     "checked against TRL's own values to 1e-6": (f"tests/{LOSS}", "TOLERANCE = {torch.float64: 1e-6"),
     "shows it to 1e-9": ("tests/unit/train/test_policy.py", "1e-9"),
+    "TRL 1.16's (to 1e-9": ("tests/unit/train/losses/test_divergence.py", "abs=1e-9"),
+    "1.2 GB for 1,024 tokens": ("tests/unit/config/test_memory.py", "approx(1.2e9"),
     "24 to 141 GB": ("src/lachesis/config/cards.py", "CARDS = (24, 40, 48, 80, 141)"),
     "the served one, none, 1200 s": ("src/lachesis/environments/settings.py", "Field(1200.0"),
     "1200 s": ("src/lachesis/environments/settings.py", "Field(1200.0"),
