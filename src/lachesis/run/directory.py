@@ -35,6 +35,10 @@ CLOCK_SLACK_S = 60.0
 # Written by an engine for a run that is being built (engines.bridge_file, which loads torch): all that is left of one
 # that failed there.
 LEFT_BEHIND = "vllm_bridge_config.json"
+# What bridges write before the first step: the adapter, or the model, as it was.
+_EXCHANGED = ("adapters", "exports")
+# A run that is stopped before its first step saves what it began with.
+_UNTRAINED = "step_000000"
 
 
 @dataclass
@@ -190,10 +194,11 @@ def _has_no_step(run: RunDirectory) -> bool:
     state, files = run.state, run.files
     if state.get("status") in ("starting", "running") and state.get("host") != socket.gethostname():
         return False  # it may go on there
-    known = {path.name for path in files.values()} | {LEFT_BEHIND, "wandb", "api"}
+    known = {path.name for path in files.values()} | {LEFT_BEHIND, "wandb", "api", *_EXCHANGED}
     if any(entry.name not in known for entry in run.path.iterdir()) or files["final"].exists():
         return False
-    has_checkpoint = files["checkpoints"].is_dir() and any(files["checkpoints"].iterdir())
+    saved = {entry.name for entry in files["checkpoints"].iterdir()} if files["checkpoints"].is_dir() else set[str]()
+    has_checkpoint = bool(saved - {_UNTRAINED})
     return state.get("step", 0) == 0 and not has_checkpoint and not _has_metrics(files["metrics"])
 
 

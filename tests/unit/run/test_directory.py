@@ -115,8 +115,15 @@ class TestARunThatIsThere:
     def test_one_that_ended_before_its_first_step_leaves_the_directory_free(self, path: Path, status: str):
         held_run(path, status=status, step=0, pid=NO_PROCESS, host=socket.gethostname())
         (path / "metrics.jsonl").write_text("")
+        for left in (
+            "adapters/v0/adapter_model.safetensors",
+            "exports/v0/model.safetensors",
+            "checkpoints/step_000000/w",
+        ):
+            (path / left).parent.mkdir(parents=True, exist_ok=True)
+            (path / left).write_text("as it began")
         start(path)
-        assert state_of(path)["status"] == "starting"
+        assert state_of(path)["status"] == "starting" and not (path / "checkpoints").exists()
 
     @pytest.mark.parametrize("kept", ["checkpoints/step_1/weights", "final/model", "thesis.tex"])
     def test_what_it_left_besides_is_kept(self, path: Path, kept: str):
