@@ -15,6 +15,7 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.types import Prompt, SamplingParams
+from lachesis.rollouts.agent.container import Container, container_of
 from lachesis.rollouts.agent.process import AgentCommand, Ended, run_agent
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.agent.session import Recorder
@@ -201,3 +202,77 @@ def test_a_group_of_which_too_little_is_left_is_dropped(build: Any, engine: Fake
     assert (group.prompt.text, group.rewards) == ("good", (1.0, 1.0))
     counters = source.counters()
     assert (counters["dropped_groups"], counters["rollout_failures/crash"], counters["turns"]) == (1, 2, 2)
+
+
+# Stands for docker: refuses what docker refuses, runs the rest here with the variables that it was given, and says what
+# it was asked to remove.
+DOCKER = """#!{python}
+import os, subprocess, sys
+words = sys.argv[1:]
+here = os.path.dirname(os.path.abspath(__file__))
+if words[:2] == ["rm", "--force"] and len(words) == 3:
+    open(os.path.join(here, "removed"), "a").write(words[2] + chr(10))
+    sys.exit(0)
+if not words or words.pop(0) != "run":
+    sys.exit("docker: unknown command")
+flags, env = {{}}, {{"PATH": os.environ["PATH"]}}
+while words and words[0].startswith("-"):
+    flag = words.pop(0)
+    if flag in ("--rm", "--init"):
+        continue
+    if flag not in ("--name", "--network", "--user", "--volume", "--workdir", "--env") or not words:
+        sys.exit(f"unknown flag: {{flag}}")
+    value = words.pop(0)
+    if flag == "--env":
+        name, given, text = value.partition("=")
+        if given or name in os.environ:
+            env[name] = text if given else os.environ[name]
+    elif flag in flags:
+        sys.exit(f"{{flag}} twice")
+    else:
+        flags[flag] = value
+if not words or words[0] != "some-image":
+    sys.exit(125)
+if not os.path.isabs(flags["--workdir"]) or not flags["--volume"].startswith("/"):
+    sys.exit("paths must be absolute")
+os.chdir(flags["--workdir"])
+sys.exit(subprocess.run(words[1:], env=env).returncode)
+"""
+
+
+@pytest.fixture
+def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    directory = tmp_path / "bin"
+    directory.mkdir()
+    (directory / "docker").write_text(DOCKER.format(python=sys.executable))
+    (directory / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", str(directory), prepend=os.pathsep)
+    return directory
+
+
+class TestContainers:
+    def test_it_has_the_task_the_endpoint_and_no_variable_of_ours(self, docker: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("SECRET_KEY", "of the user")
+        program = """
+import json, os, sys
+print(json.dumps([os.environ.get(name) for name in ("OPENAI_API_KEY", "MINE", "SECRET_KEY")]))
+print(json.load(open(os.environ["LACHESIS_TASK"]))["id"], os.getcwd() == os.environ["HOME"])
+open(os.environ["LACHESIS_REWARD"], "w").write("0.5")
+"""
+        ended = run(command(program, env={"MINE": "x"}, container=container_of("docker:some-image")))
+        assert ended.output.splitlines() == ['["sk-1", "x", null]', "7 True"]
+        assert (ended.exit_code, ended.timed_out, ended.reward) == (0, False, "0.5")
+        assert not (docker / "removed").exists(), "it removed itself"
+
+    def test_one_that_takes_too_long_is_removed(self, docker: Path):
+        slow = command("import time; time.sleep(60)", timeout_s=1.0, container=container_of("docker:some-image"))
+        assert run(slow).timed_out
+        assert (docker / "removed").read_text().startswith("lachesis-agent-")
+
+    def test_an_image_that_is_not_there_is_a_crash(self, docker: Path):
+        assert run(command("", container=Container("docker", "nothing"))).exit_code == 125
+
+    @pytest.mark.parametrize("spec", ["docker", "lxc:some-image", "docker:"])
+    def test_what_is_no_container_is_refused(self, spec: str):
+        with pytest.raises(ConfigError, match=r"source\.container"):
+            container_of(spec)

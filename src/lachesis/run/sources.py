@@ -16,6 +16,7 @@ from lachesis.config import schema
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import batches_ahead, steps_per_batch
 from lachesis.engines.base import Engine
+from lachesis.rollouts.agent.container import container_of
 from lachesis.rollouts.agent.process import AgentCommand
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.agent.session import Recorder
@@ -215,8 +216,9 @@ def build_agents(config: LachesisConfig, *, policy: Policy, engine: Engine) -> A
     # What shares the trainer's process does one call after the other.
     at_once = 1 if config.engine.place == "trainer" else source.max_concurrent
     workdir = None if source.workdir is None else Path(source.workdir)
+    container = None if source.container is None else container_of(source.container)
     return AgentRollouts(
-        agent=AgentCommand(tuple(source.command), workdir, source.env, source.timeout_s),
+        agent=AgentCommand(tuple(source.command), workdir, source.env, source.timeout_s, container),
         proxy=AgentProxy(lambda: GatheredCalls(engine, at_once=at_once), recorder, host=source.host),
         decode=text_decoder(tokenizer),
         max_concurrent=source.max_concurrent,

@@ -170,6 +170,11 @@ class AgentSourceConfig(Section):
         default=None, description="Directory of which each rollout gets a copy to run in; an empty one if unset."
     )
     env: dict[str, str] = Field(default_factory=dict, description="Further environment variables.")
+    container: str | None = Field(
+        default=None,
+        description="`docker:IMAGE` or `podman:IMAGE`: the command runs in a container of the image, with this "
+        "machine's network and the rollout's directory; a process of this machine if unset.",
+    )
     timeout_s: PositiveFloat = Field(
         default=600.0, description="Limit of one rollout, at which the program and all of its process group are ended."
     )

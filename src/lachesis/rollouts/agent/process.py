@@ -15,6 +15,7 @@ from typing import Any
 from lachesis.common.errors import ConfigError
 from lachesis.common.process import ManagedProcess
 from lachesis.common.types import Prompt
+from lachesis.rollouts.agent.container import Container
 
 _LOOK_S = 0.1
 _GRACE_S = 2.0
@@ -32,15 +33,17 @@ class AgentCommand:
         workdir: is copied for each rollout, which runs in the copy; an empty directory if unset.
         env: variables beside those of this process and those that say where the model is.
         timeout_s: limit of one rollout, in seconds.
+        container: where it runs; a process of this machine if unset.
     """
 
     command: tuple[str, ...]
     workdir: Path | None
     env: Mapping[str, str]
     timeout_s: float
+    container: Container | None = None
 
     def __post_init__(self) -> None:
-        if shutil.which(self.command[0]) is None:
+        if self.container is None and shutil.which(self.command[0]) is None:
             raise ConfigError(
                 f"source.command: the program {self.command[0]!r} is not there",
                 remedy="install it, or give its full path",
@@ -80,11 +83,16 @@ def run_agent(
             shutil.copytree(agent.workdir, work, symlinks=True)
         task.write_text(json.dumps(task_of(prompt), default=str), encoding="utf-8")
         ended = threading.Event()
+        env = {**_endpoint(url, key), "LACHESIS_TASK": str(task), "LACHESIS_REWARD": str(reward), **agent.env}
+        command, name = filled(agent.command, prompt), scratch.name
+        if agent.container is not None:
+            given = [variable for variable, value in env.items() if value is not None]
+            command = agent.container.command(command, name=name, scratch=scratch, variables=given)
         process = ManagedProcess(
-            [*_INTO, str(work), *filled(agent.command, prompt)],
+            [*_INTO, str(work), *command],
             log_path=scratch / "output",
             name=f"the agent of prompt {prompt.id}",
-            env={**_endpoint(url, key), "LACHESIS_TASK": str(task), "LACHESIS_REWARD": str(reward), **agent.env},
+            env=env,
             grace_s=_GRACE_S,
             on_death=lambda _: ended.set(),
         )
@@ -96,6 +104,8 @@ def run_agent(
                 break
         timed_out = not ended.is_set()
         process.stop()
+        if agent.container is not None and timed_out:
+            agent.container.remove(name)
         return Ended(process.exit_code, timed_out, _tail(scratch / "output"), _content(reward))
 
 
