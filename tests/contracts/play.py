@@ -1,4 +1,7 @@
-"""Plays an example of verifiers over a fake engine, in a process of its own: ``python -m tests.contracts.play``."""
+"""Plays an environment over a fake engine, and says what a source got of it.
+
+Of verifiers in a process of its own: ``python -m tests.contracts.play``.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import asyncio
 import json
 import random
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,8 +19,17 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded
 from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.rollouts.datasets import PromptStream
-from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource, Played, Players, RolloutFailed
+from lachesis.rollouts.episodes import (
+    EpisodeEvaluator,
+    EpisodeSource,
+    Played,
+    Players,
+    PolicyAccess,
+    RolloutFailed,
+    TaskPlayers,
+)
 from lachesis.rollouts.gathered import GatheredCalls
+from lachesis.rollouts.steps.build import StepSettings, step_players
 from lachesis.rollouts.turns import TurnServer
 from lachesis.rollouts.verifiers.build import load_players
 from lachesis.rollouts.verifiers.settings import VerifiersSettings, own_signals
@@ -23,19 +37,21 @@ from tests.fakes import FakeEngine
 from tests.paths import ROOT
 
 DIGIT, EOS = 3, 2
+CALL = '<tool_call>{"name": "guess", "arguments": {"digit": 0}}</tool_call>'
 PARAMS = SamplingParams(max_tokens=4)
 
 
 class Recording(FakeEngine):
-    """Says a digit that follows from prompt and seed; keeps what it sampled."""
+    """Says a digit that follows from prompt and seed, with what is around it; keeps what it sampled."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: Sequence[int] = (), after: Sequence[int] = ()) -> None:
         super().__init__(self.digit)
+        self.around = list(before), list(after)
         self.sampled: list[tuple[list[int], list[int], list[float]]] = []
 
-    @staticmethod
-    def digit(request: Any, index: int) -> list[int]:
-        return [DIGIT + random.Random(f"{request.prompt_ids}{request.seed}").randrange(10), EOS]
+    def digit(self, request: Any, index: int) -> list[int]:
+        before, after = self.around
+        return [*before, DIGIT + random.Random(f"{request.prompt_ids}{request.seed}").randrange(10), *after, EOS]
 
     def generate(self, requests: Any, **options: Any) -> Any:
         results = super().generate(requests, **options)
@@ -45,18 +61,18 @@ class Recording(FakeEngine):
 
 
 class Failing(Players):
-    """The same rollouts, of which every third fails once it is over, or never ends."""
+    """The same rollouts, of which the third of each task fails once it is over; or none ever ends."""
 
     def __init__(self, inner: Players, *, hang: bool = False) -> None:
-        self.inner, self.hang, self.count = inner, hang, 0
+        self.inner, self.hang, self.counts = inner, hang, Counter[str]()
         self.start, self.report, self.stop, self.finish = inner.start, inner.report, inner.stop, inner.finish
 
     async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
         played = await self.inner.play(prompt, seed=seed, greedy=greedy)
-        self.count += 1
+        self.counts[prompt.id] += 1
         if self.hang:
             await asyncio.sleep(600)
-        if self.count % 3 == 0:
+        if self.counts[prompt.id] == 3:
             raise RolloutFailed("made to fail", cause="crash")
         return played
 
@@ -75,6 +91,24 @@ def main(environment: str, directory: Path) -> None:
     )
     with own_signals():
         players = load_players()(settings)
+    (directory / "played.json").write_text(json.dumps(record(players, engine)))
+
+
+def steps(name: str, tokenizer: Any, *, calls: bool = False) -> dict[str, Any]:
+    """What a source got of a class of the example of environments that are stepped."""
+    around = CALL.split("0") if calls else ("", "")
+    engine = Recording(*(tokenizer(text, add_special_tokens=False)["input_ids"] for text in around))
+    policy = PolicyAccess(
+        calls=GatheredCalls(engine, at_once=1), tokenizer=tokenizer, model="tiny",
+        params=SamplingParams(max_tokens=400), max_context=1000, vocab_size=200,
+    )  # fmt: skip
+    file = ROOT / "examples" / "environments" / "steps.py"
+    settings = StepSettings(environment=f"{file}:{name}", max_tasks=10, eval_tasks=2, max_turns=3)
+    return json.loads(json.dumps(record(step_players(policy, settings), engine, hang_s=1.0)))
+
+
+def record(players: TaskPlayers, engine: Recording, *, hang_s: float = 6.0) -> dict[str, Any]:
+    """Groups as they are, with rollouts that are made to fail, and with ones that never end within ``hang_s``."""
     training, held_out = players.split()
 
     def source(inner: Players) -> EpisodeSource:
@@ -89,10 +123,10 @@ def main(environment: str, directory: Path) -> None:
     found["all"] = texts(groups)
     evaluator = EpisodeEvaluator(source=episodes, prompts=held_out, success_reward=1.0, seed=0, generation_s=200.0)
     found["evaluated"] = asdict(evaluator.run(0))
-    found |= {"failed": failed(episodes, players), "cancelled": cancelled(episodes, players)}
+    found |= {"failed": failed(episodes, players), "cancelled": cancelled(episodes, players, hang_s=hang_s)}
     episodes.players = players
     episodes.close()
-    (directory / "played.json").write_text(json.dumps(found))
+    return found
 
 
 def failed(episodes: EpisodeSource, players: Players) -> dict[str, Any]:
@@ -108,10 +142,10 @@ def failed(episodes: EpisodeSource, players: Players) -> dict[str, Any]:
     }
 
 
-def cancelled(episodes: EpisodeSource, players: Players) -> dict[str, Any]:
+def cancelled(episodes: EpisodeSource, players: Players, *, hang_s: float) -> dict[str, Any]:
     episodes.players = Failing(players, hang=True)
     try:
-        episodes.next_groups(1, deadline=Deadline("groups that hang", 6.0))
+        episodes.next_groups(1, deadline=Deadline("groups that hang", hang_s))
     except DeadlineExceeded as error:
         name = type(error).__name__
     else:

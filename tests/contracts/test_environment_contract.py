@@ -1,6 +1,7 @@
 """What every environment that plays episodes owes to a source, over a fake engine and the real library.
 
 The lines of verifiers cannot be in one Python, so each is played in a process of its own, which writes what it got.
+What is stepped is played here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.contracts import play
 from tests.paths import ROOT
 from tests.tiny import EOS_ID, tiny_tokenizer
 
@@ -28,16 +30,24 @@ LINE_01 = pytest.param(
     marks=pytest.mark.skipif(not OLD_LINE.is_dir(), reason="`make verifiers-0.1` installs it"),
     id="verifiers 0.1",
 )
+STEPPED = [
+    pytest.param(("Guess", {}), id="gymnasium"),
+    pytest.param(("GuessTokens", {}), id="tinker"),
+    pytest.param(("GuessTools", {"calls": True}), id="trl"),
+]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
 SIZE, GROUPS = 4, 3
 
 
-@pytest.fixture(scope="module", params=[TODAY, LINE_01])
+@pytest.fixture(scope="module", params=[TODAY, LINE_01, *STEPPED])
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a source got of the guessing game of an example, with rollouts of which some were made to fail."""
     directory = tmp_path_factory.mktemp("played")
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
+    if isinstance(request.param, tuple):
+        name, options = request.param
+        return play.steps(name, tokenizer, **options)
     tokenizer.save_pretrained(directory / "tokenizer")
     old = request.param == "digits_v01.py"
     path = [str(OLD_LINE)] * old + [str(ROOT / "src"), str(ROOT)]

@@ -8,7 +8,8 @@ or when the file is there:
 - ``model.path``, ``model.tokenizer`` and ``algorithm.teacher.model``: what begins with ``.``, ``/`` or ``~`` and what
   exists as a directory; everything else is a hub id. With ``run.setup``, which builds the model, ``model.path`` is a
   path in any case.
-- ``source.environment``: what ends in ``.py``; everything else is an installed package.
+- ``source.environment``: what ends in ``.py``, and a class or function as below; everything else is an installed
+  package.
 - ``data.path`` and the paths of other datasets: what begins so, what exists, and what ends as a data file does
   (``.jsonl``, ``.json``, ``.parquet``, ``.csv``); everything else is a dataset of the hub.
 - ``model.chat_template``: whatever holds no ``{``.
@@ -85,6 +86,7 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
             tools=places.tool,
             tool_parser=places.function,
             environment=places.module,
+            tasks=places.path,
             command=places.program,
             workdir=places.path,
         ),
@@ -145,7 +147,7 @@ class _Places:
         return self.function(given) if isinstance(given, str) else _resolved(given, command=self.program)
 
     def module(self, value: str) -> str:
-        return self.path(value) if value.endswith(".py") else value
+        return self.path(value) if value.endswith(".py") else self.function(value)
 
     def program(self, argument: str) -> str:
         """A part of a command: where a file of that name is there, its path."""

@@ -77,7 +77,12 @@ class Played:
 
 
 class Players(ABC):
-    """Plays episodes on one event loop, many at the same time."""
+    """Plays episodes on one event loop, many at the same time.
+
+    ``reward_names`` are those of the parts of a reward, as :attr:`Sample.rewards` has them.
+    """
+
+    reward_names: tuple[str, ...] = ("environment",)
 
     async def start(self) -> None:
         """Bring up what all episodes share. Called once, on the loop that they run on."""
@@ -98,6 +103,10 @@ class Players(ABC):
 
     def report(self, deadline: Deadline) -> None:
         """The limit of what is generated from now on."""
+        return None
+
+    def report_version(self, version: int) -> None:
+        """The policy moved on to ``version``."""
         return None
 
     async def stop(self) -> None:
@@ -335,6 +344,7 @@ class EpisodeSource(GroupwiseSource):
 
     def report_version(self, version: int) -> None:
         """Nothing is throttled: rollouts begin when they are asked for."""
+        self.players.report_version(version)
 
     def counters(self) -> dict[str, float]:
         """Since the last call: ``generation_time`` in seconds, ``tokens_generated``, ``dropped_groups``,

@@ -1,4 +1,4 @@
-"""Environments that play episodes, over the rollout API: ``lachesis env verifiers serve``."""
+"""Environments that play episodes, over the rollout API: ``lachesis env verifiers serve``, ``lachesis env steps``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import random
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -22,6 +22,7 @@ from lachesis.environments.evaluation import Attempts, evaluate_environment
 from lachesis.environments.records import ScoredGroup, Trajectory
 from lachesis.environments.settings import EnvironmentConfig
 from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, TaskPlayers
+from lachesis.rollouts.steps.build import StepSettings, step_players
 from lachesis.rollouts.verifiers.build import verifiers_players
 
 # The server itself knows its model's vocabulary and refuses what is not in it.
@@ -212,7 +213,41 @@ class VerifiersEnvironment(EpisodeEnvironment):
         )
 
 
-EPISODES: Mapping[str, type[EpisodeEnvironment]] = {"verifiers": VerifiersEnvironment}
+class StepsConfig(EpisodesConfig):
+    """``--env.*`` of environments that are stepped."""
+
+    environment: str = Field("", description="which one: FILE.py:NAME or module.NAME of a class or function")
+    interface: Literal["auto", "gymnasium", "tinker", "trl"] = Field("auto", description="how it is stepped")
+    tasks: str | None = Field(None, description="file with a row for each task; numbers (--env.max_tasks) if unset")
+    max_turns: int = Field(8, ge=1, description="most turns of the model in a rollout")
+    turn_tokens: int | None = Field(None, ge=1, description="most tokens of a turn")
+    tool_parser: str = Field("hermes", description="how the model writes a call, with methods that are tools")
+
+
+class StepsEnvironment(EpisodeEnvironment):
+    """Environments that are stepped turn by turn, which say themselves what an episode is worth."""
+
+    name = "steps"
+    config_class = StepsConfig
+
+    def build(self, policy: PolicyAccess) -> TaskPlayers:
+        config = self.config
+        assert isinstance(config, StepsConfig), "the class that this one names"
+        settings = StepSettings(
+            environment=config.environment,
+            interface=config.interface,
+            args=config.args,
+            tasks=config.tasks,
+            max_tasks=config.max_tasks,
+            eval_tasks=config.eval_tasks,
+            max_turns=config.max_turns,
+            turn_tokens=config.turn_tokens,
+            tool_parser=config.tool_parser,
+        )
+        return step_players(policy, settings)
+
+
+EPISODES: Mapping[str, type[EpisodeEnvironment]] = {"verifiers": VerifiersEnvironment, "steps": StepsEnvironment}
 
 
 def reward_of(played: Played) -> float:

@@ -30,6 +30,7 @@ from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
+from lachesis.rollouts.steps.build import StepSettings, step_players
 from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools import Toolbox, load_parser, load_tools, tool_schemas
 from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
@@ -245,7 +246,7 @@ def build_turns(config: LachesisConfig, *, policy: Policy, engine: Engine) -> To
 
 
 def build_episodes(
-    config: LachesisConfig, *, policy: Policy, engine: Engine
+    config: LachesisConfig, *, policy: Policy, engine: Engine, rewarder: Rewarder | None
 ) -> tuple[EpisodeSource, EpisodeEvaluator | None]:
     """The environment of ``source`` over the run's engine, and the evaluation on its held-out tasks, if any.
 
@@ -265,7 +266,7 @@ def build_episodes(
         max_context=context_length(config.model),
         vocab_size=policy.transformer.config.get_text_config().vocab_size,
     )
-    players = build_players(source, access)
+    players = build_players(config, access, rewarder)
     training, held_out = players.split()
     episodes = EpisodeSource(
         stream=PromptStream(training, seed=config.run.seed, shuffle=config.data.shuffle),
@@ -287,8 +288,23 @@ def build_episodes(
     return episodes, evaluator if held_out else None
 
 
-def build_players(source: schema.EpisodesSection, access: PolicyAccess) -> TaskPlayers:
+def build_players(config: LachesisConfig, access: PolicyAccess, rewarder: Rewarder | None) -> TaskPlayers:
     """The players of an environment that has tasks of its own."""
+    source = config.source
+    if isinstance(source, schema.StepsSourceConfig):
+        settings = StepSettings(
+            environment=source.environment,
+            interface=source.interface,
+            args=source.args,
+            tasks=source.tasks,
+            max_tasks=source.max_tasks,
+            eval_tasks=source.eval_tasks,
+            max_turns=source.max_turns,
+            turn_tokens=source.turn_tokens,
+            tool_parser=source.tool_parser,
+            template_kwargs=config.data.chat_template_kwargs,
+        )
+        return step_players(access, settings, rewarder=rewarder)
     assert isinstance(source, schema.VerifiersSourceConfig)
     return verifiers_players(
         access,

@@ -26,7 +26,7 @@ from lachesis.common.types import EvalResult
 from lachesis.common.world import World
 from lachesis.config.load import LoadedConfig, dump_config, log_findings
 from lachesis.config.rules import check
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import EpisodesSection, LachesisConfig
 from lachesis.config.steps import total_steps, with_steps
 from lachesis.engines.fleet import EngineRow
 from lachesis.metrics.hub import DISK_FULL, HubTelemetry, MetricsHub
@@ -34,7 +34,6 @@ from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.atropos.source import EngineWatch
 from lachesis.rollouts.failures import FailureFile
-from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
@@ -293,7 +292,8 @@ def build_parts(
     problems, held_out = load_data(config)
     config = with_steps(config, problems=len(problems))
     environments = config.source.kind not in ("local", "agent")  # which score their own rollouts
-    rewarder = None if environments and not held_out else build_rewarder(config)
+    judges = config.source.kind == "steps" and config.rewards.functions
+    rewarder = None if environments and not held_out and not judges else build_rewarder(config)
     if rewarder is not None:
         closing.callback(rewarder.close)
     place = run_place(run)
@@ -308,8 +308,10 @@ def build_parts(
         policy = bridge.prepare(partial(build, config, weights=side.weights))
         feed: Feed[Batch]
         evaluator = None
-        if config.source.kind == "verifiers":
-            episodes, evaluator = build_episodes(config, policy=policy, engine=bridge.engine)
+        names = () if environments or rewarder is None else rewarder.names
+        if isinstance(config.source, EpisodesSection):
+            episodes, evaluator = build_episodes(config, policy=policy, engine=bridge.engine, rewarder=rewarder)
+            names = episodes.players.reward_names
             feed = feed_from(episodes, config, policy=policy)
         elif environments or rewarder is None:
             feed = build_atropos_feed(
@@ -333,14 +335,7 @@ def build_parts(
             evaluator=evaluator,
         )
         closing.callback(evaluation.close)
-        return config, Parts(place, side, policy, feed, evaluation, reward_names(config, rewarder))
-
-
-def reward_names(config: LachesisConfig, rewarder: Rewarder | None) -> tuple[str, ...]:
-    """Of the rewards that a run's samples have, each by itself; environments of others score as a whole."""
-    if config.source.kind == "verifiers":
-        return ("environment",)
-    return () if config.source.kind not in ("local", "agent") or rewarder is None else rewarder.names
+        return config, Parts(place, side, policy, feed, evaluation, names)
 
 
 def raise_if_asked(stop_requested: Callable[[], bool], leadership: Leadership | None = None) -> None:

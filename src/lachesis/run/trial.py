@@ -28,6 +28,9 @@ from lachesis.run import environments
 
 _START_S = 600.0
 _SAMPLES, _TASKS = 4, 32
+# Tasks of an environment that is stepped, unless one of these flags says which there are.
+_STEPPED = 1024
+_HOW_MANY = ("--env.max_tasks", "--env.max-tasks", "--env.tasks")
 # The short flags, and what they are among those of every environment.
 _NAMES = {
     "--engine": "--openai.base_url",
@@ -89,8 +92,8 @@ def parse_trial(words: Sequence[str]) -> Trial:
 def resolve(name: str) -> tuple[type[Environment[Any, Any]], list[str]]:
     """The class of an environment by whatever names one, and the flags that say which it is.
 
-    A shipped name, ``FILE.py:CLASS`` or ``module.CLASS`` of ours, ``reasoning_gym:TASKS``, and else the id of one of
-    verifiers or a file that is one.
+    A shipped name, ``FILE.py:CLASS`` or ``module.CLASS`` of ours or of what is stepped, ``reasoning_gym:TASKS``, and
+    else the id of one of verifiers or a file that is one.
     """
     if name in (*SHIPPED, *EPISODES):
         return environments.find(name), []
@@ -100,7 +103,12 @@ def resolve(name: str) -> tuple[type[Environment[Any, Any]], list[str]]:
         found: Any = load_function(name)
         if isinstance(found, type) and issubclass(found, Environment):
             return found, []
-        raise ConfigError(f"{name} is no environment", remedy="name a subclass of lachesis' Environment")
+        if isinstance(found, type) and not hasattr(found, "reset") and not hasattr(found, "initial_observation"):
+            raise ConfigError(
+                f"{name} is no environment",
+                remedy="name a subclass of Environment, or a class that can be stepped (docs/environments.md)",
+            )
+        return EPISODES["steps"], [f"--env.environment={name}"]
     return EPISODES["verifiers"], [f"--env.environment={name}"]
 
 
@@ -113,6 +121,8 @@ def try_environment(name: str, trial: Trial) -> tuple[EnvironmentEvaluation | No
     kind, flags = resolve(name)
     with ExitStack() as stack:
         words = [*flags, *trial.rest]
+        if kind is EPISODES["steps"] and not any(word.startswith(_HOW_MANY) for word in words):
+            words.append(f"--env.max_tasks={_STEPPED}")
         if trial.model is not None:
             words.append(f"--openai.base_url={_serve(trial.model, stack)}")
         options = parse_options(words, env_class=kind.config_class)

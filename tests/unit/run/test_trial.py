@@ -6,8 +6,9 @@ import pytest
 
 from lachesis.common.errors import ConfigError
 from lachesis.environments.shipped import Arithmetic, ReasoningGym
-from lachesis.rollouts.served import VerifiersEnvironment
+from lachesis.rollouts.served import StepsEnvironment, VerifiersEnvironment
 from lachesis.run.trial import parse_trial, resolve
+from tests.paths import EXAMPLES
 
 
 def test_short_flags_are_those_of_every_environment():
@@ -29,5 +30,7 @@ def test_names_of_all_kinds_are_found():
     assert resolve("lachesis.environments.shipped.arithmetic.Arithmetic") == (Arithmetic, [])
     assert resolve("gsm8k-v1") == (VerifiersEnvironment, ["--env.environment=gsm8k-v1"])
     assert resolve("mine/sums.py") == (VerifiersEnvironment, ["--env.environment=mine/sums.py"])
+    guess = f"{EXAMPLES / 'environments' / 'steps.py'}:Guess"
+    assert resolve(guess) == (StepsEnvironment, [f"--env.environment={guess}"])
     with pytest.raises(ConfigError, match="is no environment"):
         resolve("lachesis.common.types.Prompt")

@@ -14,7 +14,7 @@ from lachesis.config.custom import custom_parts
 from lachesis.config.document import describe
 from lachesis.config.paths import is_model_spec
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
-from lachesis.config.schema import LachesisConfig, SamplingConfig
+from lachesis.config.schema import EpisodesSection, LachesisConfig, SamplingConfig
 from lachesis.config.schema.rollouts import NAMED_REWARDS
 
 _FUNCTION_SPEC = re.compile(r"^(?:.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)$")
@@ -29,6 +29,8 @@ def _run_name(config: LachesisConfig) -> Iterator[Said]:
 def _function_spec(config: LachesisConfig) -> Iterator[Said]:
     named = [("run.setup", config.run.setup), ("data.transform", config.data.transform)]
     named += [(f"data.more[{i}].transform", dataset.transform) for i, dataset in enumerate(config.data.more)]
+    if config.source.kind == "steps":
+        named.append(("source.environment", config.source.environment))
     if config.source.kind == "local":
         named += [(f"source.tools[{i}]", tool) for i, tool in enumerate(config.source.tools) if isinstance(tool, str)]
     for key, spec in named:
@@ -157,7 +159,7 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
         yield warning("data.eval_path is data.path, so accuracy is measured on the training problems")
     if data.eval_path is None and data.eval_split is not None and data.eval_split == data.split:
         yield warning("data.eval_split is data.split, so accuracy is measured on the training problems")
-    held_out = data.evaluates or (config.source.kind == "verifiers" and config.source.eval_tasks > 0)
+    held_out = data.evaluates or (isinstance(config.source, EpisodesSection) and config.source.eval_tasks > 0)
     if (every := changed(config, "evaluation", "every_steps", "every_epochs")) and not held_out:
         yield problem(
             f"{every[0]} is {evaluation.every_steps or evaluation.every_epochs:g} and there are no held-out problems; "

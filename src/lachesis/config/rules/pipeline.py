@@ -136,7 +136,7 @@ def _source(config: LachesisConfig) -> Iterator[Said]:
                 f"({config.batch.prompts_per_step}), which are not split: some workers are idle"
             )
         return
-    if source.kind == "verifiers":
+    if source.kind == "verifiers" or source.kind == "steps":
         yield from _environment(config)
         return
     if not config.data.evaluates and (config.data.path is not None or config.rewards.functions):
@@ -165,16 +165,27 @@ def _epochs(config: LachesisConfig) -> Iterator[Said]:
 
 def _environment(config: LachesisConfig) -> Iterator[Said]:
     """What does nothing, or cannot work, where an environment has tasks and rewards of its own."""
-    if config.data.path is not None or config.data.evaluates or config.rewards.functions:
+    kind = config.source.kind
+    if kind == "verifiers" and (config.data.path is not None or config.data.evaluates or config.rewards.functions):
         yield problem(
             "data and rewards are of a dataset, and source.kind verifiers has an environment with tasks and a rubric "
             "of its own; remove them (source.eval_tasks holds tasks out)"
+        )
+    if kind == "steps" and (config.data.path is not None or config.data.evaluates):
+        yield problem(
+            "data.path and held-out problems are of a dataset, and source.kind steps has tasks of its own; name them "
+            "in source.tasks (source.eval_tasks holds tasks out)"
+        )
+    if kind == "steps" and config.rewards.num_workers > 0:
+        yield problem(
+            f"rewards.num_workers is {config.rewards.num_workers}, and functions get the environments of source.kind "
+            "steps, which cannot be sent to other processes; leave it out"
         )
     yield from _epochs(config)
     for key in changed(config, "evaluation", "samples_per_problem", "temperature"):
         yield problem(f"{key}: an environment's held-out tasks are played once each, greedily; remove it")
     if config.pipeline.streaming:
-        yield warning("pipeline.streaming does nothing with source.kind verifiers: rollouts are scored as they end")
+        yield warning(f"pipeline.streaming does nothing with source.kind {kind}: rollouts are scored as they end")
 
 
 def _rollout_api(config: LachesisConfig) -> Iterator[Said]:

@@ -65,6 +65,7 @@ from lachesis.config.schema.rollouts import (
     RewardsConfig,
     SamplingConfig,
     SourceConfig,
+    StepsSourceConfig,
     VerifiersSourceConfig,
 )
 from lachesis.config.schema.training import AlgorithmConfig, BatchConfig, OptimizerConfig, SftConfig, TeacherConfig

@@ -250,8 +250,43 @@ class VerifiersSourceConfig(EpisodesSection):
     )
 
 
+class StepsSourceConfig(EpisodesSection):
+    """An environment that the model steps, turn by turn: a class of Gymnasium's, tinker-cookbook's or TRL's methods."""
+
+    kind: Literal["steps"] = "steps"
+    environment: str = Field(
+        description="Import path or `FILE.py:NAME` of the class, or of a function that makes an environment: a new one "
+        "for each rollout."
+    )
+    interface: Literal["auto", "gymnasium", "tinker", "trl"] = Field(
+        default="auto",
+        description="How it is stepped; `auto` goes by its methods: `reset` and `step` of text are Gymnasium's, "
+        "`initial_observation` and `step` tinker-cookbook's, `reset` and other methods, which are tools, TRL's.",
+    )
+    args: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keywords of the class or function, which also gets the task's columns that it names, and "
+        "`tokenizer`.",
+    )
+    tasks: str | None = Field(
+        default=None,
+        description="File (JSONL, JSON, Parquet or CSV) with a row for each task, whose columns `reset` gets; unset: "
+        "`max_tasks` numbers, each the `seed` of a task.",
+    )
+    max_turns: PositiveInt = Field(default=8, description="Most turns of the model in a rollout.")
+    turn_tokens: PositiveInt | None = Field(
+        default=None,
+        description="Most tokens of a turn; of all turns, with what the environment shows in between, it is "
+        "`sampling.max_completion_length`.",
+    )
+    tool_parser: str = Field(
+        default="hermes", description="How the model writes a call of a method, as with kind local; with TRL's methods."
+    )
+
+
 SourceConfig = Annotated[
-    LocalSourceConfig | AgentSourceConfig | AtroposSourceConfig | VerifiersSourceConfig, Field(discriminator="kind")
+    LocalSourceConfig | AgentSourceConfig | AtroposSourceConfig | VerifiersSourceConfig | StepsSourceConfig,
+    Field(discriminator="kind"),
 ]
 
 

@@ -186,3 +186,8 @@ class Toolbox:
 
 def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def described(spec: str, function: Callable[..., Any]) -> Tool:
+    """A function, or method, as a tool; ``spec`` is what errors call it. Raises ConfigError as :func:`load_tools`."""
+    return _tool(spec, function)

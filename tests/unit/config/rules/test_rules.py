@@ -594,6 +594,21 @@ def test_an_environment_has_tasks_and_rewards_of_its_own(build, sections, expect
         check(build(**VERIFIERS, **sections))
 
 
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"data": {"path": "a.jsonl"}}, "name them in source.tasks"),
+        ({"data": {"path": None}, "rewards": {"functions": ["a.b"], "num_workers": 2}}, "cannot be sent to other"),
+        ({**NO_DATASET, "source": {"kind": "steps", "environment": "guess"}}, "source.environment: 'guess' is"),
+    ],
+)
+def test_what_is_stepped_has_tasks_of_its_own_and_may_have_reward_functions(build, sections, expected):
+    stepped = {"source": {"kind": "steps", "environment": "a.B"}}
+    with pytest.raises(ConfigError, match=expected):
+        check(build(**(stepped | sections)))
+    assert check(build(**stepped, data={"path": None}, rewards={"functions": ["a.b"]})) == []
+
+
 def test_an_environment_may_hold_tasks_out(build):
     held_out = {"source": VERIFIERS["source"] | {"eval_tasks": 4}, "evaluation": {"every_steps": 5}}
     assert check(build(**NO_DATASET, **held_out)) == []

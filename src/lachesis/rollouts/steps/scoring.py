@@ -1,0 +1,56 @@
+"""Reward functions for environments that are stepped: they get the environments, as TRL's do."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lachesis.common.types import Group, Message, Prompt
+from lachesis.rollouts.episodes import Played
+from lachesis.rollouts.rewards.attempts import TURNS
+from lachesis.rollouts.rewards.rewarder import Rewarder
+
+COLUMN = "environments"
+"""The argument by which a reward function gets the environments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What is left of an episode: its task, the environment, what it showed first, and all messages after that."""
+
+    prompt: Prompt
+    subject: Any
+    start: tuple[Message, ...]
+    said: tuple[Message, ...]
+
+
+async def scored(played: Sequence[Played], rewarder: Rewarder, *, owned: bool) -> list[Played]:
+    """Episodes of one task with their rewards: of the functions and, with ``owned``, last that of the environment.
+
+    An episode of several sequences is judged once, by its last. Functions run on a thread of their own.
+
+    Raises:
+        RewardError: a function failed, unless ``rewards.on_error`` drops the group: then none is left.
+    """
+    ended: list[Ended] = [one.state for one in played]
+    asked = ended[0].prompt
+    extras: dict[str, Any] = {COLUMN: [one.subject for one in ended]}
+    if ended[0].start:  # an environment of tokens has no messages
+        asked = replace(asked, messages=ended[0].start)
+        extras[TURNS] = [list(one.said) for one in ended]
+    group = Group(asked, tuple(one.samples[-1] for one in played))
+    found = await asyncio.to_thread(rewarder.score, [group], extras=[extras])
+    if not found.groups:
+        return []
+    judged = found.groups[0].samples
+    return [_with(one, sample.rewards, sample.reward, owned=owned) for one, sample in zip(played, judged, strict=True)]
+
+
+def _with(played: Played, rewards: tuple[float | None, ...], total: float | None, *, owned: bool) -> Played:
+    own = played.samples[-1].reward
+    if owned and own is not None:
+        rewards, total = (*rewards, own), own + (total or 0.0)
+    samples = tuple(replace(sample, rewards=rewards, reward=total) for sample in played.samples)
+    return replace(played, samples=samples)
