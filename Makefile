@@ -14,13 +14,14 @@ CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 && echo constraints
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 OLD_VERIFIERS := .venv-verifiers-0.1
+OPENENV := .venv-openenv
 ORIGINAL := .venv-original
 ORIGINAL_STAMP := $(ORIGINAL)/.installed
 
 # More than cores, as many tests wait.
 FORKS := 3
 
-.PHONY: install original verifiers-0.1 quickstart test lint types unit processes contracts e2e browser chromium docs site clean
+.PHONY: install original verifiers-0.1 openenv quickstart test lint types unit processes contracts e2e browser chromium docs site clean
 
 install: $(STAMP)
 
@@ -52,6 +53,14 @@ $(OLD_VERIFIERS)/.installed: requirements-verifiers-0.1.txt | install
 	$(PIP) --no-deps --target $(OLD_VERIFIERS) --requirement $<
 	touch $@
 
+# OpenEnv's server, in a directory that goes behind .venv, whose packages win.
+openenv: $(OPENENV)/.installed
+
+$(OPENENV)/.installed: requirements-openenv.txt | install
+	rm -rf $(OPENENV)
+	$(PIP) --no-deps --target $(OPENENV) --requirement $<
+	touch $@
+
 quickstart: install
 	$(BIN)/lachesis train examples/quickstart/config.yaml --overwrite
 
@@ -71,7 +80,7 @@ unit processes: install
 contracts: DEAL := loadgroup
 e2e: DEAL := loadfile
 contracts e2e: export ATROPOS_PYTHON = $(CURDIR)/$(ORIGINAL)/bin/python
-contracts: verifiers-0.1
+contracts: verifiers-0.1 openenv
 contracts e2e: install original
 	$(BIN)/python -m pytest tests/$@ --numprocesses 2 --dist $(DEAL) --no-loadscope-reorder --durations 15
 
@@ -97,4 +106,4 @@ site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(ORIGINAL) $(OLD_VERIFIERS) runs site examples/quickstart/.cache
+	rm -rf $(VENV) $(ORIGINAL) $(OLD_VERIFIERS) $(OPENENV) runs site examples/quickstart/.cache

@@ -94,16 +94,15 @@ def main(environment: str, directory: Path) -> None:
     (directory / "played.json").write_text(json.dumps(record(players, engine)))
 
 
-def steps(name: str, tokenizer: Any, *, calls: bool = False) -> dict[str, Any]:
-    """What a source got of a class of the example of environments that are stepped."""
+def steps(environment: str, tokenizer: Any, *, calls: bool = False) -> dict[str, Any]:
+    """What a source got of an environment that is stepped: a class of the example, or a server of OpenEnv."""
     around = CALL.split("0") if calls else ("", "")
     engine = Recording(*(tokenizer(text, add_special_tokens=False)["input_ids"] for text in around))
     policy = PolicyAccess(
         calls=GatheredCalls(engine, at_once=1), tokenizer=tokenizer, model="tiny",
         params=SamplingParams(max_tokens=400), max_context=1000, vocab_size=200,
     )  # fmt: skip
-    file = ROOT / "examples" / "environments" / "steps.py"
-    settings = StepSettings(environment=f"{file}:{name}", max_tasks=10, eval_tasks=2, max_turns=3)
+    settings = StepSettings(environment=environment, max_tasks=10, eval_tasks=2, max_turns=3)
     return json.loads(json.dumps(record(step_players(policy, settings), engine, hang_s=1.0)))
 
 

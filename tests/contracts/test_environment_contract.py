@@ -6,20 +6,34 @@ What is stepped is played here.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import ConfigError
+from lachesis.common.process import ManagedProcess
+from lachesis.rollouts.episodes import RolloutFailed
+from lachesis.rollouts.steps.game import Action
+from lachesis.rollouts.steps.openenv import OpenEnvGame, OpenEnvServer, find_server
 from tests.contracts import play
 from tests.paths import ROOT
+from tests.ports import free_port
 from tests.tiny import EOS_ID, tiny_tokenizer
+from tests.waiting import LONG_S
 
 OLD_LINE = ROOT / ".venv-verifiers-0.1"
+OPENENV = ROOT / ".venv-openenv"
+GAMES = ROOT / "examples" / "environments" / "steps.py"
 TODAY = pytest.param(
     "digits_v1.py",
     marks=pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed"),
@@ -34,9 +48,29 @@ STEPPED = [
     pytest.param(("Guess", {}), id="gymnasium"),
     pytest.param(("GuessTokens", {}), id="tinker"),
     pytest.param(("GuessTools", {"calls": True}), id="trl"),
+    pytest.param(
+        ("openenv", {}),
+        marks=pytest.mark.skipif(not OPENENV.is_dir(), reason="`make openenv` installs its server"),
+        id="openenv",
+    ),
 ]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
 SIZE, GROUPS = 4, 3
+
+
+@contextmanager
+def openenv_server(directory: Path) -> Iterator[str]:
+    """OpenEnv's own server with the same game; yields its address."""
+    port = free_port()
+    command = [sys.executable, "-m", "tests.contracts.openenv_server", str(OPENENV), str(port)]
+    url = f"http://127.0.0.1:{port}"
+    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    server = ManagedProcess(command, url=url, log_path=directory / "openenv.log", env={"PYTHONPATH": paths})
+    server.start(deadline=Deadline("the start of OpenEnv's server", LONG_S))
+    try:
+        yield url
+    finally:
+        server.stop()
 
 
 @pytest.fixture(scope="module", params=[TODAY, LINE_01, *STEPPED])
@@ -47,7 +81,10 @@ def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     tokenizer.chat_template = TEMPLATE
     if isinstance(request.param, tuple):
         name, options = request.param
-        return play.steps(name, tokenizer, **options)
+        if name != "openenv":
+            return play.steps(f"{GAMES}:{name}", tokenizer, **options)
+        with openenv_server(directory) as url:
+            return play.steps(url, tokenizer, **options)
     tokenizer.save_pretrained(directory / "tokenizer")
     old = request.param == "digits_v01.py"
     path = [str(OLD_LINE)] * old + [str(ROOT / "src"), str(ROOT)]
@@ -109,3 +146,30 @@ def runs_of(mask: list[int]) -> list[tuple[int, int]]:
     """Where runs of ones begin and end."""
     edges = [place for place, (a, b) in enumerate(zip([0, *mask], [*mask, 0], strict=True)) if a != b]
     return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+@pytest.mark.skipif(not OPENENV.is_dir(), reason="`make openenv` installs its server")
+def test_what_a_server_of_openenv_refuses_is_told_or_fails_the_rollout(tmp_path: Path):
+    """An action that is none is the model's fault; what the environment raises, and a lost server, are not."""
+
+    async def play(game: OpenEnvGame, said: str) -> Any:
+        try:
+            await game.begin()
+            return await game.step(Action(said, said, (3,), "stop"))
+        finally:
+            await game.close()
+
+    with openenv_server(tmp_path) as url:
+        assert find_server(url, {}) == OpenEnvServer(url, "guess")
+        told = asyncio.run(play(OpenEnvGame(OpenEnvServer(url, "number"), {}), "3"))
+        assert not told.done and "error: Invalid message" in told.messages[0]["content"]
+        shown = asyncio.run(play(OpenEnvGame(OpenEnvServer(url, "guess", "text"), {"seed": 4}), "3"))
+        assert shown.messages[0]["content"] == "+" and not shown.done
+        with pytest.raises(RolloutFailed, match="no game today") as failed:
+            asyncio.run(play(OpenEnvGame(OpenEnvServer(url, "guess"), {"fail": True}), "3"))
+        assert failed.value.cause == "environment"
+    with pytest.raises(RolloutFailed) as failed:
+        asyncio.run(play(OpenEnvGame(OpenEnvServer(url, "guess"), {}), "3"))
+    assert failed.value.cause == "connection"
+    with pytest.raises(ConfigError, match="no OpenEnv server answers"):
+        find_server(url, {})

@@ -24,6 +24,7 @@ from lachesis.environments.evaluation import EnvironmentEvaluation, evaluate_env
 from lachesis.environments.settings import parse_options
 from lachesis.environments.shipped import SHIPPED
 from lachesis.rollouts.served import EPISODES
+from lachesis.rollouts.steps.openenv import is_address
 from lachesis.run import environments
 
 _START_S = 600.0
@@ -92,13 +93,15 @@ def parse_trial(words: Sequence[str]) -> Trial:
 def resolve(name: str) -> tuple[type[Environment[Any, Any]], list[str]]:
     """The class of an environment by whatever names one, and the flags that say which it is.
 
-    A shipped name, ``FILE.py:CLASS`` or ``module.CLASS`` of ours or of what is stepped, ``reasoning_gym:TASKS``, and
-    else the id of one of verifiers or a file that is one.
+    A shipped name, ``FILE.py:CLASS`` or ``module.CLASS`` of ours or of what is stepped, the address of a server of
+    OpenEnv, ``reasoning_gym:TASKS``, and else the id of one of verifiers or a file that is one.
     """
     if name in (*SHIPPED, *EPISODES):
         return environments.find(name), []
     if name.startswith(PREFIX):
         return environments.find("reasoning_gym"), [f"--env.tasks={name.removeprefix(PREFIX)}"]
+    if is_address(name):
+        return EPISODES["steps"], [f"--env.environment={name}"]
     if ":" in name or ("." in name and not name.endswith(".py")):
         found: Any = load_function(name)
         if isinstance(found, type) and issubclass(found, Environment):

@@ -29,7 +29,7 @@ def _run_name(config: LachesisConfig) -> Iterator[Said]:
 def _function_spec(config: LachesisConfig) -> Iterator[Said]:
     named = [("run.setup", config.run.setup), ("data.transform", config.data.transform)]
     named += [(f"data.more[{i}].transform", dataset.transform) for i, dataset in enumerate(config.data.more)]
-    if config.source.kind == "steps":
+    if config.source.kind == "steps" and "://" not in config.source.environment:
         named.append(("source.environment", config.source.environment))
     if config.source.kind == "local":
         named += [(f"source.tools[{i}]", tool) for i, tool in enumerate(config.source.tools) if isinstance(tool, str)]

@@ -251,22 +251,23 @@ class VerifiersSourceConfig(EpisodesSection):
 
 
 class StepsSourceConfig(EpisodesSection):
-    """An environment that the model steps, turn by turn: a class of Gymnasium's, tinker-cookbook's or TRL's methods."""
+    """An environment that the model steps, turn by turn: of Gymnasium's, tinker-cookbook's, TRL's or OpenEnv's kind."""
 
     kind: Literal["steps"] = "steps"
     environment: str = Field(
         description="Import path or `FILE.py:NAME` of the class, or of a function that makes an environment: a new one "
-        "for each rollout."
+        "for each rollout. Or the address of an OpenEnv server, as `http://127.0.0.1:8000`."
     )
-    interface: Literal["auto", "gymnasium", "tinker", "trl"] = Field(
+    interface: Literal["auto", "gymnasium", "tinker", "trl", "openenv"] = Field(
         default="auto",
         description="How it is stepped; `auto` goes by its methods: `reset` and `step` of text are Gymnasium's, "
-        "`initial_observation` and `step` tinker-cookbook's, `reset` and other methods, which are tools, TRL's.",
+        "`initial_observation` and `step` tinker-cookbook's, `reset` and other methods, which are tools, TRL's. What "
+        "is at an address is OpenEnv's.",
     )
     args: dict[str, Any] = Field(
         default_factory=dict,
         description="Keywords of the class or function, which also gets the task's columns that it names, and "
-        "`tokenizer`.",
+        "`tokenizer`. Of an OpenEnv server: `action` and `observation`, the fields of text.",
     )
     tasks: str | None = Field(
         default=None,

@@ -16,6 +16,7 @@ from lachesis.rollouts.episodes import PolicyAccess
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.rollouts.steps.game import Calls, Game, Row
 from lachesis.rollouts.steps.gymnasium import GymnasiumGame
+from lachesis.rollouts.steps.openenv import OpenEnvGame, find_server, is_address
 from lachesis.rollouts.steps.players import MakeGame, StepPlayers, TurnLimits
 from lachesis.rollouts.steps.rendering import Rendering
 from lachesis.rollouts.steps.tinker import TinkerGame
@@ -32,8 +33,9 @@ class StepSettings:
     """One environment and how it is played.
 
     Args:
-        environment: ``FILE.py:NAME`` or ``module.NAME`` of a class, or of a function that makes an environment.
-        interface: ``gymnasium``, ``tinker`` or ``trl``; ``auto`` goes by the methods that it has.
+        environment: ``FILE.py:NAME`` or ``module.NAME`` of a class, or of a function that makes an environment; or the
+            address of an OpenEnv server.
+        interface: ``gymnasium``, ``tinker``, ``trl`` or ``openenv``; ``auto`` goes by the methods that it has.
         args: keywords of the class or function; it gets the task's columns that it names too, and ``tokenizer``.
         tasks: a file whose rows are the tasks; without one a task is a number, its ``seed``.
         max_tasks: the first so many; needed without a file.
@@ -61,10 +63,11 @@ def step_players(policy: PolicyAccess, settings: StepSettings, *, rewarder: Rewa
         DataError: there are no tasks, or no end of them.
     """
     rows = task_rows(settings)
+    if settings.interface == "openenv" or is_address(settings.environment):
+        return _over_server(policy, settings, rows, rewarder)
     maker = _maker(settings, policy)
     probe, interface = _tried(maker, rows[0], settings)
-    if interface != "trl" and settings.tool_parser != HERMES:
-        raise ConfigError("source.tool_parser is for methods that are tools", remedy="leave it out")
+    _require_no_parser(settings, interface)
     schemas = tool_schemas(probe) if interface == "trl" else {}
     owned = interface != "trl" or owns_reward(probe)
     if not owned and rewarder is None:
@@ -84,6 +87,37 @@ def step_players(policy: PolicyAccess, settings: StepSettings, *, rewarder: Rewa
         rewarder=rewarder,
         owned=owned,
     )
+
+
+def _over_server(
+    policy: PolicyAccess, settings: StepSettings, rows: list[Row], rewarder: Rewarder | None
+) -> StepPlayers:
+    """Episodes on a server of OpenEnv. Raises as :func:`find_server`."""
+    if not is_address(settings.environment) or settings.interface not in ("auto", "openenv"):
+        raise ConfigError(
+            f"source.environment is {settings.environment!r} and source.interface {settings.interface}",
+            remedy="give the address of an OpenEnv server, as http://127.0.0.1:8000, and no other interface",
+        )
+    _require_no_parser(settings, "openenv")
+    server = find_server(settings.environment, settings.args)
+
+    async def make(row: Row) -> Game:
+        return OpenEnvGame(server, row)
+
+    return StepPlayers(
+        policy=policy,
+        rows=rows,
+        make=make,
+        rendering=Rendering(policy.tokenizer, settings.template_kwargs),
+        limits=TurnLimits(settings.max_turns, settings.turn_tokens),
+        eval_tasks=settings.eval_tasks,
+        rewarder=rewarder,
+    )
+
+
+def _require_no_parser(settings: StepSettings, interface: str) -> None:
+    if interface != "trl" and settings.tool_parser != HERMES:
+        raise ConfigError("source.tool_parser is for methods that are tools", remedy="leave it out")
 
 
 def task_rows(settings: StepSettings) -> list[Row]:
