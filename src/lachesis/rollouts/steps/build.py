@@ -80,7 +80,7 @@ def step_players(policy: PolicyAccess, settings: StepSettings, *, rewarder: Rewa
     return StepPlayers(
         policy=policy,
         rows=rows,
-        make=_games(settings, maker, interface, schemas),
+        make=_games(settings, maker, interface, schemas, policy),
         rendering=Rendering(policy.tokenizer, {**settings.template_kwargs, **told}),
         limits=TurnLimits(settings.max_turns, settings.turn_tokens),
         eval_tasks=settings.eval_tasks,
@@ -187,9 +187,13 @@ def _tried(maker: Callable[[Row], Any], row: Row, settings: StepSettings) -> tup
 
 
 def _games(
-    settings: StepSettings, maker: Callable[[Row], Any], interface: str, schemas: Mapping[str, Mapping[str, Any]]
+    settings: StepSettings,
+    maker: Callable[[Row], Any],
+    interface: str,
+    schemas: Mapping[str, Mapping[str, Any]],
+    policy: PolicyAccess,
 ) -> MakeGame:
-    parse = load_parser(settings.tool_parser)
+    parse = load_parser(settings.tool_parser, tokenizer=policy.tokenizer)
     what = settings.environment
 
     async def make(row: Row) -> Game:

@@ -58,6 +58,7 @@ class ToolGame(Game):
         self._parse = parse
         self._what = what
         self._called = 0
+        self._schemas = list(schemas.values())
         tools = [Tool(name, getattr(env, name), schema) for name, schema in schemas.items()]
         self._toolbox = Toolbox(tools, timeout_s=_LONGEST_CALL_S)
 
@@ -71,7 +72,7 @@ class ToolGame(Game):
         return Seen(messages=(*messages[:-1], {**last, "content": f"{last['content']}{said or ''}"}))
 
     async def step(self, action: Action) -> Seen:
-        turn = self._parse(action.raw)
+        turn = self._parse(action.raw, self._schemas)
         answer = answer_message(turn.content, [(one.name, one.arguments) for one in turn.calls], first=self._called)
         if not turn.calls:
             return Seen(answer=answer, done=True, metrics={"tool_calls": 0.0, "tool_errors": 0.0})

@@ -62,7 +62,9 @@ def load_tools(specs: Sequence[str | McpServerConfig], base_dir: Path | None = N
     tools: list[Tool] = []
     try:
         for spec in specs:
-            tools += [_tool(spec, load_function(spec, base_dir))] if isinstance(spec, str) else _served(McpServer(spec))
+            tools += (
+                [described(spec, load_function(spec, base_dir))] if isinstance(spec, str) else _served(McpServer(spec))
+            )
         names = [tool.name for tool in tools]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ConfigError(f"two tools are called {twice[0]!r}", remedy="rename one of the functions")
@@ -99,7 +101,8 @@ def _served(server: McpServer) -> list[Tool]:
         raise
 
 
-def _tool(spec: str, function: Callable[..., Any]) -> Tool:
+def described(spec: str, function: Callable[..., Any]) -> Tool:
+    """A function, or method, as a tool; ``spec`` is what errors call it. Raises ConfigError as :func:`load_tools`."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     try:
@@ -186,8 +189,3 @@ class Toolbox:
 
 def _as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-def described(spec: str, function: Callable[..., Any]) -> Tool:
-    """A function, or method, as a tool; ``spec`` is what errors call it. Raises ConfigError as :func:`load_tools`."""
-    return _tool(spec, function)
