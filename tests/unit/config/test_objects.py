@@ -94,14 +94,22 @@ PAGE = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
 CALLS = re.findall(r"^\| `[^`]+` \| `lachesis\.train(\([^`]+\))` \|$", PAGE, re.MULTILINE)
 
 
+class Game:
+    """Of TRL's ``environment_factory``."""
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_on_the_page_of_commands_are_possible(call: str):
-    names = {"M": "org/model", "f": right, "d": ROWS}
+    names = {"M": "org/model", "f": right, "d": ROWS, "C": Game}
     words = {"train": lambda config, **keys: load_objects(config, keys), **names}
     objects = eval(f"train{call}", words)
     loaded = objects.loaded
     assert loaded.dialect == "trl" and loaded.config.model.path == "org/model"
-    assert given(str(loaded.config.data.path)) is ROWS
+    source = loaded.config.source
+    if source.kind == "steps":
+        assert given(source.environment) is Game and loaded.config.data.path is None
+    else:
+        assert given(str(loaded.config.data.path)) is ROWS
 
 
 def test_a_run_directory_is_its_configuration(tmp_path: Path):

@@ -11,6 +11,7 @@ from lachesis.common.errors import ConfigError
 from lachesis.rollouts.episodes import RolloutFailed
 from tests.tiny import EOS_ID
 from tests.unit.rollouts.steps.games import TOKENIZER, Count, Prompts, Scripted, Talk, ids, play, players
+from tests.waiting import until
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}<eos>{% endfor %}" + (
     "{% if add_generation_prompt %}a:{% endif %}"
@@ -26,7 +27,7 @@ def test_gymnasium_observations_are_masked_and_rewards_add_up():
     assert sample.mask == (1, 1, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1)
     assert sample.rewards == (6.0,) and sample.finish_reason == "stop"
     assert played.metrics == {"turns": 3, "truncated": 0}
-    assert Count.closed[-1] == 1
+    until(lambda: Count.closed[-1:] == [1])  # on a thread that nobody waits for
 
 
 def test_a_rollout_ends_where_turns_or_tokens_do():
@@ -109,4 +110,5 @@ def test_what_an_environment_does_wrong_fails_its_rollout(said: str, message: st
     closed = len(Count.closed)
     with pytest.raises(RolloutFailed, match=message) as raised:
         play(Broken, said)
-    assert raised.value.cause == cause and len(Count.closed) > closed
+    assert raised.value.cause == cause
+    until(lambda: len(Count.closed) > closed)
