@@ -158,6 +158,16 @@ def test_rows_are_rounded_as_vllms_kernel_rounds_them(shape: tuple[int, int]):
     assert torch.equal(scales, own_scales) and torch.equal(theirs.view(torch.uint8), ours.view(torch.uint8))
 
 
+def test_an_engine_that_guesses_tokens_samples_from_the_policy(tmp_path: Path):
+    model = write_model(tmp_path / "model", "qwen3", **ARCHITECTURES["qwen3"])
+    guesses = {"tokens": 4, "options": {"prompt_lookup_max": 4, "prompt_lookup_min": 1}}
+    with live(model, tmp_path, bridge={"kind": "broadcast"}, speculative=guesses) as (side, policy):
+        check_updates(side, policy)
+        assert isinstance(side.bridge.engine, HttpEngine)
+        drafted = side.bridge.engine.controls[0].info(deadline=soon()).drafted
+        assert drafted is not None and 0 < drafted.accepted < drafted.tokens
+
+
 def test_an_engine_sleeps_while_the_trainer_computes(tmp_path: Path):
     """Its cache of 8 GB is the trainer's meanwhile, and nothing grows from cycle to cycle."""
     model = write_model(tmp_path / "model", "qwen3", **ARCHITECTURES["qwen3"])
