@@ -113,7 +113,8 @@ class WorkerWeights:
         speculative = self._config.speculative_config
         if self._rank == 0 and not (speculative and self._config.scheduler_config.async_scheduling):
             self._logprobs = WorkerLogprobs(self._worker)
-        if speculative and speculative.method == "ngram":
+        # vLLM's second model runner makes them on the GPU, ahead of us: there they go on.
+        if speculative and speculative.method == "ngram" and hasattr(self._runner, "propose_draft_token_ids"):
             WorkerDrafts(self._worker)
         return {"device": str(self._device), "keeps_logprobs": self._logprobs is not None}
 
