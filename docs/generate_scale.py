@@ -54,7 +54,8 @@ AFTER_CONSTANTS = """
 The tables are for all weights trained by AdamW, `model.gradient_checkpointing`, sequences and micro-batches of 8,192
 tokens, in bfloat16; the last column is for LoRA on all linear layers. Half of the GPUs train and half generate, or
 three quarters train where that is too large. Weights are gathered to rank 0 and sent from there, which also writes
-checkpoints alone; each rank of a node reads the whole model into the node's memory. An engine is too large where it
+checkpoints alone; each rank reads its own rows of
+the model into its node's memory. An engine is too large where it
 leaves less than a fifth of its share for its cache.
 """
 

@@ -43,9 +43,9 @@ def build_model(seed: int = 0) -> PreTrainedModel:
 
 @contextmanager
 def start_vllm(
-    model: Path, root: Path, session_dir: Path, log: Path, *arguments: str, **variables: str
+    model: Path, root: Path, session_dir: Path, log: Path, *arguments: str, lora: bool = True, **variables: str
 ) -> Iterator[str]:
-    """vLLM's server with LoRA on, at the address it yields, until the block ends.
+    """vLLM's server, at the address it yields, until the block ends.
 
     Args:
         model: directory of model and tokenizer.
@@ -53,13 +53,14 @@ def start_vllm(
         session_dir: where the server writes its session.
         log: for its output.
         arguments: more flags of ``vllm serve``.
+        lora: with room for an adapter.
         variables: more of its environment.
     """
     port = free_port()
     command = [
         sys.executable, "-m", "lachesis.engines.vllm.launch", str(model), "--port", str(port),
         "--served-model-name", "tiny", "--max-model-len", str(MAX_LEN), "--dtype", "float32", "--enforce-eager",
-        "--enable-lora", "--max-lora-rank", str(MAX_RANK), "--adapter-root", str(root), *arguments,
+        *(("--enable-lora", "--max-lora-rank", str(MAX_RANK)) if lora else ()), "--adapter-root", str(root), *arguments,
     ]  # fmt: skip
     environment = {
         **ENVIRONMENT,

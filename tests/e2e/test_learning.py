@@ -10,11 +10,19 @@ from statistics import fmean
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from lachesis.cli import doctor
 from lachesis.metrics.sinks.tape import read_groups, tape_files
-from tests.e2e.runs import Main, metrics, rewards, run_here, write_run
+from tests.e2e.runs import Main, metrics, rewards, run_here, weights, write_run
 
 LETTER_A = 2
 FINAL = {"checkpoint": {"save_final": True}}
@@ -136,6 +144,46 @@ def test_lora_learns_and_saves_an_adapter_that_peft_loads(tmp_path: Path):
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert share_of_a(base, tmp_path) < 0.5
     assert share_of_a(PeftModel.from_pretrained(base, str(final)), tmp_path) > 0.95
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [{"kind": "none"}, {"kind": "lora", "r": 8, "targets": ["q_proj", "gate_proj", "up_proj", "down_proj"]}],
+    ids=["all weights", "an adapter of each expert"],
+)
+def test_a_mixture_of_experts_learns(tmp_path: Path, adapter: dict):
+    """A Qwen3-MoE, packed, with grouped products; its experts are saved one by one, as files have them."""
+    config = write_run(tmp_path, adapter=adapter, **FINAL)
+    write_mixture(tmp_path / "model", sharp=adapter["kind"] == "lora")
+    summary = run_here(config)
+    assert rise(summary.run_dir) > 0.4
+    assert all(1 <= one.values["expert_load_max"] <= 4 for one in metrics(summary.run_dir).steps)
+    final = summary.run_dir / "final"
+    base = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "model")
+    assert base.config._experts_implementation == "grouped_mm"
+    if adapter["kind"] == "none":
+        assert "model.layers.1.mlp.experts.3.up_proj.weight" in weights(summary.run_dir)
+        model = AutoModelForCausalLM.from_pretrained(final)
+    else:
+        model = PeftModel.from_pretrained(base, str(final))
+    assert share_of_a(model, tmp_path) > 0.95
+
+
+def write_mixture(directory: Path, *, sharp: bool) -> None:
+    """Four experts, two of which a token goes through, in the place of the doctor's model.
+
+    Its configuration asks for the auxiliary loss; ``sharp`` as :func:`sharpen`.
+    """
+    torch.manual_seed(0)
+    doctors = AutoConfig.from_pretrained(directory).to_dict()
+    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    kept += ("max_position_embeddings", "pad_token_id", "eos_token_id")
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+    sizes |= {"output_router_logits": True, "router_aux_loss_coef": 0.01}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{name: doctors[name] for name in kept}, **sizes))
+    with torch.no_grad():
+        model.lm_head.weight *= 10 if sharp else 1
+    model.save_pretrained(directory)
 
 
 def test_held_out_accuracy_is_measured_before_and_after(tmp_path: Path):

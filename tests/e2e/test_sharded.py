@@ -12,11 +12,13 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests import warm
 from tests.e2e.runs import environment, run_here, state, tape, torchrun, untimed, weights, write_dying_loss, write_run
 from tests.ports import free_port
 from tests.ranks_program import CASES
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.waiting import until
 
 SECTIONS: dict[str, dict[str, Any]] = {
@@ -50,6 +52,21 @@ def test_two_ranks_learn_what_one_process_learns():
     done = torchrun(2, "tests.ranks_program", *CASES)
     assert done.code == 0, done.err
     assert done.out.splitlines() == [f"{case}: equal over 2 ranks" for case in CASES]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+def test_a_rank_reads_its_own_rows_only(tmp_path: Path, architecture: str):
+    """A Qwen2 of 63 MiB, whose peak is measured; five experts over two ranks, under an adapter."""
+    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_key_value_heads": 4}
+    model = tiny_model(architecture, **large if architecture == "qwen2" else {"num_experts": 5})
+    for saved, directory in ((model, tmp_path), (tiny_model(), tmp_path / "small")):
+        saved.save_pretrained(directory, max_shard_size="30MB")
+        tiny_tokenizer().save_pretrained(directory)
+    share = sum(p.numel() for p in model.parameters()) * 4 / 2 / 2**20
+    limit = [str(share + 28)] if architecture == "qwen2" else []
+    done = torchrun(2, "tests.shard_read_program", str(tmp_path), *limit)
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == ["equal"]
 
 
 def assert_close_runs(found: Path, expected: Path) -> None:
@@ -114,7 +131,11 @@ def test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one(tmp_path: Path, ow
     assert first.code == 0, first.err
     resumed = torchrun(3, "lachesis", "train", config, "--resume")
     assert resumed.code == 0, resumed.err
-    assert_close_runs(tmp_path / "ranks/runs/proof", straight.run_dir)
+    assert_close_runs(found := tmp_path / "ranks/runs/proof", straight.run_dir)
+    # It was written as it was gathered; what transformers loads is what it would have saved.
+    finals = [AutoModelForCausalLM.from_pretrained(run / "final") for run in (found, straight.run_dir)]
+    described = [{**final.config.to_dict(), "_name_or_path": ""} for final in finals]
+    assert described[0] == described[1]
 
 
 @pytest.mark.parametrize(("rank", "name"), [(0, "the leader, rank 0 (process "), (1, "rank 1 (process ")])

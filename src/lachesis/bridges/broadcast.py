@@ -20,11 +20,13 @@ from lachesis.bridges.base import PolicyT
 from lachesis.bridges.external import ExternalBridge, Servers
 from lachesis.bridges.extract import (
     Whole,
+    as_saved,
     as_they_are,
     base_parameters,
     full_weights,
     lora_spec,
     lora_tensors,
+    saved_shapes,
     tensor_list,
 )
 from lachesis.common.deadline import Deadline, Retry, wait_until
@@ -47,12 +49,15 @@ _LAST_WORD_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class TravellingWeights(Generic[PolicyT]):
-    """What of a policy travels: ``tensors`` yields name and tensor in the order of ``specs``."""
+    """What of a policy travels: ``tensors`` yields name and tensor in the order of ``specs``.
+
+    Both are told whether engines know weights by the names of a checkpoint, and not by transformers'.
+    """
 
     capabilities: BridgeCapabilities
     transfer: TransferKind
-    specs: Callable[[PolicyT], Sequence[ReceivedTensor]]
-    tensors: Callable[[PolicyT], Iterable[tuple[str, Tensor]]]
+    specs: Callable[[PolicyT, bool], Sequence[ReceivedTensor]]
+    tensors: Callable[[PolicyT, bool], Iterable[tuple[str, Tensor]]]
     lora: Callable[[PolicyT], LoraSpec] | None = None
 
 
@@ -63,8 +68,8 @@ def lora_source(
     return TravellingWeights(
         capabilities=LoraBroadcastBridgeConfig.capabilities,
         transfer="lora",
-        specs=lambda policy: tensor_list(lora_tensors(model_of(policy))),
-        tensors=lambda policy: lora_tensors(model_of(policy), whole=whole_of(policy)).items(),
+        specs=lambda policy, _: tensor_list(lora_tensors(model_of(policy))),
+        tensors=lambda policy, _: lora_tensors(model_of(policy), whole=whole_of(policy)).items(),
         lora=lambda policy: lora_spec(model_of(policy)),
     )
 
@@ -73,11 +78,20 @@ def full_source(
     model_of: Callable[[PolicyT], nn.Module], whole_of: Callable[[PolicyT], Whole] = lambda policy: as_they_are
 ) -> TravellingWeights[PolicyT]:
     """All weights of a policy's model, an adapter merged into them; ``whole_of`` as in :func:`lora_source`."""
+
+    def specs(policy: PolicyT, saved: bool) -> Sequence[ReceivedTensor]:
+        model = model_of(policy)
+        return tensor_list(saved_shapes(model) if saved else base_parameters(model))
+
+    def tensors(policy: PolicyT, saved: bool) -> Iterable[tuple[str, Tensor]]:
+        weights = full_weights(model_of(policy), whole=whole_of(policy))
+        return as_saved(model_of(policy), weights) if saved else weights
+
     return TravellingWeights(
         capabilities=BroadcastBridgeConfig.capabilities,
         transfer="full",
-        specs=lambda policy: tensor_list(base_parameters(model_of(policy))),
-        tensors=lambda policy: full_weights(model_of(policy), whole=whole_of(policy)),
+        specs=specs,
+        tensors=tensors,
     )
 
 
@@ -112,6 +126,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._device = torch.device(device)
         self._directory = Path(directory)
         self._init_method = init_method
+        self._saved_names = False
         self._specs: tuple[ReceivedTensor, ...] = ()
         self._channel: Channel | None = None
         self._connected: tuple[tuple[str, str], ...] = ()
@@ -151,7 +166,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         received = self._threads.submit(self.engine.on_all, lambda server: server.receive(version, deadline=deadline))
         received.add_done_callback(lambda future: _abort_on_error(channel, future))
         try:
-            channel.send(self._source.tensors(self.policy), self._specs, deadline=deadline)
+            channel.send(self._source.tensors(self.policy, self._saved_names), self._specs, deadline=deadline)
         except Aborted:
             received.result()  # raises what a server said
             raise
@@ -179,8 +194,11 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             EngineError: a server refuses, does not answer, or its worker cannot join.
             DeadlineExceeded: a worker did not come.
         """
-        self._specs = tuple(self._source.specs(self.policy))
-        ranks, world_size = _ranks(self._infos(deadline))
+        infos = self._infos(deadline)
+        # vLLM loads a checkpoint's tensors; our own servers hold transformers' parameters.
+        self._saved_names = any(info.engine.startswith("vllm") for info in infos)
+        self._specs = tuple(self._source.specs(self.policy, self._saved_names))
+        ranks, world_size = _ranks(infos)
         self._stop_receivers(deadline)
         # It travels with the request to join, which only who holds the session's token may send.
         address = self._init_method or f"tcp://{address_towards(self.engine.urls)}:0"

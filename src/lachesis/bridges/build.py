@@ -13,7 +13,7 @@ from torch import nn
 from lachesis.bridges.base import Bridge
 from lachesis.bridges.broadcast import BroadcastBridge, TravellingWeights, full_source, lora_source
 from lachesis.bridges.external import Command, OwnedEngine, Servers
-from lachesis.bridges.extract import Whole, full_weights, lora_tensors
+from lachesis.bridges.extract import Whole, as_saved, full_weights, lora_tensors
 from lachesis.bridges.proof import ModelPolicyT, remote_proof
 from lachesis.bridges.saved import (
     AdapterFiles,
@@ -182,7 +182,8 @@ def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeSection, load: Loa
         config=lambda policy: adapter_config(policy.model),
     )
     checkpoint: CheckpointFiles[ModelPolicyT] = CheckpointFiles(
-        weights=lambda policy: full_weights(policy.model, whole=whole_of(policy)), companions=parts.companions
+        weights=lambda policy: as_saved(policy.model, full_weights(policy.model, whole=whole_of(policy))),
+        companions=parts.companions,
     )
     adapter_only = kind.capabilities.adapter_only
     return SavedBridge(

@@ -1,8 +1,9 @@
 """Which tensors a policy sends to an engine, under which names. No transport.
 
-Names are those of a checkpoint: Hugging Face's for full weights, peft's without ``base_model.model.`` and
-``.default`` for an adapter (``model.layers.0.self_attn.q_proj.lora_A.weight``). Whatever reads an adapter raises
-ModelError where the model has none, or one of a kind that engines cannot take.
+Names are transformers' own for full weights, or a checkpoint's (:func:`as_saved`): the two differ where a model stacks
+what its files hold one by one, as a mixture's experts. An adapter's are peft's without ``base_model.model.`` and
+``.default`` (``model.layers.0.self_attn.q_proj.lora_A.weight``). Whatever reads an adapter raises ModelError where the
+model has none, or one of a kind that engines cannot take.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from lachesis.common.errors import ModelError
 from lachesis.engines.serving.served import LoraSpec
@@ -25,6 +29,7 @@ from lachesis.transport.layout import ReceivedTensor
 from lachesis.transport.shared_tensors import dtype_name
 
 _WRAPPER = "base_model.model."
+_INNER = ".base_layer."
 
 # All of each parameter, one after the other, also where they are sharded over ranks: a policy's ``whole``. It is asked
 # for many at once, since ranks have to meet for it.
@@ -38,10 +43,12 @@ def as_they_are(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """The adapter of one linear layer ``module``: it adds ``scaling * B @ A`` to the weight [out, in].
+    """The adapter of ``parameter``, a weight of ``module``: it adds ``scaling * B @ A`` to the weight [out, in].
 
     ``a`` is [rank, in], ``b`` [out, rank]; both are the live parameters. ``transposed`` says that the layer
-    stores its weight as [in, out].
+    stores its weight as [in, out]. Of ``experts`` weights in one parameter [experts, out, in] each has its own A and
+    B, as peft lays them out: ``a`` is [experts * rank, in], ``b`` [out, rank * experts]. ``stacked`` is what is no
+    linear layer: experts, and the router among them.
     """
 
     module: str
@@ -49,14 +56,22 @@ class LoraPair:
     b: nn.Parameter
     scaling: float
     transposed: bool
+    parameter: str
+    stacked: bool = False
+    experts: int = 1
 
     def delta(self, a: Tensor, b: Tensor) -> Tensor:
         """``scaling * B @ A`` in float32 and in the layout of the layer's weight (Hu et al. 2021, LoRA, eq. 3).
 
         ``a`` and ``b`` are the pair's own, whole.
         """
-        delta = (b.float() @ a.float()) * self.scaling
-        return delta.T if self.transposed else delta
+        if self.experts == 1:
+            delta = (b.float() @ a.float()) * self.scaling
+        else:
+            each_a = a.float().reshape(self.experts, -1, a.shape[-1])
+            each_b = b.float().reshape(b.shape[0], -1, self.experts).permute(2, 0, 1)
+            delta = (each_b @ each_a) * self.scaling
+        return delta.mT if self.transposed else delta
 
 
 @torch.no_grad()
@@ -66,7 +81,7 @@ def full_weights(model: nn.Module, *, whole: Whole = as_they_are) -> Iterator[tu
     Unchanged weights are the live parameters, merged and gathered ones are new, and few of those exist at a time if the
     caller keeps none.
     """
-    merged = {f"{pair.module}.weight": pair for pair in lora_pairs(model)} if is_adapted(model) else {}
+    merged = {pair.parameter: pair for pair in _all_pairs(model)} if is_adapted(model) else {}
     base = base_parameters(model)
     added = {name: (merged[name].a, merged[name].b) if name in merged else () for name in base}
     stream = whole([part for name, parameter in base.items() for part in (parameter, *added[name])])
@@ -80,11 +95,45 @@ def full_weights(model: nn.Module, *, whole: Whole = as_they_are) -> Iterator[tu
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of the model without its adapter, under Hugging Face's names, tied ones once."""
-    return {
-        name.removeprefix(_WRAPPER).replace(".base_layer.", "."): parameter
-        for name, parameter in model.named_parameters()
-        if ".lora_" not in name
-    }
+    return {own_name(name): parameter for name, parameter in model.named_parameters() if ".lora_" not in name}
+
+
+def as_saved(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors under transformers' names as the model's checkpoints have them: each expert of a mixture by itself.
+
+    The conversions are transformers' own; those of tensors on the meta device give names and shapes alone.
+
+    Raises:
+        ModelError: the model makes one tensor of a checkpoint out of several parameters.
+    """
+    transformer: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    found = get_model_conversion_mapping(transformer, add_legacy=False)
+    converters = [entry for entry in found if isinstance(entry, WeightConverter)]
+    if not converters:
+        yield from tensors
+        return
+    if any(len(entry.reverse_transform().source_patterns) > 1 for entry in converters):
+        raise ModelError(
+            f"a tensor in the checkpoints of {type(transformer).__name__} is several of its parameters, which travel "
+            "one by one",
+            remedy="use bridge.kind in_process, or an engine that holds the model as transformers does",
+        )
+    for name, tensor in tensors:
+        yield from revert_weight_conversion(transformer, {name: tensor}).items()
+
+
+def saved_shapes(model: nn.Module) -> dict[str, Tensor]:
+    """What :func:`as_saved` gives of the model's weights, without bytes. Raises as that."""
+    empty = ((name, torch.empty_like(p, device="meta")) for name, p in base_parameters(model).items())
+    return dict(as_saved(model, empty))
+
+
+def own_name(name: str) -> str:
+    """Transformers' name of a parameter of a model that may wear an adapter."""
+    name = name.removeprefix(_WRAPPER)
+    while _INNER in name:  # stacked parameters of one module are wrapped one around the other
+        name = name.replace(_INNER, ".")
+    return name
 
 
 @torch.no_grad()
@@ -99,25 +148,51 @@ def lora_tensors(model: nn.Module, *, whole: Whole = as_they_are) -> dict[str, T
 
 
 def lora_pairs(model: nn.Module) -> list[LoraPair]:
-    """The adapter, a pair for each adapted layer."""
-    adapter = _active_adapter(model)
-    pairs: list[LoraPair] = []
-    for name, module in cast(Iterable[tuple[str, nn.Module]], model.named_modules()):
-        if not isinstance(module, LoraLayer) or adapter not in {*module.lora_A, *module.lora_embedding_A}:
-            continue
-        where = name.removeprefix(_WRAPPER)
-        _check_plain(module, adapter, where)
-        layer: Any = module  # peft's attributes have no types
-        pairs.append(
-            LoraPair(
-                module=where,
-                a=layer.lora_A[adapter].weight,
-                b=layer.lora_B[adapter].weight,
-                scaling=float(layer.scaling[adapter]),
-                transposed=bool(getattr(layer, "fan_in_fan_out", False)),
-            )
+    """The adapter, a pair for each adapted layer.
+
+    Raises:
+        ModelError: parameters that are no linear layers are adapted too, such as experts.
+    """
+    pairs = _all_pairs(model)
+    stacked = [pair.parameter for pair in pairs if pair.stacked]
+    if stacked:
+        raise ModelError(
+            f"the adapter changes {len(stacked)} parameters that are no linear layers, {stacked[0]!r} among them, and "
+            "inference engines take adapters of linear layers",
+            remedy="set adapter.targets to linear layers (q_proj, k_proj, v_proj, o_proj), or send the merged weights "
+            "with bridge.kind broadcast",
         )
     return pairs
+
+
+def _all_pairs(model: nn.Module) -> list[LoraPair]:
+    """As :func:`lora_pairs`, with those of experts and routers."""
+    adapter = _active_adapter(model)
+    return [
+        _pair(own_name(name), module, adapter)
+        for name, module in cast(Iterable[tuple[str, nn.Module]], model.named_modules())
+        if isinstance(module, LoraLayer) and adapter in {*module.lora_A, *module.lora_embedding_A}
+    ]
+
+
+def _pair(where: str, module: LoraLayer, adapter: str) -> LoraPair:
+    _check_plain(module, adapter, where)
+    layer: Any = module  # peft's attributes have no types
+    common: dict[str, Any] = {
+        "a": layer.lora_A[adapter].weight,
+        "b": layer.lora_B[adapter].weight,
+        "scaling": float(layer.scaling[adapter]),
+    }
+    if not isinstance(module, ParamWrapper):
+        transposed = bool(getattr(layer, "fan_in_fan_out", False))
+        return LoraPair(module=where, transposed=transposed, parameter=f"{where}.weight", **common)
+    while where.endswith(".base_layer"):
+        where = where.removesuffix(".base_layer")
+    experts = int(layer.num_experts)
+    # Of several experts peft knows whether they are stored as [in, out]; one weight is [out, in].
+    transposed = experts > 1 and not layer._did_swap_in_out_features
+    parameter = f"{where}.{layer.parameter_name}"
+    return LoraPair(module=where, transposed=transposed, parameter=parameter, experts=experts, stacked=True, **common)
 
 
 def lora_spec(model: nn.Module, *, name: str = "policy") -> LoraSpec:

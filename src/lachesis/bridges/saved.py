@@ -194,7 +194,8 @@ def started_on_it(server: ServerControl, path: Path, version: int, deadline: Dea
 def write_checkpoint(directory: Path, weights: Iterable[tuple[str, Tensor]], *, shard_bytes: int = SHARD_BYTES) -> None:
     """Write weights as safetensors files with an index, as transformers and vLLM read them.
 
-    They are taken one by one, and at most one file's worth is held.
+    They are taken one by one, and at most one file's worth is held. Files are named as transformers names them, which
+    is by their number.
     """
     places: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
@@ -214,14 +215,24 @@ def write_checkpoint(directory: Path, weights: Iterable[tuple[str, Tensor]], *, 
         held += tensor.nbytes
         total += tensor.nbytes
     flush()
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    written = sorted(set(places.values()))
+    named = {name: _final_name(number, of=len(written)) for number, name in enumerate(written, start=1)}
+    for name, final in named.items():
+        (directory / name).rename(directory / final)
+    weight_map = {name: named[file] for name, file in sorted(places.items())}
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+def _final_name(number: int, *, of: int) -> str:
+    return "model.safetensors" if of == 1 else f"model-{number:05d}-of-{of:05d}.safetensors"
 
 
 def save_companions(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write a checkpoint's files besides its weights: the configurations and the tokenizer."""
     config: Any = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    # FSDP2 makes a class of its own of what it shards.
+    config.architectures = [type(model).__name__.removeprefix("FSDP")]
     config.dtype = model.dtype
     parts: list[Any] = [config, model.generation_config, tokenizer]
     for part in parts:

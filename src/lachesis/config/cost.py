@@ -145,7 +145,7 @@ def _scale(config: LachesisConfig, layout: Layout, card: int, found: FoundShape)
         + ENGINE_GRAPHS_BYTES
         + CONTEXT_BYTES,
         card=card,
-        host=ranks_of_a_node * weights,
+        host=-(-ranks_of_a_node * weights // layout.train),
         checkpoint=planned.checkpoint,
         load_s=weights / READ_BYTES_S,
         transfer_s=_gather_s(sent, layout) + _send_s(sent, layout),

@@ -175,6 +175,18 @@ METRICS: Mapping[str, Metric] = {
             (0.0, 0.05),
         ),
         Metric("logprob_diff_max", "Largest logprob difference", "nats", "The largest such difference."),
+        Metric(
+            "expert_load_max", "Fullest expert", "", "Of a mixture of experts: tokens of the fullest one of any layer "
+            "over the mean of its layer, on one rank. 1 is even.",
+        ),
+        Metric(
+            "expert_load_entropy", "Evenness of experts", "share", "Of a mixture of experts: entropy of the share of "
+            "tokens that each expert gets over that of even shares, mean of all layers.",
+        ),
+        Metric(
+            "router_aux_loss", "Router loss", "", "The routers' auxiliary loss before its coefficient, where the "
+            "model's configuration asks for it (output_router_logits). Where experts are alike, those of a token.",
+        ),
         Metric("evaluation/accuracy", "Held-out accuracy", "share", "Share of held-out problems solved."),
         Metric("evaluation/pass_at_k", "Held-out pass@k", "share", "Share of problems with at least one success."),
         Metric("evaluation/mean_reward", "Held-out reward", "", "Mean reward on the held-out problems."),

@@ -71,7 +71,7 @@ def build_policy(
         make: the policy's class.
     """
     strategy = strategy or SingleDevice()
-    loaded = load_model(config.model, config.adapter, weights=weights, on_cpu=strategy.sharded)
+    loaded = load_model(config.model, config.adapter, weights=weights, sharded=strategy.sharded)
     return policy_of(loaded, config, strategy=strategy, make=make)
 
 

@@ -241,7 +241,12 @@ class Savable(Protocol):
 
 
 def save_model(
-    model: Savable, tokenizer: Savable | None, directory: Path, *, weights: Mapping[str, Tensor] | None = None
+    model: Savable,
+    tokenizer: Savable | None,
+    directory: Path,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    write: Callable[[Path], None] | None = None,
 ) -> None:
     """Save a model where transformers loads it from, or an adapter where peft does, with the tokenizer.
 
@@ -250,6 +255,7 @@ def save_model(
 
     Args:
         weights: whole tensors by the model's names, where its own parameters are sharded.
+        write: writes all that the directory is to hold, in place of the model's and the tokenizer's own methods.
 
     Raises:
         CheckpointError: the disk is full or cannot be written, or the directory holds something else.
@@ -263,6 +269,9 @@ def save_model(
     with _disk_errors(directory, needed=None):
         clean_leftovers(directory.parent)
         with atomic_directory(directory) as temporary:
+            if write is not None:
+                write(temporary)
+                return
             model.save_pretrained(str(temporary), **({} if weights is None else {"state_dict": dict(weights)}))
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(temporary))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lachesis.bridges.extract import as_saved, full_weights
+from lachesis.bridges.saved import save_companions, write_checkpoint
 from lachesis.common.types import Group
 from lachesis.config.schema import AlgorithmConfig, BatchConfig
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum, reduce_metrics
@@ -26,7 +28,8 @@ from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, polic
 from lachesis.train.losses.reference import SamplerReference, build_reference, load_reference, second_model
 from lachesis.train.losses.sft import sft_loss
 from lachesis.train.losses.teacher import Lesson, Teacher, build_teacher
-from lachesis.train.model.forward import ForwardPlan, Packing, loss_token_logprobs, plan_forward
+from lachesis.train.model.experts import ExpertRouting, stacked_experts
+from lachesis.train.model.forward import ForwardPlan, Packing, loss_token_logprobs, plan_forward, valid_rows
 from lachesis.train.model.head import Read, TokenLogprobs
 from lachesis.train.model.loading import LoadedModel
 from lachesis.train.optim.optimizer import PolicyOptimizer
@@ -97,8 +100,11 @@ class Policy:
         for model in (self.transformer, second, teacher):
             if model is not None:
                 strategy.place(model)
+                if loaded.unread is not None and model is not teacher:
+                    loaded.unread.fill(model)
         self.device = strategy.device(self.transformer)
         self.plan: ForwardPlan = plan_forward(self.transformer, packing=packing, device=self.device)
+        self.routing = ExpertRouting(self.transformer) if stacked_experts(self.transformer) else None
         self.reference = (
             build_reference(loaded, plan=self.plan, options=kl_reference, second=second) if kl_reference else None
         )
@@ -165,8 +171,19 @@ class Policy:
         Raises:
             CheckpointError: the disk is full, or the directory holds something else.
         """
-        weights = self.weights(frozen=self.model is self.transformer) if self.strategy.sharded else None
-        save_model(self.model, self.tokenizer, Path(directory), weights=weights)
+        sharded, adapted = self.strategy.sharded, self.model is not self.transformer
+        save_model(
+            self.model,
+            self.tokenizer,
+            Path(directory),
+            weights=self.weights() if sharded and adapted else None,
+            write=self._write_files if sharded and not adapted else None,
+        )
+
+    def _write_files(self, directory: Path) -> None:
+        """A sharded model, of which at most one file's worth is whole at a time."""
+        write_checkpoint(directory, as_saved(self.model, full_weights(self.model, whole=self.whole)))
+        save_companions(self.transformer, self.tokenizer, directory)
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
         """Forward and backward over all micro-batches; gradients add up, nothing is updated.
@@ -180,9 +197,10 @@ class Policy:
         parts = []
         with self.alone(), self.loaded.float8.on():
             counts = self._count(batch, micro_batches)
+            num_inputs = self._num_inputs(batch)
             self.model.train()
             for index, micro in enumerate(micro_batches):
-                output = self._loss(batch, index, micro.to(self.device), counts)
+                output = self._loss(batch, index, micro.to(self.device), counts, num_inputs=num_inputs)
                 output.loss.backward()
                 parts.append({"loss": output.loss.detach(), **output.metrics})
             self.model.eval()
@@ -193,6 +211,7 @@ class Policy:
         metrics["tokens_distinct"] = Sum(float(batch.distinct_tokens))
         metrics["tokens_flat"] = Sum(float(batch.flat_tokens))
         metrics["micro_batches"] = Sum(float(len(batch.micro_batches)))
+        metrics |= {} if self.routing is None else self.routing.take()
         metrics["skipped_zero_advantage"] = Sum(float(batch.skipped_sequences))
         return metrics
 
@@ -317,11 +336,39 @@ class Policy:
         reached = float((entropies >= threshold).sum())
         return counts._replace(entropy_threshold=threshold, num_high_entropy_tokens=reached)
 
-    def _loss(self, batch: Batch, index: int, micro: MicroBatch, counts: StepCounts) -> PolicyLoss:
+    def _num_inputs(self, batch: Batch) -> int:
+        """Tokens of the step that go through the model, over all ranks; 0 where nothing is normalized by them."""
+        if self.routing is None or not self.routing.coefficient:
+            return 0
+        return self.strategy.sum_counts(sum(micro.num_inputs for micro in batch.micro_batches))[0]
+
+    @contextmanager
+    def _routed(self, micro: MicroBatch, *, num_inputs: int) -> Iterator[list[Tensor]]:
+        """Watch the experts of a mixture; what is yielded has their auxiliary loss after the block, if they have one.
+
+        An idle pass counts for nothing.
+        """
+        auxiliary: list[Tensor] = []
+        if self.routing is None or not micro.row.numel():
+            yield auxiliary
+            return
+        with self.routing.watched() as routed:
+            yield auxiliary
+        valid = None if self.plan.packed else valid_rows(micro).reshape(-1)
+        self.routing.count(routed, valid=valid)
+        if self.routing.coefficient:
+            share = micro.num_inputs / num_inputs
+            auxiliary.append(self.routing.auxiliary_loss(routed, valid=valid, share=share))
+
+    def _loss(self, batch: Batch, index: int, micro: MicroBatch, counts: StepCounts, *, num_inputs: int) -> PolicyLoss:
         if batch.objective == "sft":
-            return sft_loss(self._scores(micro).logprobs, num_tokens=counts.num_tokens)
+            with self._routed(micro, num_inputs=num_inputs) as auxiliary:
+                taught = sft_loss(self._scores(micro).logprobs, num_tokens=counts.num_tokens)
+            return PolicyLoss(sum(auxiliary, taught.loss), taught.metrics)
         reference = None if self.reference is None else self.reference.logprobs(micro)
-        scores = self._scores(micro, read=None if self.teacher is None else self.teacher.reader(micro))
+        read = None if self.teacher is None else self.teacher.reader(micro)
+        with self._routed(micro, num_inputs=num_inputs) as auxiliary:
+            scores = self._scores(micro, read=read)
         lesson = Lesson(micro.advantages) if self.teacher is None else self.teacher.lesson(micro, scores)
         current = scores.logprobs.detach()
         if isinstance(self.reference, SamplerReference) and reference is not None:
@@ -342,7 +389,8 @@ class Policy:
             token_loss=self.custom_loss,
             **counts._asdict(),
         )
-        return PolicyLoss(output.loss, {**output.metrics, **lesson.metrics, **self._alignment(current, micro)})
+        metrics = {**output.metrics, **lesson.metrics, **self._alignment(current, micro)}
+        return PolicyLoss(sum(auxiliary, output.loss), metrics)
 
     def _alignment(self, current: Tensor, micro: MicroBatch) -> dict[str, Tensor]:
         """How far trainer and sampler are apart: (sum, count) [2], and the largest (-inf of no token).

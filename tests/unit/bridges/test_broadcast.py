@@ -192,7 +192,7 @@ def test_a_worker_that_fails_to_load_is_reported(make):
 def test_an_error_while_weights_are_made_ends_the_receiving(make):
     fail = False
 
-    def tensors(policy: FakePolicy) -> Iterator[tuple[str, Tensor]]:
+    def tensors(policy: FakePolicy, saved: bool) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in lora_tensors(policy.model).items():
             if fail:
                 raise EngineError("a rank is gone")

@@ -8,12 +8,14 @@ from peft import LoraConfig, get_peft_model
 
 from lachesis.bridges.extract import (
     adapter_digests,
+    as_saved,
     base_parameters,
     full_digests,
     full_weights,
     lora_pairs,
     lora_spec,
     lora_tensors,
+    saved_shapes,
     tensor_list,
 )
 from lachesis.common.errors import ModelError
@@ -173,3 +175,50 @@ class TestDigests:
         held, scales = by_rows(merged)
         expected = {f"{Q}.weight": digest(held), f"{Q}.weight_scale": digest(scales)}
         assert rounded == plain | expected and rounded[f"{Q}.weight"] != plain[f"{Q}.weight"]
+
+
+class TestMixtures:
+    """Transformers stacks the experts of a layer in one parameter; files and vLLM have each by itself."""
+
+    EXPERTS = "model.layers.1.mlp.experts"
+
+    def test_each_expert_is_saved_by_itself_as_transformers_saves_it(self):
+        model = tiny_model("qwen3_moe")
+        found = dict(as_saved(model, full_weights(model)))
+        stacked, down = (model.get_parameter(f"{self.EXPERTS}.{name}_proj") for name in ("gate_up", "down"))
+        assert torch.equal(found[f"{self.EXPERTS}.3.gate_proj.weight"], stacked[3, :16])
+        assert torch.equal(found[f"{self.EXPERTS}.3.up_proj.weight"], stacked[3, 16:])
+        assert torch.equal(found[f"{self.EXPERTS}.2.down_proj.weight"], down[2])
+        assert f"{self.EXPERTS}.down_proj" not in found
+        assert sum(t.numel() for t in found.values()) == sum(p.numel() for p in model.parameters())
+
+    def test_shapes_are_known_without_bytes_and_in_the_same_order(self):
+        model = adapted("qwen3_moe", target_modules=["q_proj"])
+        found, shapes = dict(as_saved(model, full_weights(model))), saved_shapes(model)
+        assert [(n, t.shape) for n, t in found.items()] == [(n, t.shape) for n, t in shapes.items()]
+        assert {tensor.device.type for tensor in shapes.values()} == {"meta"}
+
+    def test_other_models_are_saved_as_they_are(self):
+        model = tiny_model("qwen2")
+        pairs = zip(as_saved(model, full_weights(model)), full_weights(model), strict=True)
+        assert all(a[0] == b[0] and a[1].data_ptr() == b[1].data_ptr() for a, b in pairs)
+
+    @pytest.mark.parametrize("targets", [["q_proj", "gate_proj", "up_proj", "down_proj"], ["gate", "down_proj"]])
+    @pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+    def test_adapters_of_experts_and_routers_are_merged(self, targets):
+        model, tokens = adapted("qwen3_moe", target_modules=targets), torch.arange(3, 23)[None]
+        expected = model(input_ids=tokens).logits
+        merged = tiny_model("qwen3_moe")
+        merged.load_state_dict(dict(full_weights(model)))
+        assert not torch.allclose(tiny_model("qwen3_moe")(input_ids=tokens).logits, expected, atol=0.1)
+        torch.testing.assert_close(merged(input_ids=tokens).logits, expected, atol=1e-4, rtol=0)
+
+    def test_engines_take_none_of_experts(self):
+        model = adapted("qwen3_moe", target_modules=["q_proj", "down_proj"])
+        with pytest.raises(ModelError, match=r"2 parameters that are no linear layers.*experts.down_proj") as caught:
+            lora_tensors(model)
+        assert "broadcast" in caught.value.remedy
+
+    def test_all_linear_layers_are_those_that_engines_take(self):
+        model = add_lora(tiny_model("qwen3_moe"), LoraAdapterConfig(r=4))
+        assert lora_spec(model).target_modules == ("k_proj", "o_proj", "q_proj", "v_proj")

@@ -222,6 +222,9 @@ def test_transformers_loads_a_checkpoint_however_it_is_cut(tmp_path, shard_bytes
     files = {path.name for path in tmp_path.glob("*.safetensors")}
     assert set(index["weight_map"].values()) == files
     assert (len(files) > 1) == (shard_bytes < 1 << 30)
+    number = len(files)
+    several = {f"model-{i:05d}-of-{number:05d}.safetensors" for i in range(1, number + 1)}
+    assert files == ({"model.safetensors"} if number == 1 else several)
 
 
 def test_at_most_one_files_worth_is_held(tmp_path):

@@ -103,7 +103,9 @@ class LoraAdapterConfig(Section):
     alpha: PositiveFloat = Field(default=32, description="Scaling: the update is multiplied by alpha / r.")
     dropout: Fraction = Field(default=0.0, description="Dropout on the adapter's input while training.")
     targets: str | list[str] = Field(
-        default="all-linear", description="Module names to adapt, or `all-linear` for every linear layer but the head."
+        default="all-linear",
+        description="Module names to adapt, or `all-linear` for every linear layer but the head; experts of a mixture "
+        "by name only.",
     )
     layers: list[NonNegativeInt] | None = Field(
         default=None, min_length=1, description="Adapt these decoder layers only, counted from 0; all if unset."

@@ -281,6 +281,7 @@ class WorkerWeights:
             self._worker.reload_weights(weights_iterator=tensors)
             if self._device.type == "cpu":
                 repack_tied(self._runner.get_model())
+                repack_experts(self._runner.get_model())
         except Exception as error:
             raise StaleWeights(
                 f"vLLM failed while it loaded weights, which are incomplete now: {type(error).__name__}: {error}",
@@ -335,6 +336,17 @@ def repack_tied(model: nn.Module) -> None:
             owners.add(id(weight))
         elif (method := getattr(module, "quant_method", None)) is not None:
             method.process_weights_after_loading(module)
+
+
+def repack_experts(model: nn.Module) -> None:
+    """Have the kernels of a mixture's experts take them again, after they were loaded.
+
+    On the CPU they compute with a packed copy, which vLLM 0.32 makes at the first loading only.
+    """
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(module)
 
 
 def check_architecture(directory: Path, served: Sequence[str]) -> None:

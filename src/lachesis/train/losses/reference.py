@@ -45,7 +45,13 @@ def second_model(loaded: LoadedModel, options: AlgorithmConfig | None) -> PreTra
     """The copy that such a reference of full fine-tuning needs; None where it needs none, or there is no reference."""
     if options is None or options.kl_reference == "sampler" or isinstance(loaded.model, PeftModel):
         return None
-    return copy.deepcopy(loaded.transformer).requires_grad_(False).eval()
+    # Of weights that will be read there is nothing to copy.
+    empty = {} if loaded.unread is None else {id(p): _like(p) for p in loaded.transformer.parameters()}
+    return copy.deepcopy(loaded.transformer, empty).requires_grad_(False).eval()
+
+
+def _like(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.empty_like(parameter), requires_grad=False)
 
 
 def build_reference(

@@ -133,13 +133,18 @@ def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) ->
 
 def _padded(module: torch.nn.Module, micro: MicroBatch) -> Tensor:
     """[M, H] or [M, V] of a model that takes one right-padded row a sequence."""
-    lengths = micro.cu_seq_q.diff().long()
-    valid = torch.arange(micro.max_q, device=lengths.device) < lengths[:, None]
-    rows = torch.zeros(valid.shape, dtype=torch.int64, device=lengths.device)
+    valid = valid_rows(micro)
+    rows = torch.zeros(valid.shape, dtype=torch.int64, device=valid.device)
     rows[valid] = micro.input_ids
     output = module(input_ids=rows, attention_mask=valid.long(), use_cache=False)
     values = output.logits if hasattr(output, "logits") else output.last_hidden_state
     return values[valid].index_select(0, micro.predict)
+
+
+def valid_rows(micro: MicroBatch) -> Tensor:
+    """Bool [sequences, longest]: what is no padding where each sequence is a right-padded row."""
+    lengths = micro.cu_seq_q.diff().long()
+    return torch.arange(micro.max_q, device=lengths.device) < lengths[:, None]
 
 
 def plan_forward(model: PreTrainedModel, *, packing: Packing, device: torch.device | None = None) -> ForwardPlan:

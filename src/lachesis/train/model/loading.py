@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.quantized import held_bytes, quantization_config, quantized_layers, settle
 from lachesis.train.model.residual import keep_residual_in_float32
+from lachesis.train.model.saved_rows import SavedRows, find_rows, untouched
 
 logger = logging.getLogger(__name__)
 
@@ -50,21 +52,25 @@ class LoadedModel:
 
     ``model`` is what is saved (a PeftModel with LoRA), ``transformer`` the causal LM inside it.
     ``float8`` has its linear layers compute in float8, where ``model.matmul_dtype`` says so; else it does nothing.
+    ``unread`` fills in the base weights once the model is sharded, where they were not loaded; until then they are
+    nothing.
     """
 
     model: PreTrainedModel | PeftModel
     transformer: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     float8: Float8Switch = field(default_factory=Float8Switch)
+    unread: SavedRows | None = None
 
 
 def load_model(
-    config: ModelConfig, adapter: AdapterConfig, *, weights: WeightSource | None = None, on_cpu: bool = False
+    config: ModelConfig, adapter: AdapterConfig, *, weights: WeightSource | None = None, sharded: bool = False
 ) -> LoadedModel:
     """Load, check and adapt. With ``weights`` nothing is loaded: the model's parameters are those tensors.
 
     Args:
-        on_cpu: leave it in CPU memory, in the dtype that it has on its device: sharding moves it there in parts.
+        sharded: it will be: it stays in CPU memory, in the dtype that it has on its device, and where the files
+            allow it each rank reads its own rows afterwards (:attr:`LoadedModel.unread`).
 
     Raises:
         ModelError: no such model, no causal LM, no pad token, adapter targets that match nothing, a residual
@@ -73,8 +79,10 @@ def load_model(
             float8, and torchao is not.
     """
     tokenizer = load_tokenizer(config)
+    unread = None
     if weights is None:
-        transformer = _load_transformer(config, device=resolve_device(config.device), on_cpu=on_cpu)
+        made = _unread_transformer(config) if sharded else None
+        transformer, unread = made or (_load_transformer(config, on_cpu=sharded), None)
     else:
         transformer = attached_transformer(config, weights)
         switch_off_dropout(transformer)
@@ -86,7 +94,7 @@ def load_model(
             f"has embeddings for {rows} tokens only",
             remedy="set model.pad_token to a token that the model knows, for example its end token",
         )
-    return made_trainable(transformer, tokenizer, config=config, adapter=adapter)
+    return replace(made_trainable(transformer, tokenizer, config=config, adapter=adapter), unread=unread)
 
 
 def made_trainable(
@@ -129,7 +137,7 @@ def load_teacher(
             f"{theirs.get(token, 'no token')} there and {ours[token]} here, as the first of {len(different)}",
             remedy="choose a teacher of the policy's family: it is shown the policy's own tokens",
         )
-    return _load_transformer(own, device=resolve_device(config.device), on_cpu=on_cpu).requires_grad_(False).eval()
+    return _load_transformer(own, on_cpu=on_cpu).requires_grad_(False).eval()
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -190,10 +198,33 @@ def _give_roles(tokenizer: PreTrainedTokenizerBase, roles: Mapping[Any, str], pa
         setattr(tokenizer, role, token)
 
 
-def _load_transformer(config: ModelConfig, *, device: torch.device, on_cpu: bool) -> PreTrainedModel:
-    dtype: Any = config.dtype
-    if dtype == "auto" and device.type == "cpu":
-        dtype = "float32"
+def _unread_transformer(config: ModelConfig) -> tuple[PreTrainedModel, SavedRows] | None:
+    """The model without its weights, and where they are; None where it has to be loaded whole."""
+    if config.quantization != "none" or config.matmul_dtype != "auto":
+        return None
+    with _load_errors(config.path):
+        dtype: Any = _dtype(config)
+        dtype = _read_config(config).dtype if dtype == "auto" else getattr(torch, dtype)
+    if dtype is None:
+        return None
+    model = empty_transformer(config, dtype=dtype)
+    if getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None):
+        return None
+    with _load_errors(config.path):
+        rows = find_rows(model, config.path, revision=_revision(config))
+    if rows is None:
+        return None
+    switch_off_dropout(model)
+    return untouched(model), rows
+
+
+def _dtype(config: ModelConfig) -> str:
+    on_cpu = resolve_device(config.device).type == "cpu"
+    return "float32" if config.dtype == "auto" and on_cpu else config.dtype
+
+
+def _load_transformer(config: ModelConfig, *, on_cpu: bool) -> PreTrainedModel:
+    device, dtype = resolve_device(config.device), _dtype(config)
     options: dict[str, Any] = {}
     if config.quantization != "none":
         # Each weight is quantized where it will be, as it is read: the whole model never is there in 16 bits.
@@ -353,14 +384,22 @@ def lora_targets(model: PreTrainedModel, adapter: LoraAdapterConfig) -> dict[str
     Raises:
         ModelError: the model has no such layer.
     """
-    if adapter.layers is None:
+    whole = adapter.layers is None
+    if whole and not (adapter.targets == "all-linear" and has_experts(model)):
         return {"target_modules": adapter.targets}
-    chosen = _named_layers(model, adapter.layers, key="adapter.layers")
+    chosen = decoder_layers(model) if whole else _named_layers(model, adapter.layers or (), key="adapter.layers")
     targets = adapter.targets
-    if targets == "all-linear":  # which peft does not take together with layers
+    # peft does not take this together with layers, and counts a mixture's router and experts as linear layers, whose
+    # adapters no engine takes: those have to be asked for by name.
+    if targets == "all-linear":
         modules = [named for layer in chosen for named in layer.named_modules()]
         targets = sorted({n.rpartition(".")[2] for n, m in modules if isinstance(m, nn.Linear | Conv1D)})
     return {"target_modules": targets, "layers_to_transform": adapter.layers}
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether the model is a mixture of experts, whose weights transformers stacks in one parameter a layer."""
+    return any(re.search(r"\.experts\.\w+$", name) for name, _ in model.named_parameters())
 
 
 def _named_layers(model: PreTrainedModel, layers: Sequence[int], *, key: str) -> list[nn.Module]:

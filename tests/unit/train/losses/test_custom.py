@@ -111,7 +111,7 @@ def test_a_pass_without_tokens_does_not_ask_it(tmp_path: Path):
         custom_loss=write(tmp_path, "def loss(logprobs):\n    return logprobs.max() + logprobs\n"),
     )
     batch = pack(drifted_groups(tiny_model().double(), groups=1), max_tokens=100)
-    found = policy._loss(batch, 0, idle_micro_batch(), policy._count(batch, batch.micro_batches))
+    found = policy._loss(batch, 0, idle_micro_batch(), policy._count(batch, batch.micro_batches), num_inputs=0)
     assert float(found.loss.detach()) == 0.0
 
 

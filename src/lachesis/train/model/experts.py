@@ -1,0 +1,169 @@
+"""Where the tokens of a mixture of experts go: how evenly, and the auxiliary loss that keeps them even.
+
+Routers and experts are found as transformers describes them: every architecture's routers by what its class says may be
+recorded, its experts by their stacked weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+from lachesis.common.errors import ModelError
+from lachesis.metrics.values import Max, Mean, MetricValue
+
+
+@dataclass(slots=True)
+class Routed:
+    """What one forward pass showed, a tensor for each layer in order.
+
+    ``chosen`` are int64 [tokens, k], the experts that each token went through; ``logits`` are [tokens, experts], the
+    routers', with their graph.
+    """
+
+    chosen: list[Tensor] = field(default_factory=list[Tensor])
+    logits: list[Tensor] = field(default_factory=list[Tensor])
+
+
+class ExpertRouting:
+    """Watches the experts of a model while it is trained.
+
+    Args:
+        model: a mixture of experts; hooks are added to its layers, and cost nothing outside of :meth:`watched`.
+
+    Raises:
+        ModelError: its configuration asks for an auxiliary loss, and its routers are not known.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config: Any = model.config.get_text_config()
+        asked = bool(getattr(config, "output_router_logits", False))
+        self.coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if asked else 0.0
+        self.top_k = int(getattr(config, "num_experts_per_tok", 1))
+        self._seen: Routed | None = None
+        self._experts = stacked_experts(model)
+        for module in self._experts:
+            module.register_forward_pre_hook(self._see_experts)
+        recorder = _recorder(model)
+        if self.coefficient and recorder is None:
+            raise ModelError(
+                f"the configuration of {type(model).__name__} asks for the routers' auxiliary loss "
+                "(output_router_logits), and transformers does not say where its routers are",
+                remedy="set output_router_logits: false in the model's config.json",
+            )
+        if self.coefficient and recorder is not None:
+            for name, module in model.named_modules():
+                if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
+                    module.register_forward_hook(self._see_router(recorder.index))
+        self._load: Tensor | None = None
+        self._loss = Mean(0.0, 0.0)
+
+    @contextmanager
+    def watched(self) -> Iterator[Routed]:
+        """What the forward passes of the block show; what the backward pass computes again is no part of it."""
+        self._seen = seen = Routed()
+        try:
+            yield seen
+        finally:
+            self._seen = None
+
+    def count(self, routed: Routed, *, valid: Tensor | None) -> None:
+        """Add a pass to what :meth:`take` tells of; ``valid`` [tokens] says which are no padding, all if unset."""
+        if not routed.chosen:
+            return
+        sizes = [experts_of(module) for module in self._experts]
+        load = torch.stack([expert_load(c, valid=valid, experts=e) for c, e in zip(routed.chosen, sizes, strict=True)])
+        self._load = load if self._load is None else self._load + load
+
+    def auxiliary_loss(self, routed: Routed, *, valid: Tensor | None, share: float) -> Tensor:
+        """The pass's part of the loss, times its coefficient: ``share`` is that of its tokens in those of the step.
+
+        How even tokens are spread is measured over a micro-batch, as Switch Transformers does: a mean over smaller
+        ones is another loss.
+        """
+        loss = load_balancing_loss(routed.logits, top_k=self.top_k, valid=valid)
+        self._loss = self._loss.merge(Mean(float(loss.detach()) * share, share))
+        return self.coefficient * share * loss
+
+    def take(self) -> dict[str, MetricValue]:
+        """Metrics of the passes since the last call, of this rank."""
+        load, loss = self._load, self._loss
+        self._load, self._loss = None, Mean(0.0, 0.0)
+        metrics: dict[str, MetricValue] = {"router_aux_loss": loss} if self.coefficient else {}
+        if load is None:
+            return metrics
+        shares = load.double() / load.sum(-1, keepdim=True)
+        entropy = torch.special.entr(shares).sum(-1) / math.log(shares.shape[-1])
+        return metrics | {
+            "expert_load_max": Max(float(shares.max()) * shares.shape[-1]),
+            "expert_load_entropy": Mean(float(entropy.mean())),
+        }
+
+    def _see_experts(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if self._seen is not None:  # hidden states, the experts chosen, their weights
+            self._seen.chosen.append(arguments[1].detach())
+
+    def _see_router(self, index: int) -> Any:
+        def see(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+            if self._seen is not None:
+                self._seen.logits.append(output[index] if isinstance(output, tuple) else output)
+
+        return see
+
+
+def stacked_experts(model: nn.Module) -> list[nn.Module]:
+    """The modules that hold the experts of a layer in parameters [experts, ., .], in the order of the layers."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if "experts" in name.split(".") and any(p.ndim == 3 for p in module.parameters(recurse=False))
+    ]
+
+
+def experts_of(module: nn.Module) -> int:
+    """How many a module of :func:`stacked_experts` holds."""
+    number = getattr(module, "num_experts", None)
+    return number if isinstance(number, int) else next(p.shape[0] for p in module.parameters() if p.ndim == 3)
+
+
+def expert_load(chosen: Tensor, *, valid: Tensor | None, experts: int) -> Tensor:
+    """How many tokens went through each expert: int64 [experts], of ``chosen`` int64 [tokens, k]."""
+    chosen = chosen if valid is None else chosen[valid]
+    return (chosen.reshape(-1, 1) == torch.arange(experts, device=chosen.device)).sum(0)
+
+
+def load_balancing_loss(logits: Sequence[Tensor], *, top_k: int, valid: Tensor | None = None) -> Tensor:
+    """``experts * sum_e(f_e * P_e)``, 1 * top_k where all experts are alike (Fedus et al. 2021, Switch, eq. 4 to 6).
+
+    f is the share of tokens that chose an expert, P the mean probability that its router gave it, both over the tokens
+    of all layers, as in transformers.
+
+    Args:
+        logits: [tokens, experts] of each layer.
+        top_k: experts of a token.
+        valid: [tokens], which are no padding; all if unset.
+    """
+    kept = [layer if valid is None else layer[valid] for layer in logits]
+    probabilities = torch.cat([layer.float() for layer in kept]).softmax(-1)
+    experts = probabilities.shape[-1]
+    load = expert_load(probabilities.topk(top_k).indices, valid=None, experts=experts)
+    return experts * (load / len(probabilities) * probabilities.mean(0)).sum()
+
+
+def _recorder(model: PreTrainedModel) -> OutputRecorder | None:
+    """Which of a model's modules are its routers, and which of their outputs the logits, as its class says."""
+    for module in model.modules():
+        found: Any = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        if isinstance(found, OutputRecorder):
+            return found
+        if isinstance(found, type) and issubclass(found, nn.Module):
+            return OutputRecorder(found)
+    return None

@@ -1,0 +1,178 @@
+"""A model of which each rank reads its own rows only, so that none ever has all of it in memory.
+
+It is built with memory that nobody has touched, which costs addresses and no memory. Sharding keeps a rank's rows of
+each parameter, and only then are they read from the checkpoint's files.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+from lachesis.bridges.extract import as_saved, own_name
+
+logger = logging.getLogger(__name__)
+
+# What is read of a mapped file counts as memory until it is unmapped.
+_WINDOW_BYTES = 64 * 2**20
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedRows:
+    """Where the rows of a model's parameters are.
+
+    Attributes:
+        files: the file of each tensor of the checkpoint.
+        parts: the tensors that a parameter is made of: itself; or, of each of its rows, as those of stacked experts,
+            what is put together in the first dimension.
+    """
+
+    files: Mapping[str, Path]
+    parts: Mapping[str, str | tuple[tuple[str, ...], ...]]
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        """Read this rank's rows of every parameter of the model that the checkpoint has, in place."""
+        with closing(_Files(self.files)) as files:
+            for name, parameter in model.named_parameters():
+                parts = self.parts.get(own_name(name))
+                if parts is not None:
+                    local, first = local_rows(parameter)
+                    self._read(files, parts, first=first, into=local)
+
+    def _read(self, files: _Files, parts: str | tuple[tuple[str, ...], ...], *, first: int, into: Tensor) -> None:
+        if not isinstance(parts, str):
+            for row, names in zip(into, parts[first:], strict=False):
+                row.copy_(torch.cat([files.rows(name) for name in names]))
+        elif into.ndim == 0:
+            into.copy_(files.rows(parts))
+        else:
+            step = max(1, _WINDOW_BYTES // max(1, into[:1].nbytes))
+            for start in range(0, len(into), step):
+                some = into[start : start + step]
+                some.copy_(files.rows(parts, first + start, first + start + len(some)))
+
+
+class _Files:
+    """One file is open at a time, and not for long."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+        self._path: Path | None = None
+        self._open: Any = None
+        self._read = 0
+
+    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """Rows of a tensor; it is valid until the next call."""
+        path = self._files[name]
+        if path != self._path or self._read > _WINDOW_BYTES:
+            self.close()
+            self._open = safe_open(path, framework="pt").__enter__()
+            self._path, self._read = path, 0
+        found = self._open.get_slice(name)
+        rows = found[start:stop] if found.get_shape() else self._open.get_tensor(name)
+        self._read += rows.nbytes
+        return rows
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+        self._open = self._path = None
+
+
+def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """What this rank has of a parameter, live, and which of its rows is the first."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach(), 0
+    local = parameter.to_local().detach()
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return local, offset[0] if offset else 0
+
+
+def find_rows(model: PreTrainedModel, path: str, *, revision: Mapping[str, str]) -> SavedRows | None:
+    """Where the parameters of a model are in the safetensors files of ``path``.
+
+    ``None``, with a word in the log, where not every one of them is found there as it is: then the model has to be
+    loaded whole.
+    """
+    changed = [o for c in get_model_conversion_mapping(model, add_legacy=False) for o in getattr(c, "operations", ())]
+    if not all(isinstance(operation, MergeModulelist | Concatenate) for operation in changed):
+        logger.info("%s has other tensors than its files: every rank loads the whole model", type(model).__name__)
+        return None
+    files = _files(path, revision)
+    if files is None:
+        logger.info("%s has no safetensors files: every rank loads the whole model", path)
+        return None
+    shapes = dict(_shapes(files))
+    parts = {name: _parts(model, name, p) for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if not _fits(parts[name], tuple(parameter.shape), shapes):
+            logger.info("%s is not in the files of %s as it is: every rank loads the whole model", name, path)
+            return None
+    return SavedRows(files, parts)
+
+
+def untouched(model: PreTrainedModel) -> PreTrainedModel:
+    """Give the parameters of a model on the meta device memory that nobody has written to, in place; ties are kept."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) not in made:
+                empty = torch.empty_like(parameter, device="cpu")
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            setattr(module, name, made[id(parameter)])
+    return model
+
+
+def _parts(model: PreTrainedModel, name: str, parameter: Tensor) -> str | tuple[tuple[str, ...], ...]:
+    """As :attr:`SavedRows.parts`. Stacked are those that files have one by one, numbered by row."""
+    saved = [key for key, _ in as_saved(model, [(name, torch.empty_like(parameter, device="meta"))])]
+    if len(saved) == 1:
+        return saved[0]
+    return tuple(tuple(key for key in saved if str(row) in key.split(".")[-3:]) for row in range(len(parameter)))
+
+
+def _fits(parts: str | tuple[tuple[str, ...], ...], shape: Shape, shapes: Mapping[str, Shape]) -> bool:
+    if isinstance(parts, str):
+        return shapes.get(parts) == shape
+    found = [[shapes.get(name, ()) for name in names] for names in parts]
+    return all(row and (sum(part[0] if part else 0 for part in row), *row[0][1:]) == shape[1:] for row in found)
+
+
+def _files(path: str, revision: Mapping[str, str]) -> dict[str, Path] | None:
+    """The file of each tensor, downloaded if need be."""
+    options: dict[str, Any] = dict(revision)
+    look = {**options, "_raise_exceptions_for_missing_entries": False}
+    index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, **look)
+    if index is not None:
+        found, metadata = get_checkpoint_shard_files(path, index, **options)
+        by_name = {Path(file).name: Path(file) for file in found or ()}
+        return {name: by_name[file] for name, file in metadata["weight_map"].items()}
+    single = cached_file(path, SAFE_WEIGHTS_NAME, **look)
+    if single is None:
+        return None
+    with safe_open(single, framework="pt") as file:
+        return dict.fromkeys(file.keys(), Path(single))
+
+
+def _shapes(files: Mapping[str, Path]) -> Iterator[tuple[str, Shape]]:
+    for path in {*files.values()}:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # it is no mapping
+                yield name, tuple(file.get_slice(name).get_shape())
