@@ -345,7 +345,8 @@ def pattern_of(quoted: str) -> re.Pattern[str]:
 
 def matches(quoted: str) -> list[Literal]:
     pattern = pattern_of(quoted)
-    return [literal for literal in literals() if pattern.search(literal.text)]
+    longest = max(map(normal, quoted.split("…")), key=len)  # a look for it spares most searches
+    return [literal for literal in literals() if longest in literal.text and pattern.search(literal.text)]
 
 
 @dataclass(frozen=True, slots=True)

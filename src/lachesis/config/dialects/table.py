@@ -101,6 +101,7 @@ class Dialect:
         self.by_path: dict[str, list[Entry]] = {}
         for entry in entries:
             self.by_path.setdefault(entry.path, []).append(entry)
+        self.defaulted = frozenset(entry.name for entry in entries if entry.default is not UNSET)
         # The names that a file of theirs can begin with.
         self.top_level = frozenset(name.partition(".")[0] for name in self.entries) | self.open_sections
         self._parents = {
@@ -143,8 +144,10 @@ class Translation:
 
     def run(self) -> None:
         """Translate every name that stands alone; defaults of theirs that differ from ours too."""
-        for name, entry in self.dialect.entries.items():
-            value = self._values.get(name)
+        # Of hundreds of names a file has a few.
+        told = self._values.keys() | self.dialect.defaulted
+        for name in filter(told.__contains__, self.dialect.entries):
+            entry, value = self.dialect.entries[name], self._values.get(name)
             if value is None:
                 if entry.default is not UNSET and entry.path:
                     self.put(entry.path, entry.default, name)
