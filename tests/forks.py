@@ -5,6 +5,7 @@ Importing what the tests import takes as long as a fifth of the tests, and pytes
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import sys
@@ -20,8 +21,21 @@ import pytest
 from _pytest.config import create_terminal_writer
 
 _NUMBER_BYTES = 4
+_codes: list[int] = []
 _FORK = get_context("fork")
 Files = Sequence[Sequence[pytest.Item]]
+
+
+def _end() -> None:
+    """Python takes seconds to take down what all tests import; whatever else waits for the end comes before."""
+    if _codes:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_codes[-1])
+
+
+if __name__ in sys.argv:  # not where the tests of this file run sessions in a session
+    atexit.register(_end)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,6 +62,11 @@ def pytest_runtestloop(session: pytest.Session) -> Literal[True] | None:
         for child in children:
             child.process.join()
     return True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    _codes.append(int(exitstatus))
 
 
 def _file(item: pytest.Item) -> str:

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from lachesis.train.distributed.strategy import decoder_layers
 from tests import warm
+from tests.contracts.formats.test_float8 import gradients, load, logprobs, make_policy, write_model
 from tests.e2e.runs import metrics, run_here, write_run
 from tests.e2e.test_learning import rise, share_of_a
 from tests.e2e.test_resume import assert_equal_runs
 from tests.ports import free_port
-from tests.unit.train.model.test_float8 import gradients, load, logprobs, make_policy, write_model
 
 pytest.importorskip("torchao")
 

@@ -127,9 +127,9 @@ SET = {
     "1200 s": ("src/lachesis/environments/settings.py", "Field(1200.0"),
     "The canary may differ by 2 nats": (PROOF, '"fp8": 2.0'),
     "4 (NF4) or 0.5 nats (int8)": (PROOF, '"int8": 0.5, "fp8": 2.0, "nf4": 4.0'),
-    "9% (NF4) or 0.6% (int8)": ("tests/unit/train/model/test_quantized.py", '{"int8": 0.006, "nf4": 0.09}'),
+    "9% (NF4) or 0.6% (int8)": ("tests/contracts/formats/test_quantized.py", '{"int8": 0.006, "nf4": 0.09}'),
     "less than 0.15 nats in the mean, and the gradient by less than 30%": (
-        "tests/unit/train/model/test_float8.py",
+        "tests/contracts/formats/test_float8.py",
         ".abs().mean() < 0.15\n",
     ),
     "It is waited for, for 30 s": ("src/lachesis/rollouts/atropos/source.py", "_REACH_S = 30.0"),

@@ -24,9 +24,9 @@ from lachesis.train.model.forward import target_logprobs
 from lachesis.train.model.loading import LoadedModel, load_model
 from lachesis.train.optim.optimizer import build_optimizer
 from lachesis.train.policy import Policy
+from tests.contracts.formats.test_quantized import batch_for
 from tests.losses import loss_options
 from tests.tiny import PAD_ID, tiny_model, tiny_tokenizer
-from tests.unit.train.model.test_quantized import batch_for
 
 pytest.importorskip("torchao")
 
