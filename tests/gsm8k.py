@@ -28,8 +28,9 @@ _TEMPLATE = (
     "{% if enable_thinking is defined and not enable_thinking %}" + NOT_THINKING + "{% endif %}{% endif %}"
 )
 _CALCULATION = re.compile(r"<<[^>]*>>")
-_FRACTION = re.compile(r"\\frac\{(-?\d+)\}\{(\d+)\}")
-_NUMBER = re.compile(r"-?\d[\d,]*(\.\d+)?")
+# To the brace that ends the box: one that is never closed is no answer.
+_FRACTION = re.compile(r"\\frac\{(-?\d+)\}\{(\d+)\}\}")
+_NUMBER = re.compile(r"(-?\d[\d,]*(?:\.\d+)?)\}")
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -100,13 +101,13 @@ def number(text: str) -> Fraction:
 
 
 def value(text: str) -> Fraction | None:
-    """The number in the last box of a text, read without any library; None where there is no box, or no number."""
+    """The number in the last box of a text, read without any library; None where there is no closed box, or no number
+    in it."""
     boxed = text.rpartition("\\boxed{")[2] if "\\boxed{" in text else ""
-    fraction = _FRACTION.match(boxed)
+    fraction, plain = _FRACTION.match(boxed), _NUMBER.match(boxed)
     if fraction is not None:
         return Fraction(int(fraction[1]), int(fraction[2]))
-    inner = boxed.partition("}")[0]
-    return number(inner) if _NUMBER.fullmatch(inner) else None
+    return number(plain[1]) if plain is not None else None
 
 
 def write_learned_model(directory: Path) -> Path:
