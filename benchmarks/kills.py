@@ -10,6 +10,7 @@ of its processes is left.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import statistics
 import sys
@@ -128,6 +129,18 @@ def wait_back(job: Stage, victim: Victim, killed: psutil.Process) -> float:
     return time.monotonic() - began
 
 
+def started_by(job: Stage) -> list[psutil.Process]:
+    """What the trainer has started: by parent or, as all that a test forks are children of one server, by directory."""
+    trainer = job.processes["trainer"].pid
+    found = psutil.Process(trainer).children(recursive=True)
+    here = str(job.directory.resolve())
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):  # it has just ended
+            if process.pid != trainer and process not in found and process.cwd() == here:
+                found.append(process)
+    return found
+
+
 def resume(job: Stage, config: Path, below: Sequence[psutil.Process], *, forked: bool) -> float:
     """Start the trainer again, once those that it had started have followed it; seconds until they had."""
     began = time.monotonic()
@@ -160,7 +173,7 @@ def trial(
         start(job, config, forked=forked)
         for step in moments:
             job.wait_step(step)
-            below = psutil.Process(job.processes["trainer"].pid).children(recursive=True)
+            below = started_by(job)
             everyone |= set(below)
             killed = kill_at_random(job, victim, draws=draws, step=step)
             if victim.words:
@@ -169,9 +182,10 @@ def trial(
                 back.append(resume(job, config, below, forked=forked))
         code = job.wait_trainer(timeout_s=600)
         left = [process for process in everyone if runs(process)]
-        if code:
-            sys.stderr.write(job.log("trainer")[-3000:])
-        return judge(job, code=code, back=back, left=len(left), steps=steps, seconds=time.monotonic() - began)
+        found = judge(job, code=code, back=back, left=len(left), steps=steps, seconds=time.monotonic() - began)
+        if not found.passed:
+            sys.stderr.write(f"{found}, set aside {set_aside(job)}\n{job.log('trainer')[-6000:]}")
+        return found
 
 
 def judge(job: Stage, *, code: int, back: Sequence[float], left: int, steps: int, seconds: float) -> Outcome:
@@ -189,6 +203,11 @@ def judge(job: Stage, *, code: int, back: Sequence[float], left: int, steps: int
         left=left,
         seconds=seconds,
     )
+
+
+def set_aside(job: Stage) -> dict[int, float]:
+    """Groups that could not be trained on, by step, where there are any."""
+    return {line.step: count for line in metrics(job.run_dir).steps if (count := line.values["dropped_groups"])}
 
 
 def row(name: str, found: Outcome) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from lachesis.api import version_01
 from lachesis.api.bodies import inflate
 from lachesis.api.records import RECEIPTS, Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.api.wire import parse_group
@@ -47,7 +48,7 @@ class Journal:
         directory: made where it is missing. One process may use it at a time.
 
     Raises:
-        ConfigError: the directory cannot be written, is of an earlier version, or another server uses it.
+        ConfigError: the directory cannot be written, or another server uses it.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -57,16 +58,12 @@ class Journal:
         remedy = "give each server a directory of its own that it may write"
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            if any(directory.glob("*.journal")):
-                raise ConfigError(
-                    f"the state directory {directory} is of an earlier version, with *.journal files",
-                    remedy="let a server of that version hand out what it holds, or give another directory",
-                )
             self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT, 0o644)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # One to write, and one for another thread to sync with, for which no commit has to wait.
             self._database, self._syncing = self._connect(), self._connect()
             self._database.executescript(_SCHEMA)
+            self._take_over()
             self._read_groups()
         except BlockingIOError as error:
             raise ConfigError(f"another server uses the state directory {directory}", remedy=remedy) from error
@@ -117,6 +114,18 @@ class Journal:
         database.execute("PRAGMA synchronous = NORMAL")
         database.execute(f"PRAGMA wal_autocheckpoint = {_MOST_LOGGED_PAGES}")
         return database
+
+    def _take_over(self) -> None:
+        """What version 0.1 held in this directory, once: all of it is in the database before any file of it goes."""
+        (taken,) = self._database.execute("PRAGMA user_version").fetchone()
+        if not taken and version_01.segments(self._directory):
+            with self._database:
+                for change in version_01.changes(self._directory):
+                    self._write(change)
+                self._database.execute("PRAGMA user_version = 1")
+            self._database.execute("PRAGMA wal_checkpoint(FULL)")
+        for path in version_01.segments(self._directory):
+            path.unlink()
 
     def _read_groups(self) -> None:
         rows = self._database.execute(
