@@ -10,7 +10,7 @@ from typing import Any
 from lachesis.common.json_values import is_list, is_object
 from lachesis.config.dialects.axolotl_names import AXOLOTL, TRACKERS
 from lachesis.config.dialects.chat_templates import put_chat_template
-from lachesis.config.dialects.convert import DTYPES, engine_address, one_of
+from lachesis.config.dialects.convert import engine_address, one_of
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed
 from lachesis.config.dialects.grpo import (
     check_generation_batch,
@@ -18,6 +18,7 @@ from lachesis.config.dialects.grpo import (
     put_batch,
     put_betas,
     put_completions,
+    put_dtype,
     put_every,
     put_generation_kwargs,
     put_output_dir,
@@ -108,9 +109,7 @@ def _put_model(translation: Translation) -> None:
     elif adapter is not None:
         translation.problem("adapter", f"{describe(adapter)} has no counterpart; Lachesis has lora and qlora")
     put_quantization(translation)
-    for name in ("float32", "bf16", "bfloat16", "fp16", "float16"):
-        if translation.switch(name, "auto") is True:
-            translation.put("model.dtype", DTYPES[name], name)
+    put_dtype(translation, "float32", "bf16", "bfloat16", "fp16", "float16", others=("auto",))
     _put_float8(translation)
     put_chat_template(translation)
     roles = ("bos_token", "eos_token", "unk_token")

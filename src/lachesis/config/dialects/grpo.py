@@ -13,7 +13,7 @@ from typing import Any
 
 from lachesis.common.json_values import is_object
 from lachesis.common.world import HOW_TO_START
-from lachesis.config.dialects.convert import compile_mode, listed, nonzero, scale_rewards, top_k
+from lachesis.config.dialects.convert import DTYPES, compile_mode, listed, nonzero, scale_rewards, top_k
 from lachesis.config.dialects.table import UNSET, Entry, Translation, cannot, nothing, refused, together
 from lachesis.config.dialects.transformers_names import shared_names
 from lachesis.config.document import describe
@@ -241,6 +241,16 @@ def put_quantization(translation: Translation) -> None:
     for name, quantization in (("load_in_8bit", "int8"), ("load_in_4bit", "nf4")):
         if translation.value(name):
             translation.put("model.quantization", quantization, name)
+
+
+def put_dtype(translation: Translation, *names: str, others: tuple[str, ...] = ()) -> None:
+    """The switches that name a dtype; the last one that is on counts, but two 16-bit formats at once are refused."""
+    on = [name for name in names if translation.switch(name, *others) is True]
+    halves = [name for name in on if DTYPES[name] != "float32"]
+    if len({DTYPES[name] for name in halves}) > 1:
+        translation.problem(halves[-1], f"true, and so is {halves[0]}: weights are of one dtype; set one to false")
+    for name in on:
+        translation.put("model.dtype", DTYPES[name], name)
 
 
 def put_betas(translation: Translation, first: str, second: str) -> None:

@@ -28,6 +28,7 @@ from lachesis.config.dialects.grpo import (
     put_batch,
     put_betas,
     put_completions,
+    put_dtype,
     put_every,
     put_generation_kwargs,
     put_output_dir,
@@ -129,9 +130,7 @@ def _put_model(translation: Translation) -> None:
     for key in options:
         if key not in (*names, "attn_implementation", "device_map", "use_cache"):
             translation.problem("model_init_kwargs", f"{key} has no counterpart")
-    for name in ("fp16", "bf16"):
-        if translation.switch(name):
-            translation.put("model.dtype", DTYPES[name], name)
+    put_dtype(translation, "fp16", "bf16")
     for name in reversed(names):
         translation.put_converted("model.dtype", translation.value(name), name, one_of(DTYPES))
 

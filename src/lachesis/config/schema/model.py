@@ -102,7 +102,7 @@ class LoraAdapterConfig(Section):
     r: PositiveInt = Field(default=16, description="Rank of the update matrices.")
     alpha: PositiveFloat = Field(default=32, description="Scaling: the update is multiplied by alpha / r.")
     dropout: Fraction = Field(default=0.0, description="Dropout on the adapter's input while training.")
-    targets: str | list[str] = Field(
+    targets: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] = Field(
         default="all-linear",
         description="Module names to adapt, or `all-linear` for every linear layer but the head; experts of a mixture "
         "by name only.",

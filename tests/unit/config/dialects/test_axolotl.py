@@ -41,6 +41,17 @@ def test_what_is_not_paged_is_said():
     assert not translation("optimizer: adamw_torch").findings
 
 
+def test_weights_are_of_one_dtype():
+    assert "fp16 (line 9): true, and so is bf16" in message("bf16: true\nfp16: true")
+    assert translated("bf16: true\nbfloat16: true\nfp16: false").model.dtype == "bfloat16"
+
+
+def test_an_adapter_of_no_layer_is_refused():
+    found = message("adapter: lora\nlora_target_modules: []")
+    assert "(line 9: lora_target_modules): expected text or non-empty list of text, got a list []" in found
+    assert translated("adapter: lora\nlora_target_modules: []\nlora_target_linear: true").adapter.kind == "lora"
+
+
 def test_completions_of_texts_are_texts():
     assert translated().rewards.text_completions == "text"
 
