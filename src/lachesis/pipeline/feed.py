@@ -43,6 +43,10 @@ class Feed(ABC, Generic[BatchT]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of :meth:`state_dict`."""
 
+    def complete(self) -> None:
+        """The run has done its last step, and what it learned is saved: nothing will be asked for again."""
+        return None
+
     @abstractmethod
     def close(self) -> None:
         """Stop whatever runs in the background. Idempotent."""
@@ -108,6 +112,9 @@ class SynchronousFeed(Feed[BatchT]):
         self.finisher.load_state_dict(state)
         if "line" in state:
             self.collector.source.requeue(prompts_in_line(state["line"]))
+
+    def complete(self) -> None:
+        self.collector.source.complete()
 
     def close(self) -> None:
         self.collector.close()

@@ -210,6 +210,9 @@ class AsynchronousFeed(Feed[BatchT]):
         if "version" in state:
             self.collector.report_version(int(state["version"]))
 
+    def complete(self) -> None:
+        self.collector.source.complete()
+
     def close(self) -> None:
         """Stop generating; calls under way are given a few seconds to end, and left behind if they do not."""
         with self._changed:

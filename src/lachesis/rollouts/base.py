@@ -46,6 +46,10 @@ class RolloutSource(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of :meth:`state_dict`."""
 
+    def complete(self) -> None:
+        """The run has done its last step, and what it learned is saved."""
+        return None
+
     def close(self) -> None:
         """Stop whatever runs in the background. Idempotent."""
         return None

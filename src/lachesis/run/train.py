@@ -380,6 +380,8 @@ def run_to_end(
         trainer.policy.save(run.files["final"])
     hub.close()  # which also writes the report
     run.update(status="finished" if finished else "stopped", step=step)
+    if finished:
+        trainer.feed.complete()
     evaluations = read_metrics(run.files["metrics"]).evaluations
     return RunSummary(run.path, run.files["report"], step, finished, seconds, evaluations)
 

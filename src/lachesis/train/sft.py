@@ -118,5 +118,8 @@ class StartedFeed(Feed[Batch]):
         self._feed.load_state_dict(state)
         self._done = int(state["sft_steps"])
 
+    def complete(self) -> None:
+        self._feed.complete()
+
     def close(self) -> None:
         self._feed.close()

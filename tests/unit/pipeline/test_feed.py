@@ -26,6 +26,7 @@ class CountingSource(RolloutSource):
         self.versions: list[int] = []
         self.deadlines: list[Deadline] = []
         self.closed = 0
+        self.completed = False
         self.error: Exception | None = None
 
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
@@ -48,6 +49,9 @@ class CountingSource(RolloutSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.given = state["given"]
+
+    def complete(self) -> None:
+        self.completed = True
 
     def close(self) -> None:
         self.closed += 1
@@ -129,10 +133,12 @@ def test_a_version_is_heard_of_though_no_batch_is_open():
     assert source.versions == [3, 4]
 
 
-def test_closing_closes_the_source():
+def test_the_source_hears_of_the_end_and_is_closed():
     source = CountingSource()
-    make_feed(source).close()
-    assert source.closed == 1
+    feed = make_feed(source)
+    feed.complete()
+    feed.close()
+    assert source.completed and source.closed == 1
 
 
 def test_after_an_error_the_feed_can_be_asked_again():

@@ -273,7 +273,9 @@ class TestFailures:
         assert feed.next() == ["2", "3"]
         (thread,) = {call.thread for call in feed._calls.values()}
         threading.Timer(0.02, source.let_go, args=("0",)).start()
+        feed.complete()
         feed.close()
+        assert source.completed
         assert not thread.is_alive(), "at its next group, though another is still to come"
         assert len(source.calls) == 2
         feed.close()

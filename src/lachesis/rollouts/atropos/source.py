@@ -50,9 +50,10 @@ class AtroposSource(RolloutSource):
 
     With our API nothing is lost and nothing trained on twice, however the trainer ends: a batch is acknowledged
     once what it taught is safe, which is in a checkpoint where the run writes any, and otherwise after the
-    optimizer step. Until then the API hands it out again to a trainer that registers anew; one that a checkpoint
-    has already is recognized by its content, acknowledged and passed over. With the plain protocol a batch is the
-    trainer's once it is fetched, and one that is on its way when the run is stopped is lost.
+    optimizer step; the last ones once the run is over. Until then the API hands it out again to a trainer that
+    registers anew; one that a checkpoint has already is recognized by its content, acknowledged and passed over.
+    With the plain protocol a batch is the trainer's once it is fetched, and one that is on its way when the run is
+    stopped is lost.
 
     Groups that cannot be trained on are set aside with their reason and counted; none gets a reward of 0 for it.
 
@@ -225,7 +226,7 @@ class AtroposSource(RolloutSource):
         if number is None or self._trainer is None or not self._trainer.acknowledges:
             return
         self._trained[number] = _digest(delivery)
-        if not self.with_checkpoints or self._step >= self.registration.num_steps:
+        if not self.with_checkpoints:
             self._safe.add(number)
 
     def _acknowledge_safe(self, deadline: Deadline) -> None:
@@ -246,8 +247,17 @@ class AtroposSource(RolloutSource):
         current, self._current = self._current, None
         if current is not None:
             self._finish(current[0])
-        if version >= self.registration.num_steps:
-            self._safe.update(self._trained)
+        self._try_to_acknowledge()
+
+    def complete(self) -> None:
+        """Acknowledge all that was trained on: before this a killed trainer would need it again, checkpoint or not."""
+        current, self._current = self._current, None
+        if current is not None:  # not used as often as it might have been
+            self._finish(current[0])
+        self._safe.update(self._trained)
+        self._try_to_acknowledge()
+
+    def _try_to_acknowledge(self) -> None:
         deadline = Deadline(f"the acknowledgement of batches to {self.client.url}", _ACKNOWLEDGE_S)
         try:
             self._acknowledge_safe(deadline)
