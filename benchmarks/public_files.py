@@ -34,7 +34,7 @@ from lachesis.config.plan import plan
 from lachesis.config.rules import check
 from lachesis.config.schema import EmbeddedEngineConfig, InProcessBridgeConfig, LachesisConfig
 from lachesis.config.schema.rollouts import NAMED_REWARDS
-from lachesis.config.trial import trial
+from lachesis.config.smoke import trial
 from lachesis.run.train import train
 
 NAMES: Mapping[str, list[str]] = json.loads(TARGET.read_text(encoding="utf-8"))["classes"]

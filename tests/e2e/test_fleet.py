@@ -21,7 +21,7 @@ from lachesis.bridges.saved import load_checkpoint
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError
 from lachesis.engines.fleet import Fleet, State, Ticket
-from lachesis.engines.http import generation
+from lachesis.engines.http import dispatch
 from lachesis.engines.http.control import ServerControl
 from lachesis.run import fleet
 from tests import warm
@@ -155,7 +155,7 @@ class Disturbance:
 def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(generation, "_LOOK_S", 0.1)
+    monkeypatch.setattr(dispatch, "_LOOK_S", 0.1)
     straight = run_here(write_run(tmp_path / "straight", **SECTIONS))
     sessions = tmp_path / "sessions"
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(sessions))

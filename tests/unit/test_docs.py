@@ -22,8 +22,8 @@ from lachesis.common.errors import LachesisError
 from lachesis.config.load import load_argv, load_config
 from lachesis.config.rules import check
 from lachesis.environments.settings import parse_options
+from lachesis.run import env_eval
 from lachesis.run import services as launch
-from lachesis.run import trial
 from lachesis.run.environments import find
 from tests.paths import ROOT
 
@@ -202,8 +202,8 @@ def check_environment(words: list[str]) -> None:
         return
     if words[0] == "eval":
         if not words[1].isupper():
-            kind, flags = trial.resolve(words[1])
-            parse_options([*flags, *trial.parse_trial(words[2:]).rest], env_class=kind.config_class)
+            kind, flags = env_eval.resolve(words[1])
+            parse_options([*flags, *env_eval.parse_trial(words[2:]).rest], env_class=kind.config_class)
         return
     kind = find(words[0])
     if any(word in HELP_FLAGS for word in words):

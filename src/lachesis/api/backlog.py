@@ -11,7 +11,7 @@ from typing import Any
 
 from lachesis.api.batching import GroupQueue, released
 from lachesis.api.environments import Environment, Environments
-from lachesis.api.records import NOT_QUEUED, Change, HeldGroup, StoredGroup
+from lachesis.api.stored import NOT_QUEUED, Change, HeldGroup, StoredGroup
 from lachesis.api.wire import Refusal
 
 RETRY_AFTER_S = 2

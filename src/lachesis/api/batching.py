@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from lachesis.api.records import HeldGroup
+from lachesis.api.stored import HeldGroup
 
 Key: TypeAlias = tuple[int | None, int]
 Lanes: TypeAlias = Mapping[Key, Sequence[int]]

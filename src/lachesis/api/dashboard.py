@@ -12,9 +12,9 @@ from starlette.responses import HTMLResponse, Response
 
 from lachesis.api.environments import Environment
 from lachesis.api.metrics import History
-from lachesis.api.records import HeldGroup
 from lachesis.api.scored_group import UNTRAINED
 from lachesis.api.state import RolloutState
+from lachesis.api.stored import HeldGroup
 from lachesis.common.errors import ConfigError
 from lachesis.web.pages import render_page
 from lachesis.web.tokens import best_and_worst, token_spans

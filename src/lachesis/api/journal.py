@@ -17,7 +17,7 @@ from pathlib import Path
 
 from lachesis.api import version_01
 from lachesis.api.bodies import inflate
-from lachesis.api.records import RECEIPTS, Change, HeldGroup, Snapshot, StoredGroup
+from lachesis.api.stored import RECEIPTS, Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.api.wire import parse_group
 from lachesis.common.errors import ConfigError, LachesisError
 

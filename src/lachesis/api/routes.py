@@ -17,8 +17,8 @@ from lachesis.api.bodies import Body, read_body, reply, reply_with
 from lachesis.api.dashboard import Dashboard
 from lachesis.api.journal import Journal, StoreFailed
 from lachesis.api.metrics import exposition
-from lachesis.api.records import Change, RolloutBatch
 from lachesis.api.state import RolloutState
+from lachesis.api.stored import Change, RolloutBatch
 from lachesis.api.wire import (
     HOLDS_HEADER,
     KEY_HEADER,

@@ -1,6 +1,6 @@
 """The state of one training run and the rules about it. No input or output: a request in, its change out.
 
-Methods that alter anything return the :class:`~lachesis.api.records.Change` that the store has to make durable
+Methods that alter anything return the :class:`~lachesis.api.stored.Change` that the store has to make durable
 before the reply goes out. Time is an argument, in seconds on one monotonic clock.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 from lachesis.api.backlog import Backlog
 from lachesis.api.batching import plan_batch, waiting_for
 from lachesis.api.environments import Environments
-from lachesis.api.records import RECEIPTS, Change, RolloutBatch, Snapshot, StoredGroup
+from lachesis.api.stored import RECEIPTS, Change, RolloutBatch, Snapshot, StoredGroup
 from lachesis.api.wire import EnvRegistration, Refusal, Registration
 
 

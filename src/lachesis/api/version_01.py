@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lachesis.api.records import Change, HeldGroup, StoredGroup
+from lachesis.api.stored import Change, HeldGroup, StoredGroup
 
 # Checksum of the rest, length of the head (JSON), length of the payloads.
 _HEADER = struct.Struct("<III")

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from lachesis.api.records import StoredGroup
 from lachesis.api.scored_group import FirstFault, Id, ScoredGroup, WireRecord, why_unusable
+from lachesis.api.stored import StoredGroup
 from lachesis.common.errors import DataError
 from lachesis.common.json_values import is_list, is_object
 

@@ -22,7 +22,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine, largest_difference
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl, ServerInfo
-from lachesis.engines.http.generation import nobody_serves
+from lachesis.engines.http.dispatch import nobody_serves
 from lachesis.engines.serving.served import DigestSlice
 from lachesis.transport.float8 import FP8, SCALE
 from lachesis.transport.shared_tensors import dtype_name

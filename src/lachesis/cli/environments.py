@@ -73,17 +73,17 @@ def run_environment(name: str, command: str, words: Sequence[str]) -> int:
 
 def try_environment(name: str, words: Sequence[str]) -> int:
     """Run ``lachesis env eval NAME`` with these flags, or print its help; returns and raises as the others."""
-    from lachesis.run import trial
+    from lachesis.run import env_eval
 
     if HELP_FLAGS & {name, *words}:
         console.print("Usage: lachesis env eval ENV --engine URL [FLAGS]\n")
         console.print("ENV is a shipped name, FILE.py:CLASS, reasoning_gym:TASKS, or an id of verifiers.\n\nFlags:")
-        for flag, meaning in trial.FLAGS.items():
+        for flag, meaning in env_eval.FLAGS.items():
             console.print(f"  {flag}: {meaning}", markup=False)
         return 0
-    asked = trial.parse_trial(words)
+    asked = env_eval.parse_trial(words)
     with printed_log("lachesis.environments"):
-        result, code = trial.try_environment(name, asked)
+        result, code = env_eval.try_environment(name, asked)
     if result is not None:
         document = json.dumps(result.document(), indent=2)
         if asked.json == "-":

@@ -33,7 +33,7 @@ from lachesis.config.model_shape import find_shape
 from lachesis.config.plan import plan, plan_lines
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
-from lachesis.config.trial import trial
+from lachesis.config.smoke import trial
 
 
 @app.command()

@@ -26,7 +26,7 @@ from lachesis.common.types import (
     VersionSpan,
 )
 from lachesis.engines.http.control import malformed, read_reply, tls
-from lachesis.engines.http.generation import request_body
+from lachesis.engines.http.dispatch import request_body
 from lachesis.environments.settings import ServerConfig, SlurmConfig
 
 logger = logging.getLogger("lachesis.environments")

@@ -8,7 +8,7 @@ from collections import Counter, deque
 import pytest
 
 from lachesis.api.batching import Demand, GroupQueue, Key, plan_batch, released, stranded, waiting_for
-from lachesis.api.records import HeldGroup, StoredGroup
+from lachesis.api.stored import HeldGroup, StoredGroup
 
 
 def lanes(*groups: tuple[int | None, int]) -> dict[Key, deque[int]]:

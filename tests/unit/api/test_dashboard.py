@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel
 
 from lachesis.api.dashboard import load_pieces, view
-from lachesis.api.records import HeldGroup, StoredGroup
+from lachesis.api.stored import HeldGroup, StoredGroup
 from lachesis.common.errors import ConfigError
 from tests.unit.api.processes import scored
 

@@ -11,8 +11,8 @@ import pytest
 
 from lachesis.api import version_01
 from lachesis.api.journal import Journal, StoreFailed
-from lachesis.api.records import NOT_QUEUED, Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.api.state import QueueLimits, RolloutState
+from lachesis.api.stored import NOT_QUEUED, Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.api.wire import Registration
 from lachesis.common.errors import ConfigError
 from tests.paths import DATA

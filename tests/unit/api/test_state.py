@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from lachesis.api.records import Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.api.state import QueueLimits, RolloutState
+from lachesis.api.stored import Change, HeldGroup, Snapshot, StoredGroup
 from lachesis.api.wire import EnvRegistration, Refusal, Registration
 from tests.unit.api.processes import ENVIRONMENT, REGISTRATION
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.engines.http import control
-from lachesis.engines.http import generation as generation_calls
+from lachesis.engines.http import control, dispatch
 from tests.unit.engines.fake_server import FakeServer
 
 
@@ -52,5 +51,5 @@ def fake(make_server: Callable[..., FakeServer]) -> FakeServer:
 @pytest.fixture
 def no_pause_before_trying_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connecting is tried again once, which is at once; httpx waits half a second before the second time."""
-    for module in (control, generation_calls):
+    for module in (control, dispatch):
         monkeypatch.setattr(module, "CONNECT_RETRIES", 1)

@@ -23,9 +23,9 @@ from lachesis.common.threads import LoopThread
 from lachesis.common.types import CanaryReading, Completion, EngineHealth, GenerationRequest
 from lachesis.engines.base import Engine, Finished, PauseMode, largest_difference
 from lachesis.engines.fleet import Fleet, State
+from lachesis.engines.http.acceptance import DraftRates
 from lachesis.engines.http.control import ServerControl, ServerInfo
-from lachesis.engines.http.drafts import DraftRates
-from lachesis.engines.http.generation import GenerationCalls, nobody_serves, visit
+from lachesis.engines.http.dispatch import GenerationCalls, nobody_serves, visit
 from lachesis.engines.serving.operations import Digests
 from lachesis.engines.serving.served import MEMORY_PARTS, MemoryPart
 from lachesis.metrics.values import MetricValue

@@ -30,9 +30,9 @@ from lachesis.engines.serving.session import Session
 from lachesis.engines.vllm import compat
 from lachesis.engines.vllm.drafts import check_drafted
 from lachesis.engines.vllm.gate import Gate
-from lachesis.engines.vllm.generation import Generator
 from lachesis.engines.vllm.logprobs import FetchedLogprobs
 from lachesis.engines.vllm.lora_slots import ADAPTER_ID
+from lachesis.engines.vllm.requests import Generator
 from lachesis.engines.vllm.worker import read_answer
 from lachesis.transport.bridge_file import BRIDGE_FILE, BridgeFile, write_bridge_file
 from lachesis.transport.shared_tensors import SharedTensor

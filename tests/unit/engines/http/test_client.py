@@ -24,10 +24,10 @@ from lachesis.common.errors import (
 )
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from lachesis.engines.fleet import State
-from lachesis.engines.http import client, generation
+from lachesis.engines.http import client, dispatch
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerInfo
-from lachesis.engines.http.generation import request_body
+from lachesis.engines.http.dispatch import request_body
 from lachesis.engines.serving import operations as ops
 from lachesis.engines.serving.served import Refused
 from tests.unit.engines.fake_server import FakeServer, refusal
@@ -376,7 +376,7 @@ class TestLosses:
     def test_one_that_generates_nothing_is_given_up_although_it_answers(
         self, pair: list[FakeServer], make_engine: Callable[..., HttpEngine], monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr(generation, "_LOOK_S", 0.05)
+        monkeypatch.setattr(dispatch, "_LOOK_S", 0.05)
         engine = make_engine(*pair, hang_s=0.3)
         pair[0].hold()
         pair[0].state.generated_tokens = 5

@@ -3,7 +3,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from lachesis.engines.http.drafts import DraftRates
+from lachesis.engines.http.acceptance import DraftRates
 from lachesis.engines.serving.served import Drafted
 
 

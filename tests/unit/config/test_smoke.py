@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lachesis.config.load import LoadedConfig
-from lachesis.config.trial import trial
+from lachesis.config.smoke import trial
 
 
 def test_a_trial_is_two_steps_under_a_name_of_its_own(build):

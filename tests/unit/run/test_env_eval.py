@@ -7,7 +7,7 @@ import pytest
 from lachesis.common.errors import ConfigError
 from lachesis.environments.shipped import Arithmetic, ReasoningGym
 from lachesis.rollouts.served import StepsEnvironment, VerifiersEnvironment
-from lachesis.run.trial import parse_trial, resolve
+from lachesis.run.env_eval import parse_trial, resolve
 from tests.paths import EXAMPLES
 
 
