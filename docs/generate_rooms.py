@@ -16,7 +16,7 @@ PICTURE = ROOT / "docs" / "rooms.svg"
 def rooms() -> list[str]:
     """From the top down, as the docstring of the package lists them; a test holds that against the folders."""
     docstring = ast.get_docstring(ast.parse((PACKAGE / "__init__.py").read_text())) or ""
-    return docstring.rpartition(":\n")[2].rstrip(".").split(", ")
+    return docstring.rpartition(":\n")[2].rstrip(".").replace("\n", " ").split(", ")
 
 
 ROOMS = rooms()

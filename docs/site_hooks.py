@@ -32,6 +32,7 @@ KINDS = {
         "quickstart-by-mode",
         "data-and-rewards",
         "distillation",
+        "tinker",
         "custom",
         "code",
         "environments",

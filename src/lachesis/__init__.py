@@ -4,7 +4,8 @@ What Python programs use is here by name, and loaded when it is asked for: ``lac
 ``lachesis.parts`` and the classes and functions of :data:`__all__`; docs/python.md shows them.
 
 Its rooms, from the top down; each imports from those below it:
-cli, run, config, train, bridges, pipeline, rollouts, environments, engines, transport, api, metrics, web, common.
+cli, run, tinker, config, train, bridges, pipeline, rollouts, environments, engines, transport, api, metrics, web,
+common.
 """
 
 from __future__ import annotations

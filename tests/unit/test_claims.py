@@ -61,6 +61,9 @@ SHOWN = {
     "test_the_groups_are_those_without_streaming_whatever_is_finished_first",
     "All features together go on bitwise": "e2e/test_resume.py::test_what_works_together_goes_on_exactly_after_kill_9",
     "Everything on this page is run by a test": "e2e/test_tutorials.py::test_what_the_page_says_works",
+    "what was loaded goes on bit by bit": "e2e/test_tinker.py::test_a_saved_state_goes_on_bit_by_bit",
+    "other runs go on as they would have, bit by bit": "e2e/test_tinker.py::"
+    "test_what_fails_in_one_run_changes_no_bit_of_another",
     "A live run writes at least every half minute": "unit/run/test_status.py::test_it_is_a_sign_of_life_even_so",
 }
 # Not about what Lachesis does: what others do, what a key means, what a page is for, a message that is quoted.

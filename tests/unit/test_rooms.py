@@ -12,7 +12,7 @@ import lachesis
 from tests.paths import PACKAGE
 
 # From the top down, as the package's docstring lists them.
-ROOMS = (lachesis.__doc__ or "").strip().rpartition(":\n")[2].rstrip(".").split(", ")
+ROOMS = (lachesis.__doc__ or "").strip().rpartition(":\n")[2].rstrip(".").replace("\n", " ").split(", ")
 # What any room may import, wherever it stands.
 ANYWHERE = ("config.schema",)
 FILES = sorted(PACKAGE.rglob("*.py"))

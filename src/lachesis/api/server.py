@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -28,11 +27,11 @@ from lachesis.api.state import QueueLimits, RolloutState
 from lachesis.api.wire import Refusal
 from lachesis.common.errors import ConfigError
 from lachesis.common.hosts import OwnHostOnly
+from lachesis.common.http import listen
 
 logger = logging.getLogger(__name__)
 
 _SYNC_S = 1.0
-_BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 
 
@@ -66,7 +65,7 @@ def serve(options: ServerOptions, *, on_ready: Callable[[str], None] | None = No
     Raises:
         ConfigError: an option cannot be used, the port is taken, or the state directory is in use.
     """
-    listener = _listen(options)
+    listener = listen(options.host, options.port)
     try:
         config = uvicorn.Config(
             build_app(options), log_config=None, access_log=False, http="httptools", ws="none",
@@ -167,21 +166,6 @@ async def _sync(journal: Journal) -> None:
             await asyncio.shield(asyncio.to_thread(journal.sync))
         except StoreFailed as error:
             logger.error("the state directory may not survive a power cut: %s", error)
-
-
-def _listen(options: ServerOptions) -> socket.socket:
-    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    try:
-        listener = socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
-        # Connections inherit it. asyncio sets it only where a socket names its protocol, and without it the body of
-        # every answer waits 40 ms for the acknowledgement of its head.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {options.host}:{options.port}: {error.strerror or error}",
-            remedy="choose another --port, or stop what uses this one",
-        ) from error
 
 
 def _check(options: ServerOptions) -> None:

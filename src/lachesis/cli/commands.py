@@ -36,6 +36,7 @@ COMMANDS: Mapping[str, Command] = {
     "serve": Command("serving", "Serve a model whose weights trainers can change."),
     "vllm-serve": Command("serving", "Serve the model of a configuration."),
     "run-api": Command("serving", "Serve the rollout API of Atropos' environments."),
+    "tinker-server": Command("serving", "Serve a model that clients of Tinker train and sample."),
     "env": Command("environments", "Serve, process or evaluate an environment."),
     "data": Command("inspection", "Look for what is wrong with a dataset: data check."),
     "rewards": Command("inspection", "Try reward functions on right and wrong answers: rewards check."),

@@ -16,6 +16,7 @@ from lachesis.cli.base import PASS_ON, Overrides, app, console, hide_progress_ba
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import log_findings
 from lachesis.engines.options import EngineName, ServeOptions, flag_of
+from lachesis.tinker.options import TinkerOptions
 
 
 @app.command("run-api")
@@ -90,6 +91,23 @@ def serve(context: typer.Context, **values: Any) -> None:
 
     given = {name: value for name, value in values.items() if value is not None}
     serving.serve(ServeOptions(**given, arguments=tuple(context.args)), on_ready=console.print)
+
+
+@app.command("tinker-server")
+@_with_options(TinkerOptions)
+def tinker_server(**values: Any) -> None:
+    """Serve a model to the client `tinker`: LoRA runs of several programs at once, and sampling with what they learn.
+
+    Clients find it by TINKER_BASE_URL. Where TINKER_API_KEY is set it takes requests with that key only.
+    """
+    from lachesis.run import tinker as serving
+
+    hide_progress_bars()
+
+    options = TinkerOptions(**{name: value for name, value in values.items() if value is not None})
+    serving.serve(
+        options, on_ready=lambda url: console.print(f"serving {options.name or options.model} to tinker at {url}")
+    )
 
 
 @app.command("vllm-serve", context_settings=PASS_ON)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from starlette.datastructures import Headers
 
-from lachesis.api.server import ServerOptions, _is_foreign, _listen, build_app, serve
+from lachesis.api.server import ServerOptions, _is_foreign, build_app, serve
 from lachesis.common.errors import ConfigError
+from lachesis.common.http import listen
 from tests.unit.api.processes import ours
 from tests.waiting import LONG_S
 
@@ -43,7 +44,7 @@ def test_terminated_it_ends_in_order(tmp_path):
 
 
 def test_the_body_of_an_answer_does_not_wait_for_the_acknowledgement_of_its_head():
-    with _listen(ServerOptions(port=0)) as listener, socket.create_connection(listener.getsockname()):
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

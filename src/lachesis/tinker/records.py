@@ -1,0 +1,89 @@
+"""What the room's parts hand each other: numbers and token ids, nothing of the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lachesis.common.types import Completion, GenerationRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraShape:
+    """What an adapter is: its rank, where it hangs, and the seed of its first values (``None``: any)."""
+
+    rank: int
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """A sequence to learn from.
+
+    ``tokens`` int64 [T]; ``targets`` int64 [T], whose logprob after ``tokens[: t + 1]`` is what the loss is of at t;
+    ``inputs`` float32 [T] each, by the names of the loss function.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """One forward pass, and the backward pass unless ``forward_only``."""
+
+    data: Sequence[Datum]
+    loss: str
+    options: Mapping[str, float] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """``logprobs``: float32 [T] of each datum's targets. ``loss``: the sum over all tokens of all data."""
+
+    logprobs: Sequence[np.ndarray]
+    loss: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamStep:
+    """One step of AdamW, with the names of torch; ``grad_clip_norm`` 0 does not clip."""
+
+    learning_rate: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip_norm: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """Completions of a prompt, and what the model thinks of the prompt itself.
+
+    ``prompt_logprobs``: how many of its last tokens are scored; ``top_prompt_logprobs``: K likeliest tokens of each.
+    """
+
+    generation: GenerationRequest
+    prompt_logprobs: int = 0
+    top_prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """``prompt_logprobs`` float32 [P], NaN where none was asked for or there is none (the first token).
+
+    ``top_ids`` int32 and ``top_logprobs`` float32 [P, K]; a row without an answer holds 0 and -99999.
+    """
+
+    completions: Sequence[Completion]
+    prompt_logprobs: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
