@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from lachesis.common.deadline import Deadline
@@ -33,6 +34,7 @@ from lachesis.rollouts.steps.build import StepSettings, step_players
 from lachesis.rollouts.turns import TurnServer
 from lachesis.rollouts.verifiers.build import load_players
 from lachesis.rollouts.verifiers.settings import VerifiersSettings, own_signals
+from tests.contracts.kept import over_a_restart
 from tests.fakes import FakeEngine
 from tests.paths import ROOT
 
@@ -122,16 +124,54 @@ def record(players: TaskPlayers, engine: Recording, *, hang_s: float = 6.0) -> d
     found["all"] = texts(groups)
     evaluator = EpisodeEvaluator(source=episodes, prompts=held_out, success_reward=1.0, seed=0, generation_s=200.0)
     found["evaluated"] = asdict(evaluator.run(0))
+    found["kept"] = kept(episodes, players)
     found |= {"failed": failed(episodes, players), "cancelled": cancelled(episodes, players, hang_s=hang_s)}
     episodes.players = players
     episodes.close()
     return found
 
 
+class Counted(Players):
+    """The same rollouts, and how many there were."""
+
+    def __init__(self, inner: Players) -> None:
+        self.inner, self.count = inner, 0
+        self.start, self.report, self.stop, self.finish = inner.start, inner.report, inner.stop, inner.finish
+
+    async def play(self, prompt: Prompt, *, seed: int, greedy: bool = False) -> Played:
+        self.count += 1
+        return await self.inner.play(prompt, seed=seed, greedy=greedy)
+
+
+def kept(episodes: EpisodeSource, players: Players) -> dict[str, Any]:
+    """Of a source that was stopped when the rollouts 0 and 2 of each group were finished."""
+    counted = Counted(players)
+
+    def again() -> EpisodeSource:
+        begin_anew(episodes)
+        episodes.players, counted.count = counted, 0
+        return episodes
+
+    with TemporaryDirectory() as directory:
+        samples, groups = over_a_restart(again, Path(directory), count=3, finished=lambda number: number % 2 == 0)
+    episodes._kept = None
+    trained = [sample for group in groups for sample in group.samples]
+    return {
+        "rollouts": len(samples),
+        "joined": sum(sample in trained for sample in samples),
+        "played": counted.count,
+        "all": texts(groups),
+    }
+
+
+def begin_anew(episodes: EpisodeSource) -> None:
+    prompts = list(episodes.stream._by_id.values())
+    episodes.load_state_dict({"stream": PromptStream(prompts, seed=0).state_dict(), "requests": 0})
+
+
 def failed(episodes: EpisodeSource, players: Players) -> dict[str, Any]:
     episodes.players = Failing(players)
-    episodes.load_state_dict({"stream": PromptStream(list(episodes.stream._by_id.values()), seed=0).state_dict(),
-                              "requests": 0})  # fmt: skip
+    begin_anew(episodes)
     episodes.counters()
     groups = episodes.next_groups(3, deadline=Deadline("failing groups", 200.0))
     return {

@@ -25,6 +25,7 @@ from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.parsers import hermes
+from tests.contracts.kept import over_a_restart
 from tests.fakes import FakeEngine
 from tests.tiny import tiny_tokenizer
 
@@ -202,6 +203,31 @@ def test_a_group_of_which_too_little_is_left_is_dropped(build: Any, engine: Fake
     assert (group.prompt.text, group.rewards) == ("good", (1.0, 1.0))
     counters = source.counters()
     assert (counters["dropped_groups"], counters["rollout_failures/crash"], counters["turns"]) == (1, 2, 2)
+
+
+def test_what_was_finished_before_a_restart_is_not_played_again(build: Any, engine: FakeEngine, tmp_path: Path):
+    rollouts = build(command(f"{ASK}urllib.request.urlopen(request).read()", "{prompt}"))
+    seen: list[dict[str, Any]] = []
+
+    def make() -> AgentSource:
+        engine.requests.clear()
+        return AgentSource(
+            rollouts=rollouts,
+            stream=PromptStream([PROMPT], seed=0),
+            engine=engine,
+            rewarder=Rewarder([NamedReward("seen", lambda completions, **columns: seen.append(columns) or [0.0] * 3)]),
+            decode=rollouts.decode,
+            params=SamplingParams(max_tokens=20),
+            num_generations=3,
+            seed=0,
+        )
+
+    samples, (group,) = over_a_restart(make, tmp_path, count=1, finished=lambda number: number == 1)
+    assert len(samples) == 1 and len(engine.requests) == 2, "as many agents as were missing"
+    assert [sample.completion_ids for sample in group.samples] == [samples[0].completion_ids] * 3
+    before, after = ({name: columns[name] for name in AgentRollouts.columns} for columns in seen)
+    assert before == after == {"turns": [1] * 3, "tool_calls": [0] * 3, "exit_code": [0] * 3,
+                               "reported": [None] * 3, "output": [""] * 3}  # fmt: skip
 
 
 # Stands for docker: refuses what docker refuses, runs the rest here with the variables that it was given, and says what

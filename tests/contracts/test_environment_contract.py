@@ -133,6 +133,12 @@ def test_what_fails_is_left_out_and_counted(played: dict[str, Any]):
     assert set(played["failed"]["others"]) <= set(played["all"]), "and changes nothing about the others"
 
 
+def test_what_was_finished_before_a_restart_is_not_played_again(played: dict[str, Any]):
+    kept = played["kept"]
+    assert kept["rollouts"] == kept["joined"] == kept["played"] == SIZE * GROUPS // 2
+    assert set(kept["all"]) == set(played["all"]), "and changes nothing about the others"
+
+
 def test_a_deadline_ends_rollouts_and_nothing_is_left(played: dict[str, Any]):
     assert played["cancelled"] == {"error": "DeadlineExceeded", "tasks_left": 0, "again": True}
 

@@ -157,6 +157,18 @@ METRICS: Mapping[str, Metric] = {
             "(pipeline.async_prefetch).",
         ),
         Metric(
+            "kept_groups", "Groups kept", "groups", "Groups that were finished before the run was resumed, and joined "
+            "the line as they were (pipeline.keep_partial).",
+        ),
+        Metric(
+            "kept_rollouts", "Rollouts kept", "", "Rollouts that were finished before the run was resumed, and joined "
+            "their groups, which were not (pipeline.keep_partial).",
+        ),
+        Metric(
+            "kept_let_go", "Kept rollouts let go", "", "Rollouts that were finished before the run was resumed, and "
+            "are too old to be trained on in time, or of weights newer than the checkpoint's, which were lost.",
+        ),
+        Metric(
             "draft_acceptance", "Right guesses", "share", "Share of the tokens that speculative decoding guessed that "
             "were accepted (engine.speculative). Missing where it guessed none.",
         ),

@@ -69,6 +69,20 @@ class Admission:
         """Those whose group is still to come, oldest first."""
         return [place for place in self._places.values() if place.group is None]
 
+    @property
+    def next_batch(self) -> list[Place]:
+        """Those of whose groups the next batch would be made now."""
+        return self.finished[: self.size]
+
+    @property
+    def done(self) -> int:
+        """Batches that were trained on."""
+        return self._done
+
+    def oldest(self, place: Place) -> int:
+        """After how many batches that had to be admitted, at least, which may be trained on in this place in time."""
+        return max(place.batch, self._taken - self.ahead)
+
     def admit(self, draws: Sequence[Draw], *, tries: int = 0) -> list[Place]:
         """Places at the end of the line; at most ``room`` of them."""
         if len(draws) > self.room:
@@ -87,7 +101,7 @@ class Admission:
 
     def ready(self) -> bool:
         """Whether the next batch can be taken."""
-        chosen = self._next_batch()
+        chosen = self.next_batch
         if len(chosen) < self.size:
             return False
         numbers = {place.number for place in chosen}
@@ -99,7 +113,7 @@ class Admission:
 
     def take(self) -> list[Group]:
         """The groups of the next batch, which has to be ready, in the order of their admission."""
-        chosen = self._next_batch()
+        chosen = self.next_batch
         for place in chosen:
             del self._places[place.number]
         self._taken += 1
@@ -108,9 +122,6 @@ class Admission:
     def train(self) -> None:
         """The batch that was taken is trained on: its slots are free."""
         self._done = self._taken
-
-    def _next_batch(self) -> list[Place]:
-        return self.finished[: self.size]
 
     def state_dict(self) -> dict[str, Any]:
         """Who is in line, in order, with the groups that are finished. JSON-serializable."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lachesis.common.deadline import Deadline
@@ -17,6 +17,7 @@ from lachesis.pipeline.admission import Admission, Place
 from lachesis.pipeline.collect import Collector
 from lachesis.pipeline.feed import BatchT, Feed, Finisher
 from lachesis.rollouts.base import Draw, GroupwiseSource
+from lachesis.rollouts.kept import KeptRollouts
 from lachesis.rollouts.local import MOST_EMPTY_BATCHES, all_failed
 
 _JOIN_S = 10.0
@@ -45,7 +46,8 @@ class AsynchronousFeed(Feed[BatchT]):
     calls overlap, and weights may change under them. Nothing that is finished is dropped, but for what the collector
     puts aside.
 
-    What is resumed from a checkpoint is who was in line: finished groups as they are, the others generated again.
+    What is resumed from a checkpoint is who was in line: finished groups as they are, the others generated again, but
+    for what was ``kept`` of them.
 
     Args:
         source: where groups come from; also the collector's.
@@ -54,6 +56,7 @@ class AsynchronousFeed(Feed[BatchT]):
         ahead: batches generated ahead.
         at_once: most calls at a time; ``None`` bounds them by nothing but the slots.
         whole_batches: draw no less than a batch at once.
+        kept: what is finished and not trained on yet, over a restart; it has to be open before the first batch.
         clock: seconds.
     """
 
@@ -64,6 +67,7 @@ class AsynchronousFeed(Feed[BatchT]):
     batch_deadline_s: float
     at_once: int | None = None
     whole_batches: bool = False
+    kept: KeptRollouts | None = None
     clock: Seconds = time.monotonic
 
     def __post_init__(self) -> None:
@@ -75,18 +79,24 @@ class AsynchronousFeed(Feed[BatchT]):
         self._era = 0
         self._dropped: list[RewardError] = []  # in a row
         self._running = self._closed = False
+        self._kept_begun = False
+        self._training: list[int] = []  # requests of the batch that was taken
+        if self.kept is not None:
+            self.source.keep(self.kept)
 
     def next(self) -> BatchT:
         """The next batch. Errors of generation and scoring are raised here; after one it can be asked again."""
         name = "the trainer's wait for a batch that is generated ahead"
         deadline = Deadline(name, self.batch_deadline_s, "deadlines.batch_s")
         with deadline.waiting(), self._changed:
+            self._begin_kept()
             self._running = True
             self._send()
             while not self._line.ready():
                 self._raise_error()
                 self._changed.wait(timeout=deadline.remaining_s())
                 deadline.check(self._where())
+            self._training += [place.draw.request for place in self._line.next_batch]
             groups = self._line.take()
         return self.finisher.finish(groups)
 
@@ -95,6 +105,10 @@ class AsynchronousFeed(Feed[BatchT]):
             self.collector.report_version(step)
             self.collector.requeue()
             self._line.train()
+            self._begin_kept()
+            if self.kept is not None:
+                self.kept.train(self._training, done=self._line.done, version=step)
+            self._training = []
             self._era += 1
             if isinstance(self._error, EngineError):
                 self._error = None
@@ -118,10 +132,37 @@ class AsynchronousFeed(Feed[BatchT]):
             if count == self._line.size or not self.whole_batches:
                 self._line.admit(self.source.draw(count))
             places = [place for place in self._line.unfinished if place.number not in self._calls]
+            if self._recall(places):
+                continue
             if not places:
                 break
             self._begin(places[: self._line.size])
         self._idle_slots.change(self._line.room)
+
+    def _begin_kept(self) -> None:
+        """Tell what is kept which groups are in line, before the first is begun."""
+        if self.kept is None or self._kept_begun:
+            return
+        self._kept_begun = True
+        finished, unfinished = self._line.finished, self._line.unfinished
+        self.kept.begin(
+            finished=[place.draw.request for place in finished],
+            unfinished=[place.draw.request for place in unfinished],
+            done=self._line.done,
+        )
+
+    def _recall(self, places: Sequence[Place]) -> bool:
+        """Finish the groups among these that an earlier process has finished; whether there were any."""
+        if self.kept is None:
+            return False
+        found = False
+        for place in places:
+            draw, oldest = place.draw, self._line.oldest(place)
+            group = self.kept.admit(draw.request, draw.prompt.id, since=place.batch, oldest=oldest)
+            if group is not None:
+                self._place(place, replace(group, prompt=draw.prompt))
+                found = True
+        return found
 
     def _may_call(self) -> bool:
         return self.at_once is None or len(set(map(id, self._calls.values()))) < self.at_once
@@ -158,10 +199,12 @@ class AsynchronousFeed(Feed[BatchT]):
 
     def _settle(self, call: _Call, place: Place, outcome: Group | RewardError) -> None:
         with self._changed:
-            if self._closed:
-                raise LachesisError("the run has ended while groups were generated")
             if self._calls.get(place.number) is not call:
                 return  # an answer of a call that failed: the group was asked for again
+            if self.kept is not None and isinstance(outcome, Group):
+                self.kept.finish(place.draw.request, outcome)
+            if self._closed:
+                raise LachesisError("the run has ended while groups were generated")
             del self._calls[place.number]
             if isinstance(outcome, RewardError):
                 self._drop(place, outcome)
@@ -171,8 +214,13 @@ class AsynchronousFeed(Feed[BatchT]):
             self._send()
             self._changed.notify_all()
 
-    def _drop(self, place: Place, error: RewardError) -> None:
+    def _leave(self, place: Place) -> None:
         self._line.leave(place.number)
+        if self.kept is not None:
+            self.kept.leave(place.draw.request)
+
+    def _drop(self, place: Place, error: RewardError) -> None:
+        self._leave(place)
         self._dropped.append(error)
         if len(self._dropped) >= MOST_EMPTY_BATCHES * self._line.size:
             self._error = all_failed(len(self._dropped), error)
@@ -182,17 +230,20 @@ class AsynchronousFeed(Feed[BatchT]):
         if self.collector.keeps(group, tries=place.tries):
             self._line.finish(place.number, group)
         else:
-            self._line.leave(place.number)
+            self._leave(place)
             self._line.admit(self.source.draw(1), tries=place.tries + 1)
 
     def counters(self) -> dict[str, float]:
         with self._changed:
             counts = self.collector.counters() | self.finisher.counters()
             mine = {"idle_slots": self._idle_slots.take(), "groups_waiting": float(len(self._line.finished))}
-            return counts | mine
+            return counts | mine | (self.kept.counters() if self.kept is not None else {})
 
     def state_dict(self) -> dict[str, Any]:
+        """As of a checkpoint that is about to be written."""
         with self._changed:
+            if self.kept is not None:
+                self.kept.checkpoint()
             return self.collector.state_dict() | self.finisher.state_dict() | {"line": self._line.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -222,3 +273,5 @@ class AsynchronousFeed(Feed[BatchT]):
         for thread in threads:
             thread.join(timeout=deadline.remaining_s())
         self.collector.close()
+        if self.kept is not None:
+            self.kept.close()

@@ -10,6 +10,7 @@ from typing import Any
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError
 from lachesis.common.types import Group, Prompt
+from lachesis.rollouts.kept import KeptRollouts
 
 
 class RolloutSource(ABC):
@@ -74,6 +75,13 @@ class GroupwiseSource(RolloutSource):
     @abstractmethod
     def draw(self, count: int) -> list[Draw]:
         """The next ``count`` prompts; what was drawn is behind the source's position. One thread at a time."""
+
+    def keep(self, kept: KeptRollouts) -> None:
+        """Note there each rollout of a group once it is finished, and take those that are there already.
+
+        A source does nothing whose rollouts are finished only with their groups.
+        """
+        return None
 
     @abstractmethod
     def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:

@@ -16,6 +16,7 @@ from lachesis.common.imports import describe_exception
 from lachesis.common.threads import CallThread
 from lachesis.common.types import LOWEST_LOGPROB, Group, Prompt, Sample, SamplingParams, VersionSpan
 from lachesis.engines.base import Engine
+from lachesis.rollouts.base import Draw
 from lachesis.rollouts.generation import generate_groups, request_seed
 from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.attempts import Item, own
@@ -172,8 +173,9 @@ class CustomSource(LocalSource):
     def _check_columns(self) -> None:
         """Columns that reward functions need may come from the rollout function: its first result tells."""
 
-    def _sample(self, prompts: list[Prompt], seeds: list[int], deadline: Deadline) -> list[Item]:
+    def _sample(self, draws: Sequence[Draw], deadline: Deadline) -> list[Item]:
         """Raises EngineError where the function failed or returned something else."""
+        prompts, seeds = [draw.prompt for draw in draws], self._seeds(draws)
         repeated = [prompt for prompt in prompts for _ in range(self.num_generations)]
         first = self.engine.health().version
         output = self._call(repeated, seeds, deadline)

@@ -8,8 +8,9 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.gathered import Calls
 from lachesis.rollouts.generation import nested_deadline, request_seed
+from lachesis.rollouts.kept import KeptGroup, KeptRollout, KeptRollouts
 from lachesis.rollouts.local import MOST_EMPTY_BATCHES
 
 if TYPE_CHECKING:
@@ -68,7 +70,8 @@ class RolloutFailed(LachesisError):
 class Played:
     """A rollout that was scored: one sample, or several where its turns do not continue each other.
 
-    ``state`` is what :meth:`Players.finish` needs, where groups are scored together.
+    ``state`` is what :meth:`Players.finish` needs, where groups are scored together. Without one a rollout that is
+    finished can be kept over a restart before its group is whole.
     """
 
     samples: tuple[Sample, ...]
@@ -190,6 +193,11 @@ class EpisodeSource(GroupwiseSource):
         self._slots = asyncio.Semaphore(self.max_concurrent)
         self._loop = LoopThread("lachesis-episodes", what="the source")
         self._started = False
+        self._kept: KeptRollouts | None = None
+
+    def keep(self, kept: KeptRollouts) -> None:
+        """Of rollouts that are scored by themselves: those that are compared with others are whole with their group."""
+        self._kept = kept
 
     def draw(self, count: int) -> list[Draw]:
         first = self._requests
@@ -254,24 +262,30 @@ class EpisodeSource(GroupwiseSource):
 
     async def _groups(self, draws: Sequence[Draw], done: Done) -> None:
         async def one(place: int, draw: Draw) -> None:
-            done(place, await self._group(self.stream.own(draw.prompt), request_seed(self.seed, draw.request)))
+            kept = KeptGroup() if self._kept is None else self._kept.of(draw.request)
+            seed = request_seed(self.seed, draw.request)
+            done(place, await self._group(self.stream.own(draw.prompt), seed, kept))
 
         async with _Together() as together:
             await together.results([together.begin(one(place, draw)) for place, draw in enumerate(draws)])
 
-    async def _group(self, prompt: Prompt, seed: int) -> Group | RewardError:
-        played: list[Played] = []
+    async def _group(self, prompt: Prompt, seed: int, kept: KeptGroup) -> Group | RewardError:
+        of_before = [_of_before(one) for _, one in sorted(kept.rollouts.items())]
+        played = self._usable(of_before, prompt)[: self.num_generations]
         for round_number in range(self.refill_rounds + 1):
             missing = self.num_generations - len(played)
+            if missing == 0:
+                break
             first = self.num_generations * round_number
-            seeds = [request_seed(seed, first + number) for number in range(missing)]
-            self._counts["refilled_rollouts"] += missing * (round_number > 0)
+            numbers = [n for n in range(first, first + self.num_generations) if n not in kept.rollouts][:missing]
+            self._counts["refilled_rollouts"] += len(numbers) * (round_number > 0)
             async with _Together() as together:
-                tasks = [together.begin(self._rollout(prompt, one)) for one in seeds]
+                tasks = [
+                    together.begin(self._rollout(prompt, request_seed(seed, n), note=partial(_note, kept, n)))
+                    for n in numbers
+                ]
                 found = [one for one in await together.results(tasks) if one is not None]
             played += self._usable(found, prompt)
-            if len(played) == self.num_generations:
-                break
         if len(played) < _FEWEST:
             self._counts["dropped_groups"] += 1
             return RewardError(f"task {prompt.id}: of {self.num_generations} rollouts {len(played)} came to an end")
@@ -287,11 +301,15 @@ class EpisodeSource(GroupwiseSource):
                 self._logged.setdefault(name, []).append(value)
         return Group(prompt, samples)
 
-    async def _rollout(self, prompt: Prompt, seed: int, *, greedy: bool = False) -> Played | None:
+    async def _rollout(
+        self, prompt: Prompt, seed: int, *, greedy: bool = False, note: Callable[[Played], None] = lambda played: None
+    ) -> Played | None:
         async with self._slots:
             try:
                 async with asyncio.timeout(self.rollout_s):
-                    return await self.players.play(prompt, seed=seed, greedy=greedy)
+                    played = await self.players.play(prompt, seed=seed, greedy=greedy)
+                note(played)
+                return played
             except TimeoutError:
                 late = f"task {prompt.id} was not done after {self.rollout_s:g} s"
                 self._note(RolloutFailed(late, cause="timeout"), prompt)
@@ -370,6 +388,15 @@ class EpisodeSource(GroupwiseSource):
     def close(self) -> None:
         """Cancel what is under way and stop the environment. Idempotent."""
         self._loop.close(self.players.stop)
+
+
+def _note(kept: KeptGroup, number: int, played: Played) -> None:
+    if played.state is None and not any(map(why_unusable, played.samples)):
+        kept.note(KeptRollout(number, played.samples, {"metrics": dict(played.metrics)}))
+
+
+def _of_before(rollout: KeptRollout) -> Played:
+    return Played(rollout.samples, metrics=rollout.extras["metrics"])
 
 
 class _Together:

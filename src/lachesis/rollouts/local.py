@@ -18,6 +18,7 @@ from lachesis.rollouts.base import Done, Draw, GroupwiseSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import TextDecoder, generate_groups, nested_deadline, request_seed
+from lachesis.rollouts.kept import KeptGroup, KeptRollout, KeptRollouts
 from lachesis.rollouts.rewards.attempts import Item
 from lachesis.rollouts.rewards.rewarder import Rewarder, Scored
 
@@ -77,6 +78,7 @@ class LocalSource(GroupwiseSource):
         self._logged: dict[str, list[tuple[float, int]]] = {}
         self._counting = threading.Lock()
         self._generating = BusyTime()
+        self._kept: KeptRollouts | None = None  # where a kind of source has rollouts that end before their group
         self._check_columns()
 
     def _check_columns(self) -> None:
@@ -121,9 +123,9 @@ class LocalSource(GroupwiseSource):
 
     def _roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Callable[[Part], None]) -> None:
         """Generate, then score; ``done`` is told of all in one part, or of several as they are done."""
-        prompts = [self.stream.own(draw.prompt) for draw in draws]
         with self._generating.span():
-            items = self._sample(prompts, self._seeds(draws), self._generation(draws, deadline))
+            owned = [replace(draw, prompt=self.stream.own(draw.prompt)) for draw in draws]
+            items = self._sample(owned, self._generation(draws, deadline))
         generated = time.monotonic()
         part = self._scored(items)
         self._count(reward_time=time.monotonic() - generated)
@@ -152,18 +154,21 @@ class LocalSource(GroupwiseSource):
     def _seeds(self, draws: Sequence[Draw]) -> list[int]:
         return [request_seed(self.seed, draw.request) for draw in draws]
 
-    def _sample(self, prompts: list[Prompt], seeds: list[int], deadline: Deadline) -> list[Item]:
-        """Unscored groups, one per prompt, each with a seed of its own."""
+    def _sample(self, draws: Sequence[Draw], deadline: Deadline) -> list[Item]:
+        """Unscored groups, one for each draw, each with a seed of its own."""
         groups = generate_groups(
-            prompts,
+            [draw.prompt for draw in draws],
             engine=self.engine,
             params=self.params,
             num_generations=self.num_generations,
-            seeds=seeds,
+            seeds=self._seeds(draws),
             decode=self.decode,
             deadline=deadline,
         )
         return [Item(group) for group in groups]
+
+    def _kept_of(self, draws: Sequence[Draw]) -> list[KeptGroup]:
+        return [KeptGroup() if self._kept is None else self._kept.of(draw.request) for draw in draws]
 
     def _count(self, **amounts: float) -> None:
         with self._counting:
@@ -217,6 +222,14 @@ class LocalSource(GroupwiseSource):
 def tokens_in(groups: Sequence[Group]) -> int:
     """Tokens of all completions."""
     return sum(len(sample.completion_ids) for group in groups for sample in group.samples)
+
+
+def item_of(prompt: Prompt, rollouts: Sequence[KeptRollout], *, columns: Sequence[str]) -> Item:
+    """The unscored group of some rollouts, in their order, with the columns that each has, a value per sample."""
+    ordered = sorted(rollouts, key=lambda rollout: rollout.number)
+    samples = tuple(sample for rollout in ordered for sample in rollout.samples)
+    extras = {name: [value for rollout in ordered for value in rollout.extras[name]] for name in columns}
+    return Item(Group(prompt, samples), extras)
 
 
 def all_failed(count: int, last: RewardError) -> RewardError:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from lachesis.common.imports import load_function
+from lachesis.common.journal import Journal
 from lachesis.common.threads import Watch
 from lachesis.common.types import Group, Prompt
 from lachesis.config import schema
@@ -28,6 +29,7 @@ from lachesis.rollouts.atropos.source import build_atropos_source, keep_given_ad
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.evaluate import Evaluates, Evaluator, ScheduledEvaluation
 from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.kept import KeptRollouts
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.sources import build_player, build_source, generated_ahead, load_answers, sampling_params
 from lachesis.train.batch import Batch, pack_for_ranks
@@ -183,15 +185,30 @@ def signal_function(config: LachesisConfig) -> Callable[[Group], bool]:
     return any_reward_differs if config.algorithm.aggregation == "normalize_then_sum" else has_signal
 
 
+def build_kept(config: LachesisConfig, path: Path) -> KeptRollouts | None:
+    """What is finished and not trained on yet, over a restart, in a file; nothing where no batch is generated ahead."""
+    if config.source.kind == "atropos" or not config.pipeline.keep_partial or not generated_ahead(config):
+        return None
+    return KeptRollouts(Journal(path))
+
+
 def build_feed(
-    config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
+    config: LachesisConfig,
+    *,
+    problems: Sequence[Prompt],
+    policy: Policy,
+    engine: Engine,
+    rewarder: Rewarder,
+    kept: KeptRollouts | None,
 ) -> Feed[Batch]:
     """The way from problems to packed batches."""
     source = build_source(config, problems=problems, policy=policy, engine=engine, rewarder=rewarder)
-    return feed_from(source, config, policy=policy)
+    return feed_from(source, config, policy=policy, kept=kept)
 
 
-def feed_from(source: GroupwiseSource, config: LachesisConfig, *, policy: Policy) -> Feed[Batch]:
+def feed_from(
+    source: GroupwiseSource, config: LachesisConfig, *, policy: Policy, kept: KeptRollouts | None
+) -> Feed[Batch]:
     """The way from the groups of a source to packed batches."""
     pipeline = config.pipeline
     pack_groups = partial(pack_batch, config=config, policy=policy)
@@ -222,6 +239,7 @@ def feed_from(source: GroupwiseSource, config: LachesisConfig, *, policy: Policy
             # What shares the trainer's process, or calls functions of the user, does one call after the other.
             at_once=1 if whole_batches or config.engine.place == "trainer" else None,
             whole_batches=whole_batches,
+            kept=kept,
         )
     return repeated(feed, config, pack=pack_groups, score=policy.recompute_logprobs)
 

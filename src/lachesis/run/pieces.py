@@ -120,6 +120,7 @@ def _with_feed(config: LachesisConfig, *, closing: ExitStack, given: Sequence[Gi
         stop_requested=lambda: False,
         companions=None,
         leadership=None,
+        keep=False,
     )
     return _pieces(config, built.policy, built.side.bridge, built.feed, closing=closing, given=given)
 

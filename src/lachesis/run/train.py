@@ -34,6 +34,7 @@ from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.atropos.source import EngineWatch
 from lachesis.rollouts.failures import FailureFile
+from lachesis.rollouts.kept import KeptRollouts
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
@@ -41,6 +42,7 @@ from lachesis.run.parts import (
     build_atropos_feed,
     build_evaluation,
     build_feed,
+    build_kept,
     build_policy,
     feed_from,
     set_up,
@@ -225,6 +227,7 @@ class Parts:
     feed: Feed[Batch]
     evaluation: Evaluation
     reward_names: Sequence[str]
+    kept: KeptRollouts | None
 
 
 def build_trainer(
@@ -246,6 +249,8 @@ def build_trainer(
         asked=partial(take, run.path, "checkpoint"),
     )
     start = checkpoints.restore() if resume else 0
+    if parts.kept is not None:
+        parts.kept.open(version=start)
     write_atomic(run.files["config"], dump_config(config))
     hub = build_sinks(
         config,
@@ -280,8 +285,12 @@ def build_parts(
     stop_requested: Callable[[], bool],
     companions: Companions | None,
     leadership: Leadership | None,
+    keep: bool = True,
 ) -> tuple[LachesisConfig, Parts]:
     """Load the data, start the engine, build the policy on it. ``closing`` gets what has to be closed.
+
+    Args:
+        keep: whether there will be a run directory, in which finished rollouts are kept over a restart.
 
     Returns:
         The configuration with its number of steps, and the parts.
@@ -307,12 +316,13 @@ def build_parts(
         bridge = side.bridge
         policy = bridge.prepare(partial(build, config, weights=side.weights))
         feed: Feed[Batch]
+        kept = build_kept(config, run.files["kept"]) if keep else None
         evaluator = None
         names = () if environments or rewarder is None else rewarder.names
         if isinstance(config.source, EpisodesSection):
             episodes, evaluator = build_episodes(config, policy=policy, engine=bridge.engine, rewarder=rewarder)
             names = episodes.players.reward_names
-            feed = feed_from(episodes, config, policy=policy)
+            feed = feed_from(episodes, config, policy=policy, kept=kept)
         elif environments or rewarder is None:
             feed = build_atropos_feed(
                 config,
@@ -322,7 +332,9 @@ def build_parts(
                 reachable=companions is None or not companions.starts_api,
             )
         else:
-            feed = build_feed(config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder)
+            feed = build_feed(
+                config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder, kept=kept
+            )
         feed = with_start(feed, config, problems=problems, policy=policy)
         closing.callback(feed.close)
         evaluation = build_evaluation(
@@ -335,7 +347,7 @@ def build_parts(
             evaluator=evaluator,
         )
         closing.callback(evaluation.close)
-        return config, Parts(place, side, policy, feed, evaluation, names)
+        return config, Parts(place, side, policy, feed, evaluation, names, kept)
 
 
 def raise_if_asked(stop_requested: Callable[[], bool], leadership: Leadership | None = None) -> None:

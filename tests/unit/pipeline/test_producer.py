@@ -6,18 +6,21 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, RewardError
 from lachesis.common.group_codec import encode_group
+from lachesis.common.journal import Journal
 from lachesis.common.types import Group
 from lachesis.pipeline.collect import Collector, Reroll
 from lachesis.pipeline.feed import Finisher, SynchronousFeed
 from lachesis.pipeline.producer import AsynchronousFeed
 from lachesis.pipeline.replay import ReplayBuffer
 from lachesis.rollouts.base import Done, Draw
+from lachesis.rollouts.kept import KeptRollouts
 from tests.unit.pipeline.sources import ScriptedSource
 from tests.waiting import LONG_S, until
 
@@ -302,6 +305,31 @@ class TestCheckpoints:
         assert sorted(other.requests)[:3] == [0, 4, 5]
         with pytest.raises(LachesisError, match="resumed"):
             second.load_state_dict(state)
+
+    def test_what_was_finished_after_the_checkpoint_is_not_asked_for_again(self, make_feed: MakeFeed, tmp_path: Path):
+        def kept(*, version: int) -> KeptRollouts:
+            found = KeptRollouts(Journal(tmp_path / "kept.jsonl"))
+            found.open(version=version)
+            return found
+
+        source = ScriptedSource()
+        source.hold("0", "3", "4")
+        first = make_feed(source, ahead=2, kept=kept(version=0))
+        assert first.next() == ["1", "2"]
+        first.advance(1)
+        state = json.loads(json.dumps(first.state_dict()))
+        until(lambda: source.drawn[-1] == "7")
+        source.let_go("3")
+        settled(first, 4)
+        source.fail(EngineError("it was killed"))
+        first.close()
+        other = ScriptedSource()
+        second = make_feed(other, ahead=2, kept=kept(version=1))
+        second.load_state_dict(state)
+        trained = [name for batch in train(second, 3, start=1) for name in batch]
+        assert sorted(trained) == ["0", "3", "4", "5", "6", "7"], "none twice, none lost"
+        asked = {name for call in other.calls for name in call}
+        assert {"0", "4"} <= asked and not asked & {"1", "2", "3", "5", "6", "7"}
 
     def test_a_batch_in_use_holds_its_slots_after_a_restart_too(self, make_feed: MakeFeed):
         source = ScriptedSource()

@@ -16,8 +16,9 @@ from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams, VersionSpan
 from lachesis.config.schema import AlgorithmConfig
 from lachesis.rollouts.datasets import PromptStream
-from lachesis.rollouts.episodes import EpisodeSource, Played, Players, RolloutFailed
+from lachesis.rollouts.episodes import EpisodeSource, Played, Players, RolloutFailed, _note
 from lachesis.rollouts.gathered import GatheredCalls
+from lachesis.rollouts.kept import KeptGroup, KeptRollout
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
 from tests.fakes import FakeEngine
 from tests.waiting import LONG_S
@@ -247,3 +248,29 @@ def test_two_thousand_episodes_share_one_loop_and_the_calls_of_the_engine(at_onc
     assert players.most == at_once
     assert sum(map(len, engine.requests)) == 6000 and len(engine.requests) < 10 * 6000 / at_once
     assert max(map(len, engine.requests)) <= at_once
+
+
+def test_rollouts_that_are_there_already_join_their_group_and_the_others_are_as_they_would_have_been():
+    def play(kept: KeptGroup, **options: Any) -> tuple[Group | RewardError, list[int]]:
+        players = Dice(**options)
+        episodes = source(players, refill_rounds=1)
+        (prompt,) = episodes.stream.take(1)
+        return asyncio.run(episodes._group(prompt, 5, kept)), players.seeds
+
+    notes: list[KeptRollout] = []
+    whole, seeds = play(KeptGroup({}, notes.append))
+    assert isinstance(whole, Group) and sorted(one.number for one in notes) == list(range(SIZE))
+    found, others = play(KeptGroup({one.number: one for one in notes[:3]}))
+    assert found == whole and others == seeds[3:]
+    refilled = replace(notes[0], number=SIZE + 1)  # of another round: its place is nobody else's
+    found, others = play(KeptGroup({refilled.number: refilled}))
+    assert others == seeds[:-1] and isinstance(found, Group) and len(found.samples) == SIZE
+    assert play(KeptGroup({one.number: one for one in notes}))[1] == []
+
+
+def test_a_rollout_that_cannot_be_kept_is_not_noted():
+    notes: list[KeptRollout] = []
+    one = sample(Prompt("1", (), ""), 0)
+    for played in (Played((one,), state=object()), Played((replace(one, reward=math.inf),))):
+        _note(KeptGroup({}, notes.append), 0, played)
+    assert notes == []

@@ -399,6 +399,11 @@ class PipelineConfig(Section):
         "that trains on it. No group begins that could become older; 0 is synchronous, unset bounds by "
         "`prefetch_depth` alone.",
     )
+    keep_partial: bool = Field(
+        default=True,
+        description="With `async_prefetch`: write rollouts and groups to kept.jsonl as they are finished, so that a "
+        "run that is stopped or killed, and then resumed, does not generate them again.",
+    )
     streaming: bool = Field(
         default=False, description="Score groups as they are finished, while others are still being generated."
     )

@@ -9,16 +9,19 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.types import Group, Prompt, Sample, SamplingParams
+from lachesis.common.types import Prompt, SamplingParams
 from lachesis.rollouts.agent.process import AgentCommand, Ended, run_agent
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.agent.session import Session
+from lachesis.rollouts.base import Draw
 from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import TextDecoder, request_seed
-from lachesis.rollouts.local import LocalSource
+from lachesis.rollouts.kept import KeptGroup, KeptRollout, KeptRollouts
+from lachesis.rollouts.local import LocalSource, item_of
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 
 logger = logging.getLogger(__name__)
@@ -73,23 +76,26 @@ class AgentRollouts:
         num_generations: int,
         seeds: Sequence[int],
         deadline: Deadline,
+        kept: Sequence[KeptGroup] | None = None,
     ) -> list[Item]:
         """``num_generations`` rollouts of each prompt, unscored; fewer where some failed, even none.
+
+        Args:
+            kept: of each prompt, the rollouts that are there already, and who is told of each other that is finished.
 
         Raises:
             EngineError: the engine failed, or the command cannot be run.
             DeadlineExceeded: all agents have been ended then.
         """
         self._start()
+        kept = kept or [KeptGroup() for _ in prompts]
         with ThreadPoolExecutor(self.max_concurrent, thread_name_prefix="lachesis-agent") as pool:
             over = threading.Event()
-            rows = [
-                [
-                    pool.submit(self._play, prompt, request_seed(seed, number), params, deadline, over.is_set)
-                    for number in range(num_generations)
-                ]
-                for prompt, seed in zip(prompts, seeds, strict=True)
-            ]
+            rows: list[list[Future[KeptRollout | Failed]]] = []
+            for prompt, seed, group in zip(prompts, seeds, kept, strict=True):
+                numbers = [number for number in range(num_generations) if number not in group.rollouts]
+                play = partial(self._play, prompt, seed, params, deadline, over.is_set, group.note)
+                rows.append([pool.submit(play, number) for number in numbers])
             try:
                 self._wait([future for row in rows for future in row], deadline)
             finally:  # the pool waits for its threads, which end their agents
@@ -97,8 +103,11 @@ class AgentRollouts:
                 for row in rows:
                     for future in row:
                         future.cancel()
-        played = [[future.result() for future in row] for row in rows]
-        return [self._item(prompt, row, params) for prompt, row in zip(prompts, played, strict=True)]
+        played = [
+            [*group.rollouts.values(), *(future.result() for future in row)]
+            for group, row in zip(kept, rows, strict=True)
+        ]
+        return [_item(prompt, row) for prompt, row in zip(prompts, played, strict=True)]
 
     def take_counts(self) -> dict[str, float]:
         """Since the last call: ``turns``, ``tool_calls``, ``refilled_rollouts`` and ``rollout_failures``, these by
@@ -119,7 +128,7 @@ class AgentRollouts:
                 self.proxy.start()
                 self._started = True
 
-    def _wait(self, futures: Sequence[Future[Played | Failed]], deadline: Deadline) -> None:
+    def _wait(self, futures: Sequence[Future[KeptRollout | Failed]], deadline: Deadline) -> None:
         """Until all have ended; raises what one raised, what the engine did, or that the deadline passed."""
         with deadline.waiting():
             pending = set(futures)
@@ -134,16 +143,26 @@ class AgentRollouts:
                     deadline.check(f"{len(futures) - len(pending)} of {len(futures)} agents have ended")
 
     def _play(
-        self, prompt: Prompt, seed: int, params: SamplingParams, deadline: Deadline, over: Callable[[], bool]
-    ) -> Played | Failed:
-        for number in range(self.retries + 1):
-            outcome = self._attempt(prompt, request_seed(seed, number), params, deadline, over)
+        self,
+        prompt: Prompt,
+        group_seed: int,
+        params: SamplingParams,
+        deadline: Deadline,
+        over: Callable[[], bool],
+        note: Callable[[KeptRollout], None],
+        number: int,
+    ) -> KeptRollout | Failed:
+        seed = request_seed(group_seed, number)
+        for attempt in range(self.retries + 1):
+            outcome = self._attempt(prompt, request_seed(seed, attempt), params, deadline, over)
             if isinstance(outcome, Played):
-                return outcome
+                rollout = self._finished(number, outcome, params)
+                note(rollout)
+                return rollout
             if over() or self._closing.is_set():
                 return outcome
             self._note(outcome, prompt)
-            self._count(refilled_rollouts=int(number < self.retries))
+            self._count(refilled_rollouts=int(attempt < self.retries))
         return outcome
 
     def _attempt(
@@ -172,25 +191,26 @@ class AgentRollouts:
             return Failed("silent", f"{where} never asked the model{tail}")
         return Played(session, ended)
 
-    def _item(self, prompt: Prompt, row: Sequence[Played | Failed], params: SamplingParams) -> Item:
-        played = [one for one in row if isinstance(one, Played)]
-        self._count(turns=sum(one.session.turns for one in played), tool_calls=sum(one.session.calls for one in played))
-        parts = [(one, trajectory) for one in played for trajectory in one.session.trajectories]
-        texts = self.decode([trajectory.conversation.token_ids for _, trajectory in parts]) if parts else []
+    def _finished(self, number: int, played: Played, params: SamplingParams) -> KeptRollout:
+        """The samples of a rollout, and the columns that reward functions get, with a value per sample."""
+        session, ended = played.session, played.ended
+        self._count(turns=session.turns, tool_calls=session.calls)
+        texts = self.decode([trajectory.conversation.token_ids for trajectory in session.trajectories])
         temperature = 1.0 if params.greedy else params.temperature
-        samples: list[Sample] = [
+        samples = [
             trajectory.conversation.as_sample(text=text, temperature=temperature)
-            for (_, trajectory), text in zip(parts, texts, strict=True)
+            for trajectory, text in zip(session.trajectories, texts, strict=True)
         ]
-        extras = {
-            TURNS: [list(trajectory.messages) for _, trajectory in parts],
-            "turns": [one.session.turns for one, _ in parts],
-            "tool_calls": [one.session.calls for one, _ in parts],
-            "exit_code": [one.ended.exit_code for one, _ in parts],
-            "reported": [one.ended.reward for one, _ in parts],
-            "output": [one.ended.output for one, _ in parts],
+        values = {
+            "turns": session.turns,
+            "tool_calls": session.calls,
+            "exit_code": ended.exit_code,
+            "reported": ended.reward,
+            "output": ended.output,
         }
-        return Item(Group(prompt, tuple(samples)), extras)
+        messages = [list(trajectory.messages) for trajectory in session.trajectories]
+        extras = {TURNS: messages} | {name: [value] * len(samples) for name, value in values.items()}
+        return KeptRollout(number, tuple(samples), extras)
 
     def _note(self, failure: Failed, prompt: Prompt) -> None:
         note_failure(failure.message, cause=failure.cause, prompt_id=prompt.id)
@@ -204,6 +224,12 @@ class AgentRollouts:
     def _count(self, **amounts: int) -> None:
         with self._counting:
             self._counts.update(amounts)
+
+
+def _item(prompt: Prompt, row: Sequence[KeptRollout | Failed]) -> Item:
+    return item_of(
+        prompt, [one for one in row if isinstance(one, KeptRollout)], columns=(TURNS, *AgentRollouts.columns)
+    )
 
 
 @dataclass(kw_only=True, eq=False)
@@ -227,7 +253,15 @@ class AgentSource(LocalSource):
     def _check_columns(self) -> None:
         self.rewarder.check_columns({*self.stream.columns, *self.rollouts.columns})
 
-    def _sample(self, prompts: list[Prompt], seeds: list[int], deadline: Deadline) -> list[Item]:
+    def keep(self, kept: KeptRollouts) -> None:
+        self._kept = kept
+
+    def _sample(self, draws: Sequence[Draw], deadline: Deadline) -> list[Item]:
         return self.rollouts.sample(
-            prompts, params=self.params, num_generations=self.num_generations, seeds=seeds, deadline=deadline
+            [draw.prompt for draw in draws],
+            params=self.params,
+            num_generations=self.num_generations,
+            seeds=self._seeds(draws),
+            deadline=deadline,
+            kept=self._kept_of(draws),
         )

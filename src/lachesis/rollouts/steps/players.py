@@ -107,7 +107,7 @@ class StepPlayers(TaskPlayers):
         played = Played(
             tuple(replace(sample, reward=reward, rewards=(reward,)) for sample in samples),
             metrics=dict(episode.metrics),
-            state=Ended(prompt, game.subject, episode.start, tuple(episode.said)),
+            state=None if self.rewarder is None else Ended(prompt, game.subject, episode.start, tuple(episode.said)),
         )
         if greedy and not (judged := await self.finish([played])):
             raise RolloutFailed(f"task {prompt.id}: a reward function failed on it", cause="reward")

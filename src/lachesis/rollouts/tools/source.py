@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, EngineError
-from lachesis.common.types import Completion, GenerationRequest, Group, Message, Prompt, SamplingParams
+from lachesis.common.types import Completion, GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.engines.base import Engine
+from lachesis.rollouts.base import Draw
 from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import TextDecoder, request_seed
-from lachesis.rollouts.local import LocalSource
+from lachesis.rollouts.kept import KeptGroup, KeptRollout, KeptRollouts
+from lachesis.rollouts.local import LocalSource, item_of
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.tools.conversation import Conversation
 from lachesis.rollouts.tools.functions import Observation, Toolbox
@@ -43,6 +45,47 @@ class TurnLimits:
     turns: int
     result_tokens: int
     seconds: float | None = None
+
+
+class _Group:
+    """The rollouts of a prompt: those that have ended, of this process or before it, and which are missing."""
+
+    def __init__(self, prompt: Prompt, seed: int, kept: KeptGroup, size: int) -> None:
+        self.prompt = prompt
+        self.seed = seed
+        self.ended = [rollout for number, rollout in kept.rollouts.items() if number < size]
+        self.missing = [number for number in range(size) if number not in kept.rollouts]
+        self._note = kept.note
+
+    def first_turn(self, params: SamplingParams) -> GenerationRequest:
+        """One request for all; where some are there already with a seed of its own, or these might come again."""
+        seed = self.seed if not self.ended else request_seed(self.seed, -len(self.ended))
+        name = f"tools {self.seed}"
+        return GenerationRequest(self.prompt.token_ids, params, n=len(self.missing), seed=seed, conversation=name)
+
+    def begin(self, answers: Sequence[Completion]) -> list[_Live]:
+        """The rollouts that are missing, after their first turns."""
+        live: list[_Live] = []
+        for number, completion in zip(self.missing, answers, strict=True):
+            conversation = Conversation(self.prompt.token_ids, name=f"tools {self.seed}")
+            conversation.sample(completion)
+            live.append(_Live(self, number, conversation, request_seed(self.seed, number)))
+        return live
+
+    def end(self, rollout: KeptRollout) -> None:
+        """One of them has ended."""
+        self.ended.append(rollout)
+        self._note(rollout)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Live:
+    """A rollout that goes on."""
+
+    group: _Group
+    number: int
+    conversation: Conversation
+    seed: int
 
 
 @dataclass(kw_only=True, eq=False)
@@ -78,10 +121,14 @@ class ToolTurns:
         num_generations: int,
         seeds: Sequence[int],
         deadline: Deadline,
+        kept: Sequence[KeptGroup] | None = None,
     ) -> list[Item]:
         """``num_generations`` rollouts of each prompt, unscored; the first turn of all is as without tools.
 
         Those of which a tool's server broke off are left out: of a prompt there may be fewer, even none.
+
+        Args:
+            kept: of each prompt, the rollouts that are there already, and who is told of each other that is finished.
 
         Raises:
             DataError: a prompt is a text, in which the model is not told of its tools.
@@ -95,24 +142,24 @@ class ToolTurns:
                     remedy="write prompts as lists of messages, or set data.system_prompt",
                 )
         started = time.monotonic()
-        first = [
-            GenerationRequest(prompt.token_ids, params, n=num_generations, seed=seed, conversation=f"tools {seed}")
-            for prompt, seed in zip(prompts, seeds, strict=True)
+        groups = [
+            _Group(prompt, seed, one, num_generations)
+            for prompt, seed, one in zip(prompts, seeds, kept or [KeptGroup() for _ in prompts], strict=True)
         ]
-        conversations = [
-            [Conversation(request.prompt_ids, name=request.conversation) for _ in range(num_generations)]
-            for request in first
-        ]
-        live: list[tuple[Conversation, int]] = []
-        for row, seed, answers in zip(conversations, seeds, self._generate(first, deadline), strict=True):
-            for number, (conversation, completion) in enumerate(zip(row, answers, strict=True)):
-                conversation.sample(completion)
-                live.append((conversation, request_seed(seed, number)))
-        while live := self._answer(live, params=params, started=started):
-            requests = [self._next_turn(conversation, seed, params) for conversation, seed in live]
-            for (conversation, _), answers in zip(live, self._generate(requests, deadline), strict=True):
-                conversation.sample(answers[0])
-        return self._items(prompts, conversations, params)
+        begun = [group for group in groups if group.missing]
+        live: list[_Live] = []
+        if begun:
+            answers = self._generate([group.first_turn(params) for group in begun], deadline)
+            live = [one for group, found in zip(begun, answers, strict=True) for one in group.begin(found)]
+        while live:
+            on = self._answer(live, params=params, started=started)
+            self._end(live, on, params)
+            live = on
+            if live:
+                turns = self._generate([self._next_turn(one.conversation, one.seed, params) for one in live], deadline)
+                for one, completions in zip(live, turns, strict=True):
+                    one.conversation.sample(completions[0])
+        return [item_of(group.prompt, group.ended, columns=(TURNS, *self.columns)) for group in groups]
 
     def take_counts(self) -> dict[str, float]:
         """Since the last call: ``turns``, ``tool_calls``, ``tool_errors``; of each tool ``tool_calls/NAME`` and
@@ -141,26 +188,26 @@ class ToolTurns:
         seed = request_seed(seed, conversation.turns)
         return GenerationRequest(conversation.next_prompt, turn, n=1, seed=seed, conversation=conversation.name)
 
-    def _answer(
-        self, live: Sequence[tuple[Conversation, int]], *, params: SamplingParams, started: float
-    ) -> list[tuple[Conversation, int]]:
+    def _answer(self, live: Sequence[_Live], *, params: SamplingParams, started: float) -> list[_Live]:
         """Call the tools that the last turns ask for; returns the rollouts that go on."""
         late = self.limits.seconds is not None and time.monotonic() - started > self.limits.seconds
-        asked: list[tuple[Conversation, int, ParsedTurn]] = []
-        for conversation, seed in live:
+        asked: list[tuple[_Live, ParsedTurn]] = []
+        for one in live:
+            conversation = one.conversation
             turn = self._read(conversation)
             last = late or conversation.turns == self.limits.turns or conversation.finish_reason != "stop"
             conversation.messages.append(self._message(turn, conversation))
             if turn.calls and not last:
-                asked.append((conversation, seed, turn))
-        found = iter(self.toolbox.call_all([call for _, _, turn in asked for call in turn.calls]))
-        on: list[tuple[Conversation, int]] = []
-        for conversation, seed, turn in asked:
+                asked.append((one, turn))
+        found = iter(self.toolbox.call_all([call for _, turn in asked for call in turn.calls]))
+        on: list[_Live] = []
+        for one, turn in asked:
+            conversation = one.conversation
             observations = [self._cut(next(found)) for _ in turn.calls]
             self._count_calls(observations)
-            conversation.failed = next((one.text for one in observations if one.lost), "")
+            conversation.failed = next((seen.text for seen in observations if seen.lost), "")
             if not conversation.failed and self._tell(conversation, observations, most=params.max_tokens):
-                on.append((conversation, seed))
+                on.append(one)
         return on
 
     def _read(self, conversation: Conversation) -> ParsedTurn:
@@ -202,32 +249,25 @@ class ToolTurns:
         conversation.messages += told
         return True
 
-    def _items(
-        self, prompts: Sequence[Prompt], conversations: Sequence[Sequence[Conversation]], params: SamplingParams
-    ) -> list[Item]:
-        conversations = [self._whole(prompt, row) for prompt, row in zip(prompts, conversations, strict=True)]
-        texts = iter(self.decode([one.token_ids for row in conversations for one in row]))
-        temperature = 1.0 if params.greedy else params.temperature
-        return [
-            Item(
-                Group(prompt, tuple(one.as_sample(text=next(texts), temperature=temperature) for one in row)),
-                {
-                    TURNS: [one.messages for one in row],
-                    "turns": [one.turns for one in row],
-                    "tool_calls": [one.calls for one in row],
-                },
-            )
-            for prompt, row in zip(prompts, conversations, strict=True)
-        ]
-
-    def _whole(self, prompt: Prompt, row: Sequence[Conversation]) -> list[Conversation]:
-        """Those that came to an end; the others are counted by their cause, as if they had never been."""
-        for one in row:
-            if one.failed:
-                note_failure(one.failed, cause=_LOST, prompt_id=prompt.id)
-                logger.warning("a rollout is left out of its group (%s): %s", _LOST, one.failed)
+    def _end(self, live: Sequence[_Live], on: Sequence[_Live], params: SamplingParams) -> None:
+        """Those that do not go on have ended; one that failed is counted by its cause, as if it had never been."""
+        goes_on = set(on)
+        for one in live:
+            if one in goes_on:
+                continue
+            if reason := one.conversation.failed:
+                note_failure(reason, cause=_LOST, prompt_id=one.group.prompt.id)
+                logger.warning("a rollout is left out of its group (%s): %s", _LOST, reason)
                 self._count(**{"rollout_failures": 1, f"rollout_failures/{_LOST}": 1})
-        return [one for one in row if not one.failed]
+            else:
+                one.group.end(self._rollout(one, params))
+
+    def _rollout(self, one: _Live, params: SamplingParams) -> KeptRollout:
+        conversation = one.conversation
+        (text,) = self.decode([conversation.token_ids])
+        sample = conversation.as_sample(text=text, temperature=1.0 if params.greedy else params.temperature)
+        extras = {TURNS: [conversation.messages], "turns": [conversation.turns], "tool_calls": [conversation.calls]}
+        return KeptRollout(one.number, (sample,), extras)
 
     def _count_calls(self, observations: Sequence[Observation]) -> None:
         for one in observations:
@@ -270,7 +310,15 @@ class ToolSource(LocalSource):
     def _check_columns(self) -> None:
         self.rewarder.check_columns({*self.stream.columns, *self.turns.columns})
 
-    def _sample(self, prompts: list[Prompt], seeds: list[int], deadline: Deadline) -> list[Item]:
+    def keep(self, kept: KeptRollouts) -> None:
+        self._kept = kept
+
+    def _sample(self, draws: Sequence[Draw], deadline: Deadline) -> list[Item]:
         return self.turns.sample(
-            prompts, params=self.params, num_generations=self.num_generations, seeds=seeds, deadline=deadline
+            [draw.prompt for draw in draws],
+            params=self.params,
+            num_generations=self.num_generations,
+            seeds=self._seeds(draws),
+            deadline=deadline,
+            kept=self._kept_of(draws),
         )

@@ -11,6 +11,7 @@ from lachesis.common.given import Giving
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.rollouts.episodes import Played, PolicyAccess
 from lachesis.rollouts.gathered import GatheredCalls
+from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.rollouts.steps.build import StepSettings, step_players
 from tests.fakes import FakeEngine
 from tests.tiny import EOS_ID, tiny_tokenizer
@@ -34,14 +35,23 @@ class Scripted(FakeEngine):
         return ids(text[:-1]) if text.endswith("|") else [*ids(text), EOS_ID]
 
 
-def players(env: Any, engine: FakeEngine, *, max_tokens: int = 50, max_context: int = 200, **settings: Any):
+def players(
+    env: Any,
+    engine: FakeEngine,
+    *,
+    max_tokens: int = 50,
+    max_context: int = 200,
+    rewarder: Rewarder | None = None,
+    **settings: Any,
+):
     """Players of an environment that is given as an object."""
     giving = Giving()
     policy = PolicyAccess(
         calls=GatheredCalls(engine, at_once=1), tokenizer=TOKENIZER, model="tiny",
         params=SamplingParams(max_tokens=max_tokens), max_context=max_context, vocab_size=len(TOKENIZER),
     )  # fmt: skip
-    made = step_players(policy, StepSettings(environment=giving.give("env", env), **({"max_tasks": 3} | settings)))
+    settings = {"environment": giving.give("env", env), "max_tasks": 3} | settings
+    made = step_players(policy, StepSettings(**settings), rewarder=rewarder)
     made.keep = giving
     return made
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lachesis.common.errors import ConfigError
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.steps.tools import tool_schemas
 from tests.unit.rollouts.steps.games import TOKENIZER, Tools, play
 
@@ -24,7 +25,8 @@ def template(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_methods_are_called_until_a_turn_calls_none():
-    played = play(Tools, call("2") + call("3"), call("-1"), "done", max_tokens=400, max_context=900)
+    judge = Rewarder([NamedReward("none", lambda completions: [0.0])])
+    played = play(Tools, call("2") + call("3"), call("-1"), "done", max_tokens=400, max_context=900, rewarder=judge)
     (sample,) = played.samples
     assert TOKENIZER.decode(sample.prompt_ids).replace(" ", "") == "[add](begin)"
     assert "25" in sample.text and "error: ValueError: too little" in sample.text

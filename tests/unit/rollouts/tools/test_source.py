@@ -14,6 +14,8 @@ from lachesis.common.errors import ConfigError, DataError, RewardError
 from lachesis.common.types import GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.kept import KeptGroup, KeptRollout
+from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.functions import Tool, Toolbox
 from lachesis.rollouts.tools.mcp_server import ToolServerLost
@@ -273,3 +275,24 @@ def test_all_turns_of_a_prompt_are_one_conversation_of_the_engine(tokenizer: Any
     turns.close()
     assert len(engine.requests) == 2
     assert {request.conversation for call in engine.requests for request in call} == {"tools 1"}
+
+
+def test_of_a_group_only_the_rollouts_that_are_missing_are_asked_for(tokenizer: Any):
+    def sample(kept: KeptGroup) -> tuple[Item, Any]:
+        turns, engine = build(tokenizer, [[f"{CALL % 4}{EOS}", f"b{EOS}"], [f"8{EOS}"]])
+        options: dict[str, Any] = {"params": SamplingParams(max_tokens=400), "deadline": Deadline("test", 10)}
+        (item,) = turns.sample([prompt(tokenizer)], num_generations=3, seeds=[1], kept=[kept], **options)
+        return item, engine.requests
+
+    notes: list[KeptRollout] = []
+    whole, requests = sample(KeptGroup({}, notes.append))
+    assert [one.number for one in notes] == [1, 0, 2], "as they end: b calls nothing"
+    before = {one.number: one for one in notes[:2]}
+    item, others = sample(KeptGroup(before))
+    assert [one.finish_reason for one in item.group.samples] == ["stop"] * 3
+    assert item.group.samples[:2] == whole.group.samples[:2]
+    assert item.extras["turns"][:2] == [2, 1] and item.extras[TURNS][:2] == whole.extras[TURNS][:2]
+    assert [[one.n for one in call] for call in others] == [[1], [1]]
+    assert others[0][0].seed != requests[0][0].seed, "or the first of the group might come again"
+    _, none = sample(KeptGroup({one.number: one for one in notes}))
+    assert none == []

@@ -1,0 +1,101 @@
+"""A trainer is killed amid slow episodes: what was finished is not asked for again, and is trained on as it was."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lachesis.common.journal import Journal
+from lachesis.metrics.sinks.tape import read_groups, tape_files
+from tests.e2e.runs import COMMAND, checkpoints, command, metrics, run_here, write_run
+
+# Two turns. In the process that is to be killed the episodes after the 21st hang: 16 are those of two steps, so of the
+# third 5 of 8 are finished when it dies. By then the trainer waits for these, with the checkpoint of step 2 behind it.
+GAME = """
+import itertools, os, pathlib, signal, threading, time
+
+ended, log = itertools.count(1), pathlib.Path(__file__).with_name("ended.txt")
+
+
+class Slow:
+    def reset(self, seed):
+        self.seed, self.turns = seed, 0
+        return "dc"
+
+    def step(self, action):
+        self.turns += 1
+        if self.turns == 1:
+            return "c", 0.0, False, False, {}
+        if (number := next(ended)) > 21 and os.environ.get("TO_BE_KILLED"):
+            if number == 22:
+                threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            time.sleep(600)
+        with log.open("a") as file:
+            file.write(f"{self.seed}\\n")
+        return "", float("a" in action), True, False, {}
+"""
+KILLED = f"import os; os.environ['TO_BE_KILLED'] = '1'; {COMMAND}"
+SIZE, PROMPTS, STEPS = 4, 2, 4
+
+
+def write(directory: Path, **pipeline: object) -> Path:
+    path = write_run(
+        directory,
+        data={"path": None, "eval_path": None, "eval_size": 0},
+        rewards={"functions": []},
+        run={"steps": STEPS},
+        batch={"prompts_per_step": PROMPTS},
+        sampling={"num_generations": SIZE, "max_completion_length": 8},
+        checkpoint={"every_steps": 1},
+        pipeline={"async_prefetch": True, **pipeline},
+    )
+    (directory / "slow.py").write_text(GAME)
+    config = yaml.safe_load(path.read_text())
+    config["source"] = {"kind": "steps", "environment": "slow.py:Slow", "max_tasks": 40, "turn_tokens": 2}
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def ended(directory: Path) -> Counter[str]:
+    """How many episodes of each task came to their end, in both processes."""
+    return Counter((directory / "ended.txt").read_text().split())
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_finished_episodes_are_not_asked_for_again_after_kill_9(tmp_path: Path, keep: bool):
+    config = write(tmp_path, **({} if keep else {"keep_partial": False}))
+    assert command("train", config, code=KILLED).code == -9
+    run_dir = tmp_path / "runs" / "proof"
+    assert "step_000002" in checkpoints(run_dir) and ended(tmp_path).total() == 21
+    journal = Journal(run_dir / "kept.jsonl")
+    kept = [entry.record for entry in journal.read()[0] if "number" in entry.record and entry.record["newest"] <= 2]
+    journal.close()
+    before = ended(tmp_path)
+    partial = sum(count for count in before.values() if count < SIZE)
+
+    assert run_here(config, resume=True).finished
+    steps = metrics(run_dir).steps
+    assert [line.step for line in steps] == list(range(1, STEPS + 1))
+    trained = [group for path in tape_files(run_dir / "rollouts").values() for group in read_groups(path)]
+    assert len({group.prompt.id for group in trained}) == STEPS * PROMPTS, "none twice, none lost"
+    assert {len(group.samples) for group in trained} == {SIZE}
+    again = {task: count for task, count in ended(tmp_path).items() if count > SIZE}
+    if not keep:
+        assert again and not kept and "kept_rollouts" not in steps[-1].values
+        return
+    assert not again, "each episode came to its end once"
+    values = [line.values for line in steps[2:]]
+    assert sum(line["kept_rollouts"] for line in values) + SIZE * sum(line["kept_groups"] for line in values) == 5
+    assert sum(line["kept_let_go"] for line in values) == 0 < partial
+    found = {
+        (sample.completion_ids, sample.logprobs, sample.versions, sample.mask)
+        for group in trained
+        for sample in group.samples
+    }
+    for record in kept:
+        (sample,) = record["group"]["samples"]
+        exact = (tuple(sample["completion_ids"]), tuple(sample["logprobs"]), tuple(sample["versions"]))
+        assert (*exact, tuple(sample["mask"])) in found, "as they were sampled"
