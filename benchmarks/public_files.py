@@ -1,10 +1,10 @@
 """Whether files of other trainers are taken as they stand: each is planned, and trains two steps on a tiny model.
 
 Run ``python -m benchmarks.public_files SOURCES.json [--plan]``. The list has for each file its ``repo``, ``path`` and
-``commit``, and in ``file`` where it lies here, in a checkout of its repository. Replaced are the model, the data and
-the engine alone, and rewards that cannot be had here: models, servers, and functions whose imports are not installed.
-Steps are two (``--smoke``); ``--plan`` leaves them out. What it prints is the table of docs/public-files.md. The files
-are not part of this repository.
+``commit``, and in ``file`` where it lies here, in a checkout of its repository; the path of a block in a page ends in
+``#N``. Replaced are the model, the data and the engine alone, and rewards that cannot be had here: models, servers, and
+functions whose imports are not installed. Steps are two (``--smoke``); ``--plan`` leaves them out. What it prints is the
+table of docs/public-files.md. The files are not part of this repository.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from lachesis.config.smoke import trial
 from lachesis.run.train import train
 
 NAMES: Mapping[str, list[str]] = json.loads(TARGET.read_text(encoding="utf-8"))["classes"]
+_YAML_BLOCK = re.compile(r"^```\{?\.?yaml[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SERVED = ("ioi_code", "cf_code")  # by judges on other machines
 CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 ROW = {
@@ -159,12 +160,22 @@ def two_steps(loaded: LoadedConfig, work: Path) -> str:
     return ("yes" if own else "yes, with stand-ins for rewards") if summary.steps == 2 else f"{summary.steps} steps"
 
 
-def row_of(source: Mapping[str, str], work: Path | None) -> str:
+def file_of(source: Mapping[str, str], work: Path) -> Path:
+    """Where it lies; a path that ends in ``#N`` means the N-th block of YAML, from 0, in a page."""
+    file, number = Path(source["file"]), source["path"].partition("#")[2]
+    if not number:
+        return file
+    block = work / f"{file.stem}-{number}.yaml"
+    block.write_text(_YAML_BLOCK.findall(file.read_text(encoding="utf-8"))[int(number)], encoding="utf-8")
+    return block
+
+
+def row_of(source: Mapping[str, str], work: Path, *, run: bool) -> str:
     """A line of the table."""
-    file, repo, commit = Path(source["file"]), source["repo"], source["commit"]
+    file, repo, commit = file_of(source, work), source["repo"], source["commit"]
     loaded, result = planned(file)
     dialect = loaded.dialect if loaded is not None else recognize(read_document(file).data)
-    ran = "—" if loaded is None else "not run" if work is None else two_steps(loaded, work)
+    ran = "—" if loaded is None else two_steps(loaded, work) if run else "not run"
     link = f"[{repo}](https://github.com/{repo}/blob/{commit}/{source['path'].partition('#')[0]}) `{source['path']}`"
     foreign = ", ".join(f"`{key}`" for key in foreign_keys(file, dialect)) or "—"
     return f"| {link} | {'Axolotl' if dialect == 'axolotl' else 'TRL'} | {foreign} | {result} | {ran} |"
@@ -178,7 +189,7 @@ def main(sources: Path, *, run: bool) -> None:
         (work / "rows.jsonl").write_text("".join(json.dumps(ROW | {"prompt": f"{n} + 1?"}) + "\n" for n in range(64)))
         rows = []
         for source in json.loads(sources.read_text()):
-            rows.append(row_of(source, work if run else None))
+            rows.append(row_of(source, work, run=run))
             sys.stdout.write(f"{rows[-1]}\n")
             sys.stdout.flush()
     good, ran = (sum(f"| {word}" in row for row in rows) for word in ("unchanged |", "yes"))
