@@ -20,6 +20,7 @@ import pstats
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -74,18 +75,35 @@ def five_turns(row: dict[str, Any], source: Any) -> list[tuple[str, bool]]:
     return said
 
 
-class Timed:
-    """Seconds within a function, and how often it was called."""
+class Clock:
+    """Seconds on the wall and of CPU, those of all threads of the process."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.seconds = function, 0.0
+    def __init__(self) -> None:
+        self.wall, self.cpu = time.perf_counter(), time.process_time()
+
+    def seconds(self) -> tuple[float, float]:
+        """Since it was made."""
+        return time.perf_counter() - self.wall, time.process_time() - self.cpu
+
+
+class Timed:
+    """Seconds within a function, on the wall and of CPU; the profiler does not look there."""
+
+    def __init__(self, function: Callable[..., Any], profiler: cProfile.Profile | None) -> None:
+        self.function, self.profiler = function, profiler
+        self.wall = self.cpu = 0.0
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        started = time.perf_counter()
+        if self.profiler:
+            self.profiler.disable()
+        clock = Clock()
         try:
             return self.function(*arguments, **named)
         finally:
-            self.seconds += time.perf_counter() - started
+            wall, cpu = clock.seconds()
+            self.wall, self.cpu = self.wall + wall, self.cpu + cpu
+            if self.profiler:
+                self.profiler.enable()
 
 
 def train(directory: Path, *, steps: int, prompts: int, profile: bool) -> None:
@@ -106,38 +124,41 @@ def train(directory: Path, *, steps: int, prompts: int, profile: bool) -> None:
     with lachesis.parts(config, rewards=[last_word]) as run:
         assert run.feed is not None
         run.bridge.sync(0)
+        profiler = cProfile.Profile() if profile else None
+        for step in (1, 2):  # to warm up
+            one_step(run, step)
         parts = {
-            "generation": Timed(run.engine.generate),
-            "training": Timed(run.policy.accumulate),
-            "optimizer": Timed(run.policy.step),
+            "generation": Timed(run.engine.generate, profiler),
+            "training": Timed(run.policy.accumulate, profiler),
+            "optimizer": Timed(run.policy.step, profiler),
         }
         run.engine.generate, run.policy.accumulate, run.policy.step = parts.values()  # type: ignore[method-assign]
-        counts: dict[str, float] = {"turns": 0.0, "rollouts": 0.0}
-        profiler = cProfile.Profile() if profile else nullcontext()
-        began = 0.0
-        for step in range(1, steps + 3):
-            if step == 3:  # two steps to warm up
-                began, counts = time.perf_counter(), dict.fromkeys(counts, 0.0)
-                for part in parts.values():
-                    part.seconds = 0.0
-            with profiler if step >= 3 else nullcontext():
-                batch = run.feed.next()
-                run.policy.accumulate(batch)
-                with run.bridge.update_to(step):
-                    run.policy.step()
-                run.feed.advance(step)
-            counts["rollouts"] += sum(len(group.samples) for group in batch.groups)
-            counts["turns"] += run.feed.counters().get("turns", 0.0)
-        whole = time.perf_counter() - began
-    ours = whole - sum(part.seconds for part in parts.values())
-    shares = ", ".join(f"{name} {part.seconds / whole:.1%}" for name, part in parts.items())
+        clock, counts = Clock(), Counter[str]()
+        for step in range(3, steps + 3):
+            with profiler or nullcontext():
+                counts += one_step(run, step)
+        wall, cpu = clock.seconds()
+    ours = {"wall": wall - sum(one.wall for one in parts.values()), "CPU": cpu - sum(one.cpu for one in parts.values())}
+    shares = ", ".join(f"{name} {one.wall / wall:.1%}" for name, one in parts.items())
     sys.stdout.write(
-        f"{torch.get_num_threads()} threads: {counts['rollouts'] / whole:.1f} rollouts/s, "
-        f"{counts['turns'] / counts['rollouts']:.2f} turns each, {whole / steps:.2f} s a step: {shares}, "
-        f"ours {ours / whole:.1%}\n"
+        f"{torch.get_num_threads()} threads: {counts['rollouts'] / wall:.1f} rollouts/s, "
+        f"{counts['turns'] / counts['rollouts']:.2f} turns each, {wall / steps:.3f} s a step "
+        f"({cpu / steps:.3f} of CPU): {shares}, ours {ours['wall'] / wall:.1%} ({ours['CPU'] / cpu:.1%} of CPU, "
+        f"{1e6 * ours['wall'] / counts['turns']:.0f} us a turn)\n"
     )
-    if isinstance(profiler, cProfile.Profile):
+    if profiler:
         pstats.Stats(profiler).sort_stats("cumulative").print_stats(45)
+
+
+def one_step(run: Any, step: int) -> Counter[str]:
+    """As the trainer does it; how many rollouts there were, and turns."""
+    batch = run.feed.next()
+    run.policy.accumulate(batch)
+    with run.bridge.update_to(step):
+        run.policy.step()
+    run.feed.advance(step)
+    turns = round(run.feed.counters()["turns"])
+    return Counter(rollouts=sum(len(group.samples) for group in batch.groups), turns=turns)
 
 
 class Waiting:
@@ -212,7 +233,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--profile", action="store_true", help="what takes the time, function by function")
+    parser.add_argument("--profile", action="store_true", help="what takes our part of the time, by function")
     parser.add_argument("--episodes", type=int, default=0, help="play so many with an engine that only waits")
     parser.add_argument("--tiny", action="store_true", help="one step of one prompt, and 16 episodes: that both run")
     options = parser.parse_args()

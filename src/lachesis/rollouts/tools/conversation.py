@@ -13,7 +13,7 @@ class Conversation:
     """One rollout as it grows. ``mask`` is 1 for tokens of the model; others have the logprob 0.
 
     ``name`` is that of the engine's conversation: all rollouts of a prompt begin alike, and are one. ``failed``
-    says why it came to no end: it is then none that could be scored.
+    says why it came to no end: it is then none that could be scored. ``last_turn`` are the tokens sampled last.
     """
 
     prompt_ids: tuple[int, ...]
@@ -27,6 +27,7 @@ class Conversation:
     calls: int = 0
     name: str = ""
     failed: str = ""
+    last_turn: tuple[int, ...] = ()
 
     @property
     def next_prompt(self) -> tuple[int, ...]:
@@ -36,6 +37,7 @@ class Conversation:
     def sample(self, completion: Completion) -> None:
         """Add a turn of the model, exactly as it was sampled."""
         first = completion.versions.first if self.turns == 0 else self.versions.first
+        self.last_turn = completion.token_ids
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.mask += [1] * len(completion.token_ids)

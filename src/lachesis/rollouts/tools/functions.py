@@ -8,8 +8,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from lachesis.config.schema import McpServerConfig
 
 _AT_ONCE = 32
+# Longer than this a call is slow. A thread may wait so long for its turn alone (``sys.getswitchinterval``).
+_QUICK_S = 0.005
+# How many combinations of arguments' names are remembered.
+_KEPT = 1024
 _LONGEST_ERROR = 300
 
 
@@ -46,9 +51,9 @@ class Observation:
     failed: bool = False
     lost: bool = False
 
-    def message(self) -> dict[str, str]:
-        """The message that answers the call."""
-        return {"role": "tool", "name": self.call.name, "content": self.text}
+    def message(self, text: str | None = None) -> dict[str, str]:
+        """The message that answers the call, with ``text`` in place of its own."""
+        return {"role": "tool", "name": self.call.name, "content": self.text if text is None else text}
 
 
 def load_tools(specs: Sequence[str | McpServerConfig], base_dir: Path | None = None) -> list[Tool]:
@@ -116,7 +121,10 @@ def described(spec: str, function: Callable[..., Any]) -> Tool:
 
 
 class Toolbox:
-    """Calls tools, several at the same time, each on a thread of its own.
+    """Calls tools, several at the same time where they take long.
+
+    One thread calls them one after the other for as long as each is quick, as to hand a call to a thread takes longer
+    than a calculator. From the first that is not, each of the others is called on a thread of its own.
 
     Args:
         timeout_s: limit of one call. A call that hangs is left behind; a thread cannot be killed.
@@ -128,6 +136,8 @@ class Toolbox:
         self._signatures = {tool.name: inspect.signature(tool.function) for tool in tools}
         self._timeout_s = timeout_s
         self._idle: list[DaemonThread] = []
+        # What is wrong with a call hangs on the names of its arguments alone, which are mostly the same.
+        self._unfit = lru_cache(_KEPT)(self._misfit)
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:
@@ -136,12 +146,14 @@ class Toolbox:
 
     def call_all(self, calls: Sequence[ToolCall]) -> list[Observation]:
         """What the calls give, in their order. Whatever a tool does, there is an observation for it."""
-        found: list[Observation] = []
-        for start in range(0, len(calls), _AT_ONCE):
-            begun = [self._begin(call) for call in calls[start : start + _AT_ONCE]]
-            end = time.monotonic() + self._timeout_s
-            found += [one if isinstance(one, Observation) else self._finish(*one, end=end) for one in begun]
-        return found
+        problems = [call.error or self._misuse(call) for call in calls]
+        sound = [call for call, problem in zip(calls, problems, strict=True) if not problem]
+        parts = (sound[start : start + _AT_ONCE] for start in range(0, len(sound), _AT_ONCE))
+        found = (observation for part in parts for observation in self._call_some(part))
+        return [
+            Observation(call, f"error: {problem}", failed=True) if problem else next(found)
+            for call, problem in zip(calls, problems, strict=True)
+        ]
 
     def close(self) -> None:
         """End the threads, and the servers. Idempotent."""
@@ -149,22 +161,35 @@ class Toolbox:
             self._idle.pop().abandon()
         close_servers(self.tools)
 
-    def _begin(self, call: ToolCall) -> Observation | tuple[ToolCall, DaemonThread, Future[Any]]:
-        if problem := call.error or self._misuse(call):
-            return Observation(call, f"error: {problem}", failed=True)
-        try:
-            thread = self._idle.pop()  # which other calls may do at the same time
-        except IndexError:
-            thread = DaemonThread("lachesis-tool")
-        return call, thread, thread.submit(self._by_name[call.name].function, call.arguments)
+    def _call_some(self, calls: Sequence[ToolCall]) -> list[Observation]:
+        thread = self._thread()
+        begun = [self._begin(call, thread) for call in calls]
+        quick = min(_QUICK_S, self._timeout_s)
+        slow = next((place for place, one in enumerate(begun) if not _done(one.future, within_s=quick)), len(begun))
+        # Those that wait for the slow one are taken from its thread; one that it has begun meanwhile stays there.
+        begun[slow:] = [self._begin(one.call, self._thread()) if one.future.cancel() else one for one in begun[slow:]]
+        end = time.monotonic() + self._timeout_s
+        found = [self._finish(one, end=end) for one in begun]
+        hung = {one.thread for one in begun if not one.future.done()}
+        for used in {one.thread for one in begun}:
+            used.abandon() if used in hung else self._idle.append(used)
+        return found
 
-    def _finish(self, call: ToolCall, thread: DaemonThread, future: Future[Any], *, end: float) -> Observation:
+    def _thread(self) -> DaemonThread:
+        try:
+            return self._idle.pop()  # which other calls may do at the same time
+        except IndexError:
+            return DaemonThread("lachesis-tool")
+
+    def _begin(self, call: ToolCall, thread: DaemonThread) -> _Begun:
+        return _Begun(call, thread, thread.submit(self._by_name[call.name].function, call.arguments))
+
+    def _finish(self, begun: _Begun, *, end: float) -> Observation:
+        call, future = begun.call, begun.future
         try:
             error = future.exception(max(0.0, end - time.monotonic()))
         except TimeoutError:  # of the wait; the tool's own comes back as a value
-            thread.abandon()
             return Observation(call, f"error: the call took longer than {self._timeout_s:g} s", failed=True)
-        self._idle.append(thread)
         if isinstance(error, ToolServerLost):
             return Observation(call, error.message, failed=True, lost=True)
         if error is None:
@@ -177,14 +202,32 @@ class Toolbox:
         return Observation(call, f"error: {said}"[:_LONGEST_ERROR], failed=True)
 
     def _misuse(self, call: ToolCall) -> str:
-        tool = self._by_name.get(call.name)
-        if tool is None:
+        if call.name not in self._by_name:
             return f"there is no tool {call.name!r}; there are {', '.join(self._by_name)}"
+        return self._unfit(call.name, tuple(call.arguments))
+
+    def _misfit(self, name: str, arguments: tuple[str, ...]) -> str:
         try:
-            self._signatures[call.name].bind(**call.arguments)
+            self._signatures[name].bind(**dict.fromkeys(arguments))
         except TypeError as error:
-            return f"{call.name}: {error}"
+            return f"{name}: {error}"
         return ""
+
+
+class _Begun(NamedTuple):
+    """A call that is in line at a thread, or running there."""
+
+    call: ToolCall
+    thread: DaemonThread
+    future: Future[Any]
+
+
+def _done(future: Future[Any], *, within_s: float) -> bool:
+    try:
+        future.exception(within_s)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _as_text(value: object) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 VLLM = "vllm:"
 """Before the name of a parser of vLLM's."""
-_HERMES = re.compile(r"<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,10 @@ class ToolParser(Protocol):
 
 def hermes(text: str, tools: Tools = ()) -> ParsedTurn:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or several times: as Hermes and Qwen do."""
-    calls = tuple(_hermes_call(match["call"]) for match in _HERMES.finditer(text))
-    return ParsedTurn(_HERMES.sub("", text).strip() if calls else text, calls)
+    said, *parts = _HERMES.split(text)  # text, a call, text, a call, ..., text
+    if not parts:
+        return ParsedTurn(text)
+    return ParsedTurn("".join([said, *parts[1::2]]).strip(), tuple(_hermes_call(call) for call in parts[::2]))
 
 
 def _hermes_call(text: str) -> ToolCall:

@@ -8,11 +8,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, EngineError
+from lachesis.common.remembered import Remembered
 from lachesis.common.types import Completion, GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.engines.base import Engine
 from lachesis.rollouts.base import Draw
@@ -24,7 +24,7 @@ from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.tools.conversation import Conversation
 from lachesis.rollouts.tools.functions import Observation, Toolbox
 from lachesis.rollouts.tools.parsers import ParsedTurn, ToolParser
-from lachesis.rollouts.tools.template import Continuation, answer_message
+from lachesis.rollouts.tools.template import Continuation, Told, answer_message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,8 +110,9 @@ class ToolTurns:
     def __post_init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
-        # Tools give the same to many rollouts, and to count tokens is most of what an answer costs.
-        self._shortened = lru_cache(_KEPT)(self._shorten)
+        # Rollouts of a prompt often say the same, and are told the same.
+        self._texts = Remembered(self._decoded, most=_KEPT)
+        self._shortened = Remembered(self._cut, most=_KEPT)
 
     def sample(
         self,
@@ -156,7 +157,7 @@ class ToolTurns:
             self._end(live, on, params)
             live = on
             if live:
-                turns = self._generate([self._next_turn(one.conversation, one.seed, params) for one in live], deadline)
+                turns = self._generate(_next_turns(live, params), deadline)
                 for one, completions in zip(live, turns, strict=True):
                     one.conversation.sample(completions[0])
         return [item_of(group.prompt, group.ended, columns=(TURNS, *self.columns)) for group in groups]
@@ -182,72 +183,63 @@ class ToolTurns:
         self._count(turns=sum(len(answer) for answer in answers))
         return answers
 
-    def _next_turn(self, conversation: Conversation, seed: int, params: SamplingParams) -> GenerationRequest:
-        room = params.max_tokens - len(conversation.token_ids)
-        turn = replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
-        seed = request_seed(seed, conversation.turns)
-        return GenerationRequest(conversation.next_prompt, turn, n=1, seed=seed, conversation=conversation.name)
-
     def _answer(self, live: Sequence[_Live], *, params: SamplingParams, started: float) -> list[_Live]:
         """Call the tools that the last turns ask for; returns the rollouts that go on."""
         late = self.limits.seconds is not None and time.monotonic() - started > self.limits.seconds
         asked: list[tuple[_Live, ParsedTurn]] = []
-        for one in live:
+        for one, turn in zip(live, self._read([one.conversation for one in live]), strict=True):
             conversation = one.conversation
-            turn = self._read(conversation)
             last = late or conversation.turns == self.limits.turns or conversation.finish_reason != "stop"
             conversation.messages.append(self._message(turn, conversation))
             if turn.calls and not last:
                 asked.append((one, turn))
-        found = iter(self.toolbox.call_all([call for _, turn in asked for call in turn.calls]))
-        on: list[_Live] = []
+        observations = self.toolbox.call_all([call for _, turn in asked for call in turn.calls])
+        self._count_calls(observations)
+        shortened = zip(observations, self._shortened([one.text for one in observations]), strict=True)
+        answered: list[_Live] = []
+        told: list[Told] = []
         for one, turn in asked:
-            conversation = one.conversation
-            observations = [self._cut(next(found)) for _ in turn.calls]
-            self._count_calls(observations)
-            conversation.failed = next((seen.text for seen in observations if seen.lost), "")
-            if not conversation.failed and self._tell(conversation, observations, most=params.max_tokens):
-                on.append(one)
-        return on
+            seen = [next(shortened) for _ in turn.calls]
+            one.conversation.failed = next((text for observation, text in seen if observation.lost), "")
+            if not one.conversation.failed:
+                answered.append(one)
+                told.append(self._told(one.conversation, [observation.message(text) for observation, text in seen]))
+        return [
+            one
+            for one, what, tokens in zip(answered, told, self.continuation.tokens_of(told), strict=True)
+            if _tell(one.conversation, what, tokens, most=params.max_tokens)
+        ]
 
-    def _read(self, conversation: Conversation) -> ParsedTurn:
-        """The last turn. Special tokens are part of the text, as some models write calls with them."""
-        length = len(conversation.mask) - _trailing(conversation.mask, 1)
-        ids = conversation.token_ids[length:]
-        if ids and ids[-1] == self.tokenizer.eos_token_id:
-            ids = ids[:-1]
-        return self.parse(str(self.tokenizer.decode(ids, skip_special_tokens=False)), self.toolbox.schemas)
+    def _read(self, conversations: Sequence[Conversation]) -> list[ParsedTurn]:
+        """The last turns. Special tokens are part of the text, as some models write calls with them."""
+        end, schemas = self.tokenizer.eos_token_id, self.toolbox.schemas
+        turns = [one.last_turn for one in conversations]
+        texts = self._texts([ids[:-1] if ids and ids[-1] == end else ids for ids in turns])
+        return [self.parse(text, schemas) for text in texts]
+
+    def _decoded(self, turns: Sequence[Sequence[int]]) -> list[str]:
+        return [str(self.tokenizer.decode(list(ids), skip_special_tokens=False)) for ids in turns]
 
     def _message(self, turn: ParsedTurn, conversation: Conversation) -> Message:
         first, conversation.calls = conversation.calls, conversation.calls + len(turn.calls)
         return answer_message(turn.content, [(call.name, call.arguments) for call in turn.calls], first=first)
 
-    def _cut(self, observation: Observation) -> Observation:
-        """An answer of no more tokens than a tool's may have."""
-        return replace(observation, text=self._shortened(observation.text))
-
-    def _shorten(self, text: str) -> str:
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) <= self.limits.result_tokens:  # type: ignore[arg-type]
-            return text
-        kept = str(self.tokenizer.decode(ids[: self.limits.result_tokens], skip_special_tokens=False))  # type: ignore[index]
-        return f"{kept} ... (cut)"
-
-    def _tell(self, conversation: Conversation, observations: Sequence[Observation], *, most: int) -> bool:
-        """Give the answers to the model; False where no room for a further turn would be left."""
-        answer = conversation.messages[-1]
-        told = [
-            observation.message() | {"tool_call_id": call["id"]}
-            for observation, call in zip(observations, answer["tool_calls"], strict=True)
+    def _cut(self, texts: Sequence[str]) -> list[str]:
+        """Answers of no more tokens than a tool's may have."""
+        tokenized = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        most = self.limits.result_tokens
+        return [
+            text if len(ids) <= most else f"{self._decoded([ids[:most]])[0]} ... (cut)"
+            for text, ids in zip(texts, tokenized, strict=True)  # type: ignore[arg-type]
         ]
-        ended = conversation.token_ids[-1] == self.tokenizer.eos_token_id
-        tokens = self.continuation.tokens(answer, told, ended=ended)
-        if len(conversation.token_ids) + len(tokens) >= most:
-            conversation.finish_reason = "length"
-            return False
-        conversation.give(tokens)
-        conversation.messages += told
-        return True
+
+    def _told(self, conversation: Conversation, messages: Sequence[dict[str, str]]) -> Told:
+        """The answers to the calls of a conversation's last message."""
+        answer = conversation.messages[-1]
+        named = [
+            message | {"tool_call_id": call["id"]} for message, call in zip(messages, answer["tool_calls"], strict=True)
+        ]
+        return Told(answer, named, ended=conversation.token_ids[-1] == self.tokenizer.eos_token_id)
 
     def _end(self, live: Sequence[_Live], on: Sequence[_Live], params: SamplingParams) -> None:
         """Those that do not go on have ended; one that failed is counted by its cause, as if it had never been."""
@@ -270,23 +262,43 @@ class ToolTurns:
         return KeptRollout(one.number, (sample,), extras)
 
     def _count_calls(self, observations: Sequence[Observation]) -> None:
-        for one in observations:
-            name = one.call.name if one.call.name in {tool.name for tool in self.toolbox.tools} else "unknown"
-            self._count(**{"tool_calls": 1, f"tool_calls/{name}": 1})
-            if one.failed:
-                self._count(**{"tool_errors": 1, f"tool_errors/{name}": 1})
+        tools = {tool.name for tool in self.toolbox.tools}
+        names = [(one.call.name if one.call.name in tools else "unknown", one.failed) for one in observations]
+        for what, called in (
+            ("tool_calls", [name for name, _ in names]),
+            ("tool_errors", [name for name, failed in names if failed]),
+        ):
+            if called:
+                self._count(**{what: len(called)}, **{f"{what}/{name}": n for name, n in Counter(called).items()})
 
     def _count(self, **amounts: int) -> None:
         with self._counting:
             self._counts.update(amounts)
 
 
-def _trailing(values: Sequence[int], value: int) -> int:
-    """How many values at the end are equal to ``value``."""
-    count = 0
-    while count < len(values) and values[-1 - count] == value:
-        count += 1
-    return count
+def _next_turns(live: Sequence[_Live], params: SamplingParams) -> list[GenerationRequest]:
+    rooms = [params.max_tokens - len(one.conversation.token_ids) for one in live]
+    left = {room: replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)) for room in set(rooms)}
+    return [
+        GenerationRequest(
+            one.conversation.next_prompt,
+            left[room],
+            n=1,
+            seed=request_seed(one.seed, one.conversation.turns),
+            conversation=one.conversation.name,
+        )
+        for one, room in zip(live, rooms, strict=True)
+    ]
+
+
+def _tell(conversation: Conversation, told: Told, tokens: Sequence[int], *, most: int) -> bool:
+    """Give the answers to the model; False where no room for a further turn would be left."""
+    if len(conversation.token_ids) + len(tokens) >= most:
+        conversation.finish_reason = "length"
+        return False
+    conversation.give(tokens)
+    conversation.messages += told.messages
+    return True
 
 
 @dataclass(kw_only=True, eq=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import marshal
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lachesis.common.errors import ConfigError
+from lachesis.common.remembered import Remembered
 from lachesis.common.types import Message
 
 if TYPE_CHECKING:
@@ -15,6 +17,15 @@ if TYPE_CHECKING:
 # How many answers are remembered.
 _KEPT = 4096
 _ASKED: Message = {"role": "user", "content": "?"}
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the model is told after its turn ``answer``; ``ended`` where that was sampled with its end token."""
+
+    answer: Message
+    messages: Sequence[Message]
+    ended: bool
 
 
 class Continuation:
@@ -33,7 +44,7 @@ class Continuation:
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs)
         self._end = str(tokenizer.eos_token or "")
-        self._rendered: dict[str, tuple[int, ...]] = {}
+        self._rendered = Remembered(self._tokenized, most=_KEPT)
 
     def tokens(self, answer: Message, messages: Sequence[Message], *, ended: bool) -> list[int]:
         """What follows the turn ``answer``: its end, ``messages``, and the beginning of the model's next turn.
@@ -44,40 +55,51 @@ class Continuation:
         Raises:
             ConfigError: the template fails, or writes the turn otherwise once messages follow it.
         """
-        key = json.dumps([answer, messages, ended], default=repr)
-        if (known := self._rendered.get(key)) is None:
-            if len(self._rendered) >= _KEPT:
-                self._rendered.clear()
-            known = self._rendered[key] = tuple(self._tokens(answer, messages, ended=ended))
-        return list(known)
+        (found,) = self.tokens_of([Told(answer, messages, ended)])
+        return list(found)
 
-    def _tokens(self, answer: Message, messages: Sequence[Message], *, ended: bool) -> list[int]:
-        before = self._render([_ASKED, answer], going_on=False)
-        after = self._render([_ASKED, answer, *messages], going_on=True)
+    def tokens_of(self, told: Sequence[Told]) -> list[tuple[int, ...]]:
+        """:meth:`tokens` of many turns. The tokenizer is asked once, which takes as long as for a few."""
+        return self._rendered(told, keys=[_key(one) for one in told])
+
+    def _tokenized(self, told: Sequence[Told]) -> list[tuple[int, ...]]:
+        before = self._render([[_ASKED, one.answer] for one in told], going_on=False)
+        after = self._render([[_ASKED, one.answer, *one.messages] for one in told], going_on=True)
+        texts = [self._added(*texts, ended=one.ended) for *texts, one in zip(before, after, told, strict=True)]
+        return [tuple(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]  # type: ignore[union-attr]
+
+    def _added(self, before: str, after: str, *, ended: bool) -> str:
         if not after.startswith(before):
             raise ConfigError(
                 "the chat template writes a turn of the model otherwise once messages follow it",
                 remedy="set model.chat_template to one that only adds, as TRL's templates for training do",
             )
         place = before.rfind(self._end) if self._end else -1
-        start = len(before) if place < 0 else place + (len(self._end) if ended else 0)
-        return list(self._tokenizer(after[start:], add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
+        return after[len(before) if place < 0 else place + (len(self._end) if ended else 0) :]
 
-    def _render(self, messages: list[Message], *, going_on: bool) -> str:
+    def _render(self, conversations: list[list[Message]], *, going_on: bool) -> list[str]:
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    messages,  # type: ignore[arg-type]
-                    tokenize=False,
-                    add_generation_prompt=going_on,
-                    **self._kwargs,
-                )
+            texts = self._tokenizer.apply_chat_template(
+                conversations,  # type: ignore[arg-type]
+                tokenize=False,
+                add_generation_prompt=going_on,
+                **self._kwargs,
             )
         except Exception as error:  # a template is a program of the model's, and may raise anything
             raise ConfigError(
                 f"the chat template cannot render the answers of tools: {type(error).__name__}: {error}",
                 remedy="set model.chat_template to one that knows the role tool and tool_calls",
             ) from error
+        return [str(text) for text in texts]
+
+
+def _key(told: Told) -> bytes | str:
+    """What is equal for equal messages; arguments of tools may be of any type."""
+    messages: Any = (told.answer, *told.messages, told.ended)
+    try:
+        return marshal.dumps(messages, 2)  # a version that does not tell strings apart by their places in memory
+    except ValueError:
+        return repr(messages)
 
 
 def answer_message(content: str, calls: Sequence[tuple[str, Mapping[str, Any]]], *, first: int = 0) -> Message:

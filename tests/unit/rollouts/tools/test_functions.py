@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lachesis.common.errors import ConfigError
+from lachesis.rollouts.tools import functions
 from lachesis.rollouts.tools.functions import Tool, Toolbox, load_tools
 from lachesis.rollouts.tools.parsers import ToolCall
 
@@ -86,6 +87,34 @@ def test_calls_run_at_the_same_time():
     started = time.monotonic()
     assert [one.text for one in box.call_all([ToolCall("meet")] * 3)] == ["met"] * 3
     assert time.monotonic() - started < 5
+    box.close()
+
+
+def test_quick_calls_take_turns_on_one_thread(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(functions, "_QUICK_S", 5.0)  # this machine may be busy
+    threads: list[int] = []
+
+    def note() -> None:
+        threads.append(threading.get_ident())
+
+    box = Toolbox([tool(note)], timeout_s=5)
+    box.call_all([ToolCall("note")] * 100)
+    assert (len(threads), len(set(threads))) == (100, 1)
+    box.close()
+
+
+def test_each_call_has_the_whole_limit_however_many_hang():
+    """One that hangs keeps the others waiting for milliseconds, and each of them may take as long itself."""
+    hang = threading.Event()
+    box = Toolbox([tool(add), tool(sleep), Tool("hang", lambda: hang.wait(5), {})], timeout_s=0.1)
+    calls = [ToolCall("hang"), ToolCall("add", {"a": 1}), ToolCall("hang"), ToolCall("sleep", {"seconds": 0.02})]
+    started = time.monotonic()
+    found = [one.text for one in box.call_all([*calls, ToolCall("hang")])]
+    assert time.monotonic() - started < 0.5
+    late = "error: the call took longer than 0.1 s"
+    assert found == [late, "2", late, '{"slept": 0.02}', late]
+    hang.set()
+    assert [one.text for one in box.call_all(calls[1:2])] == ["2"]
     box.close()
 
 

@@ -192,9 +192,9 @@ def test_what_a_group_is_told_alike_is_rendered_once(tokenizer: Any):
     class Counting(Continuation):
         rendered = 0
 
-        def _render(self, messages: Any, *, going_on: bool) -> str:
-            self.rendered += 1
-            return super()._render(messages, going_on=going_on)
+        def _render(self, conversations: Any, *, going_on: bool) -> list[str]:
+            self.rendered += len(conversations)
+            return super()._render(conversations, going_on=going_on)
 
     turns, _ = build(tokenizer, [[f"{CALL % 4}{EOS}"], [f"ok{EOS}"]])
     turns.continuation = counting = Counting(tokenizer, {})

@@ -1,0 +1,35 @@
+"""What a function gave before, where it takes many values at once and the same ones come again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
+R = TypeVar("R")
+
+
+class Remembered(Generic[V, R]):
+    """Calls ``function`` once for all values that are new, each of them once. Any thread may ask.
+
+    Args:
+        function: gives a result for each value, by nothing but the value.
+        most: results that are kept; where there would be more, those of before are forgotten.
+    """
+
+    def __init__(self, function: Callable[[list[V]], Sequence[R]], *, most: int) -> None:
+        self._function = function
+        self._most = most
+        self._known: dict[Hashable, R] = {}
+
+    def __call__(self, values: Sequence[V], *, keys: Sequence[Hashable] | None = None) -> list[R]:
+        """The results in the order of the values, which ``keys`` stand for where they cannot be hashed."""
+        keys = keys or values  # pyright: ignore[reportAssignmentType]
+        known = self._known
+        if new := {key: value for key, value in zip(keys, values, strict=True) if key not in known}:
+            found = dict(zip(new, self._function([*new.values()]), strict=True))
+            if len(known) + len(found) > self._most:
+                # Another dictionary, as other threads may be reading from this one.
+                known = self._known = {key: known[key] for key in keys if key in known}
+            known.update(found)
+        return [known[key] for key in keys]
