@@ -64,6 +64,18 @@ def ended(directory: Path) -> Counter[str]:
     return Counter((directory / "ended.txt").read_text().split())
 
 
+def test_nothing_that_was_finished_is_asked_for_again_after_a_stop(tmp_path: Path):
+    config = write(tmp_path)
+    assert not run_here(config, stop_after=2).finished
+    before = ended(tmp_path)
+    assert before.total() > 2 * PROMPTS * SIZE, "the run was ahead"
+    summary = run_here(config, resume=True)
+    assert summary.finished and max(ended(tmp_path).values()) == SIZE
+    trained = [group for path in tape_files(summary.run_dir / "rollouts").values() for group in read_groups(path)]
+    assert len({group.prompt.id for group in trained}) == STEPS * PROMPTS
+    assert sum(line.values.get("kept_let_go", 0.0) for line in metrics(summary.run_dir).steps) == 0
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_finished_episodes_are_not_asked_for_again_after_kill_9(tmp_path: Path, keep: bool):
     config = write(tmp_path, **({} if keep else {"keep_partial": False}))

@@ -144,10 +144,10 @@ class AsynchronousFeed(Feed[BatchT]):
         if self.kept is None or self._kept_begun:
             return
         self._kept_begun = True
-        finished, unfinished = self._line.finished, self._line.unfinished
+        finished = [place.draw.request for place in self._line.finished]
         self.kept.begin(
-            finished=[place.draw.request for place in finished],
-            unfinished=[place.draw.request for place in unfinished],
+            finished=[*finished, *self._training],
+            unfinished=[place.draw.request for place in self._line.unfinished],
             done=self._line.done,
         )
 
@@ -244,7 +244,8 @@ class AsynchronousFeed(Feed[BatchT]):
         with self._changed:
             if self.kept is not None:
                 self.kept.checkpoint()
-            return self.collector.state_dict() | self.finisher.state_dict() | {"line": self._line.state_dict()}
+            mine = {"line": self._line.state_dict(), "training": list(self._training)}
+            return self.collector.state_dict() | self.finisher.state_dict() | mine
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Before the first batch only. Raises LachesisError once generation has begun."""
@@ -254,6 +255,7 @@ class AsynchronousFeed(Feed[BatchT]):
         self.finisher.load_state_dict(state)
         if "line" in state:
             self._line.load_state_dict(state["line"])
+            self._training = list(state.get("training", ()))
         for line in state.get("left", ()):  # of a checkpoint of version 0.1: groups that a batch had too many of
             group = decode_group(line)
             (place,) = self._line.admit([Draw(group.prompt, -1)])

@@ -102,7 +102,7 @@ class KeptRollouts:
         self._resumed = bool(entries)
 
     def begin(self, *, finished: Iterable[int], unfinished: Iterable[int], done: int) -> None:
-        """The groups that a checkpoint has in line, by request, after so many batches.
+        """The groups that a checkpoint has in line or in training, by request, after so many batches.
 
         What is of none that is unfinished, nor of one that is still to be drawn, is in the checkpoint.
         """

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,10 +115,10 @@ class LocalSource(GroupwiseSource):
 
     def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
         def tell(part: Part) -> None:
-            for place, group in part.groups():
-                done(place, group)
-            for place in part.dropped():
-                done(place, part.scored.errors[-1])
+            dropped = [(place, part.scored.errors[-1]) for place in part.dropped()]
+            with ExitStack() as telling:  # of all, also where one is answered that the run has ended
+                for place, outcome in reversed([*part.groups(), *dropped]):
+                    telling.callback(done, place, outcome)
 
         self._roll_out(draws, deadline=deadline, done=tell)
 

@@ -331,6 +331,22 @@ class TestCheckpoints:
         asked = {name for call in other.calls for name in call}
         assert {"0", "4"} <= asked and not asked & {"1", "2", "3", "5", "6", "7"}
 
+    def test_a_batch_in_use_is_not_waited_for(self, make_feed: MakeFeed, tmp_path: Path):
+        def kept() -> KeptRollouts:
+            found = KeptRollouts(Journal(tmp_path / "kept.jsonl"))
+            found.open(version=0)
+            return found
+
+        first = make_feed(ScriptedSource(), kept=kept())
+        assert first.next() == ["0", "1"]
+        settled(first, 2)
+        state = json.loads(json.dumps(first.state_dict()))  # which others hold, who divide the batch
+        first.close()
+        second = make_feed(ScriptedSource(), kept=kept())
+        second.load_state_dict(state)
+        second.advance(1)
+        assert second.next() == ["2", "3"] and second.counters()["kept_let_go"] == 0
+
     def test_a_batch_in_use_holds_its_slots_after_a_restart_too(self, make_feed: MakeFeed):
         source = ScriptedSource()
         first = make_feed(source)
