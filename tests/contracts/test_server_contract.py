@@ -8,7 +8,8 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from lachesis.common.deadline import Deadline
+from lachesis.engines.http.teacher import TeacherServer
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
 from lachesis.transport.bridge_file import read_bridge_file
 from lachesis.transport.channel import Channel
@@ -274,6 +276,21 @@ class TestGenerate:
 
 
 class TestOpenAI:
+    def test_it_can_be_a_teacher(self, server: Server, base: PreTrainedModel, factory: ServerFactory):
+        """Its tokenizer, and of each token what it would have said in its place."""
+        deadline = Deadline("the teacher", 60.0)
+        with closing(TeacherServer(str(server.http.base_url), model="policy", top_k=5)) as teacher:
+            encode = partial(AutoTokenizer.from_pretrained(server.model).encode, add_special_tokens=False)
+            teacher.check_tokenizer(["cd", "ef"], encode=encode, deadline=deadline)
+            (tops,) = teacher.tops([tuple(CANARY)], deadline=deadline)
+        own = [top[token] for top, token in zip(tops, CANARY[1:], strict=True)]
+        assert close(own, logprobs_of(base), factory) and all(len(top) in (5, 6) for top in tops)
+        likeliest = base(input_ids=torch.tensor([CANARY])).logits[0, :-1].argmax(-1).tolist()
+        assert [max(top, key=top.__getitem__) for top in tops] == likeliest
+        with closing(TeacherServer(str(server.http.base_url))) as sampled:
+            ((first, *_),) = sampled.tops([tuple(CANARY)], deadline=deadline)
+        assert set(first) >= {CANARY[1]}
+
     def test_all_names_of_the_model_are_the_same(self, server: Server):
         names = [card["id"] for card in server.get("/v1/models")["data"]]
         assert names[0] in server.get("/bridge/info")["served_names"]

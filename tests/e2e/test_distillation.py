@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from lachesis.common.errors import ModelError
-from tests.e2e.runs import metrics, run_here, write_run
+from tests.e2e.runs import metrics, run_here, weights, write_run
+from tests.e2e.test_engines import served
 
 LEARNED = 0.8
 PROMPTS = [f"{a}{b}" for a in "abcd" for b in "abcd"]
@@ -96,12 +98,56 @@ def test_a_teacher_saves_tokens(tmp_path: Path, teacher: Path, alone: Path, opti
     assert distance[-1] < 0.2 * distance[0]
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path, teacher: Path):
-    swapped = PreTrainedTokenizerFast.from_pretrained(teacher)
-    swapped.save_pretrained(tmp_path / "other")
-    file = tmp_path / "other" / "tokenizer.json"
+SAVED = {"checkpoint": {"save_final": True}}
+
+
+@pytest.fixture(scope="module")
+def server(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The teacher, served by `lachesis serve`."""
+    directory = tmp_path_factory.mktemp("server")
+    with served(teacher, root=directory, log=directory / "server.log") as url:
+        yield url
+
+
+class TestOneThatIsServed:
+    def test_all_that_it_says_teaches_what_the_model_does(self, tmp_path: Path, teacher: Path, server: str):
+        """Its whole vocabulary, which is small: the divergence to 1e-6, and after three
+        steps of AdamW, which divides by small numbers, the weights to 5e-6."""
+        vocab = len(AutoTokenizer.from_pretrained(teacher))
+        said = {"kind": "url", "url": server, "top_k": vocab}
+        runs = [
+            run_here(write(tmp_path / name, steps=3, algorithm={"teacher": section | {"beta": 0.5}}, **SAVED)).run_dir
+            for name, section in (("held", {"model": str(teacher)}), ("asked", said))
+        ]
+        held, asked = (values(run_dir, "distill_kl") for run_dir in runs)
+        assert asked == pytest.approx(held, abs=1e-6)
+        for name, tensor in weights(runs[0]).items():
+            torch.testing.assert_close(weights(runs[1])[name], tensor, rtol=1e-4, atol=5e-6)
+
+    @pytest.mark.parametrize("options", [{"top_k": 3}, {"estimate": "sampled"}], ids=["3 tokens", "sampled"])
+    def test_it_saves_tokens(self, tmp_path: Path, alone: Path, server: str, options: dict[str, Any]):
+        section = {"kind": "url", "url": f"{server}/v1", **options}
+        run_dir = run_here(write(tmp_path, steps=20, algorithm={"teacher": section})).run_dir
+        assert max(values(run_dir, "reward")) >= LEARNED
+        assert tokens_until_learned(run_dir) < 0.7 * tokens_until_learned(alone)
+
+    def test_it_is_asked_by_a_policy_of_another_tokenizer(self, tmp_path: Path, server: str):
+        config = write(tmp_path, steps=1, algorithm={"teacher": {"kind": "url", "url": server, "top_k": 3}})
+        swap(tmp_path / "model" / "tokenizer.json")
+        with pytest.raises(ModelError, match=r"the tokenizer of the teacher at .* is another one .* the first token"):
+            run_here(config)
+
+
+def swap(file: Path) -> None:
+    """Two tokens have each other's ids."""
     text = file.read_text()
     file.write_text(text.replace('"a": 2', '"a": 3').replace('"b": 3', '"b": 2'))
     assert file.read_text() != text
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path, teacher: Path):
+    swapped = PreTrainedTokenizerFast.from_pretrained(teacher)
+    swapped.save_pretrained(tmp_path / "other")
+    swap(tmp_path / "other" / "tokenizer.json")
     with pytest.raises(ModelError, match=r"the tokenizer of the teacher .* is another one"):
         run_here(write(tmp_path, steps=1, algorithm={"teacher": {"model": str(tmp_path / "other")}}))

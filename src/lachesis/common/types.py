@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+
+if TYPE_CHECKING:
+    from lachesis.common.taught import TaughtTokens
 
 FinishReason = Literal["stop", "length", "abort"]
 Message = Mapping[str, Any]
@@ -106,6 +109,7 @@ class Sample:
     ``logprobs`` are behaviour logprobs, NaN where unknown. ``mask`` is 1 for tokens that the model sampled
     and 0 for others (tool output). ``rewards`` has a value per reward function, ``None`` where it abstained.
     ``token_advantages`` has a value per completion token that is added to ``advantage``; ``None`` adds nothing.
+    ``taught`` is what a teacher outside of the trainer has said of it.
     """
 
     prompt_ids: tuple[int, ...]
@@ -120,6 +124,7 @@ class Sample:
     reward: float | None = None
     advantage: float | None = None
     token_advantages: tuple[float, ...] | None = None
+    taught: TaughtTokens | None = None
 
     def loss_mask(self) -> tuple[int, ...]:
         """1 where a completion token counts in the loss; same length as ``completion_ids``."""

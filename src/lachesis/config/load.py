@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from pydantic import ValidationError
 
+from lachesis.common.json_values import is_object
 from lachesis.common.types import Finding
 from lachesis.common.world import world_size
 from lachesis.config.dialects import DialectName, recognize, translate
@@ -88,13 +89,16 @@ def load_document(
     if dialect == "canonical":
         lay_over(document.data, keys or {})
         apply_overrides(document, overrides)
+        put_stages(document, document)
         config = resolve_all(validate(document, complete=complete), base_dir=base_dir, cwd=cwd)
         return LoadedConfig(config, base_dir, located=partial(located, document=document), name=document.name)
     theirs = [override for override in overrides if _is_theirs(override, dialect)]
     apply_overrides(document, theirs, row_sections=row_sections(dialect))
     if processes is None and "WORLD_SIZE" in os.environ:
         processes = world_size(os.environ)
+    stages = Document(document.name, {"stages": document.data.pop("stages", None)}, document.origins)
     translation = translate(document, dialect=dialect, processes=processes)
+    put_stages(stages, translation.document)
     lay_over(translation.document.data, keys or {})
     apply_overrides(translation.document, [override for override in overrides if override not in theirs])
     config = validate(translation.document, complete=complete)
@@ -107,6 +111,22 @@ def load_document(
         located=partial(located, document=translation.document),
         name=document.name,
     )
+
+
+def put_stages(source: Document, target: Document) -> None:
+    """Write ``stages`` of the top of a file where it belongs, as ``run.stages`` of ``target``."""
+    stages = source.data.pop("stages", None)
+    if stages is None:
+        return
+    place = ("run", "stages")
+    run = target.data.setdefault("run", {})
+    if not is_object(run):
+        return  # which is said anyway
+    if run.get("stages") is not None:
+        target.problems.append(f"stages{source.at(place[1:])}: run.stages{target.at(place)} says it too; keep one")
+    run["stages"] = stages
+    written = {known: origin for known, origin in source.origins.items() if known[:1] == place[1:]}
+    target.origins |= {("run", *known): f"{origin}: stages" for known, origin in written.items()}
 
 
 def lay_over(data: dict[str, Any], keys: Mapping[str, Any]) -> None:

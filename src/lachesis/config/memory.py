@@ -331,6 +331,8 @@ def _teacher_parts(
         return
     if teacher is not None:
         yield Part("teacher", "trainer", ALWAYS, teacher.parameters * weight_bytes(config, teacher, device=device))
+    if options.kind == "rollouts":
+        return  # how many logprobs they bring is the environments' affair, and few beside the rest
     if options.estimate == "exact":
         known, each = shape.vocab, 2 * 4
         if options.top_k is not None and options.top_k < known:

@@ -10,8 +10,8 @@ or when the file is there:
   path in any case.
 - ``source.environment``: what ends in ``.py``, and a class or function as below; everything else is an installed
   package.
-- ``data.path`` and the paths of other datasets: what begins so, what exists, and what ends as a data file does
-  (``.jsonl``, ``.json``, ``.parquet``, ``.csv``); everything else is a dataset of the hub.
+- ``data.path``, ``sft.path`` and the paths of other datasets: what begins so, what exists, and what ends as a data
+  file does (``.jsonl``, ``.json``, ``.parquet``, ``.csv``); everything else is a dataset of the hub.
 - ``model.chat_template``: whatever holds no ``{``.
 - ``source.command``: the parts of it that are files.
 - ``engine.urls``: what follows ``file:``.
@@ -75,7 +75,7 @@ def resolve_all(config: LachesisConfig, *, base_dir: Path, cwd: Path, like_their
             config.algorithm,
             loss=places.part,
             advantage=places.part,
-            teacher=lambda teacher: _resolved(teacher, model=places.model),
+            teacher=lambda teacher: _resolved(teacher, model=places.model) if teacher.kind == "model" else teacher,
         ),
         "optimizer": _resolved(config.optimizer, function=places.part, schedule_function=places.part),
         "logging": _resolved(config.logging, sinks=places.part, health_rules=places.part),

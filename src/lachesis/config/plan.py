@@ -43,7 +43,8 @@ class Batches:
     """One optimizer step, and the run.
 
     ``completions`` are those of one step; ``micro_batches`` as many as their longest tokens need, which is the most
-    there can be; ``steps`` is None where the run's length is in epochs of data that is not counted yet.
+    there can be; ``steps`` is None where the run's length is in epochs of data that is not counted yet. Before them
+    come ``start_steps`` on ``answers`` each, which generate nothing.
     """
 
     prompts: int
@@ -54,6 +55,8 @@ class Batches:
     problems: int | None
     transfers: int | None
     evaluations: int | None
+    start_steps: int = 0
+    answers: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,8 @@ def plan(
     lengths = _lengths(config, shape)
     batches = _batches(config, lengths)
     taught = config.algorithm.teacher
-    teacher = None if taught is None else read_shape(taught.model, revision=taught.revision)
+    held = None if taught is None or taught.kind != "model" else taught.model
+    teacher = None if taught is None or held is None else read_shape(held, revision=taught.revision)
     parts = (
         []
         if shape is None
@@ -176,7 +180,8 @@ def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
     problems = _count_problems(config)
     if problems is not None:
         config = with_steps(config, problems=problems)
-    steps = config.run.steps
+    steps, start = config.run.steps, config.sft_steps
+    total = None if steps is None else start + steps
     every, evaluate = getattr(config.bridge, "every_steps", 1), config.evaluation.every_steps
     return Batches(
         prompts=config.batch.prompts_per_step,
@@ -185,12 +190,14 @@ def _batches(config: LachesisConfig, lengths: Lengths) -> Batches:
         micro_batches=-(-completions // per_pass),
         steps=steps,
         problems=problems,
-        transfers=None if steps is None else steps // every,
+        transfers=None if total is None else total // every,
         evaluations=None
-        if steps is None
-        else 2 + ((steps - 1) // evaluate if evaluate else 0)
+        if total is None
+        else 2 + ((total - 1) // evaluate if evaluate else 0)
         if config.data.evaluates
         else 0,
+        start_steps=start,
+        answers=config.sft.batch_size if start else 0,
     )
 
 
@@ -244,8 +251,6 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found:
         yield from _prompt_notes(config, lengths=lengths, shape=shape)
     if config.optimizer.function is not None and shape is not None:
         yield "how much state optimizer.function keeps is not known: it is counted as AdamW's"
-    if config.sft_steps:
-        yield f"{config.sft_steps} steps on {config.sft.batch_size} answers each come before, which generate nothing"
     if batches.steps is None:
         yield "the steps of run.epochs follow from the number of problems, which is known once the data is read"
     if found is None:
@@ -260,7 +265,7 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found:
 def _teacher_notes(config: LachesisConfig, teacher: ModelShape | None) -> Iterator[str]:
     """Where the teacher's memory is not known."""
     options = config.algorithm.teacher
-    if options is not None and teacher is None:
+    if options is not None and options.kind == "model" and teacher is None:
         yield f"the teacher {options.model} has no config.json here: its weights are not counted"
 
 
@@ -289,6 +294,12 @@ def plan_lines(planned: Plan) -> list[str]:
         + (f", {-(-batches.micro_batches // planned.devices):,} passes of each device" * (planned.devices > 1)),
         f"  run           {steps}" + (f" over {batches.problems:,} problems" if batches.problems is not None else ""),
     ]
+    if batches.start_steps:
+        before = "" if batches.steps is None else f"; {batches.start_steps + batches.steps:,} steps in all"
+        lines.append(
+            f"  start         {batches.start_steps:,} steps of sft before, on {batches.answers:,} answers each, "
+            f"{batches.start_steps * batches.answers:,} answers{before}"
+        )
     if batches.steps is not None:
         lines.append(
             f"                {batches.steps * batches.completions:,} completions trained on, {batches.transfers:,} "

@@ -58,15 +58,17 @@ class Finisher(Generic[BatchT]):
 
     advantages: Callable[[Sequence[Group]], list[Group]]
     pack: Callable[[Sequence[Group]], BatchT]
+    # What a teacher outside of the trainer says of them.
+    teach: Callable[[Sequence[Group]], Sequence[Group]] = list
     replay: ReplayBuffer | None = None
     _replayed: int = field(default=0, init=False)
 
     def finish(self, groups: Sequence[Group]) -> BatchT:
-        """Replay, advantages, packing. Raises RewardError where no sample has a reward."""
+        """Replay, advantages, a teacher's word, packing. Raises RewardError where no sample has a reward."""
         if self.replay is not None:
             groups = self.replay.mix(groups)
             self._replayed += sum(group.replayed for group in groups)
-        return self.pack(self.advantages(groups))
+        return self.pack(self.teach(self.advantages(groups)))
 
     def counters(self) -> dict[str, float]:
         """``replayed_groups`` since the last call, where replay is on."""

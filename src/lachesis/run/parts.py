@@ -52,6 +52,9 @@ from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
 from lachesis.train.sft import StartedFeed, demonstrations
 
+Teach = Callable[[Sequence[Group]], Sequence[Group]]
+"""Adds what a teacher outside of the trainer says of groups."""
+
 
 def set_up(config: LachesisConfig) -> None:
     """Call ``run.setup``, which may make the model."""
@@ -98,7 +101,7 @@ def policy_of(
         compile_layers=compiles(config, device=strategy.device(loaded.transformer)),
         custom_loss=load_custom_loss(loss, max_completion_length=length) if loss else None,
         teacher=load_teacher(taught, config.model, tokenizer=loaded.tokenizer, on_cpu=strategy.sharded)
-        if taught
+        if taught and taught.kind == "model"
         else None,
     )
     policy.pack = partial(pack_batch, config=config, policy=policy)
@@ -112,18 +115,20 @@ def compiles(config: LachesisConfig, *, device: torch.device) -> bool:
 
 
 def build_atropos_feed(
-    config: LachesisConfig, *, policy: Policy, run_dir: Path, watch: Watch, reachable: bool
+    config: LachesisConfig, *, policy: Policy, run_dir: Path, watch: Watch, reachable: bool, teach: Teach = list
 ) -> Feed[Batch]:
     """The way from a rollout API to packed batches, each as large as the API makes them.
 
     Args:
         watch: called while a batch is waited for; raises where that has become useless.
         reachable: whether the API has to answer by now.
+        teach: what a teacher outside of the trainer says of groups.
 
     Raises:
         EngineError: the API does not answer.
     """
     assert isinstance(config.source, schema.AtroposSourceConfig)
+    teacher = config.algorithm.teacher
     source = build_atropos_source(
         config,
         conversion=Conversion(
@@ -131,6 +136,7 @@ def build_atropos_feed(
             vocab_size=policy.transformer.config.get_text_config().vocab_size,
             max_length=context_length(config.model),
             eos_token_ids=frozenset(eos_token_ids(policy.loaded)),
+            teacher=teacher if teacher is not None and teacher.kind == "rollouts" else None,
         ),
         checkpoint_dir=str(run_dir / "checkpoints"),
         watch=watch,
@@ -142,6 +148,7 @@ def build_atropos_feed(
         finisher=Finisher(
             advantages=keep_given_advantages(advantage_assigner(config)),
             pack=pack_groups if config.batch.steps_per_generation == 1 else undivided,
+            teach=teach,
             replay=build_replay(config),
         ),
         batch_deadline_s=max(config.deadlines.batch_s, config.source.wait_s),
@@ -200,14 +207,20 @@ def build_feed(
     engine: Engine,
     rewarder: Rewarder,
     kept: KeptRollouts | None,
+    teach: Teach = list,
 ) -> Feed[Batch]:
     """The way from problems to packed batches."""
     source = build_source(config, problems=problems, policy=policy, engine=engine, rewarder=rewarder)
-    return feed_from(source, config, policy=policy, kept=kept)
+    return feed_from(source, config, policy=policy, kept=kept, teach=teach)
 
 
 def feed_from(
-    source: GroupwiseSource, config: LachesisConfig, *, policy: Policy, kept: KeptRollouts | None
+    source: GroupwiseSource,
+    config: LachesisConfig,
+    *,
+    policy: Policy,
+    kept: KeptRollouts | None,
+    teach: Teach = list,
 ) -> Feed[Batch]:
     """The way from the groups of a source to packed batches."""
     pipeline = config.pipeline
@@ -222,6 +235,7 @@ def feed_from(
     finisher = Finisher(
         advantages=advantage_assigner(config),
         pack=pack_groups if config.batch.steps_per_generation == 1 else undivided,
+        teach=teach,
         replay=build_replay(config),
     )
     feed: Feed[Batch] = SynchronousFeed(

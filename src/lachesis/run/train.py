@@ -39,6 +39,7 @@ from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
 from lachesis.run.parts import (
+    Teach,
     build_atropos_feed,
     build_evaluation,
     build_feed,
@@ -52,6 +53,7 @@ from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
 from lachesis.run.sources import build_episodes, build_rewarder, load_data
+from lachesis.run.teacher import build_asked_teacher
 from lachesis.run.warm_up import warm_up
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints
@@ -315,6 +317,11 @@ def build_parts(
         closing.callback(side.close)
         bridge = side.bridge
         policy = bridge.prepare(partial(build, config, weights=side.weights))
+        asked = build_asked_teacher(config, tokenizer=policy.tokenizer)
+        teach: Teach = list
+        if asked is not None:
+            closing.callback(asked.server.close)
+            teach = asked.teach
         feed: Feed[Batch]
         kept = build_kept(config, run.files["kept"]) if keep else None
         evaluator = None
@@ -322,7 +329,7 @@ def build_parts(
         if isinstance(config.source, EpisodesSection):
             episodes, evaluator = build_episodes(config, policy=policy, engine=bridge.engine, rewarder=rewarder)
             names = episodes.players.reward_names
-            feed = feed_from(episodes, config, policy=policy, kept=kept)
+            feed = feed_from(episodes, config, policy=policy, kept=kept, teach=teach)
         elif environments or rewarder is None:
             feed = build_atropos_feed(
                 config,
@@ -330,10 +337,17 @@ def build_parts(
                 run_dir=place.directory,
                 watch=partial(watch_over, side, EngineWatch(bridge.engine, watch=stop), companions, stop),
                 reachable=companions is None or not companions.starts_api,
+                teach=teach,
             )
         else:
             feed = build_feed(
-                config, problems=problems, policy=policy, engine=bridge.engine, rewarder=rewarder, kept=kept
+                config,
+                problems=problems,
+                policy=policy,
+                engine=bridge.engine,
+                rewarder=rewarder,
+                kept=kept,
+                teach=teach,
             )
         feed = with_start(feed, config, problems=problems, policy=policy)
         closing.callback(feed.close)

@@ -28,6 +28,7 @@ from torch import Tensor
 from lachesis.common.errors import TrainingError
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Sample
 from lachesis.train.prefix_tree import branches
+from lachesis.train.taught import Said, taught_tensors
 
 T = TypeVar("T")
 Objective = Literal["policy", "sft"]
@@ -63,6 +64,10 @@ class MicroBatch:
             own at the batch's first use (:mod:`lachesis.train.iterations` says when which is right).
         advantages: float32 [S]; or [N], where a sample of the micro-batch has advantages of single tokens.
         teacher_weights: float32 [S], what a teacher's part of each row's loss is multiplied by.
+        taught_ids: int64 [M, K], what a teacher outside of the trainer would have said; -1 where it named fewer tokens.
+        taught_logprobs: float32 [M, K] of these.
+        taught_sampled: float32 [M] of the targets, NaN where unknown. All three are ``None`` where no teacher has
+            said anything.
     """
 
     input_ids: Tensor
@@ -82,6 +87,9 @@ class MicroBatch:
     old_logprobs: Tensor
     advantages: Tensor
     teacher_weights: Tensor
+    taught_ids: Tensor | None = None
+    taught_logprobs: Tensor | None = None
+    taught_sampled: Tensor | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -325,6 +333,7 @@ class _Stream:
         self.advantages: list[float] = []
         self.token_advantages: list[float] = []
         self.teacher_weights: list[float] = []
+        self.taught: list[Said] = []  # of each prediction
         self.by_token = False
 
     def add_segment(self, ids: Sequence[int], *, context: Sequence[int]) -> range:
@@ -355,9 +364,11 @@ class _Stream:
             numbers.append(known.setdefault(prediction, len(self.predict)))
             if numbers[-1] == len(self.predict):
                 self._predict([prediction[0]], [prediction[1]], inverse)
+                self.taught.append((sample.taught, i))
         own = counted[number_shared:]
         numbers.extend(range(len(self.predict), len(self.predict) + len(own)))
         self._predict([path[before + i] for i in own], [sample.completion_ids[i] for i in own], inverse)
+        self.taught.extend((sample.taught, i) for i in own)
         for row in sequence.rows:
             self._add_row(row, counted, numbers)
 
@@ -448,6 +459,7 @@ def _tensors(stream: _Stream) -> MicroBatch:
         old_logprobs=torch.tensor(stream.old_logprobs, dtype=torch.float32),
         advantages=torch.tensor(stream.token_advantages if stream.by_token else stream.advantages, dtype=torch.float32),
         teacher_weights=torch.tensor(stream.teacher_weights, dtype=torch.float32),
+        **taught_tensors(stream.taught),
     )
 
 

@@ -122,6 +122,18 @@ def test_one_problem_is_one_line(write, minimal, added, expected):
     assert "\n" not in message
 
 
+def test_stages_at_the_top_of_a_file_are_those_of_the_run(write, minimal):
+    config = load_config(write(f"{minimal}stages: [sft, grpo]\n")).config
+    assert config.run.stages == ["sft", "grpo"] and config.sft_steps == 100
+    assert "run.stages[0] (line 9: stages): expected a list" in message_of(write(f"{minimal}stages: [sftt, grpo]\n"))
+    both = f"{minimal}stages: [sft, grpo]\n"
+    twice = message_of(write(both), "run.stages=[grpo]")
+    assert "stages (line 9): run.stages (--set run.stages) says it too; keep one" in twice
+    assert load_config(write(minimal), overrides=["stages=[sft,grpo]"]).config.run.stages == ["sft", "grpo"]
+    theirs = "model_name_or_path: m\ndataset_name: d\nreward_funcs: [a.b]\nmax_steps: 4\nstages: [sft, grpo]\n"
+    assert load_config(write(theirs)).config.run.stages == ["sft", "grpo"]
+
+
 MANY_PROBLEMS = """\
 run: {}
 model: {path: m, path: n}

@@ -139,6 +139,7 @@ def test_a_teacher_is_counted_with_what_it_says(build, tmp_path: Path):
     assert parts(top_k=64)["teacher's logprobs"] == 1024 * 64 * 24
     assert "teacher's logprobs" not in parts(estimate="sampled")
     assert "teacher" not in parts(model="org/other")
+    assert parts(kind="url", url="http://a:1", top_k=20)["teacher's logprobs"] == 1024 * 20 * 24
 
 
 def test_keys_of_a_shared_prompt_count_for_each_of_its_completions(build, tmp_path: Path):

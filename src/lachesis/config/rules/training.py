@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import LachesisConfig, TeacherConfig
 from lachesis.config.steps import steps_per_batch
 
 DEFAULT_LEARNING_RATE = 1e-6
@@ -202,6 +202,7 @@ def _teacher(config: LachesisConfig) -> Iterator[Said]:
     teacher = config.algorithm.teacher
     if teacher is None:
         return
+    yield from _place_of_teacher(config, teacher)
     if teacher.estimate == "sampled" and teacher.beta != 1:
         yield problem(
             f"algorithm.teacher.estimate sampled is of the reverse KL, and beta is {teacher.beta:g}; set beta: 1, or "
@@ -213,6 +214,35 @@ def _teacher(config: LachesisConfig) -> Iterator[Said]:
         yield problem("algorithm.teacher.weight is 0, so nothing is learned from the teacher; raise it, or remove it")
     if not teacher.weights and not teacher.reward_weights and teacher.column != "env_id":
         yield note("algorithm.teacher.column does nothing without weights or reward_weights")
+
+
+def _place_of_teacher(config: LachesisConfig, teacher: TeacherConfig) -> Iterator[Said]:
+    """Who the teacher is, and whether it can give what is asked of it."""
+    key = "algorithm.teacher"
+    needed = {"model": teacher.model, "url": teacher.url}
+    if needed.get(teacher.kind, "") is None:
+        yield problem(f"{key}.kind is {teacher.kind}, and {key}.{teacher.kind} is not set; set it")
+    if teacher.url is not None and teacher.kind != "url":
+        yield problem(f"{key}.url is set, and {key}.kind is {teacher.kind}; write kind: url, or remove the address")
+    if teacher.kind != "model" and teacher.revision is not None:
+        yield warning(f"{key}.revision does nothing with kind {teacher.kind}")
+    if teacher.kind == "rollouts" and teacher.model is not None:
+        yield warning(f"{key}.model does nothing with kind rollouts, which bring what their teacher has said")
+    if teacher.kind == "rollouts" and config.source.kind != "atropos":
+        yield problem(
+            f"{key}.kind rollouts takes what environments post to the rollout API, and source.kind is "
+            f"{config.source.kind}; set source.kind: atropos, or another kind of teacher"
+        )
+    if teacher.kind == "url" and teacher.estimate == "exact" and teacher.top_k is None:
+        yield problem(
+            f"{key}.estimate exact without top_k is over the whole vocabulary, which no server sends for each token; "
+            f"set {key}.top_k (20 is vLLM's limit, unless it has --max-logprobs), or estimate: sampled"
+        )
+    if teacher.kind == "url" and config.sampling.temperature not in (0.0, 1.0) and config.source.kind != "atropos":
+        yield problem(
+            f"sampling.temperature is {config.sampling.temperature:g}, and a server gives its teacher's logprobs at "
+            f"temperature 1 only, of which those of another do not follow; set it to 1, or {key}.kind: model"
+        )
 
 
 def _sampler_correction(config: LachesisConfig) -> Iterator[Said]:

@@ -25,6 +25,9 @@ class DeadlinesConfig(Section):
     engine_start_s: PositiveFloat = Field(
         default=900.0, description="A server of the run coming up: loading weights, compiling, capturing CUDA graphs."
     )
+    teacher_s: PositiveFloat = Field(
+        default=600.0, description="The server of `algorithm.teacher` saying what it would have said, of one batch."
+    )
     progress_s: PositiveFloat = Field(
         default=120.0,
         description="Of several engines one that is at work generating nothing; after as long again it is given up.",

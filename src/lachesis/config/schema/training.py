@@ -25,7 +25,21 @@ class TeacherConfig(Section):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    model: str = Field(description="Directory or hub id of the teacher, which is held frozen beside the policy.")
+    kind: Literal["model", "url", "rollouts"] = Field(
+        default="model",
+        description="A model that is held frozen beside the policy, a server that is asked, or what rollouts bring "
+        "from the rollout API (`distill_token_ids` and `distill_logprobs`).",
+    )
+    model: str | None = Field(
+        default=None,
+        description="Directory or hub id of the teacher. With kind url: its name at the server, its only model if "
+        "unset.",
+    )
+    url: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description="With kind url: address of an OpenAI-compatible server that gives `prompt_logprobs`, as vLLM's and "
+        "`lachesis serve` do. A key goes into the variable `LACHESIS_TEACHER_KEY`.",
+    )
     revision: str | None = Field(default=None, description="As `model.revision`, of the teacher.")
     weight: NonNegativeFloat = Field(default=1.0, description="Weight of the divergence from the teacher.")
     reward_weight: NonNegativeFloat = Field(
@@ -52,7 +66,8 @@ class TeacherConfig(Section):
     )
     top_k: PositiveInt | None = Field(
         default=None,
-        description="Over the teacher's K likeliest tokens, with all others as one; the whole vocabulary if unset.",
+        description="Over the teacher's K likeliest tokens, with all others as one; the whole vocabulary if unset, and "
+        "with kind rollouts all that they bring.",
     )
 
 

@@ -67,7 +67,8 @@ def write_groups(
 ) -> None:
     """Write the groups of a step, the first ``with_texts`` of them with the text of each token. Raises OSError."""
     lines = [
-        _line(encode_group(group, texts=texts if index < with_texts else None)) for index, group in enumerate(groups)
+        _line(encode_group(group, texts=texts if index < with_texts else None, taught=False))
+        for index, group in enumerate(groups)
     ]
     write_atomic(tape_path(directory, step), b"\n".join(lines) + b"\n")
 

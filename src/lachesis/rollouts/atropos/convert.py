@@ -15,7 +15,9 @@ from typing import Any
 
 from lachesis.api.scored_group import UNTRAINED, ScoredGroup, why_not_finite, why_unusable
 from lachesis.common.errors import DataError
+from lachesis.common.taught import TaughtTokens, taught_tokens
 from lachesis.common.types import UNKNOWN_VERSIONS, FinishReason, Group, Prompt, Sample, VersionSpan
+from lachesis.config.schema import TeacherConfig
 from lachesis.rollouts.generation import TextDecoder
 
 _FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort")
@@ -38,12 +40,15 @@ class Conversion:
         vocab_size: of the model; larger ids are those of another tokenizer.
         max_length: longest sequence that the model takes, in tokens.
         eos_token_ids: by which a sequence has ended by itself, where its environment does not say.
+        teacher: where what groups bring of their own teacher is a teacher's word, and no advantage; which environments
+            have to bring it, and how much of it counts.
     """
 
     decode: TextDecoder
     vocab_size: int
     max_length: int
     eos_token_ids: frozenset[int]
+    teacher: TeacherConfig | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +170,7 @@ def _sample(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversi
         reward=score,
         advantage=advantage,
         token_advantages=by_token,
+        taught=None if conversion.teacher is None else _taught(index, one, group, conversion),
     )
 
 
@@ -190,7 +196,7 @@ def _advantages(
             return (trained[0] if trained else 0.0), None
         return 0.0, tuple(v if counts else 0.0 for v, counts in zip(values, trains, strict=True))
     advantage = float(group.scores[index]) if len(group.scores) == 1 else None
-    if not group.distill_token_ids:
+    if not group.distill_token_ids or conversion.teacher is not None:
         return advantage, None
     return advantage, _distilled(index, one, group, logprobs, conversion)
 
@@ -209,12 +215,44 @@ def _distilled(
             continue
         _check_ids(ids[position], f"distill_token_ids[{index}][{position}]", "the teacher's", conversion)
         if token not in ids[position]:
-            raise Unusable(
-                f"distill_token_ids[{index}][{position}] lacks the sampled token {token}: the teacher has another "
-                "tokenizer, or its logprobs are not of this sequence"
-            )
+            raise Unusable(_lacks(index, position, token))
         advantages.append(float(values[position][ids[position].index(token)]) - ours)
     return tuple(advantages)
+
+
+def _taught(index: int, one: _Sequence, group: ScoredGroup, conversion: Conversion) -> TaughtTokens | None:
+    """What the environment's teacher says of each token; ``None`` where the group is to do without.
+
+    That is where its environment gives the teacher no weight, or says ``skip_teacher_top_k`` in the group's overrides.
+    """
+    teacher = conversion.teacher
+    assert teacher is not None
+    silent = bool((group.group_overrides or {}).get("skip_teacher_top_k"))
+    if silent or not teacher.weights.get(str(group.env_id), teacher.weight):
+        return None
+    if not group.distill_token_ids or not group.distill_logprobs:
+        raise Unusable(
+            "it has no distill_token_ids, and algorithm.teacher.kind is rollouts; have the environment ask a teacher, "
+            f'or set algorithm.teacher.weights: {{"{group.env_id}": 0}}'
+        )
+    tops: list[dict[int, float]] = []
+    for position in range(one.start, len(one.tokens)):
+        ids, values = group.distill_token_ids[index][position], group.distill_logprobs[index][position]
+        _check_ids(ids, f"distill_token_ids[{index}][{position}]", "the teacher's", conversion)
+        tops.append(dict(zip(ids, map(float, values), strict=True)))
+    sampled = one.tokens[one.start :]
+    if teacher.estimate == "sampled":
+        for place, (top, token, trains) in enumerate(zip(tops, sampled, one.trains[one.start :], strict=True)):
+            if trains and top and token not in top:
+                raise Unusable(_lacks(index, one.start + place, token))
+    return taught_tokens(tops, sampled, top_k=0 if teacher.estimate == "sampled" else teacher.top_k)
+
+
+def _lacks(index: int, position: int, token: int) -> str:
+    return (
+        f"distill_token_ids[{index}][{position}] lacks the sampled token {token}: the teacher has another tokenizer, "
+        "or its logprobs are not of this sequence"
+    )
 
 
 def _temperature(overrides: Mapping[str, Any], group: ScoredGroup) -> float:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lachesis.common.errors import TrainingError
 from lachesis.common.types import Group
 from lachesis.config.schema import TeacherConfig
 from lachesis.train.batch import MicroBatch, Shares
-from lachesis.train.losses.divergence import divergence, sampled_reverse_kl, with_rest
+from lachesis.train.losses.divergence import IMPOSSIBLE, divergence, sampled_reverse_kl, with_rest
 from lachesis.train.losses.ratios import count_rows
 from lachesis.train.model.forward import ForwardPlan, Packing, distributions, plan_forward, target_logprobs
 from lachesis.train.model.head import Read, TokenLogprobs
@@ -30,7 +31,7 @@ class Candidates(NamedTuple):
 
     Attributes:
         logprobs: float [M, K], of its whole distribution.
-        ids: int64 [M, K], the tokens that they are of; ``None``: of tokens 0..K-1.
+        ids: int64 [M, K], the tokens that they are of, -1 where there is none; ``None``: of tokens 0..K-1.
         whole: whether there is no other token for it.
     """
 
@@ -67,6 +68,10 @@ class Teacher(ABC):
     def logprobs(self, micro: MicroBatch) -> Tensor:
         """Of the targets [M], at the samples' temperatures; NaN where unknown. No gradient."""
 
+    def known(self, micro: MicroBatch) -> Tensor:
+        """Of which predictions it says anything, bool [M]."""
+        return torch.ones_like(micro.targets, dtype=torch.bool)
+
     def reader(self, micro: MicroBatch) -> Read | None:
         """Makes of the policy's distributions their divergence from the teacher's, [M]; None where it is estimated."""
         if self.options.estimate == "sampled":
@@ -75,15 +80,45 @@ class Teacher(ABC):
 
     def lesson(self, micro: MicroBatch, scores: TokenLogprobs) -> Lesson:
         """What to learn from the teacher, given the policy's ``scores`` of the loss tokens [N]."""
-        weights = micro.teacher_weights[micro.row]
+        weights = micro.teacher_weights[micro.row] * _at_loss_tokens(self.known(micro), micro)
         if scores.read is not None:
             return Lesson(micro.advantages, weights * scores.read, _metrics(scores.read, weights))
-        taught = self.logprobs(micro)
-        taught = taught if micro.expand is None else taught.index_select(0, micro.expand)
+        taught = _at_loss_tokens(self.logprobs(micro), micro)
         distance = sampled_reverse_kl(scores.logprobs.detach(), taught)
         _, per_token = count_rows(micro.row, micro.advantages)
         advantages = micro.advantages if per_token else micro.advantages[micro.row]
         return Lesson(advantages - weights * distance, metrics=_metrics(distance, weights))
+
+
+class ToldTeacher(Teacher):
+    """One that is not here: micro-batches bring what a server, or the environments' own teacher, has said of them.
+
+    Of what it has not spoken of there is nothing to learn from it.
+    """
+
+    def candidates(self, micro: MicroBatch) -> Candidates:
+        assert micro.taught_ids is not None and micro.taught_logprobs is not None, "reader() has looked"
+        return Candidates(micro.taught_logprobs, micro.taught_ids, whole=False)
+
+    def logprobs(self, micro: MicroBatch) -> Tensor:
+        silent = micro.inverse_temperature.new_full(micro.targets.shape, torch.nan)
+        return silent if micro.taught_sampled is None else micro.taught_sampled
+
+    def known(self, micro: MicroBatch) -> Tensor:
+        if self.options.estimate == "exact" and micro.taught_ids is not None:
+            return (micro.taught_ids >= 0).any(-1)
+        return ~self.logprobs(micro).isnan()
+
+    def reader(self, micro: MicroBatch) -> Read | None:
+        """As of any teacher. Raises TrainingError where a server was to be asked and was not."""
+        if micro.taught_ids is not None:
+            return super().reader(micro)
+        if self.options.kind == "url" and bool((micro.teacher_weights > 0).any()) and micro.row.numel():
+            raise TrainingError(
+                "the samples come without what their teacher has said of them",
+                remedy="have it asked before: lachesis.run.teacher.Asked(...).teach(groups)",
+            )
+        return None
 
 
 class TeacherModel(Teacher):
@@ -133,7 +168,7 @@ def build_teacher(
     """The teacher that the options name; None where they name none.
 
     Args:
-        model: where the teacher is one: loaded, and placed where the policy's is.
+        model: where the teacher is one of ours: loaded, and placed where the policy's is.
         student: the policy's model.
 
     Raises:
@@ -141,6 +176,8 @@ def build_teacher(
     """
     if options is None:
         return None
+    if options.kind != "model":
+        return ToldTeacher(options)
     assert model is not None, "load_teacher() loads it"
     plan = plan_forward(model, packing=packing, device=device)
     vocab: int = student.config.get_text_config().vocab_size  # pyright: ignore[reportUnknownMemberType]  # its stub is bare
@@ -154,8 +191,16 @@ def divergence_from(log_p: Tensor, chunk: slice, *, candidates: Candidates, beta
     """
     teacher = candidates.logprobs[chunk].to(log_p.dtype)
     width = teacher.shape[1]
-    student = log_p[:, :width] if candidates.ids is None else log_p.gather(1, candidates.ids[chunk])
-    if not (candidates.whole and width == log_p.shape[1]):
+    whole = candidates.whole and width == log_p.shape[1]
+    if candidates.ids is None:
+        student = log_p[:, :width]
+    else:
+        ids = candidates.ids[chunk]
+        named = (ids >= 0) & (ids < log_p.shape[1])  # what only the teacher has is in its rest
+        student = log_p.gather(1, ids.where(named, 0)).where(named, IMPOSSIBLE)
+        teacher = teacher.where(named, IMPOSSIBLE)
+        whole = whole or (width == log_p.shape[1] and bool(named.all()))
+    if not whole:
         student, teacher = with_rest(student), with_rest(teacher)
     return divergence(student, teacher, beta=beta)
 
@@ -171,6 +216,11 @@ def shares(options: TeacherConfig) -> Callable[[Group], Shares]:
         )
 
     return of_group
+
+
+def _at_loss_tokens(values: Tensor, micro: MicroBatch) -> Tensor:
+    """From the predictions [M] to the loss tokens [N]."""
+    return values if micro.expand is None else values.index_select(0, micro.expand)
 
 
 def _metrics(distance: Tensor, weights: Tensor) -> dict[str, Tensor]:

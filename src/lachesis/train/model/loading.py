@@ -125,15 +125,17 @@ def load_teacher(
     Raises:
         ModelError: no such model, or its tokenizer has other ids for the policy's tokens.
     """
+    name = teacher.model
+    assert name is not None, "the rules ask for it"
     own = config.model_copy(
-        update={"path": teacher.model, "revision": teacher.revision, "tokenizer": None, "quantization": "none"}
+        update={"path": name, "revision": teacher.revision, "tokenizer": None, "quantization": "none"}
     )
     theirs, ours = load_tokenizer(own).get_vocab(), tokenizer.get_vocab()
     different = [token for token, number in ours.items() if theirs.get(token, number) != number]
     if different or not ours.keys() & theirs.keys():
         token = (different or [*ours])[0]
         raise ModelError(
-            f"the tokenizer of the teacher {teacher.model!r} is another one than the policy's: {token!r} is "
+            f"the tokenizer of the teacher {name!r} is another one than the policy's: {token!r} is "
             f"{theirs.get(token, 'no token')} there and {ours[token]} here, as the first of {len(different)}",
             remedy="choose a teacher of the policy's family: it is shown the policy's own tokens",
         )

@@ -65,6 +65,17 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             "estimate sampled is of the reverse KL, and beta is 0.5",
         ),
         ({"algorithm": {"teacher": {"model": "big", "weight": 0}}}, "algorithm.teacher.weight is 0, so nothing"),
+        ({"algorithm": {"teacher": {"weight": 1}}}, "algorithm.teacher.kind is model, and algorithm.teacher.model is"),
+        ({"algorithm": {"teacher": {"model": "big", "url": "http://a:1"}}}, "url is set, and algorithm.teacher.kind"),
+        ({"algorithm": {"teacher": {"kind": "rollouts"}}}, "and source.kind is local; set source.kind: atropos"),
+        ({"algorithm": {"teacher": {"kind": "url", "url": "http://a:1"}}}, "is over the whole vocabulary, which no"),
+        (
+            {
+                "algorithm": {"teacher": {"kind": "url", "url": "http://a:1", "top_k": 20}},
+                "sampling": {"temperature": 0.7},
+            },
+            "sampling.temperature is 0.7, and a server gives its teacher's logprobs at temperature 1 only",
+        ),
         ({"source": {"kind": "local", "rollout_func": "f"}}, "source.rollout_func: 'f' is neither"),
         ({"source": {"kind": "local", "max_turns": 3}}, "source.max_turns go with source.tools, which is empty"),
         (

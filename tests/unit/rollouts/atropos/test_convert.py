@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 
+from lachesis.common.group_codec import decode_group, encode_group
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, VersionSpan
+from lachesis.config.schema import TeacherConfig
 from lachesis.rollouts.atropos.convert import Conversion, Unusable, convert_group
 
 EOS = 9
@@ -121,6 +125,41 @@ def test_a_teacher_adds_what_it_thinks_more_likely_than_the_sampler():
     assert first.advantage is None
     assert first.token_advantages == pytest.approx((0.4, -1.0, 0.0))
     assert second.token_advantages == pytest.approx((1.0,))
+
+
+class TestATeacherOfTheEnvironment:
+    """``algorithm.teacher.kind: rollouts``: what it says is a teacher's word, and no advantage."""
+
+    IDS: ClassVar = [[[1], [2], [3, 7], [8, 4], []], [[1], [2], [5]]]
+    LOGPROBS: ClassVar = [[[0.0], [0.0], [-3.0, -0.1], [-0.2, -1.25], []], [[0.0], [0.0], [-1.0]]]
+
+    @staticmethod
+    def taught(*, column: dict[str, Any] | None = None, **options: Any) -> Group:
+        conversion = replace(CONVERSION, teacher=TeacherConfig(kind="rollouts", **options))
+        return convert_group(group(**column or {}), group_id="7-0", conversion=conversion)
+
+    def test_its_words_are_those_of_each_token(self):
+        both = {"distill_token_ids": self.IDS, "distill_logprobs": self.LOGPROBS}
+        first, _ = self.taught(column=both).samples
+        assert first.token_advantages is None and first.taught is not None
+        assert first.taught.ids.tolist() == [[7, 3], [8, 4], [-1, -1]], "the likeliest first"
+        assert first.taught.sampled.tolist() == pytest.approx([-3.0, -1.25, math.nan], nan_ok=True)
+        again = decode_group(json.loads(json.dumps(encode_group(self.taught(column=both))))).samples[0].taught
+        assert again is not None and again.encoded() == first.taught.encoded()
+        (cut, _) = self.taught(column=both, top_k=1).samples
+        assert cut.taught is not None and cut.taught.ids.tolist() == [[7], [8], [-1]]
+
+    def test_a_group_without_them_is_set_aside(self):
+        with pytest.raises(Unusable, match="it has no distill_token_ids"):
+            self.taught()
+        assert self.taught(weights={"3": 0.0}).samples[0].taught is None
+        assert self.taught(column={"group_overrides": {"skip_teacher_top_k": True}}).samples[0].taught is None
+
+    def test_the_sampled_token_has_to_be_there_where_it_alone_counts(self):
+        both = {"distill_token_ids": [self.IDS[0], [[1], [2], [6]]], "distill_logprobs": self.LOGPROBS}
+        assert self.taught(column=both).samples[1].taught is not None
+        with pytest.raises(Unusable, match="lacks the sampled token 5"):
+            self.taught(column=both, estimate="sampled")
 
 
 @pytest.mark.parametrize(

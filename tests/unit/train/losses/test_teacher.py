@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from lachesis.common.types import Group
+from lachesis.common.errors import TrainingError
+from lachesis.common.taught import taught_tokens
+from lachesis.common.types import Group, Sample
 from lachesis.config.schema import TeacherConfig
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import Batch, MicroBatch, pack
@@ -116,6 +118,53 @@ def test_from_a_teacher_that_is_the_policy_there_is_nothing_to_learn(options: di
     found, metrics = gradient(policy, pack(without_advantage(groups()), max_tokens=1 << 20))
     assert metrics["distill_kl"] == pytest.approx(0, abs=1e-9)
     torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-9)
+
+
+def told(groups: list[Group], *, top_k: int) -> list[Group]:
+    """What the other model says of the groups, as a server tells it."""
+    model = tiny_model(seed=1).double()
+
+    def of(sample: Sample) -> Sample:
+        ids = torch.tensor([sample.prompt_ids + sample.completion_ids])
+        log_p = (model(input_ids=ids, use_cache=False).logits[0].double() / sample.temperature).log_softmax(-1)
+        rows = log_p[len(sample.prompt_ids) - 1 : -1]
+        tops = [dict(enumerate(row.tolist())) for row in rows]
+        return replace(sample, taught=taught_tokens(tops, sample.completion_ids, top_k=top_k))
+
+    with torch.no_grad():
+        return [replace(g, samples=tuple(map(of, g.samples))) for g in groups]
+
+
+class TestOneThatIsNotHere:
+    """A server's word, or that of the environments' own teacher."""
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"top_k": VOCAB_SIZE, "beta": 0.5}, {"top_k": 5}, {"estimate": "sampled"}],
+        ids=str,
+    )
+    def test_it_teaches_what_the_model_itself_does(self, options: dict[str, Any]):
+        """To 1e-6: what is told is in float32."""
+        here, away = policy_with(**options), policy_with(kind="url", **options)
+        expected, metrics = gradient(here, packed(here, groups()))
+        found, others = gradient(away, packed(away, told(groups(), top_k=options.get("top_k", 0)), max_tokens=20))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        assert others["distill_kl"] == pytest.approx(metrics["distill_kl"], abs=1e-6)
+
+    def test_of_what_it_has_not_spoken_of_nothing_is_learned(self):
+        policy = policy_with(kind="rollouts", top_k=4)
+        silent, spoken = without_advantage(groups())
+        found, metrics = gradient(policy, packed(policy, [silent, *told([spoken], top_k=4)]))
+        policy.optimizer.zero_grad()
+        alone, others = gradient(policy, packed(policy, told([spoken], top_k=4)))
+        share = packed(policy, [spoken]).num_tokens / packed(policy, [silent, spoken]).num_tokens
+        torch.testing.assert_close(found, share * alone, rtol=1e-4, atol=1e-7)
+        assert metrics["distill_kl"] == pytest.approx(others["distill_kl"], rel=1e-5)
+
+    def test_a_server_that_was_not_asked_is_said(self):
+        policy = policy_with(kind="url", top_k=4)
+        with pytest.raises(TrainingError, match="without what their teacher has said"):
+            policy.accumulate(packed(policy, groups()))
 
 
 @pytest.mark.parametrize("size", [VOCAB_SIZE - 4, VOCAB_SIZE + 5], ids=["fewer", "more"])

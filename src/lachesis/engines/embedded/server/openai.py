@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
@@ -53,6 +53,7 @@ class _CompletionBody(_OpenAIBody):
 
     prompt: tuple[Text | TokenIds, ...]
     logprobs: _Top | None = None
+    prompt_logprobs: Count | None = None
     echo: Any = None
     suffix: Any = None
 
@@ -195,6 +196,7 @@ class OpenAIRoutes:
                 n=body.n,
                 sampling=sampling,
                 logprobs=top,
+                prompt_logprobs=body.prompt_logprobs if isinstance(body, _CompletionBody) else None,
                 model=body.model,
             )
             for prompt in prompts
@@ -217,6 +219,8 @@ class OpenAIRoutes:
                 choice = {"index": len(choices), **self._choice(asked, sequence, delta=False)}
                 if asked.body.return_token_ids and not asked.chat:
                     choice["prompt_token_ids"] = result.prompt_token_ids
+                if result.prompt_logprobs is not None:
+                    choice["prompt_logprobs"] = [self._named(entry) for entry in result.prompt_logprobs]
                 choices.append(choice)
         tokens = sum(len(s.token_ids) for r in results for s in r.completions)
         document = _envelope(asked, chunk=False) | {"choices": choices}
@@ -258,6 +262,15 @@ class OpenAIRoutes:
         if asked.body.return_token_ids:
             choice["token_ids"] = part.token_ids
         return choice
+
+    def _named(self, entry: Mapping[int, float] | None) -> dict[str, dict[str, Any]] | None:
+        """Logprobs at one place of a prompt, as vLLM writes them."""
+        if entry is None:
+            return None
+        return {
+            str(token): {"logprob": finite(value), "decoded_token": self._token_text(token)}
+            for token, value in entry.items()
+        }
 
     def _token_text(self, token: int) -> str:
         return str(self._backend.tokenizer.decode([token]))

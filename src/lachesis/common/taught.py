@@ -1,0 +1,63 @@
+"""What a teacher outside of the trainer has said of a completion. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaughtTokens:
+    """For each of the T tokens of a completion up to K next tokens that the teacher would have said in its place.
+
+    Attributes:
+        ids: int32 [T, K], the likeliest first; -1 where it names fewer.
+        logprobs: float32 [T, K] of these, in nats.
+        sampled: float32 [T], of the completion's own tokens; NaN where unknown.
+    """
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    sampled: np.ndarray
+
+    def encoded(self) -> dict[str, Any]:
+        """As JSON has it."""
+        sampled = [None if math.isnan(value) else value for value in self.sampled.tolist()]
+        return {"ids": self.ids.tolist(), "logprobs": self.logprobs.tolist(), "sampled": sampled}
+
+    @classmethod
+    def decoded(cls, fields: Mapping[str, Any]) -> TaughtTokens:
+        """The reverse of :meth:`encoded`."""
+        tokens = len(fields["sampled"])
+        return cls(
+            ids=np.array(fields["ids"], dtype=np.int32).reshape(tokens, -1),
+            logprobs=np.array(fields["logprobs"], dtype=np.float32).reshape(tokens, -1),
+            sampled=np.array(fields["sampled"], dtype=np.float32),
+        )
+
+
+def taught_tokens(
+    tops: Sequence[Mapping[int, float]], tokens: Sequence[int], *, top_k: int | None = None
+) -> TaughtTokens:
+    """The record of what a teacher has said, as maps from token ids to logprobs.
+
+    Args:
+        tops: of each token of the completion, [T]; an empty one where it has said nothing.
+        tokens: the completion, [T].
+        top_k: keep so many of each, the likeliest; 0 none, all if unset.
+    """
+    rows = [sorted(top.items(), key=lambda entry: (-entry[1], entry[0]))[:top_k] for top in tops]
+    width = max(map(len, rows), default=0)
+    ids = np.full((len(rows), width), NO_TOKEN, dtype=np.int32)
+    logprobs = np.zeros((len(rows), width), dtype=np.float32)
+    for place, row in enumerate(rows):
+        ids[place, : len(row)] = [token for token, _ in row]
+        logprobs[place, : len(row)] = [value for _, value in row]
+    own = [top.get(token, np.nan) for top, token in zip(tops, tokens, strict=True)]
+    return TaughtTokens(ids, logprobs, np.array(own, dtype=np.float32))

@@ -1,0 +1,111 @@
+"""The teacher of a run that is asked over HTTP: what it says is written into the samples, before they are packed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import DataError
+from lachesis.common.taught import TaughtTokens, taught_tokens
+from lachesis.common.types import Group
+from lachesis.config.schema import LachesisConfig, TeacherConfig
+from lachesis.engines.http.teacher import KEY_VARIABLE, TeacherServer
+from lachesis.train.losses.teacher import shares
+
+_SETTING = "deadlines.teacher_s"
+# A wrong address is to be said before long.
+_FIRST_ANSWER_S = 60.0
+_COMPARED = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Asked:
+    """A teacher behind an address.
+
+    Attributes:
+        server: where it is.
+        options: which environments it teaches.
+        top_k: how many tokens of each place are kept; 0 only those that were sampled.
+        limit_s: how long it may take for one batch.
+    """
+
+    server: TeacherServer
+    options: TeacherConfig
+    top_k: int
+    limit_s: float
+
+    def teach(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups with what the teacher says of their samples, where it has a say and has not spoken yet.
+
+        Raises:
+            DataError: a sample is of another temperature than 1, at which the teacher's logprobs are not known.
+            EngineError, DeadlineExceeded: the server cannot be a teacher, or does not answer.
+        """
+        weight = shares(self.options)
+        samples = [s for group in groups if weight(group).teacher for s in group.samples if s.taught is None]
+        for sample in samples:
+            if sample.temperature not in (0.0, 1.0):
+                raise DataError(
+                    f"a sample has temperature {sample.temperature:g}, and the teacher at {self.server.url} gives "
+                    "logprobs at temperature 1 only",
+                    remedy="generate at temperature 1, or hold the teacher as a model (algorithm.teacher.kind: model)",
+                )
+        lessons = self._ask(list(dict.fromkeys((s.prompt_ids, s.completion_ids) for s in samples)))
+        return [_with_lessons(group, lessons) if weight(group).teacher else group for group in groups]
+
+    def _ask(self, sequences: Sequence[_Sequence]) -> dict[_Sequence, TaughtTokens]:
+        deadline = Deadline(f"what the teacher at {self.server.url} says of a batch", self.limit_s, _SETTING)
+        tops = self.server.tops([prompt + completion for prompt, completion in sequences], deadline=deadline)
+        return {
+            (prompt, completion): taught_tokens(top[len(prompt) - 1 :], completion, top_k=self.top_k)
+            for (prompt, completion), top in zip(sequences, tops, strict=True)
+        }
+
+
+_Sequence = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _with_lessons(group: Group, lessons: dict[_Sequence, TaughtTokens]) -> Group:
+    samples = (
+        s if s.taught is not None else replace(s, taught=lessons[s.prompt_ids, s.completion_ids]) for s in group.samples
+    )
+    return replace(group, samples=tuple(samples))
+
+
+def build_asked_teacher(config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase) -> Asked | None:
+    """The teacher that ``algorithm.teacher`` names by its address, once it has shown the policy's tokenizer.
+
+    Raises:
+        ModelError: its tokenizer is another one.
+        EngineError, DeadlineExceeded: it does not answer.
+    """
+    options, limit_s = config.algorithm.teacher, config.deadlines.teacher_s
+    if options is None or options.kind != "url":
+        return None
+    assert options.url is not None, "the rules ask for it"
+    top_k = 0 if options.estimate == "sampled" else options.top_k or 0
+    key = os.environ.get(KEY_VARIABLE, "")
+    server = TeacherServer(options.url, model=options.model, top_k=top_k, key=key)
+    deadline = Deadline(f"the first answer of the teacher at {server.url}", min(limit_s, _FIRST_ANSWER_S), _SETTING)
+    try:
+        server.check_tokenizer(
+            _texts(tokenizer),
+            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
+            deadline=deadline,
+        )
+    except BaseException:
+        server.close()
+        raise
+    return Asked(server, options, top_k, limit_s)
+
+
+def _texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Those of evenly many of its tokens, of a small vocabulary all; not of special ones, nor of parts of a letter."""
+    special = set(tokenizer.all_special_tokens)
+    step = max(1, -(-len(tokenizer) // _COMPARED))
+    texts = [str(tokenizer.decode([number])) for number in range(0, len(tokenizer), step)]
+    return [text for text in texts if text.strip() and "\ufffd" not in text and text not in special]
