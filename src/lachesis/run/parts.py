@@ -32,6 +32,7 @@ from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.kept import KeptRollouts
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.sources import build_player, build_source, generated_ahead, load_answers, sampling_params
+from lachesis.run.teacher import Teach
 from lachesis.train.batch import Batch, pack_for_ranks
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import Pack, RepeatedFeed, undivided
@@ -51,9 +52,6 @@ from lachesis.train.optim.optimizer import Start
 from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
 from lachesis.train.sft import StartedFeed, demonstrations
-
-Teach = Callable[[Sequence[Group]], Sequence[Group]]
-"""Adds what a teacher outside of the trainer says of groups."""
 
 
 def set_up(config: LachesisConfig) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,6 +17,9 @@ from lachesis.common.types import Group
 from lachesis.config.schema import LachesisConfig, TeacherConfig
 from lachesis.engines.http.teacher import KEY_VARIABLE, TeacherServer
 from lachesis.train.losses.teacher import shares
+
+Teach = Callable[[Sequence[Group]], Sequence[Group]]
+"""Adds what a teacher outside of the trainer says of groups."""
 
 _SETTING = "deadlines.teacher_s"
 # A wrong address is to be said before long.
@@ -76,8 +81,10 @@ def _with_lessons(group: Group, lessons: dict[_Sequence, TaughtTokens]) -> Group
     return replace(group, samples=tuple(samples))
 
 
-def build_asked_teacher(config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase) -> Asked | None:
-    """The teacher that ``algorithm.teacher`` names by its address, once it has shown the policy's tokenizer.
+def build_teach(config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, closing: ExitStack) -> Teach:
+    """Asks the teacher that ``algorithm.teacher`` names by its address, once it has shown the policy's tokenizer.
+
+    Where there is none groups stay as they are. ``closing`` gets its connections.
 
     Raises:
         ModelError: its tokenizer is another one.
@@ -85,22 +92,16 @@ def build_asked_teacher(config: LachesisConfig, *, tokenizer: PreTrainedTokenize
     """
     options, limit_s = config.algorithm.teacher, config.deadlines.teacher_s
     if options is None or options.kind != "url":
-        return None
+        return list
     assert options.url is not None, "the rules ask for it"
     top_k = 0 if options.estimate == "sampled" else options.top_k or 0
     key = os.environ.get(KEY_VARIABLE, "")
     server = TeacherServer(options.url, model=options.model, top_k=top_k, key=key)
+    closing.callback(server.close)
     deadline = Deadline(f"the first answer of the teacher at {server.url}", min(limit_s, _FIRST_ANSWER_S), _SETTING)
-    try:
-        server.check_tokenizer(
-            _texts(tokenizer),
-            encode=lambda text: tokenizer.encode(text, add_special_tokens=False),
-            deadline=deadline,
-        )
-    except BaseException:
-        server.close()
-        raise
-    return Asked(server, options, top_k, limit_s)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    server.check_tokenizer(_texts(tokenizer), encode=encode, deadline=deadline)
+    return Asked(server, options, top_k, limit_s).teach
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:

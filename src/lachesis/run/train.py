@@ -39,7 +39,6 @@ from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
 from lachesis.run.parts import (
-    Teach,
     build_atropos_feed,
     build_evaluation,
     build_feed,
@@ -53,7 +52,7 @@ from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
 from lachesis.run.sources import build_episodes, build_rewarder, load_data
-from lachesis.run.teacher import build_asked_teacher
+from lachesis.run.teacher import build_teach
 from lachesis.run.warm_up import warm_up
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints
@@ -317,11 +316,7 @@ def build_parts(
         closing.callback(side.close)
         bridge = side.bridge
         policy = bridge.prepare(partial(build, config, weights=side.weights))
-        asked = build_asked_teacher(config, tokenizer=policy.tokenizer)
-        teach: Teach = list
-        if asked is not None:
-            closing.callback(asked.server.close)
-            teach = asked.teach
+        teach = build_teach(config, tokenizer=policy.tokenizer, closing=closing)
         feed: Feed[Batch]
         kept = build_kept(config, run.files["kept"]) if keep else None
         evaluator = None
