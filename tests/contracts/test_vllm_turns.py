@@ -22,9 +22,9 @@ from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools import Toolbox, load_parser
 from lachesis.rollouts.tools.conversation import Conversation
-from lachesis.rollouts.tools.functions import Tool
 from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
+from lachesis.rollouts.tools.toolbox import Tool
 from tests.contracts.bridge_cases import reset
 from tests.contracts.servers import MAX_LEN, TOKEN, Server
 from tests.contracts.vllm_server import needs_vllm

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
 from functools import cache
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,36 @@ def folders(path: Path) -> list[Path]:
 def test_the_rooms_are_the_folders():
     assert {entry.name for entry in folders(PACKAGE)} == set(ROOMS)
     assert {entry.name for entry in PACKAGE.iterdir() if entry.is_file()} == {"__init__.py", "__main__.py", "py.typed"}
+
+
+# Files of one name in neighbouring folders, and what each of them is there.
+SAME = {
+    "base.py": "the base classes of a folder",
+    "build.py": "how what a folder has is put together from the configuration",
+    "check.py": "the command that tries data, or rewards, before a run does",
+    "custom.py": "parts that users write, of the kind of that folder",
+    "distributed.py": "what a configuration says of several ranks: translated, and checked",
+    "environments.py": "the command `lachesis env`, and what it does",
+    "fleet.py": "the command `lachesis fleet`, and what it does",
+    "gate.py": "who may use an engine's model, and when",
+    "served.py": "the engine behind a server's routes: the contract, and those that have it",
+    "source.py": "a source of rollouts",
+    "training.py": "sections of the configuration, and the rules over them",
+}
+
+
+def neighbours() -> Iterator[tuple[Path, Path]]:
+    """Rooms that follow each other, and folders of one room."""
+    rooms = [PACKAGE / room for room in ROOMS]
+    yield from pairwise(rooms)
+    for room in [folder.parent for folder in PACKAGE.rglob("__init__.py") if folder.parent != PACKAGE]:
+        yield from combinations(folders(room), 2)
+
+
+def test_what_has_one_name_in_neighbouring_folders_is_one_thing():
+    found = [{file.name for file in one.glob("*.py")} & {file.name for file in other.glob("*.py")}
+             for one, other in neighbours()]  # fmt: skip
+    assert set().union(*found) - {"__init__.py"} == SAME.keys()
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))

@@ -16,9 +16,9 @@ from lachesis.rollouts.episodes import PolicyAccess
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.rollouts.steps.game import Calls, Game, Row
 from lachesis.rollouts.steps.gymnasium import GymnasiumGame
+from lachesis.rollouts.steps.observations import Rendering
 from lachesis.rollouts.steps.openenv import OpenEnvGame, find_server, is_address
 from lachesis.rollouts.steps.players import MakeGame, StepPlayers, TurnLimits
-from lachesis.rollouts.steps.rendering import Rendering
 from lachesis.rollouts.steps.tinker import TinkerGame
 from lachesis.rollouts.steps.tools import ToolGame, owns_reward, tool_names, tool_schemas
 from lachesis.rollouts.tools.parsers import load_parser

@@ -13,7 +13,7 @@ from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, Task
 from lachesis.rollouts.generation import request_seed, text_decoder
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.rollouts.steps.game import Action, Game, Row, Seen
-from lachesis.rollouts.steps.rendering import Rendering
+from lachesis.rollouts.steps.observations import Rendering
 from lachesis.rollouts.steps.scoring import Ended, scored
 from lachesis.rollouts.turns import Turn, joined
 

@@ -10,9 +10,9 @@ from lachesis.common.errors import ConfigError
 from lachesis.common.types import Message
 from lachesis.rollouts.episodes import RolloutFailed
 from lachesis.rollouts.steps.game import Action, Calls, Game, Row, Seen, number, shown
-from lachesis.rollouts.tools.functions import Tool, Toolbox, described
 from lachesis.rollouts.tools.parsers import ToolParser
 from lachesis.rollouts.tools.template import answer_message
+from lachesis.rollouts.tools.toolbox import Tool, Toolbox, described
 
 # The limit of the whole rollout ends a call that hangs; one without a limit ends it after an hour.
 _LONGEST_CALL_S = 3600.0

@@ -22,9 +22,9 @@ from lachesis.rollouts.kept import KeptGroup, KeptRollout, KeptRollouts
 from lachesis.rollouts.local import LocalSource, item_of
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.tools.conversation import Conversation
-from lachesis.rollouts.tools.functions import Observation, Toolbox
 from lachesis.rollouts.tools.parsers import ParsedTurn, ToolParser
 from lachesis.rollouts.tools.template import Continuation, Told, answer_message
+from lachesis.rollouts.tools.toolbox import Observation, Toolbox
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,11 +17,11 @@ from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.kept import KeptGroup, KeptRollout
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
-from lachesis.rollouts.tools.functions import Tool, Toolbox
 from lachesis.rollouts.tools.mcp_server import ToolServerLost
 from lachesis.rollouts.tools.parsers import hermes
 from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation, answer_message
+from lachesis.rollouts.tools.toolbox import Tool, Toolbox
 from tests.fakes import FakeEngine
 from tests.tiny import EOS, tiny_tokenizer
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.rollouts.tools import functions
-from lachesis.rollouts.tools.functions import Tool, Toolbox, load_tools
 from lachesis.rollouts.tools.parsers import ToolCall
+from lachesis.rollouts.tools.toolbox import Tool, Toolbox, load_tools
 
 TOOLS = '''
 def add(a: int, b: int = 1) -> int:
@@ -91,7 +90,7 @@ def test_calls_run_at_the_same_time():
 
 
 def test_quick_calls_take_turns_on_one_thread(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(functions, "_QUICK_S", 5.0)  # this machine may be busy
+    monkeypatch.setattr("lachesis.rollouts.tools.toolbox._QUICK_S", 5.0)  # this machine may be busy
     threads: list[int] = []
 
     def note() -> None:
