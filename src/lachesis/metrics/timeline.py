@@ -36,12 +36,12 @@ def timeline(log: MetricsLog, *, name: str) -> dict[str, Any]:
     events += [_named("thread_name", words, thread) for thread, words in THREADS.items()]
     ends = {GENERATION: 0.0, REWARDS: 0.0}
     for line in timed:
-        events += _step(line, origin=origin, ends=ends)
+        events += step_events(line, origin=origin, ends=ends)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _step(line: StepLine, *, origin: float, ends: dict[int, float]) -> Iterator[Event]:
-    """The events of a step. ``ends`` is where the last ones of the other threads ended, and is moved on."""
+def step_events(line: StepLine, *, origin: float, ends: dict[int, float]) -> Iterator[Event]:
+    """The events of a step, itself first. ``ends``, where the last ones of the other threads ended, is moved on."""
     values = {name: value for name, value in line.values.items() if math.isfinite(value)}
     begin = line.time - values["step_time"] - origin
     numbers = {name: values[name] for name in ("reward", "loss", "grad_norm", "weight_version") if name in values}

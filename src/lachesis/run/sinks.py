@@ -25,6 +25,7 @@ from lachesis.metrics.report.page import ReportSink
 from lachesis.metrics.sinks.console import CompletionPicker, CompletionsSink, ConsoleSink
 from lachesis.metrics.sinks.jsonl import JsonlSink, read_metrics
 from lachesis.metrics.sinks.mlflow import MlflowSink
+from lachesis.metrics.sinks.otel import OpenTelemetrySink
 from lachesis.metrics.sinks.tape import TapeSink, token_texts, write_groups
 from lachesis.metrics.sinks.tensorboard import TensorBoardSink
 from lachesis.metrics.sinks.trackio import TrackioSink
@@ -103,6 +104,8 @@ def _services(
         sinks.append(TrackioSink(trackio, **shared))
     if mlflow is not None:
         sinks.append(MlflowSink(mlflow, run_dir=run.path, **shared))
+    if config.logging.opentelemetry is not None:
+        sinks.append(OpenTelemetrySink(config.logging.opentelemetry, run_name=config.run.name))
     return sinks
 
 
