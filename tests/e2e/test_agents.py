@@ -23,9 +23,9 @@ def letters(completions, **columns):
     texts = ["".join(m["content"] for m in messages if m["role"] == "assistant") for messages in completions]
     return [sum(map(str.isalpha, text)) / max(len(text), 1) for text in texts]
 """
-# Two turns in one conversation, by nothing but the standard library; one task in eight crashes its program.
+# Two turns in one conversation, by nothing but the standard library; one answer in eight crashes the program.
 PLAIN = """
-import json, os, sys, urllib.request
+import json, os, sys, urllib.request, zlib
 messages = []
 for question in (sys.argv[1], "and then?"):
     messages.append({"role": "user", "content": question})
@@ -35,7 +35,7 @@ for question in (sys.argv[1], "and then?"):
         {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
     )
     messages.append(json.load(urllib.request.urlopen(request))["choices"][0]["message"])
-    if int(os.environ["OPENAI_API_KEY"][-1], 16) < 2:
+    if zlib.crc32(messages[-1]["content"].encode()) % 8 == 0:
         sys.exit(3)
 """
 SMOLAGENTS = """
@@ -91,7 +91,7 @@ def test_a_program_trains_the_model_and_its_crashes_are_no_rewards(tmp_path: Pat
     summary = run_here(write_run(tmp_path, PLAIN))
     lines = metrics(summary.run_dir).steps
     rewards = [line.values["reward"] for line in lines]
-    assert fmean(rewards[-3:]) - fmean(rewards[:3]) > 0.1, "0.12 to 0.23, as the crashes fall on others each time"
+    assert fmean(rewards[-3:]) - fmean(rewards[:3]) > 0.15, rewards
     assert sum(line.values["rollout_failures/crash"] for line in lines if "rollout_failures/crash" in line.values) > 0
     for line in lines:
         assert line.values["mean_ratio"] == pytest.approx(1.0, abs=1e-3), "trained on what was sampled, token by token"
