@@ -15,13 +15,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 STAMP := $(VENV)/.installed
 OLD_VERIFIERS := .venv-verifiers-0.1
 OPENENV := .venv-openenv
+TINKER := .venv-tinker
 ORIGINAL := .venv-original
 ORIGINAL_STAMP := $(ORIGINAL)/.installed
 
 # More than cores, as many tests wait.
 FORKS := 3
 
-.PHONY: install original verifiers-0.1 openenv quickstart test lint types unit processes contracts e2e browser chromium docs site clean
+.PHONY: install original verifiers-0.1 openenv tinker quickstart test lint types unit processes contracts e2e browser chromium docs site clean
 
 install: $(STAMP)
 
@@ -61,6 +62,14 @@ $(OPENENV)/.installed: requirements-openenv.txt | install
 	$(PIP) --no-deps --target $(OPENENV) --requirement $<
 	touch $@
 
+# Recipes for clients of Tinker, in a directory that goes behind .venv, whose packages win.
+tinker: $(TINKER)/.installed
+
+$(TINKER)/.installed: requirements-tinker.txt | install
+	rm -rf $(TINKER)
+	$(PIP) --no-deps --target $(TINKER) --requirement $<
+	touch $@
+
 quickstart: install
 	$(BIN)/lachesis train examples/quickstart/config.yaml --overwrite
 
@@ -81,6 +90,7 @@ contracts: DEAL := loadgroup
 e2e: DEAL := loadfile
 contracts e2e: export ATROPOS_PYTHON = $(CURDIR)/$(ORIGINAL)/bin/python
 contracts: verifiers-0.1 openenv
+e2e: tinker
 contracts e2e: install original
 	$(BIN)/python -m pytest tests/$@ --numprocesses 2 --dist $(DEAL) --no-loadscope-reorder --durations 15
 
@@ -106,4 +116,4 @@ site: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) $(ORIGINAL) $(OLD_VERIFIERS) $(OPENENV) runs site examples/quickstart/.cache
+	rm -rf $(VENV) $(ORIGINAL) $(OLD_VERIFIERS) $(OPENENV) $(TINKER) runs site examples/quickstart/.cache

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,14 +18,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lachesis.cli.doctor import write_proof
-from tests import warm
-from tests.paths import ROOT, SOURCE
-from tests.waiting import until
+from tests.e2e.tinker_server import KEY, tinker_server
+from tests.paths import ROOT
 
 tinker = pytest.importorskip("tinker", reason="the client tinker is not installed")
 types = tinker.types
 
-KEY = "tml-of-the-tests"
 ADAM = types.AdamParams(learning_rate=1e-2)
 pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # load_state, which is served all the same
 
@@ -52,24 +48,9 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     place = tmp_path_factory.mktemp("tinker")
     write_proof(place)
-    log = place / "server.log"
-    words = ["tinker-server", "--model", str(place / "model"), "--dir", str(place / "saved"), "--port", "0"]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(SOURCE), *filter(None, [os.environ.get("PYTHONPATH")])]),
-        "PYTHONUNBUFFERED": "1",
-        "TINKER_API_KEY": KEY,
-    }
-    with log.open("wb") as output:
-        started = warm.Popen([sys.executable, "-m", "lachesis", *words], env=environment, stdout=output, stderr=output)
-    try:
-        address = until(lambda: re.search(r"to tinker at (\S+)", log.read_text()), log.read_text)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TINKER_TELEMETRY", "0")
-            yield Served(address[1], place / "model", place / "saved")
-    finally:
-        started.terminate()
-        started.wait(timeout=20)
+    with tinker_server(place / "model", place / "saved") as url, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_TELEMETRY", "0")
+        yield Served(url, place / "model", place / "saved")
 
 
 def datum(tokens: Sequence[int], *, prompt: int = 1, **inputs: Sequence[float]) -> Any:

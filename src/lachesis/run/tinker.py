@@ -123,4 +123,5 @@ def _service(options: TinkerOptions) -> Any:
         name=name,
         tokenizer=str(place.resolve()) if place.is_dir() else options.model,
         session_s=options.session_timeout,
+        seed=options.seed,
     )

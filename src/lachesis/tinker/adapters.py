@@ -49,10 +49,7 @@ class AdapterBank:
         """
         config, name = self._config(shape), uuid.uuid4().hex
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            if shape.seed is not None:
-                torch.manual_seed(shape.seed)
-            else:
-                torch.seed()
+            torch.manual_seed(shape.seed)
             inject_adapter_in_model(config, self.model, adapter_name=name)
         del self.model.peft_config  # its own list of adapters, which it warns of at the next
         self._configs[name] = config

@@ -12,10 +12,10 @@ from lachesis.common.types import Completion, GenerationRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraShape:
-    """What an adapter is: its rank, where it hangs, and the seed of its first values (``None``: any)."""
+    """What an adapter is: its rank, where it hangs, and the seed of its first values."""
 
     rank: int
-    seed: int | None = None
+    seed: int
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True

@@ -64,6 +64,7 @@ class SamplingSession:
     weights: Weights | None = None
     path: str | None = None
     clients: int = 0
+    number: int = 0
 
 
 class Service:
@@ -74,10 +75,19 @@ class Service:
         name: what clients call it.
         tokenizer: where they load the tokenizer from.
         session_s: seconds of silence after which a session's runs are forgotten; what they saved stays.
+        seed: of what clients give no seed for; ``None`` draws one.
     """
 
     def __init__(
-        self, base: Base, sampler: Sampler, store: CheckpointStore, *, name: str, tokenizer: str, session_s: float
+        self,
+        base: Base,
+        sampler: Sampler,
+        store: CheckpointStore,
+        *,
+        name: str,
+        tokenizer: str,
+        session_s: float,
+        seed: int | None,
     ) -> None:
         self.store = store
         self.name = name
@@ -90,6 +100,8 @@ class Service:
         self._session_s = session_s
         self._sampler = sampler
         self._heard: dict[str, float] = {}
+        self._seed = random.getrandbits(62) if seed is None else seed
+        self._made_samplers = 0
         self._worker = Worker(sampler)
 
     # --- sessions ---------------------------------------------------------------------------------------------
@@ -128,7 +140,7 @@ class Service:
         """The id of the request; the run's own follows from the session and its number there."""
         self._check_base(body.base_model)
         wire.check_optimizer(body.optimizer_config)
-        shape = wire.lora_shape(body.lora_config)
+        shape = wire.lora_shape(body.lora_config, seed=self._drawn("adapter", len(self._heard), body.model_seq_id))
         run_id, run = self._new_run(body.session_id, body.model_seq_id, body.user_metadata)
         answer = wire.json_answer(types.CreateModelResponse(model_id=run_id))
         return self._submit(partial(_make, run, lambda: TrainingRun(self._base, shape)), lambda _: answer)
@@ -223,13 +235,17 @@ class Service:
 
     def sample(self, body: types.SampleRequest) -> str:
         """The id of a request for completions. Raises LachesisError for one that cannot be sampled."""
+        number = 0
         if body.sampling_session_id is not None:
-            weights = self.sampler(body.sampling_session_id).weights
+            sampler = self.sampler(body.sampling_session_id)
+            weights, number = sampler.weights, sampler.number
         else:
             if body.base_model is not None:
                 self._check_base(body.base_model)
             weights = None if body.model_path is None else self._saved_weights(body.model_path)
-        request = wire.sample_request(body, seed=random.getrandbits(62), max_context=self.max_context)
+        request = wire.sample_request(
+            body, seed=self._drawn("sample", number, body.seq_id), max_context=self.max_context
+        )
         self._sampler.check(request)
         job = SampleJob(weights, request, wire.sample_answer)
         self._worker.submit(job)
@@ -322,7 +338,9 @@ class Service:
         return run.requests.ids[number]
 
     def _add_sampler(self, sampler: SamplingSession) -> str:
-        sampler_id = f"{sampler.session_id}:sample:{uuid.uuid4().hex}"
+        self._made_samplers += 1
+        sampler.number = self._made_samplers
+        sampler_id = f"{sampler.session_id}:sample:{sampler.number}"
         self.samplers[sampler_id] = sampler
         return sampler_id
 
@@ -331,6 +349,10 @@ class Service:
         self._check_base(saved.base_model)
         # A checkpoint that was overwritten has the same path and another time.
         return Weights(f"{path}@{saved.time}", saved.shape, partial(self.store.weights, path))
+
+    def _drawn(self, *place: object) -> int:
+        """A seed for what a client gave none, which the server's own seed and the place of the request decide."""
+        return random.Random(f"{self._seed} {place}").getrandbits(62)
 
     def _check_base(self, name: str) -> None:
         if name != self.name:

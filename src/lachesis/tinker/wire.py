@@ -97,13 +97,17 @@ def pass_answer(result: PassResult) -> Answer:
     return Answer(message.SerializeToString(), _PROTOBUF)
 
 
-def lora_shape(config: types.LoraConfig | None) -> LoraShape:
-    """Raises DataError where there is none: all weights cannot be trained."""
+def lora_shape(config: types.LoraConfig | None, *, seed: int) -> LoraShape:
+    """Raises DataError where there is none: all weights cannot be trained.
+
+    Args:
+        seed: where the request has none.
+    """
     if config is None:
         raise DataError("only LoRA runs are served", remedy="create_lora_training_client makes one")
     return LoraShape(
         rank=config.rank,
-        seed=config.seed,
+        seed=(seed if config.seed is None else config.seed) % 2**63,
         train_unembed=config.train_unembed,
         train_mlp=config.train_mlp,
         train_attn=config.train_attn,

@@ -21,7 +21,7 @@ def saved(store: CheckpointStore, name: str = "one", ttl_s: int | None = None) -
         "weights",
         name,
         base_model="m",
-        shape=LoraShape(rank=2),
+        shape=LoraShape(rank=2, seed=0),
         config=LoraConfig(r=2),
         weights=WEIGHTS,
         optimizer={"step:a": torch.ones(())},
@@ -33,7 +33,7 @@ def test_what_is_saved_is_found(tmp_path: Path):
     store = CheckpointStore(tmp_path)
     path = saved(store).path
     assert path == "tinker://s:train:0/weights/one"
-    assert store.find(path).shape == LoraShape(rank=2)
+    assert store.find(path).shape == LoraShape(rank=2, seed=0)
     assert torch.equal(store.weights(path)["a"], WEIGHTS["a"]) and store.optimizer(path).keys() == {"step:a"}
     assert [one.checkpoint_id for one in store.of_run("s:train:0")] == ["weights/one"]
     with pytest.raises(CheckpointError, match="is there already"):
