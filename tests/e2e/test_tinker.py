@@ -18,8 +18,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lachesis.cli.doctor import write_proof
+from lachesis.common.errors import DataError
+from lachesis.tinker.adapters import AdapterBank
+from lachesis.tinker.records import LoraShape
 from tests.e2e.tinker_server import KEY, tinker_server
 from tests.paths import ROOT
+from tests.tiny import tiny_model
 
 tinker = pytest.importorskip("tinker", reason="the client tinker is not installed")
 types = tinker.types
@@ -317,6 +321,16 @@ def test_strangers_and_foreign_pages_are_kept_out(served: Served):
     assert status(**{"x-api-key": KEY, "host": "evil.example"}) == 403
 
 
+def test_a_request_that_is_sent_twice_is_one(served: Served):
+    body = {"session_id": served.run().model_id.partition(":")[0], "model_seq_id": 999, "base_model": str(served.model)}
+
+    def asked() -> str:
+        url, sent = f"{served.url}/api/v1/create_model", body | {"lora_config": {"rank": 2}}
+        return httpx.post(url, json=sent, headers={"x-api-key": KEY}, trust_env=False).json()["request_id"]
+
+    assert asked() == asked()
+
+
 def test_a_session_that_ends_takes_its_runs_along(served: Served):
     client = tinker.ServiceClient(base_url=served.url, api_key=KEY)
     run = client.create_lora_training_client(base_model=str(served.model), rank=2).result()
@@ -328,3 +342,10 @@ def test_a_session_that_ends_takes_its_runs_along(served: Served):
         rest.get_training_run(run.model_id).result()
     assert json.loads((served.file(path) / "tinker.json").read_text())["path"] == path
     assert served.client.create_training_client_from_state(path).result().get_info().lora_rank == 2
+
+
+def test_what_cannot_be_adapted_is_refused():
+    with pytest.raises(DataError, match="peft hangs no such adapter"):
+        AdapterBank(tiny_model("mamba"), name="tiny").add(LoraShape(rank=2, seed=0))
+    with pytest.raises(DataError, match="mixture's experts"):
+        AdapterBank(tiny_model("qwen3_moe"), name="tiny").add(LoraShape(rank=2, seed=0))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lachesis.common.errors import DataError
+from lachesis.common.errors import DataError, first_line
 from lachesis.tinker.records import LoraShape
 from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.loading import has_experts
@@ -50,7 +50,14 @@ class AdapterBank:
         config, name = self._config(shape), uuid.uuid4().hex
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(shape.seed)
-            inject_adapter_in_model(config, self.model, adapter_name=name)
+            try:
+                inject_adapter_in_model(config, self.model, adapter_name=name)
+            except ValueError as error:
+                self._detach(name)
+                raise DataError(
+                    f"peft hangs no such adapter on this model: {first_line(error)}",
+                    remedy="create the run with train_mlp=False or train_attn=False",
+                ) from error
         del self.model.peft_config  # its own list of adapters, which it warns of at the next
         self._configs[name] = config
         self._parameters[name] = _parameters(self.model, name)
@@ -64,9 +71,7 @@ class AdapterBank:
 
     def remove(self, name: str) -> None:
         """Forget an adapter."""
-        for layer in self._layers():
-            layer.set_adapter([])  # or peft makes another one active, and says so
-            layer.delete_adapter(name)
+        self._detach(name)
         del self._configs[name], self._parameters[name]
 
     def parameters(self, name: str) -> Mapping[str, nn.Parameter]:
@@ -103,6 +108,11 @@ class AdapterBank:
             if name is not None:
                 layer.set_adapter(name)
         yield self.model
+
+    def _detach(self, name: str) -> None:
+        for layer in self._layers():
+            layer.set_adapter([])  # or peft makes another one active, and says so
+            layer.delete_adapter(name)
 
     def _layers(self) -> Iterator[BaseTunerLayer]:
         return (module for module in self.model.modules() if isinstance(module, BaseTunerLayer))
@@ -152,9 +162,13 @@ def _shortened(names: Sequence[str], others: Sequence[str]) -> list[str]:
 
 
 def _parameters(model: PreTrainedModel, adapter: str) -> dict[str, nn.Parameter]:
+    """An adapter's, in float32, by their names in files."""
     marks = tuple(f".{matrix}.{adapter}." for matrix in ("lora_A", "lora_B"))
-    return {
+    found = {
         f"base_model.model.{name.replace(f'.{adapter}.', '.')}": parameter
         for name, parameter in model.named_parameters()
         if any(mark in name for mark in marks)
     }
+    for parameter in found.values():
+        parameter.data = parameter.data.float()
+    return found

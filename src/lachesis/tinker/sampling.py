@@ -24,11 +24,10 @@ _NO_LOGPROB = -99999.0
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """An adapter to sample with; the same ``key`` means the same tensors, which ``read`` gives."""
+    """An adapter to sample with; the same ``key`` means the same shape and tensors, which ``read`` gives."""
 
     key: str
-    shape: LoraShape
-    read: Callable[[], Mapping[str, Tensor]]
+    read: Callable[[], tuple[LoraShape, Mapping[str, Tensor]]]
 
 
 class Sampler:
@@ -87,7 +86,7 @@ class Sampler:
 
     def _adapter(self, weights: Weights) -> str:
         if weights.key not in self._loaded:
-            self._loaded[weights.key] = self._bank.add(weights.shape, weights.read())
+            self._loaded[weights.key] = self._bank.add(*weights.read())
         self._loaded.move_to_end(weights.key)
         while len(self._loaded) > _LOADED:
             self._bank.remove(self._loaded.popitem(last=False)[1])

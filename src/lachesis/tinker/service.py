@@ -18,7 +18,7 @@ from torch import Tensor
 from lachesis.common.errors import DataError, LachesisError
 from lachesis.tinker import wire
 from lachesis.tinker.checkpoints import CheckpointStore, Saved
-from lachesis.tinker.records import PassResult
+from lachesis.tinker.records import LoraShape, PassResult
 from lachesis.tinker.sampling import Sampler, Weights
 from lachesis.tinker.training import Base, TrainingRun
 from lachesis.tinker.worker import Answer, Failure, Futures, Job, SampleJob, Sequenced, Worker
@@ -141,9 +141,11 @@ class Service:
         self._check_base(body.base_model)
         wire.check_optimizer(body.optimizer_config)
         shape = wire.lora_shape(body.lora_config, seed=self._drawn("adapter", len(self._heard), body.model_seq_id))
-        run_id, run = self._new_run(body.session_id, body.model_seq_id, body.user_metadata)
-        answer = wire.json_answer(types.CreateModelResponse(model_id=run_id))
-        return self._submit(partial(_make, run, lambda: TrainingRun(self._base, shape)), lambda _: answer)
+        return self._make_run(
+            body,
+            lambda: TrainingRun(self._base, shape),
+            lambda run_id: wire.json_answer(types.CreateModelResponse(model_id=run_id)),
+        )
 
     def load_run(self, body: types.LoadWeightsRequest) -> str:
         """The id of a request that loads a checkpoint, into a run or as a new one."""
@@ -152,12 +154,9 @@ class Service:
             run = self._run(body.model_id)
             work = partial(self._load, run, body)
             return self._in_order(run, body.seq_id, work, partial(_loaded, body.path, body.model_id))
-        if body.session_id is None or body.model_seq_id is None:
-            raise DataError("the request names no run", remedy="send model_id, or session_id and model_seq_id")
         if body.base_model is not None:
             self._check_base(body.base_model)
-        run_id, run = self._new_run(body.session_id, body.model_seq_id, body.user_metadata)
-        return self._submit(partial(_make, run, partial(self._restored, body)), partial(_loaded, body.path, run_id))
+        return self._make_run(body, partial(self._restored, body), lambda run_id: _loaded(body.path, run_id, None))
 
     def pass_through(self, message: wire.PassMessage) -> str:
         """The id of a forward or forward_backward."""
@@ -196,7 +195,11 @@ class Service:
         """The id of a request that saves weights to sample with: as files, or for one sampling client."""
         run = self._run(body.model_id)
         if body.path is None:
-            return self._in_order(run, body.seq_id, partial(self._snapshot, run, body.kind), self._snapshot_answer)
+            key = uuid.uuid4().hex
+            sampler = SamplingSession(run.session_id, Weights(key, partial(_unnamed, run, key)))
+            response = types.SaveWeightsForSamplerResponseInternal(sampling_session_id=self._add_sampler(sampler))
+            answer = wire.json_answer(response)
+            return self._in_order(run, body.seq_id, partial(_keep, run, key, kind=body.kind), lambda _: answer)
         work = partial(self._save, run, body, optimizer=False)
         return self._in_order(run, body.seq_id, work, _sampler_saved)
 
@@ -292,28 +295,25 @@ class Service:
             user_metadata=body.user_metadata,
         )
 
-    def _snapshot(self, run: Run, kind: str) -> SamplingSession:
-        if kind != "snapshot":
-            raise DataError(f"weights of the kind {kind!r} are not served", remedy="save a snapshot")
-        key, shape = uuid.uuid4().hex, run.made.shape
-        run.unnamed[key] = run.made.weights()
-        while len(run.unnamed) > _UNNAMED_KEPT:
-            run.unnamed.popitem(last=False)
-        return SamplingSession(run.session_id, Weights(key, shape, partial(_unnamed, run, key)))
-
-    def _snapshot_answer(self, sampler: SamplingSession) -> Answer:
-        response = types.SaveWeightsForSamplerResponseInternal(sampling_session_id=self._add_sampler(sampler))
-        return wire.json_answer(response)
-
     # --- small parts ------------------------------------------------------------------------------------------
 
-    def _new_run(self, session_id: str, number: int, metadata: Mapping[str, Any] | None) -> tuple[str, Run]:
-        self.hear(session_id)
-        run_id = f"{session_id}:train:{number}"
-        texts = None if metadata is None else {name: str(value) for name, value in metadata.items()}
-        run = Run(session_id, Sequenced(self._worker.submit), user_metadata=texts)
-        self.runs[run_id] = run
-        return run_id, run
+    def _make_run(
+        self,
+        body: types.CreateModelRequest | types.LoadWeightsRequest,
+        make: Callable[[], TrainingRun],
+        answer: Callable[[str], Answer],
+    ) -> str:
+        """The id of the request that makes a run; asked for twice, as by a client that lost the answer, it is one."""
+        if body.session_id is None or body.model_seq_id is None:
+            raise DataError("the request names no run", remedy="send model_id, or session_id and model_seq_id")
+        self.hear(body.session_id)
+        run_id = f"{body.session_id}:train:{body.model_seq_id}"
+        if run_id not in self.runs:
+            texts = {name: str(value) for name, value in (body.user_metadata or {}).items()}
+            run = Run(body.session_id, Sequenced(self._worker.submit), user_metadata=texts or None)
+            run.requests.ids[0] = self._submit(partial(_make, run, make), lambda _: answer(run_id))
+            self.runs[run_id] = run
+        return self.runs[run_id].requests.ids[0]
 
     def _run(self, run_id: str) -> Run:
         if (run := self.runs.get(run_id)) is None:
@@ -348,7 +348,7 @@ class Service:
         saved = self.store.find(path)
         self._check_base(saved.base_model)
         # A checkpoint that was overwritten has the same path and another time.
-        return Weights(f"{path}@{saved.time}", saved.shape, partial(self.store.weights, path))
+        return Weights(f"{path}@{saved.time}", lambda: (saved.shape, self.store.weights(path)))
 
     def _drawn(self, *place: object) -> int:
         """A seed for what a client gave none, which the server's own seed and the place of the request decide."""
@@ -375,13 +375,22 @@ def _close(run: Run) -> None:
         run.training.close()
 
 
-def _unnamed(run: Run, key: str) -> Mapping[str, Tensor]:
+def _keep(run: Run, key: str, *, kind: str) -> None:
+    """Remember a run's weights of now for one sampling client, and forget those of old ones."""
+    if kind != "snapshot":
+        raise DataError(f"weights of the kind {kind!r} are not served", remedy="save a snapshot")
+    run.unnamed[key] = run.made.weights()
+    while len(run.unnamed) > _UNNAMED_KEPT:
+        run.unnamed.popitem(last=False)
+
+
+def _unnamed(run: Run, key: str) -> tuple[LoraShape, Mapping[str, Tensor]]:
     if key not in run.unnamed:
         raise DataError(
             f"the weights of this sampling client are gone: its run has saved {_UNNAMED_KEPT} newer ones",
             remedy="keep weights with save_weights_for_sampler(name) to sample with them later",
         )
-    return run.unnamed[key]
+    return run.made.shape, run.unnamed[key]
 
 
 def _loaded(path: str, run_id: str, _: object) -> Answer:
