@@ -34,6 +34,7 @@ from typing import Any
 import httpx
 import torch
 from architectures import LLAMA_3_1_8B
+from needs_gpu import require_gpu
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lachesis.bridges.proof import FleetProof
@@ -367,6 +368,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--part", default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    require_gpu(tiny=arguments.tiny)
     arguments.logs.mkdir(parents=True, exist_ok=True)
     if arguments.part is not None:
         measure = measure_stock if arguments.part in STOCK else measure_bridge

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import yaml
 from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
+from needs_gpu import require_gpu
 from overlap import EOS, PAD, WORDS, write_problems
 
 PROMPTS, COMPLETIONS, PROMPT_TOKENS = 32, 8, 128
@@ -108,7 +109,7 @@ def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:
     work: Path = options.work
     gpu = torch.cuda.is_available()
     lora = options.size == "8B"
-    engine: dict[str, Any] = {
+    vllm: dict[str, Any] = {
         "kind": "vllm",
         "port": options.port,
         "max_model_len": PROMPT_TOKENS + options.most,
@@ -117,7 +118,8 @@ def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:
         "extra_args": ["--max-num-seqs", "1024"] if gpu else ["--max-num-seqs", "64", "--no-enable-chunked-prefill"],
     }
     sampling: dict[str, Any] = {"num_generations": COMPLETIONS, "max_completion_length": options.most}
-    if options.lengths == "equal":
+    embedded: dict[str, Any] = {"kind": "embedded_server", "port": options.port}
+    if options.lengths == "equal" and options.engine == "vllm":
         sampling["generation_kwargs"] = {"ignore_eos": True}
     tree: dict[str, Any] = {
         "run": {"name": name, "dir": str(work / "runs"), "steps": options.steps},
@@ -127,7 +129,7 @@ def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:
         "rewards": {"functions": [f"{work / 'reward.py'}:share_of_ones"]},
         "sampling": sampling,
         "batch": {"prompts_per_step": options.prompts},
-        "engine": engine,
+        "engine": vllm if options.engine == "vllm" else embedded,
         "bridge": {"kind": "lora_only" if lora else "shared_vllm" if gpu else "broadcast"},
         "optimizer": {"learning_rate": 1e-7},
         "deadlines": {"engine_start_s": ENGINE_START_S},
@@ -336,11 +338,13 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--trl-checkpointing", action="store_true")
     parser.add_argument("--trl-liger", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens; also on a CPU")
+    parser.add_argument("--engine", choices=("vllm", "embedded"), default="vllm", help="of our runs")
     parser.add_argument("--port", type=int, default=9127)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-end-to-end")
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--part", choices=("trl",), default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    require_gpu(tiny=options.tiny)
     options.mean, options.most = RAGGED_MEAN, EQUAL if options.lengths == "equal" else RAGGED_MOST
     if options.tiny:
         options.mean, options.most = 12, 16 if options.lengths == "equal" else 48

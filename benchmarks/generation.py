@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 import torch
 from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
+from needs_gpu import require_gpu
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.process import ManagedProcess
@@ -226,6 +227,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--part", choices=["process", "server"], default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    require_gpu(tiny=arguments.tiny)
     arguments.logs.mkdir(parents=True, exist_ok=True)
     arguments.prompt, arguments.tokens = (16, 24) if arguments.tiny else (128, 512)
     if arguments.tiny:

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import transformers
+from needs_gpu import require_gpu
 from torch import nn
 
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
@@ -490,6 +491,7 @@ def main() -> None:
         for row in json.loads(options.again.read_text())["rows"]:
             sys.stdout.write(line(row) + "\n")
         return
+    require_gpu(tiny=options.tiny)
     device = torch.device("cpu" if options.tiny else "cuda")
     world = find_world(os.environ)
     if world is None:

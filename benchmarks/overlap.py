@@ -107,7 +107,7 @@ class Bench:
         """Medians of generation with the trainer idle, and of training with the engine idle."""
         config = self.with_prompts(prompts)
         generated = self.generate(config, repeats=repeats)
-        batch = build_feed(config, **self.parts).next()
+        batch = build_feed(config, **self.parts, kept=None).next()
         self.train(batch)  # which compiles what these shapes need
         trained = [self.train(batch) for _ in range(repeats)]
         return Alone(prompts, statistics.median(generated), statistics.median(trained))
@@ -115,7 +115,7 @@ class Bench:
     def both(self, prompts: int, *, repeats: int) -> Alone:
         """The same at once: what the machine, and one interpreter for client and trainer, can do at best."""
         config = self.with_prompts(prompts)
-        batch = build_feed(config, **self.parts).next()
+        batch = build_feed(config, **self.parts, kept=None).next()
         generated: list[float] = []
         thread = threading.Thread(target=lambda: generated.extend(self.generate(config, repeats=repeats)))
         thread.start()
@@ -146,7 +146,7 @@ class Bench:
         """Some steps of a run, all of `lachesis train` but for the parts that are built before."""
         run = claim_run(Path(config.run.dir) / config.run.name, resume=False, overwrite=True)
         run.begin(resume=False)
-        feed: Feed[Batch] = build_feed(config, **self.parts)
+        feed: Feed[Batch] = build_feed(config, **self.parts, kept=None)
         tokenizer = self.policy.loaded.tokenizer
         hub = build_sinks(config, run=run, start=0, consoles=[], tokenizer=tokenizer, reward_names=())
         checkpoints = CheckpointManager(run.files["checkpoints"], keep_last=1)

@@ -27,6 +27,7 @@ from typing import Any
 import psutil
 import torch
 from bridges import LORA, NO_LORA, change, configuration, make_model, memory_gb, say
+from needs_gpu import require_gpu
 
 from lachesis.bridges.external import ExternalBridge
 from lachesis.config.schema import LachesisConfig
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--part", default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    require_gpu(tiny=arguments.tiny)
     arguments.work.mkdir(parents=True, exist_ok=True)
     arguments.cycles = dict.fromkeys(CYCLES, 3) if arguments.tiny else {}
     if arguments.part is not None:

@@ -292,7 +292,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.tiny:
-        options.steps, options.every, options.prompts, options.digits, options.start_steps = 4, 2, 4, 2, 40
+        options.steps, options.every, options.prompts, options.digits, options.start_steps = 4, 2, 4, 2, 10
     options.work = options.work / ("tiny" if options.tiny else "whole")
     return options
 

@@ -30,6 +30,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
+from needs_gpu import require_gpu
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
@@ -391,6 +392,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[""], help="run only rows whose names contain one of these")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    require_gpu(tiny=options.tiny)
     device = torch.device("cpu" if options.tiny else "cuda")
     if options.tiny:
         torch.set_num_threads(1)  # of so little work several threads spend most on waiting for each other

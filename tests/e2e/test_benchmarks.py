@@ -2,41 +2,67 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests import warm
 from tests.e2e.runs import environment
 from tests.paths import BENCHMARKS
 from tests.waiting import LONG_S
 
-# By script: words that stand in what it prints.
+# Stands for a directory of the test's.
+WORK = "WORK"
+# By script: what of it runs here beside --tiny, and words that stand in what it prints.
 RUN_HERE = {
-    "api": "groups_per_s",
-    "asynchrony": "waits",
-    "code_execution": "| namespaces |",
-    "multi_turn": "rollouts",
-}
-# Scripts with --tiny whose servers are vLLM's, or that train for longer than a test may.
-BY_HAND = {"bridges", "end_to_end", "generation", "kills", "memory", "overlap", "reasoning_tasks", "sleep",
-           "time_to_reward", "train_step"}  # fmt: skip
+    "api": ([], "groups_per_s"),
+    "asynchrony": ([], "waits"),
+    "code_execution": ([], "| namespaces |"),
+    "end_to_end": (["--only", "Lachesis", "--engine", "embedded", "--steps", "2", "--prompts", "2", "--work", WORK],
+                   "| Lachesis |"),
+    "memory": (["--only", "1.5B, LoRA, 1024", "--steps", "2"], "1.5B, LoRA, 1024"),
+    "multi_turn": ([], "rollouts"),
+    "overlap": (["--work", WORK], "a step over the longer of generation and training"),
+    "reasoning_tasks": (["--only", "chain_sum"], "| chain_sum | 2 |"),
+    "time_to_reward": (["--only", "Lachesis", "--seeds", "0", "--work", WORK], "| Lachesis | 0 |"),
+    "train_step": (["--no-trl", "--repeats", "1", "--only", "float32 residual"], "lachesis LoRA, float32 residual"),
+}  # fmt: skip
+# Those whose servers are vLLM's, and one that test_kills.py has a small version of.
+BY_HAND = {"bridges", "generation", "kills", "sleep"}
+# They say so where there is no GPU, before they make any model.
+OF_A_GPU = ["bridges", "end_to_end", "generation", "memory", "sleep", "train_step"]
 # What they measure is made by others' programs or files, which are not here.
 OF_OTHERS = {"environments", "public_files", "public_rewards", "quickstart_vs_trl", "trl_side"}
-NO_SCRIPTS = {"architectures", "overlap_table"}
+NO_SCRIPTS = {"architectures", "needs_gpu", "overlap_table"}
 
 
-@pytest.mark.parametrize("name", sorted(RUN_HERE))
-def test_it_runs(name: str, tmp_path: Path):
+def script(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     start = (
         f"import runpy, sys; sys.path.insert(0, {str(BENCHMARKS)!r}); "
         "sys.argv[:] = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
     )
-    words = [sys.executable, "-c", start, str(BENCHMARKS / f"{name}.py"), "--tiny"]
-    done = warm.run(words, env=environment(), cwd=tmp_path, timeout=LONG_S)
+    words = [sys.executable, "-c", start, str(BENCHMARKS / f"{name}.py"), *arguments]
+    return warm.run(words, env=environment(), cwd=cwd, timeout=2 * LONG_S)
+
+
+@pytest.mark.parametrize("name", sorted(RUN_HERE))
+def test_it_runs(name: str, tmp_path: Path):
+    arguments, words = RUN_HERE[name]
+    given = [str(tmp_path / "work") if one == WORK else one for one in arguments]
+    done = script(name, "--tiny", *given, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert RUN_HERE[name] in done.stdout
+    assert words in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
+@pytest.mark.parametrize("name", OF_A_GPU)
+def test_what_measures_a_gpu_says_that_there_is_none(name: str, tmp_path: Path):
+    done = script(name, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "torch sees none here; --tiny" in done.stderr
 
 
 def test_each_script_has_a_small_version_that_is_tried_here_or_by_hand():
