@@ -140,6 +140,23 @@ def export_command(
     console.print(f"wrote {shown(export(checkpoint, out, merge=merge))}")
 
 
+@app.command("push")
+def push_command(
+    run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
+    repo: Annotated[str, typer.Option(help="Repository of the Hugging Face hub, OWNER/NAME; made if need be.")],
+    private: Annotated[bool, typer.Option("--private", help="Make it one that only you see.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the model card, and upload nothing.")] = False,
+) -> None:
+    """Upload a run's final model to the Hugging Face hub, with a card that says how it was trained."""
+    from lachesis.run.push import push, write_card
+
+    hide_progress_bars()
+    if dry_run:
+        console.print(f"wrote {shown(write_card(run_dir))}; without --dry-run it goes to {repo} with the model")
+    else:
+        console.print(f"pushed: {push(run_dir, repo=repo, private=private)}")
+
+
 @app.command("init")
 def init_command(
     directory: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")] = Path("."),

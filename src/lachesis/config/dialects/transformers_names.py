@@ -30,7 +30,9 @@ def shared_names() -> Iterator[Entry]:
     yield from refused("Lachesis has these options as keys of `optimizer`; remove it", "optim_args")
     yield from refused("Lachesis trains all layers, or model.train_layers; remove it", "optim_target_modules")
     yield from nothing("of accelerate, whose part Lachesis does itself", "accelerator_config", "local_rank")
-    yield from nothing("Lachesis pushes nothing; upload final/", "hub_model_id", "hub_strategy", "hub_revision")
+    yield from nothing(
+        "`lachesis push` uploads the model of a run that has ended", "hub_model_id", "hub_strategy", "hub_revision"
+    )
     yield from nothing("gradients are added up by FSDP2, or once a step", "ddp_bucket_cap_mb", "ddp_broadcast_buffers")
     yield together("trackio_space_id", "logging.trackio.space", "with Trackio")
     yield from nothing(_ONE_PROCESS, "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor")
@@ -81,7 +83,7 @@ def transformers_names() -> Iterator[Entry]:
     yield from nothing("no run is written over: --resume goes on, another run.name is another", "overwrite_output_dir")
     yield from nothing("weights are always saved as safetensors", "save_safetensors")
     yield from nothing(
-        "Lachesis pushes nothing; upload final/",
+        "`lachesis push` uploads the model of a run that has ended",
         *("hub_token", "hub_private_repo", "hub_always_push", "push_to_hub_model_id", "push_to_hub_organization"),
         *("push_to_hub_token",),
     )

@@ -350,7 +350,8 @@ def _without_counterpart() -> Iterator[Entry]:
     yield from cannot(
         "the head's products are in model.dtype; logprobs are made of them in float32", "cast_lm_head_to_fp32"
     )
-    yield from cannot("Lachesis pushes nothing; upload final/", "push_to_hub", "log_completions_hub_repo")
+    yield from cannot("a run uploads nothing; `lachesis push` does, once it has ended", "push_to_hub")
+    yield from cannot("completions stay in the run's directory", "log_completions_hub_repo")
     yield from cannot("Lachesis keeps dropout as the model has it", "disable_dropout")
     yield from cannot("the router's loss is not added", "router_aux_loss_coef")
     yield from nothing("datasets are read whole; prompts are small", "dataset_streaming", "streaming")

@@ -1,0 +1,105 @@
+"""The model card of a run: README.md as the Hugging Face hub reads it. All figures are those of the run's own files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lachesis import __version__
+from lachesis.metrics.names import format_number
+from lachesis.metrics.report.data import Run, date_of, descriptors, facts, headline, read_run, setting
+from lachesis.metrics.sinks.jsonl import MetricsLog
+
+_POINTS = 12
+_BAR = 30
+_SHOWN = (
+    ("algorithm.loss_type", "loss"),
+    ("algorithm.beta", "KL weight"),
+    ("optimizer.learning_rate", "learning rate"),
+    ("batch.prompts_per_step", "prompts a step"),
+    ("sampling.num_generations", "completions a prompt"),
+    ("sampling.max_completion_length", "longest completion, tokens"),
+    ("sampling.temperature", "temperature"),
+    ("adapter.r", "LoRA rank"),
+    ("run.seed", "seed"),
+)
+
+
+def model_card(run_dir: Path) -> str:
+    """What was trained, how, and with what result, as Markdown with the metadata that the hub reads.
+
+    Raises:
+        DataError: the directory holds no run, or its metrics are malformed.
+    """
+    run = read_run(run_dir)
+    base = str(setting(run.config, "model.path", ""))
+    parts = [_metadata(run, base), f"# {Path(run_dir).resolve().name}", _result(run), _curve(run.log), _settings(run)]
+    words = ", ".join([base if _is_hub_id(base) else Path(base).name, *descriptors(run.config)[1:]])
+    parts.append(
+        f"## Trained with\n\nGRPO by Lachesis {__version__}: {words}. Rewards: "
+        f"{', '.join(_rewards(run)) or 'those of its environments'}."
+    )
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _metadata(run: Run, base: str) -> str:
+    """The hub takes ids of its own as base model and data, and no paths."""
+    fields: dict[str, Any] = {"library_name": "transformers", "tags": ["grpo", "lachesis", "reinforcement-learning"]}
+    if setting(run.config, "adapter.kind") == "lora":
+        fields["library_name"] = "peft"
+    data = str(setting(run.config, "data.path") or "")
+    fields |= {"base_model": base} if _is_hub_id(base) else {}
+    fields |= {"datasets": [data]} if _is_hub_id(data) else {}
+    fields["pipeline_tag"] = "text-generation"
+    return f"---\n{yaml.safe_dump(fields, sort_keys=False)}---"
+
+
+def _is_hub_id(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) == 2 and all(parts) and not name.startswith((".", "~", "/")) and not Path(name).exists()
+
+
+def _result(run: Run) -> str:
+    found = headline(run.log)
+    begun = f"{found['first']} → " if found["first"] else ""
+    rows = [(found["label"], f"{begun}{found['last']}"), *facts(run)]
+    when = date_of(run.log.steps)
+    rows += [("trained on", when)] if when else []
+    return "## Result\n\n" + _table("", "", rows)
+
+
+def _curve(log: MetricsLog) -> str:
+    """The mean reward over the run, in parts of equally many steps."""
+    points = [(line.step, line.values["reward"]) for line in log.steps if "reward" in line.values]
+    if len(points) < 2:
+        return ""
+    size = -(-len(points) // _POINTS)
+    parts = [points[start : start + size] for start in range(0, len(points), size)]
+    means = [sum(value for _, value in part) / len(part) for part in parts]
+    low, high = min(0.0, *means), max(means)
+    rows = [f"{'steps':>13}  mean reward"]
+    for part, mean in zip(parts, means, strict=True):
+        bar = "#" * round(_BAR * (mean - low) / (high - low)) if high > low else ""
+        rows.append(f"{f'{part[0][0]} to {part[-1][0]}':>13}  {format_number(mean):<8} {bar}".rstrip())
+    return "## Reward\n\n```\n" + "\n".join(rows) + "\n```"
+
+
+def _settings(run: Run) -> str:
+    rows = [(words, str(value)) for key, words in _SHOWN if (value := setting(run.config, key)) is not None]
+    return "## Settings\n\n" + _table("", "", rows) if rows else ""
+
+
+def _rewards(run: Run) -> list[str]:
+    """By the names of the functions, without the directories of whoever trained."""
+    names: list[str] = []
+    for spec in setting(run.config, "rewards.functions") or ():
+        text = str(spec.get("function")) if isinstance(spec, dict) else str(spec)
+        names.append(f"`{Path(text).name if text.startswith('/') else text}`")
+    return names
+
+
+def _table(left: str, right: str, rows: list[tuple[str, str]]) -> str:
+    escaped = [f"| {name} | {value.replace('|', '/')} |" for name, value in rows]
+    return "\n".join([f"| {left} | {right} |", "|---|---|", *escaped])

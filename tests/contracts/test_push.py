@@ -1,0 +1,168 @@
+"""A run on the Hugging Face hub: a stand-in that takes what the real one takes, and refuses what it refuses."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import HfApi
+
+from lachesis.common.errors import CheckpointError, ConfigError
+from lachesis.run import push as pushing
+from lachesis.run.push import push, write_card
+from tests.e2e.runs import run_here, write_run
+
+TOKEN = "hf_of_the_test"
+BATCH = re.compile(r"/(.+)\.git/info/lfs/objects/batch")
+COMMIT = re.compile(r"/api/models/(.+)/commit/main")
+PREUPLOAD = re.compile(r"/api/models/(.+)/preupload/main")
+
+
+class Hub(ThreadingHTTPServer):
+    """Repositories with their files. Large files go where the hub wants them, by their digest, before a commit."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repos: dict[str, dict[str, bytes]] = {}
+        self.large: dict[str, bytes] = {}
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def answer(self, path: str, body: bytes) -> tuple[int, Any]:
+        """Status and document."""
+        if path == "/api/repos/create":
+            name = f"me/{json.loads(body)['name']}"
+            fresh = self.repos.setdefault(name, {}) is not None
+            return 200 if fresh else 409, {"url": f"{self.url}/{name}"}
+        if path == "/api/validate-yaml":
+            return self._validated(json.loads(body)["content"])
+        if found := BATCH.fullmatch(path):
+            return 200, {"transfer": "basic", "objects": [self._upload(one) for one in json.loads(body)["objects"]]}
+        found = COMMIT.fullmatch(path) or PREUPLOAD.fullmatch(path)
+        if found is None or found[1] not in self.repos:
+            return 404, {"error": "Repository not found"}
+        if path.endswith("/preupload/main"):
+            files = json.loads(body)["files"]
+            return 200, {
+                "files": [{"path": f["path"], "uploadMode": _mode(f["path"]), "shouldIgnore": False} for f in files]
+            }
+        return self._commit(found[1], [json.loads(line) for line in body.splitlines() if line])
+
+    def _validated(self, content: str) -> tuple[int, Any]:
+        fields = yaml.safe_load(content.split("---")[1])
+        wrong = [name for name in ("base_model", "datasets") if "/" not in str(fields.get(name, "a/b"))]
+        errors = [{"message": f'"{name}" must be an id of the hub'} for name in wrong]
+        return (400 if errors else 200), {"errors": errors, "warnings": []}
+
+    def _upload(self, one: dict[str, Any]) -> dict[str, Any]:
+        return one | {"actions": {"upload": {"href": f"{self.url}/upload/{one['oid']}"}}}
+
+    def _commit(self, repo: str, lines: list[dict[str, Any]]) -> tuple[int, Any]:
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "lfsFile":
+                if value["oid"] not in self.large:
+                    return 400, {"error": f"{value['path']} was not uploaded"}
+                self.repos[repo][value["path"]] = self.large[value["oid"]]
+            elif line["key"] == "file":
+                if _mode(value["path"]) == "lfs":
+                    return 400, {"error": f"{value['path']} has to be a large file"}
+                self.repos[repo][value["path"]] = base64.b64decode(value["content"])
+        oid = hashlib.sha1(json.dumps(lines).encode()).hexdigest()
+        return 200, {"commitUrl": f"{self.url}/{repo}/commit/{oid}", "commitOid": oid, "success": True}
+
+
+def _mode(path: str) -> str:
+    return "lfs" if path.endswith((".safetensors", ".bin")) else "regular"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Hub
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        allowed = self.headers.get("Authorization") == f"Bearer {TOKEN}" or self.path == "/api/validate-yaml"
+        status, document = (
+            self.server.answer(self.path, body) if allowed else (401, {"error": "Invalid username or password."})
+        )
+        self._send(status, json.dumps(document).encode())
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        oid = self.path.rpartition("/")[2]
+        if hashlib.sha256(body).hexdigest() != oid:
+            self._send(400, b"")
+            return
+        self.server.large[oid] = body
+        self._send(200, b"")
+
+    def do_GET(self) -> None:
+        self._send(404, b"{}")
+
+    def _send(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with Hub() as made:
+        monkeypatch.setattr(pushing, "HfApi", lambda: HfApi(endpoint=made.url, token=TOKEN))
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("pushed")
+    run = {"name": "letters", "dir": str(directory / "runs"), "steps": 6}
+    return run_here(write_run(directory, run=run, checkpoint={"save_final": True})).run_dir
+
+
+def test_the_model_is_there_with_its_card(hub: Hub, run_dir: Path):
+    address = push(run_dir, repo="letters")
+    files = hub.repos["me/letters"]
+    assert address.startswith(f"{hub.url}/me/letters/commit/")
+    assert files["model.safetensors"] == (run_dir / "final" / "model.safetensors").read_bytes()
+    assert {"config.json", "tokenizer.json", "README.md"} <= files.keys()
+    push(run_dir, repo="letters")  # once more is another commit
+
+
+def test_the_card_says_how_it_was_trained(run_dir: Path):
+    text = write_card(run_dir).read_text()
+    fields = yaml.safe_load(text.split("---")[1])
+    assert fields["library_name"] == "transformers" and "grpo" in fields["tags"]
+    assert "base_model" not in fields, "a directory of this machine is no model of the hub"
+    assert "# letters" in text and "| steps | 6 |" in text and "mean reward" in text and "1 to 1" in text
+    assert "| prompts a step |" in text and "pushed" not in text, "nor its directories"
+
+
+def test_who_may_not_write_is_told_so(hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pushing, "HfApi", lambda: HfApi(endpoint=hub.url, token="hf_another"))
+    with pytest.raises(ConfigError, match=r"could not be pushed to .*401.* -> log in with"):
+        push(run_dir, repo="letters")
+    with pytest.raises(CheckpointError, match="holds no model"):
+        write_card(run_dir / "logs")
