@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -160,6 +161,25 @@ class TestPrograms:
         assert outcome.ending == ending
         assert not outcome.succeeded
         assert len(outcome.stdout) <= 5000
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "import signal, time\nfor n in range(1, 32):\n    if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\n"
+            "while True: time.sleep(60)",
+            "import os, time\nif not os.fork():\n    os.setsid()\n    time.sleep(60)\nos.wait()",
+            "import re\nre.match('(a+)+b', 'a' * 60)",
+        ],
+        ids=["ignores signals", "waits for another session", "does not come back from C"],
+    )
+    def test_what_hangs_costs_its_limit_and_no_more(self, sandbox: LocalSandbox, source: str):
+        """With what a busy machine takes to begin; such a program once took 25 s at a limit of 3."""
+        started = time.monotonic()
+        assert run(sandbox, source, wall_s=1.0, cpu_s=30.0).ending == "wall"
+        tests = FunctionTests(f"def f():\n    exec({source!r})", ("f()",) * 4, limits=Limits(cpu_s=30.0, wall_s=1.0))
+        assert not any(verdict.passed for verdict in sandbox.test(tests))
+        assert time.monotonic() - started < 2 * 1.0 + 8.0
+        assert run(sandbox, "print(1)").stdout == b"1\n"
 
     def test_many_inputs(self, sandbox: LocalSandbox):
         inputs = [b"%d\n" % n for n in range(150)] + [b"x" * (6 * MIB) + b"\n"] * 3

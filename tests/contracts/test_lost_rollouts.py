@@ -1,0 +1,196 @@
+"""15 % of rollouts are lost, by what loses them in each kind of source: advantages are as if they had never been.
+
+What is played over an environment's episodes in general is in ``tests/unit/rollouts/test_episodes.py``, crashes of
+agents' programs in ``test_agent_process.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lachesis.common.deadline import Deadline
+from lachesis.common.sandbox.records import FunctionTests, SandboxError, Verdict
+from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams, VersionSpan
+from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.episodes import EpisodeSource
+from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.rewards import execution
+from lachesis.rollouts.rewards.grpo_code import code_execution_reward_func, soft_format_reward_func
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
+from lachesis.rollouts.tools.functions import Tool, Toolbox
+from lachesis.rollouts.tools.mcp_server import ToolServerLost
+from lachesis.rollouts.tools.parsers import hermes
+from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
+from lachesis.rollouts.tools.template import Continuation
+from lachesis.train.losses.advantage import assign_advantages
+from tests.fakes import FakeEngine
+from tests.tiny import EOS_ID, tiny_tokenizer
+from tests.unit.rollouts.steps.games import TOKENIZER, ids, players
+from tests.unit.rollouts.tools.test_source import CALL, TEMPLATE
+
+TASKS, SIZE = 12, 8
+
+
+def share(*what: object) -> float:
+    """A number from 0 to 1 that follows from what it is of."""
+    return int(hashlib.sha256(repr(what).encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
+
+
+def lost(*what: object) -> bool:
+    return share("lost", *what) < 0.15
+
+
+def number(request: GenerationRequest, index: int) -> int:
+    return int(share(request.prompt_ids, request.seed, index) * 1_000_000)
+
+
+def without_a_tool_server(*, failing: bool) -> tuple[list[Group], dict[str, float]]:
+    """The model calls a tool with a number of its own; its server breaks off at some."""
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+
+    def turn(request: GenerationRequest, index: int) -> list[int]:
+        first = tokenizer.decode(request.prompt_ids).count("[assistant]") == 1
+        return [*ids(CALL % number(request, index) if first else "ok"), EOS_ID]
+
+    def double(x: int) -> int:
+        if failing and lost(x):
+            raise ToolServerLost("the server broke off")
+        return 2 * x
+
+    def prompt(task: int) -> Prompt:
+        messages = ({"role": "user", "content": f"twice {task}?"},)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return Prompt(str(task), tuple(tokenizer(text)["input_ids"]), text, messages=messages)
+
+    engine = FakeEngine(turn)
+    turns = ToolTurns(
+        engine=engine, toolbox=Toolbox([Tool("double", double, {})], timeout_s=60), parse=hermes,
+        continuation=Continuation(tokenizer, {}), tokenizer=tokenizer, decode=text_decoder(tokenizer),
+        limits=TurnLimits(turns=2, result_tokens=20),
+    )  # fmt: skip
+    source = ToolSource(
+        turns=turns, stream=PromptStream([prompt(task) for task in range(TASKS)], seed=1), engine=engine,
+        rewarder=Rewarder([NamedReward("of its text", lambda completions: [share(str(one)) for one in completions])]),
+        decode=turns.decode, params=SamplingParams(max_tokens=400), num_generations=SIZE, seed=0,
+    )  # fmt: skip
+    return played(source)
+
+
+class Guess:
+    """A game that is over after one turn, scored by what was said in it; it raises at some of that."""
+
+    failing = False
+
+    def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
+        self.task = seed
+        return f"{seed}?", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if Guess.failing and lost(action):
+            raise OSError("the game fell over")
+        return "", share(action), True, False, {}
+
+
+def without_an_environment(*, failing: bool) -> tuple[list[Group], dict[str, float]]:
+    Guess.failing = failing
+    engine = FakeEngine(lambda request, index: [*ids(str(number(request, index))), EOS_ID])
+    made = players(Guess, engine, max_tasks=TASKS)
+    stream = PromptStream(made.split()[0], seed=1)
+    options: dict[str, Any] = {"max_concurrent": 16, "refill_rounds": 0, "rollout_s": 60.0, "seed": 3}
+    return played(EpisodeSource(stream=stream, players=made, num_generations=SIZE, **options))
+
+
+def played(source: Any) -> tuple[list[Group], dict[str, float]]:
+    try:
+        groups = source.next_groups(TASKS, deadline=Deadline("a test", 60.0))
+        return groups, source.counters()
+    finally:
+        source.close()
+
+
+@pytest.mark.parametrize(
+    ("play", "cause"),
+    [
+        pytest.param(without_a_tool_server, "tool_server", id="local tools"),
+        pytest.param(without_an_environment, "environment", id="steps"),
+    ],
+)
+def test_what_is_lost_on_the_way_changes_nothing_about_the_others(play: Any, cause: str):
+    found, counts = play(failing=True)
+    whole, _ = play(failing=False)
+    missing = TASKS * SIZE - sum(len(group.samples) for group in found)
+    assert 0.08 < missing / (TASKS * SIZE) < 0.25
+    assert (counts["rollout_failures"], counts[f"rollout_failures/{cause}"]) == (missing, missing)
+    survivors = [
+        Group(group.prompt, tuple(one for one in group.samples if one in left.samples))
+        for group, left in zip(whole, found, strict=True)
+    ]
+    assert found == survivors
+    assert advantages(found) == advantages(survivors)
+    assert all(len(set(of_group)) > 1 for of_group in advantages(found)), "there is something to learn"
+
+
+class Falling:
+    """A sandbox that is lost in some programs; of the tests of others, some pass."""
+
+    def test(self, tests: FunctionTests) -> list[Verdict]:
+        if lost(tests.code):
+            raise SandboxError("it fell")
+        return [Verdict(share(tests.code, test) < 0.5) for test in tests.tests]
+
+
+def test_a_program_whose_sandbox_is_lost_is_outside_of_its_groups_baseline(monkeypatch: pytest.MonkeyPatch):
+    for module in (execution, "lachesis.rollouts.rewards.grpo_code.rewards"):
+        monkeypatch.setattr(f"{getattr(module, '__name__', module)}.shared_sandbox", Falling)
+    columns = {"test_cases": ["assert f() == 1", "assert f() == 2", "assert f() == 3"]}
+    groups = [
+        Group(
+            Prompt(str(task), (1, 2), "f?", columns=columns),
+            tuple(program(f"def f():\n    return {task * SIZE + place}\n") for place in range(SIZE)),
+        )
+        for task in range(TASKS)
+    ]
+    found, missing = scored(groups)
+    left_out = [one for group in found for one in group.samples if one.reward is None]
+    assert 0.08 < len(left_out) / (TASKS * SIZE) < 0.25
+    assert missing == len(left_out)
+    never = [
+        Group(group.prompt, tuple(one for one, seen in zip(group.samples, judged.samples, strict=True)
+                                  if seen.reward is not None))
+        for group, judged in zip(groups, found, strict=True)
+    ]  # fmt: skip
+    without, none = scored(never)
+    assert none == 0
+    with_them = assign_advantages(found)
+    assert [[one.advantage for one in group.samples if one.reward is not None] for group in with_them] == advantages(
+        without
+    )
+    assert {one.advantage for group in with_them for one in group.samples if one.reward is None} == {0.0}
+
+
+def program(code: str) -> Sample:
+    text = f"```python\n{code}```"
+    return Sample((1, 2), tuple(TOKENIZER(text)["input_ids"]), (-0.5,), "stop", VersionSpan(0, 0), text=text)
+
+
+def scored(groups: Sequence[Group]) -> tuple[list[Group], float]:
+    """With a second function, which judges those too that the first could not. And how many it could not."""
+    functions = [
+        NamedReward("format", soft_format_reward_func),
+        NamedReward("execution", code_execution_reward_func),
+    ]
+    rewarder = Rewarder(functions, [0.5, 1.0])
+    try:
+        done = rewarder.score(groups)
+    finally:
+        rewarder.close()
+    return list(done.groups), done.metrics.get("sandbox_failures", 0.0)
+
+
+def advantages(groups: Sequence[Group]) -> list[list[float | None]]:
+    return [[one.advantage for one in group.samples] for group in assign_advantages(groups)]
