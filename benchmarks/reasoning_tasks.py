@@ -1,9 +1,12 @@
 """What a small model learns of three tasks of reasoning-gym, scored by the library itself, on CPU cores.
 
-    python benchmarks/reasoning_tasks.py [--tiny] [--steps 150] [--only TASK ...] [--seed 0]
+    python benchmarks/reasoning_tasks.py [--tiny] [--steps 40] [--only TASK ...] [--seeds 1 2 3]
 
-For each task a model of 0.4 million parameters is made from scratch, gets a short supervised start on problems of one
-seed, and is trained by GRPO on problems of another; held out are those of a third. Prints a table row for each task.
+For each task a model of 0.4 million parameters is made from scratch and gets a supervised start on problems of one
+seed: right answers until it knows most of them, then for a few steps answers of other problems, until what is right is
+one of several things that it may say. GRPO trains it on problems of another seed, its reward the task's own score;
+held out are 200 problems of a third. Prints a table row for each task and seed: the start is the same for all seeds,
+which are those of the order of problems and of sampling.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,35 +34,38 @@ from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
 
 TASKS = {
     "chain_sum": "chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1",
-    "leg_counting": "leg_counting?min_animals=1&max_animals=2&max_instances=3",
+    "products": "products?min_terms=2&max_terms=2&min_digits=1&max_digits=1",
     "spell_backward": "spell_backward?min_word_len=3&max_word_len=4",
 }
-# Seeds: of the supervised start, of training, of what is held out.
+# Seeds: of the supervised start's problems, of those trained on, of what is held out.
 SHOWN, TRAINED, HELD_OUT = 2, 0, 1
-# The supervised start ends where so many of the sampled answers to problems of its own kind are right.
-START = 0.25
+START_SEED = 0
+# The supervised start learns the task until so many of the answers sampled to problems of its kind would be right. Then
+# it is shown answers of which so many are those of other problems, until so few would be.
+KNOWN, MISLED, START = 0.7, 0.8, 0.35
 ENDS = 5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--tiny", action="store_true", help="two steps of each, to see that it runs")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    head = "| task | steps | rollouts a step | reward, first and last 5 steps | held out | s a step |"
+    steps, longest = (2, 3) if options.tiny else (options.steps, 3000)
+    head = "| task | seed | held out, before and after | reward, first and last 5 steps | steps | s a step |"
     sys.stdout.write(f"reasoning-gym {version('reasoning-gym')}, torch {torch.__version__}\n")
     sys.stdout.write(f"{head}\n|---|---|---|---|---|---|\n")
     for name in options.only:
         with tempfile.TemporaryDirectory(prefix="lachesis-reasoning-gym-") as directory:
-            steps = 2 if options.tiny else options.steps
-            prepare(TASKS[name], Path(directory) / "model", seed=options.seed, longest=3 if options.tiny else 1500)
-            metrics = train(TASKS[name], Path(directory), steps=steps, seed=options.seed)
-        sys.stdout.write(row(name, metrics) + "\n")
-        sys.stdout.flush()
+            prepare(TASKS[name], Path(directory) / "model", longest=longest)
+            for seed in options.seeds:
+                metrics = train(TASKS[name], Path(directory), steps=steps, seed=seed)
+                sys.stdout.write(row(name, seed, metrics) + "\n")
+                sys.stdout.flush()
 
 
 def train(task: str, directory: Path, *, steps: int, seed: int) -> MetricsLog:
@@ -67,32 +74,33 @@ def train(task: str, directory: Path, *, steps: int, seed: int) -> MetricsLog:
         model={"path": str(directory / "model")},
         data={
             "path": f"{procedural.PREFIX}{task}&size=2000&seed={TRAINED}",
-            "eval_path": f"{procedural.PREFIX}{task}&size=100&seed={HELD_OUT}",
+            "eval_path": f"{procedural.PREFIX}{task}&size=200&seed={HELD_OUT}",
         },
         rewards=["lachesis.rollouts.rewards.reasoning_gym.score"],
-        run={"name": "task", "dir": str(directory), "steps": steps, "seed": seed},
+        run={"name": f"seed-{seed}", "dir": str(directory), "steps": steps, "seed": seed},
         sampling={"num_generations": 8, "max_completion_length": 8},
-        batch={"prompts_per_step": 16},
+        batch={"prompts_per_step": 32},
         algorithm={"beta": 0.001},
-        optimizer={"learning_rate": 3e-4, "warmup_steps": 3},
+        optimizer={"learning_rate": 5e-4, "warmup_steps": 3},
         evaluation={"temperature": 1.0, "every_steps": steps},
+        checkpoint={"save_final": False},
     )
     run.wait()
-    return read_metrics(directory / "task" / "metrics.jsonl")
+    return read_metrics(directory / f"seed-{seed}" / "metrics.jsonl")
 
 
-def row(name: str, metrics: MetricsLog) -> str:
+def row(name: str, seed: int, metrics: MetricsLog) -> str:
     """A line of the table: means of the ends, the median step."""
     steps = [record.values for record in metrics.steps]
     rewards = [values["reward"] for values in steps]
     before, after = (metrics.evaluations[place].mean_reward for place in (0, -1))
     seconds = sorted(values["step_time"] for values in steps)[len(steps) // 2]
-    rollouts = steps[0]["tokens_trained"] / steps[0]["completion_length/mean"]
     ends = f"{mean(rewards[:ENDS]):.3f} to {mean(rewards[-ENDS:]):.3f}"
-    return f"| {name} | {len(steps)} | {round(rollouts)} | {ends} | {before:.3f} to {after:.3f} | {seconds:.2f} |"
+    held_out = f"{before:.3f} to {after:.3f} ({after - before:+.3f})"
+    return f"| {name} | {seed} | {held_out} | {ends} | {len(steps)} | {seconds:.2f} |"
 
 
-def prepare(task: str, directory: Path, *, seed: int, longest: int) -> None:
+def prepare(task: str, directory: Path, *, longest: int, seed: int = START_SEED) -> None:
     """Make the model: a tokenizer of the task's words and characters, random weights, a supervised start."""
     torch.manual_seed(seed)
     shown = entries(task, seed=SHOWN, size=2000)
@@ -138,41 +146,54 @@ def supervised_start(
     model: Olmo2ForCausalLM, tokenizer: PreTrainedTokenizerFast, shown: Sequence[dict[str, Any]], *, longest: int,
     seed: int,
 ) -> None:  # fmt: skip
-    """Train on answers until the mean probability of one to a problem that was not shown is START."""
-    training, others = shown[:-100], shown[-100:]
+    """Train on right answers until the mean probability of one to a problem not shown is KNOWN, then on MISLED ones."""
+    pairs = [Pair.of(entry, tokenizer) for entry in shown]
+    training, others = pairs[:-100], pairs[-100:]
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    for step, chosen in enumerate(batches(training, seed=seed)):
-        loss = -answer_logprobs(model, tokenizer, chosen, each_token=True).mean()
+    source, known = random.Random(seed), False
+    for step in range(1, longest + 1):
+        loss = -answer_logprobs(model, batch(training, source, misled=MISLED if known else 0.0), each_token=True).mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 10 == 9 or step >= longest:
+        if known or step % 20 == 0:
             with torch.no_grad():
-                right = float(answer_logprobs(model, tokenizer, others, each_token=False).exp().mean())
-            if step % 100 == 99 or right >= START or step >= longest:
-                sys.stderr.write(f"supervised start: {step + 1} steps, p(answer) {right:.3f}\n")
-            if right >= START or step >= longest:
+                right = float(answer_logprobs(model, others, each_token=False).exp().mean())
+            if step % 100 == 0 or known or right >= KNOWN:
+                sys.stderr.write(f"supervised start: {step} steps, p(answer) {right:.3f}\n")
+            if known and right <= START:
                 return
+            known |= right >= KNOWN
 
 
-def batches(rows: Sequence[dict[str, Any]], *, seed: int) -> Iterator[list[dict[str, Any]]]:
-    source = random.Random(seed)
-    while True:
-        yield source.sample(list(rows), 64)
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Token ids of a problem, and of an answer with the end."""
+
+    prompt: list[int]
+    answer: list[int]
+
+    @staticmethod
+    def of(entry: Mapping[str, Any], tokenizer: PreTrainedTokenizerFast) -> Pair:
+        answer = [*tokenizer.encode(entry["answer"]), tokenizer.convert_tokens_to_ids("<eos>")]
+        return Pair(tokenizer.encode(entry["question"]), answer)
 
 
-def answer_logprobs(
-    model: Olmo2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: Sequence[dict[str, Any]], *, each_token: bool
-) -> Tensor:
-    """Of the reference answers: of each of their tokens [T], or of each whole one [B]."""
-    prompts = [tokenizer.encode(entry["question"]) for entry in rows]
-    answers = [[*tokenizer.encode(entry["answer"]), tokenizer.eos_token_id] for entry in rows]
-    length = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    ids, mask = torch.zeros(len(rows), length, dtype=torch.long), torch.zeros(len(rows), length, dtype=torch.bool)
-    for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        ids[i, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
-        mask[i, len(prompt) : len(prompt) + len(answer)] = True
+def batch(pairs: Sequence[Pair], source: random.Random, *, misled: float) -> list[Pair]:
+    """Pairs of which the share ``misled`` have the answer of another problem."""
+    chosen = source.sample(list(pairs), 64)
+    return [Pair(pair.prompt, source.choice(pairs).answer) if source.random() < misled else pair for pair in chosen]
+
+
+def answer_logprobs(model: Olmo2ForCausalLM, pairs: Sequence[Pair], *, each_token: bool) -> Tensor:
+    """Of the answers: of each of their tokens [T], or of each whole one [B]."""
+    length = max(len(pair.prompt) + len(pair.answer) for pair in pairs)
+    ids, mask = torch.zeros(len(pairs), length, dtype=torch.long), torch.zeros(len(pairs), length, dtype=torch.bool)
+    for i, pair in enumerate(pairs):
+        begin, end = len(pair.prompt), len(pair.prompt) + len(pair.answer)
+        ids[i, :end] = torch.tensor(pair.prompt + pair.answer)
+        mask[i, begin:end] = True
     logprobs = model(input_ids=ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(-1)
     return logprobs[mask[:, 1:]] if each_token else logprobs.masked_fill(~mask[:, 1:], 0.0).sum(1)
 
