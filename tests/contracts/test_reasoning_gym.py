@@ -53,3 +53,11 @@ def test_rows_are_questions_with_all_that_scoring_needs():
     assert (again, same) == (rows, digest)
     part, other = read_rows(Dataset(f"reasoning_gym:{SMALL.replace('seed=1', 'seed=2')}", split="train[:2]"))
     assert len(part) == 2 and other != digest
+
+
+def test_problems_of_another_seed_are_others():
+    """The library makes each problem from its seed and number added up: of the next seed all but one would be known."""
+    shown, held_out = (
+        [entry["question"] for entry in procedural.entries(Task("chain_sum", 200, seed, {}))] for seed in (0, 1)
+    )
+    assert len(set(shown) & set(held_out)) < 10

@@ -14,6 +14,8 @@ from lachesis.common.errors import ConfigError, DependencyError, nearest
 
 PREFIX = "reasoning_gym:"
 _SIZE = 1000
+# The library makes its problem number i from seed + i, so the problems of neighbouring seeds are almost the same ones.
+_APART = 1 << 32
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # A comma that begins another task, and none of a list among the options of one.
 _NEXT = re.compile(r",(?=\w+(?:[?,]|$))")
@@ -56,11 +58,13 @@ def _parse(part: str) -> Task:
 def entries(task: Task) -> Iterator[dict[str, Any]]:
     """Its problems: ``question``, ``answer`` and the ``metadata`` that the scoring needs.
 
+    No two seeds make a problem from the same number.
+
     Raises:
         ConfigError: the library does not know an option, or a value of one.
     """
     try:
-        made = _library().create_dataset(task.name, size=task.size, seed=task.seed, **task.options)
+        made = _library().create_dataset(task.name, size=task.size, seed=task.seed * _APART, **task.options)
     except (TypeError, ValueError, AssertionError) as error:
         raise ConfigError(
             f"reasoning_gym cannot make {task.name!r} with {dict(task.options)}: {error}", remedy="correct the options"
