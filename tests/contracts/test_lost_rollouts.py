@@ -21,11 +21,11 @@ from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.rewards import execution
 from lachesis.rollouts.rewards.grpo_code import code_execution_reward_func, soft_format_reward_func
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
-from lachesis.rollouts.tools.functions import Tool, Toolbox
 from lachesis.rollouts.tools.mcp_server import ToolServerLost
 from lachesis.rollouts.tools.parsers import hermes
 from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
+from lachesis.rollouts.tools.toolbox import Tool, Toolbox
 from lachesis.train.losses.advantage import assign_advantages
 from tests.fakes import FakeEngine
 from tests.tiny import EOS_ID, tiny_tokenizer
