@@ -42,7 +42,7 @@ SHOWN, TRAINED, HELD_OUT = 2, 0, 1
 START_SEED = 0
 # The supervised start learns the task until so many of the answers sampled to problems of its kind would be right. Then
 # it is shown answers of which so many are those of other problems, until so few would be.
-KNOWN, MISLED, START = 0.7, 0.8, 0.35
+KNOWN, MISLED, START = 0.8, 0.8, 0.15
 ENDS = 5
 
 
