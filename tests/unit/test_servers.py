@@ -18,8 +18,11 @@ from lachesis.engines.serving.session import new_session
 from lachesis.engines.vllm.launch import plan_launch
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.turns import TurnServer
+from lachesis.run.tinker import build_app as build_tinker_app
 from lachesis.run.watch import Watch
+from lachesis.tinker.options import TinkerOptions
 from tests.paths import PACKAGE
+from tests.tiny import tiny_model, tiny_tokenizer
 
 
 def rollout_api(directory: Path) -> Any:
@@ -49,6 +52,12 @@ async def turn_server(directory: Path) -> Any:
     return TurnServer(nothing, params=SamplingParams(max_tokens=1), max_context=9, vocab_size=9).app()
 
 
+def tinker_server(directory: Path) -> Any:
+    tiny_model().save_pretrained(directory / "model")
+    tiny_tokenizer().save_pretrained(directory / "model")
+    return build_tinker_app(TinkerOptions(model=str(directory / "model"), dir=directory / "tinker"))
+
+
 # A server, the file that makes it, and one route of each of its pages: dashboards and metrics are the API's and the
 # live page's own.
 SERVERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
@@ -64,6 +73,7 @@ SERVERS: dict[str, tuple[Callable[[Path], Any], str, tuple[str, ...]]] = {
         "rollouts/turns.py",
         ("/v1/models", "/inference/v1/generate"),
     ),
+    "tinker server": (tinker_server, "run/tinker.py", ("/api/v1/healthz", "/api/v1/create_session")),
     "proxy of agents": (agent_proxy, "rollouts/agent/proxy.py", ("/v1/models", "/v1/chat/completions")),
 }
 ROUTES = [(name, route) for name, (_, _, routes) in SERVERS.items() for route in routes]

@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, Command] = {
     "rollouts": Command("rollouts", "Search a run's rollouts, read one turn by turn, compare two steps of a prompt."),
     "trace": Command("inspection", "Write a run's steps as a timeline."),
     "export": Command("training", "Write a checkpoint as a model or an adapter."),
+    "push": Command("training", "Upload a run's model to the Hugging Face hub, with a card of its figures."),
     "serve": Command("serving", "Serve a model whose weights trainers can change."),
     "vllm-serve": Command("serving", "Serve the model of a configuration."),
     "run-api": Command("serving", "Serve the rollout API of Atropos' environments."),

@@ -320,6 +320,7 @@ def _rewarded(sample: Sample, rewards: tuple[float | None, ...], reward: float |
         reward=reward,
         advantage=sample.advantage,
         token_advantages=sample.token_advantages,
+        taught=sample.taught,
     )
 
 
