@@ -16,13 +16,14 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.types import Prompt, SamplingParams
 from lachesis.rollouts.agent.container import Container, container_of
+from lachesis.rollouts.agent.player import AgentRollouts
 from lachesis.rollouts.agent.process import AgentCommand, Ended, run_agent
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.agent.session import Recorder
-from lachesis.rollouts.agent.source import AgentRollouts, AgentSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.local import PlayedSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.parsers import hermes
 from tests.contracts.kept import over_a_restart
@@ -185,8 +186,8 @@ def test_a_group_of_which_too_little_is_left_is_dropped(build: Any, engine: Fake
     """The crash is that of one task; the other's group is whole."""
     program = f"{ASK}urllib.request.urlopen(request).read()\nsys.exit(sys.argv[1] == 'bad')"
     rollouts = build(command(program, "{prompt}"))
-    source = AgentSource(
-        rollouts=rollouts,
+    source = PlayedSource(
+        player=rollouts,
         stream=PromptStream(
             [Prompt(id=str(i), token_ids=(3,), text=text) for i, text in enumerate(("bad", "good"))],
             seed=0,
@@ -209,10 +210,10 @@ def test_what_was_finished_before_a_restart_is_not_played_again(build: Any, engi
     rollouts = build(command(f"{ASK}urllib.request.urlopen(request).read()", "{prompt}"))
     seen: list[dict[str, Any]] = []
 
-    def make() -> AgentSource:
+    def make() -> PlayedSource:
         engine.requests.clear()
-        return AgentSource(
-            rollouts=rollouts,
+        return PlayedSource(
+            player=rollouts,
             stream=PromptStream([PROMPT], seed=0),
             engine=engine,
             rewarder=Rewarder([NamedReward("seen", lambda completions, **columns: seen.append(columns) or [0.0] * 3)]),

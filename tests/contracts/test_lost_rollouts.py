@@ -18,19 +18,20 @@ from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, Samp
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource
 from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.local import PlayedSource
 from lachesis.rollouts.rewards import execution
 from lachesis.rollouts.rewards.grpo_code import code_execution_reward_func, soft_format_reward_func
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.mcp_server import ToolServerLost
 from lachesis.rollouts.tools.parsers import hermes
-from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
+from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
 from lachesis.rollouts.tools.toolbox import Tool, Toolbox
 from lachesis.train.losses.advantage import assign_advantages
 from tests.fakes import FakeEngine
 from tests.tiny import EOS_ID, tiny_tokenizer
 from tests.unit.rollouts.steps.games import TOKENIZER, ids, players
-from tests.unit.rollouts.tools.test_source import CALL, TEMPLATE
+from tests.unit.rollouts.tools.test_player import CALL, TEMPLATE
 
 TASKS, SIZE = 12, 8
 
@@ -73,8 +74,8 @@ def without_a_tool_server(*, failing: bool) -> tuple[list[Group], dict[str, floa
         continuation=Continuation(tokenizer, {}), tokenizer=tokenizer, decode=text_decoder(tokenizer),
         limits=TurnLimits(turns=2, result_tokens=20),
     )  # fmt: skip
-    source = ToolSource(
-        turns=turns, stream=PromptStream([prompt(task) for task in range(TASKS)], seed=1), engine=engine,
+    source = PlayedSource(
+        player=turns, stream=PromptStream([prompt(task) for task in range(TASKS)], seed=1), engine=engine,
         rewarder=Rewarder([NamedReward("of its text", lambda completions: [share(str(one)) for one in completions])]),
         decode=turns.decode, params=SamplingParams(max_tokens=400), num_generations=SIZE, seed=0,
     )  # fmt: skip

@@ -19,10 +19,11 @@ from lachesis.rollouts.agent.session import Recorder
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
+from lachesis.rollouts.local import PlayedSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools import Toolbox, load_parser
 from lachesis.rollouts.tools.conversation import Conversation
-from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
+from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
 from lachesis.rollouts.tools.toolbox import Tool
 from tests.contracts.bridge_cases import reset
@@ -88,8 +89,8 @@ def test_a_conversation_with_tools_keeps_every_token_as_vllm_sampled_it(engine: 
     )
     messages = ({"role": "user", "content": "2?"},)
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-    source = ToolSource(
-        turns=turns,
+    source = PlayedSource(
+        player=turns,
         stream=PromptStream([Prompt("0", tuple(tokenizer(text)["input_ids"]), text, messages)], seed=0),
         engine=engine,
         rewarder=Rewarder([NamedReward("calls", lambda tool_calls, **_: [float(n) for n in tool_calls])]),

@@ -75,8 +75,8 @@ SAME = {
     "environments.py": "the command `lachesis env`, and what it does",
     "fleet.py": "the command `lachesis fleet`, and what it does",
     "gate.py": "who may use an engine's model, and when",
+    "player.py": "what plays the rollouts of a source",
     "served.py": "the engine behind a server's routes: the contract, and those that have it",
-    "source.py": "a source of rollouts",
     "training.py": "sections of the configuration, and the rules over them",
 }
 

@@ -7,8 +7,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError
@@ -79,7 +79,6 @@ class LocalSource(GroupwiseSource):
         self._logged: dict[str, list[tuple[float, int]]] = {}
         self._counting = threading.Lock()
         self._generating = BusyTime()
-        self._kept: KeptRollouts | None = None  # where a kind of source has rollouts that end before their group
         self._check_columns()
 
     def _check_columns(self) -> None:
@@ -168,9 +167,6 @@ class LocalSource(GroupwiseSource):
         )
         return [Item(group) for group in groups]
 
-    def _kept_of(self, draws: Sequence[Draw]) -> list[KeptGroup]:
-        return [KeptGroup() if self._kept is None else self._kept.of(draw.request) for draw in draws]
-
     def _count(self, **amounts: float) -> None:
         with self._counting:
             self._counts.update(amounts)  # type: ignore[arg-type]
@@ -218,6 +214,76 @@ class LocalSource(GroupwiseSource):
         self.stream.load_state_dict(state["stream"])
         self._requests = int(state["requests"])
         self.report_version(int(state["step"]))
+
+
+class Player(Protocol):
+    """Plays rollouts of several turns, each of which ends before its group is whole."""
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """What reward functions get of its rollouts, besides the dataset's columns."""
+        ...
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        params: SamplingParams,
+        num_generations: int,
+        seeds: Sequence[int],
+        deadline: Deadline,
+        kept: Sequence[KeptGroup] | None = None,
+    ) -> list[Item]:
+        """``num_generations`` rollouts of each prompt, unscored; fewer where some failed, even none.
+
+        Args:
+            kept: of each prompt, the rollouts that are there already, and who is told of each other that is finished.
+        """
+        ...
+
+    def take_counts(self) -> dict[str, float]:
+        """Since the last call."""
+        ...
+
+    def close(self) -> None:
+        """End what it has started. Idempotent."""
+        ...
+
+
+@dataclass(kw_only=True, eq=False)
+class PlayedSource(LocalSource):
+    """A source whose samples are rollouts that a player plays: conversations with tools, or what agents say.
+
+    Reward functions get all messages of a rollout as its completion, those of tools included, and the player's columns.
+    A rollout may be several samples, each with its reward; a group that is left with fewer than two is dropped.
+    """
+
+    player: Player
+    _kept: KeptRollouts | None = field(default=None, init=False)
+
+    def keep(self, kept: KeptRollouts) -> None:
+        self._kept = kept
+
+    def counters(self) -> dict[str, float]:
+        """Those of :class:`LocalSource`, and those of its player."""
+        return super().counters() | self.player.take_counts()
+
+    def close(self) -> None:
+        """Close the player. Idempotent."""
+        self.player.close()
+
+    def _check_columns(self) -> None:
+        self.rewarder.check_columns({*self.stream.columns, *self.player.columns})
+
+    def _sample(self, draws: Sequence[Draw], deadline: Deadline) -> list[Item]:
+        return self.player.sample(
+            [draw.prompt for draw in draws],
+            params=self.params,
+            num_generations=self.num_generations,
+            seeds=self._seeds(draws),
+            deadline=deadline,
+            kept=[KeptGroup() if self._kept is None else self._kept.of(draw.request) for draw in draws],
+        )
 
 
 def tokens_in(groups: Sequence[Group]) -> int:

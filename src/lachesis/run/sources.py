@@ -17,10 +17,10 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import batches_ahead, steps_per_batch
 from lachesis.engines.base import Engine
 from lachesis.rollouts.agent.container import container_of
+from lachesis.rollouts.agent.player import AgentRollouts
 from lachesis.rollouts.agent.process import AgentCommand
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.agent.session import Recorder
-from lachesis.rollouts.agent.source import AgentRollouts, AgentSource
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.custom import ROLLOUTS, CustomSource
 from lachesis.rollouts.datasets import Dataset, PromptStream, keep_matching, load_problems, ranks, split_eval
@@ -28,12 +28,12 @@ from lachesis.rollouts.datasets.transforms import axolotl_names
 from lachesis.rollouts.episodes import EpisodeEvaluator, EpisodeSource, PolicyAccess, TaskPlayers
 from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
-from lachesis.rollouts.local import LocalSource
+from lachesis.rollouts.local import LocalSource, PlayedSource
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, load_rewards
 from lachesis.rollouts.steps.build import StepSettings, step_players
 from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools import Toolbox, load_parser, load_tools, tool_schemas
-from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
+from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
 from lachesis.rollouts.verifiers.build import verifiers_players
 from lachesis.train.model.loading import (
@@ -158,10 +158,10 @@ def build_source(
         "generation_s": config.deadlines.generation_s,
     }
     if isinstance(config.source, schema.AgentSourceConfig):
-        return AgentSource(rollouts=build_agents(config, policy=policy, engine=engine), **common)
+        return PlayedSource(player=build_agents(config, policy=policy, engine=engine), **common)
     assert isinstance(config.source, schema.LocalSourceConfig)
     if config.source.tools:
-        return ToolSource(turns=build_turns(config, policy=policy, engine=engine), **common)
+        return PlayedSource(player=build_turns(config, policy=policy, engine=engine), **common)
     streaming = config.pipeline.streaming
     if config.source.rollout_func is None and (streaming or generated_ahead(config)):
         return StreamingSource(min_groups=config.pipeline.streaming_min_groups if streaming else 1, **common)

@@ -15,11 +15,12 @@ from lachesis.common.types import GenerationRequest, Message, Prompt, SamplingPa
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.kept import KeptGroup, KeptRollout
+from lachesis.rollouts.local import PlayedSource
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.mcp_server import ToolServerLost
 from lachesis.rollouts.tools.parsers import hermes
-from lachesis.rollouts.tools.source import ToolSource, ToolTurns, TurnLimits
+from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation, answer_message
 from lachesis.rollouts.tools.toolbox import Tool, Toolbox
 from tests.fakes import FakeEngine
@@ -75,9 +76,9 @@ def prompt(tokenizer: Any) -> Prompt:
     return Prompt(id="0", token_ids=tuple(tokenizer(text)["input_ids"]), text=text, messages=(QUESTION,))
 
 
-def tool_source(turns: ToolTurns, tokenizer: Any, reward: Callable[..., list[float]]) -> ToolSource:
-    return ToolSource(
-        turns=turns,
+def tool_source(turns: ToolTurns, tokenizer: Any, reward: Callable[..., list[float]]) -> PlayedSource:
+    return PlayedSource(
+        player=turns,
         stream=PromptStream([prompt(tokenizer)], seed=0),
         engine=turns.engine,
         rewarder=Rewarder([NamedReward("reward", reward)]),

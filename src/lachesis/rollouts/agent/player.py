@@ -1,4 +1,4 @@
-"""Groups of rollouts that agents play: each a process, each with a key of its own at the recording proxy."""
+"""Rollouts that agents play: each a process, each with a key of its own at the recording proxy."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from lachesis.common.types import Prompt, SamplingParams
 from lachesis.rollouts.agent.process import AgentCommand, Ended, run_agent
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.agent.session import Session
-from lachesis.rollouts.base import Draw
 from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import TextDecoder, request_seed
-from lachesis.rollouts.kept import KeptGroup, KeptRollout, KeptRollouts
-from lachesis.rollouts.local import LocalSource, item_of
+from lachesis.rollouts.kept import KeptGroup, KeptRollout
+from lachesis.rollouts.local import item_of
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 
 logger = logging.getLogger(__name__)
@@ -230,38 +229,3 @@ def _item(prompt: Prompt, row: Sequence[KeptRollout | Failed]) -> Item:
     return item_of(
         prompt, [one for one in row if isinstance(one, KeptRollout)], columns=(TURNS, *AgentRollouts.columns)
     )
-
-
-@dataclass(kw_only=True, eq=False)
-class AgentSource(LocalSource):
-    """A source whose samples are what agents said.
-
-    A rollout whose turns do not continue each other is several samples, each with its reward. A group that is left with
-    fewer than two samples is dropped.
-    """
-
-    rollouts: AgentRollouts
-
-    def counters(self) -> dict[str, float]:
-        """Those of :class:`LocalSource`, and those of :meth:`AgentRollouts.take_counts`."""
-        return super().counters() | self.rollouts.take_counts()
-
-    def close(self) -> None:
-        """End all agents and close the proxy. Idempotent."""
-        self.rollouts.close()
-
-    def _check_columns(self) -> None:
-        self.rewarder.check_columns({*self.stream.columns, *self.rollouts.columns})
-
-    def keep(self, kept: KeptRollouts) -> None:
-        self._kept = kept
-
-    def _sample(self, draws: Sequence[Draw], deadline: Deadline) -> list[Item]:
-        return self.rollouts.sample(
-            [draw.prompt for draw in draws],
-            params=self.params,
-            num_generations=self.num_generations,
-            seeds=self._seeds(draws),
-            deadline=deadline,
-            kept=self._kept_of(draws),
-        )

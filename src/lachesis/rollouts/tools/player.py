@@ -1,4 +1,4 @@
-"""Rollouts of several turns, in which the model calls tools: the turns, and the source of groups made of them."""
+"""Rollouts of several turns, in which the model calls tools: all of them play a turn after the other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from lachesis.common.errors import DataError, EngineError
 from lachesis.common.remembered import Remembered
 from lachesis.common.types import Completion, GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.engines.base import Engine
-from lachesis.rollouts.base import Draw
 from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import TextDecoder, request_seed
-from lachesis.rollouts.kept import KeptGroup, KeptRollout, KeptRollouts
-from lachesis.rollouts.local import LocalSource, item_of
+from lachesis.rollouts.kept import KeptGroup, KeptRollout
+from lachesis.rollouts.local import item_of
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.tools.conversation import Conversation
 from lachesis.rollouts.tools.parsers import ParsedTurn, ToolParser
@@ -299,38 +298,3 @@ def _tell(conversation: Conversation, told: Told, tokens: Sequence[int], *, most
     conversation.give(tokens)
     conversation.messages += told.messages
     return True
-
-
-@dataclass(kw_only=True, eq=False)
-class ToolSource(LocalSource):
-    """A source whose samples are rollouts with tools.
-
-    Reward functions get all messages of a rollout as its completion, those of tools included, and the columns ``turns``
-    and ``tool_calls``.
-    """
-
-    turns: ToolTurns
-
-    def counters(self) -> dict[str, float]:
-        """Those of :class:`LocalSource`, and those of :meth:`ToolTurns.take_counts`."""
-        return super().counters() | self.turns.take_counts()
-
-    def close(self) -> None:
-        """End the threads of tools. Idempotent."""
-        self.turns.close()
-
-    def _check_columns(self) -> None:
-        self.rewarder.check_columns({*self.stream.columns, *self.turns.columns})
-
-    def keep(self, kept: KeptRollouts) -> None:
-        self._kept = kept
-
-    def _sample(self, draws: Sequence[Draw], deadline: Deadline) -> list[Item]:
-        return self.turns.sample(
-            [draw.prompt for draw in draws],
-            params=self.params,
-            num_generations=self.num_generations,
-            seeds=self._seeds(draws),
-            deadline=deadline,
-            kept=self._kept_of(draws),
-        )
