@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -129,6 +130,17 @@ def build_rewarder(config: LachesisConfig) -> Rewarder:
         max_steps=config.run.steps or 0,
         text_completions=config.rewards.text_completions,
     )
+
+
+def rewarder_of(config: LachesisConfig, *, held_out: Sequence[Prompt], closing: ExitStack) -> Rewarder | None:
+    """What scores samples; None where environments score their own, and there is nothing else to score."""
+    environments = config.source.kind not in ("local", "agent")
+    judges = config.source.kind == "steps" and config.rewards.functions
+    if environments and not held_out and not judges:
+        return None
+    rewarder = build_rewarder(config)
+    closing.callback(rewarder.close)
+    return rewarder
 
 
 def build_stream(config: LachesisConfig, problems: Sequence[Prompt]) -> PromptStream:

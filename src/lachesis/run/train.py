@@ -22,7 +22,7 @@ from rich.console import Console
 from lachesis.common.errors import CheckpointError, EngineError, EngineLost, LachesisError, StopRequested
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
-from lachesis.common.types import EvalResult
+from lachesis.common.types import EvalResult, Prompt
 from lachesis.common.world import World
 from lachesis.config.load import LoadedConfig, dump_config, log_findings
 from lachesis.config.rules import check
@@ -33,8 +33,10 @@ from lachesis.metrics.hub import DISK_FULL, HubTelemetry, MetricsHub
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.atropos.source import EngineWatch
+from lachesis.rollouts.evaluate import Evaluates
 from lachesis.rollouts.failures import FailureFile
 from lachesis.rollouts.kept import KeptRollouts
+from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
@@ -51,8 +53,8 @@ from lachesis.run.parts import (
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
-from lachesis.run.sources import build_episodes, build_rewarder, load_data
-from lachesis.run.teacher import build_teach
+from lachesis.run.sources import build_episodes, load_data, rewarder_of
+from lachesis.run.teacher import Teach, build_teach
 from lachesis.run.warm_up import warm_up
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints
@@ -301,11 +303,7 @@ def build_parts(
     """
     problems, held_out = load_data(config)
     config = with_steps(config, problems=len(problems))
-    environments = config.source.kind not in ("local", "agent")  # which score their own rollouts
-    judges = config.source.kind == "steps" and config.rewards.functions
-    rewarder = None if environments and not held_out and not judges else build_rewarder(config)
-    if rewarder is not None:
-        closing.callback(rewarder.close)
+    rewarder = rewarder_of(config, held_out=held_out, closing=closing)
     place = run_place(run)
     sharded = leadership is not None and config.distributed.strategy == "shard"
     build = build_policy if leadership is None else leadership.build_policy
@@ -316,35 +314,19 @@ def build_parts(
         closing.callback(side.close)
         bridge = side.bridge
         policy = bridge.prepare(partial(build, config, weights=side.weights))
-        teach = build_teach(config, tokenizer=policy.tokenizer, closing=closing)
-        feed: Feed[Batch]
-        kept = build_kept(config, run.files["kept"]) if keep else None
-        evaluator = None
-        names = () if environments or rewarder is None else rewarder.names
-        if isinstance(config.source, EpisodesSection):
-            episodes, evaluator = build_episodes(config, policy=policy, engine=bridge.engine, rewarder=rewarder)
-            names = episodes.players.reward_names
-            feed = feed_from(episodes, config, policy=policy, kept=kept, teach=teach)
-        elif environments or rewarder is None:
-            feed = build_atropos_feed(
-                config,
-                policy=policy,
-                run_dir=place.directory,
-                watch=partial(watch_over, side, EngineWatch(bridge.engine, watch=stop), companions, stop),
-                reachable=companions is None or not companions.starts_api,
-                teach=teach,
-            )
-        else:
-            feed = build_feed(
-                config,
-                problems=problems,
-                policy=policy,
-                engine=bridge.engine,
-                rewarder=rewarder,
-                kept=kept,
-                teach=teach,
-            )
-        feed = with_start(feed, config, problems=problems, policy=policy)
+        rollouts = build_rollouts(
+            config,
+            problems=problems,
+            policy=policy,
+            side=side,
+            rewarder=rewarder,
+            kept=build_kept(config, run.files["kept"]) if keep else None,
+            teach=build_teach(config, tokenizer=policy.tokenizer, closing=closing),
+            place=place,
+            stop=stop,
+            companions=companions,
+        )
+        feed = with_start(rollouts.feed, config, problems=problems, policy=policy)
         closing.callback(feed.close)
         evaluation = build_evaluation(
             config,
@@ -353,10 +335,55 @@ def build_parts(
             engine=bridge.engine,
             rewarder=rewarder,
             keep=partial(keep_evaluation, place.directory) if config.logging.tape else None,
-            evaluator=evaluator,
+            evaluator=rollouts.evaluator,
         )
         closing.callback(evaluation.close)
-        return config, Parts(place, side, policy, feed, evaluation, names, kept)
+        return config, Parts(place, side, policy, feed, evaluation, rollouts.reward_names, rollouts.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Rollouts:
+    """Where a run's batches come from, what evaluates in place of the held-out problems, and what is kept of them."""
+
+    feed: Feed[Batch]
+    reward_names: Sequence[str]
+    kept: KeptRollouts | None
+    evaluator: Evaluates | None = None
+
+
+def build_rollouts(
+    config: LachesisConfig,
+    *,
+    problems: Sequence[Prompt],
+    policy: Policy,
+    side: EngineSide,
+    rewarder: Rewarder | None,
+    kept: KeptRollouts | None,
+    teach: Teach,
+    place: RunPlace,
+    stop: Callable[[], None],
+    companions: Companions | None,
+) -> Rollouts:
+    """The way from the source that the configuration names to packed batches."""
+    engine = side.bridge.engine
+    if isinstance(config.source, EpisodesSection):
+        episodes, evaluator = build_episodes(config, policy=policy, engine=engine, rewarder=rewarder)
+        feed = feed_from(episodes, config, policy=policy, kept=kept, teach=teach)
+        return Rollouts(feed, episodes.players.reward_names, kept, evaluator)
+    if config.source.kind == "atropos" or rewarder is None:
+        feed = build_atropos_feed(
+            config,
+            policy=policy,
+            run_dir=place.directory,
+            watch=partial(watch_over, side, EngineWatch(engine, watch=stop), companions, stop),
+            reachable=companions is None or not companions.starts_api,
+            teach=teach,
+        )
+        return Rollouts(feed, (), kept)
+    feed = build_feed(
+        config, problems=problems, policy=policy, engine=engine, rewarder=rewarder, kept=kept, teach=teach
+    )
+    return Rollouts(feed, rewarder.names, kept)
 
 
 def raise_if_asked(stop_requested: Callable[[], bool], leadership: Leadership | None = None) -> None:
