@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError
-from lachesis.common.journal import Journal
+from lachesis.common.record_store import RecordStore
 from lachesis.common.types import Group, Sample
 from lachesis.rollouts.base import GroupwiseSource
 from lachesis.rollouts.kept import KeptRollouts
@@ -17,14 +17,14 @@ def over_a_restart(
     make: Callable[[], GroupwiseSource], directory: Path, *, count: int, finished: Callable[[int], bool]
 ) -> tuple[list[Sample], list[Group]]:
     """The samples of the rollouts with ``finished`` numbers, of ``count`` groups; and these groups after a restart."""
-    rolled_out(make(), directory / "first.jsonl", count=count)
-    journal, other = Journal(directory / "first.jsonl"), Journal(directory / "second.jsonl")
-    for entry in journal.read()[0]:
+    rolled_out(make(), directory / "first.sqlite", count=count)
+    store, other = RecordStore(directory / "first.sqlite"), RecordStore(directory / "second.sqlite")
+    for entry in store.read()[0]:
         if finished(entry.record["number"]):
             other.append(entry.key, lambda record=entry.record: record)
-    journal.close()
+    store.close()
     other.close()
-    kept = KeptRollouts(Journal(directory / "second.jsonl"))
+    kept = KeptRollouts(RecordStore(directory / "second.sqlite"))
     kept.open(version=0)
     samples = [
         sample
@@ -34,12 +34,12 @@ def over_a_restart(
         for sample in found.rollout.samples
     ]
     kept.close()
-    return samples, rolled_out(make(), directory / "second.jsonl", count=count)
+    return samples, rolled_out(make(), directory / "second.sqlite", count=count)
 
 
 def rolled_out(source: GroupwiseSource, path: Path, *, count: int) -> list[Group]:
     """The first groups of a source that keeps what it finishes in a file."""
-    kept = KeptRollouts(Journal(path))
+    kept = KeptRollouts(RecordStore(path))
     kept.open(version=0)
     source.keep(kept)
     draws = source.draw(count)

@@ -17,7 +17,7 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, RewardError
-from lachesis.common.journal import Journal
+from lachesis.common.record_store import RecordStore
 from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
 from lachesis.pipeline.collect import Collector
@@ -138,7 +138,7 @@ class TestRestart:
         def feed(engine: Engine) -> AsynchronousFeed[Sequence[Group]]:
             source = factory.build(engine=engine)
             assert isinstance(source, GroupwiseSource)
-            kept = KeptRollouts(Journal(tmp_path / "kept.jsonl"))
+            kept = KeptRollouts(RecordStore(tmp_path / "kept.sqlite"))
             kept.open(version=0)
             collector, finisher = Collector(source, count=2), Finisher(advantages=list, pack=tuple)
             return AsynchronousFeed(

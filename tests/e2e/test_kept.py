@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lachesis.common.journal import Journal
+from lachesis.common.record_store import RecordStore
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from tests.e2e.runs import COMMAND, checkpoints, command, metrics, run_here, write_run
 
@@ -82,9 +82,9 @@ def test_finished_episodes_are_not_asked_for_again_after_kill_9(tmp_path: Path, 
     assert command("train", config, code=KILLED).code == -9
     run_dir = tmp_path / "runs" / "proof"
     assert "step_000002" in checkpoints(run_dir) and ended(tmp_path).total() == 21
-    journal = Journal(run_dir / "kept.jsonl")
-    kept = [entry.record for entry in journal.read()[0] if "number" in entry.record and entry.record["newest"] <= 2]
-    journal.close()
+    store = RecordStore(run_dir / "kept.sqlite")
+    kept = [entry.record for entry in store.read()[0] if "number" in entry.record and entry.record["newest"] <= 2]
+    store.close()
     before = ended(tmp_path)
     partial = sum(count for count in before.values() if count < SIZE)
 

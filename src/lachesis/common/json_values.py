@@ -1,8 +1,20 @@
-"""Of what kind a parsed JSON value is, as type checkers understand it: ``isinstance`` does not say what it holds."""
+"""JSON: of what kind a parsed value is, as type checkers understand it, and a document as bytes on one line."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any, TypeGuard
+
+from pydantic_core import PydanticSerializationError, to_json
+
+
+def json_bytes(document: Mapping[str, Any]) -> bytes:
+    """On one line. Rollouts have a number for each token, which the standard library takes long over."""
+    try:
+        return to_json(document)
+    except PydanticSerializationError:  # half a surrogate pair in a text, which UTF-8 cannot hold
+        return json.dumps(document).encode()
 
 
 def is_object(value: object) -> TypeGuard[dict[str, Any]]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lachesis.common.group_codec import decode_group, encode_group, json_safe
-from lachesis.common.journal import Entry, Journal
+from lachesis.common.record_store import Entry, RecordStore
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Prompt, Sample
 
 logger = logging.getLogger("lachesis")
@@ -72,8 +72,8 @@ class KeptRollouts:
     that is resumed there would not have these weights. So the file does not grow with the length of a run.
     """
 
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
+    def __init__(self, store: RecordStore) -> None:
+        self._store = store
         self._lock = threading.Lock()  # sources note in any thread
         self._found: dict[int, list[_Found]] = {}
         self._places: dict[int, _Place] = {}
@@ -88,7 +88,7 @@ class KeptRollouts:
         """Read what an earlier process left. ``version`` is that of the weights that the run goes on with."""
         self._saved = self._version = version
         try:
-            entries, damaged = self._journal.read()
+            entries, damaged = self._store.read()
         except OSError as error:
             logger.warning("what was kept of unfinished groups cannot be read, so they begin anew: %s", error)
             return
@@ -133,7 +133,7 @@ class KeptRollouts:
                 self._found[request] = fit
                 place.version = min(one.newest for one in fit)
             elif found:
-                self._journal.drop([request])
+                self._store.drop([request])
             return group
 
     def of(self, request: int) -> KeptGroup:
@@ -162,7 +162,7 @@ class KeptRollouts:
             prompt = Prompt(id=place.prompt_id, token_ids=(), text="")  # all else is the dataset's
             head = {"since": place.since, "newest": newest}
             group = Group(prompt, tuple(samples))
-            self._journal.append(request, lambda: {**head, **more(), "group": encode_group(group)})
+            self._store.append(request, lambda: {**head, **more(), "group": encode_group(group)})
 
     def leave(self, request: int) -> None:
         """Nothing comes of a group: it was put aside, or dropped."""
@@ -202,7 +202,7 @@ class KeptRollouts:
             for request in gone:
                 self._found.pop(request, None)
                 self._places.pop(request, None)
-        self._journal.drop(gone)
+        self._store.drop(gone)
 
     def counters(self) -> dict[str, float]:
         """Since the last call, where an earlier process left something: ``kept_groups`` that were whole,
@@ -214,7 +214,7 @@ class KeptRollouts:
 
     def close(self) -> None:
         """Write what was noted. Idempotent."""
-        self._journal.close()
+        self._store.close()
 
 
 def _newest(samples: Sequence[Sample], *, unknown: int) -> int:

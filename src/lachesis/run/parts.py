@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lachesis.common.imports import load_function
-from lachesis.common.journal import Journal
+from lachesis.common.record_store import RecordStore
 from lachesis.common.threads import Watch
 from lachesis.common.types import Group, Prompt
 from lachesis.config import schema
@@ -194,7 +194,7 @@ def build_kept(config: LachesisConfig, path: Path) -> KeptRollouts | None:
     """What is finished and not trained on yet, over a restart, in a file; nothing where no batch is generated ahead."""
     if config.source.kind == "atropos" or not config.pipeline.keep_partial or not generated_ahead(config):
         return None
-    return KeptRollouts(Journal(path))
+    return KeptRollouts(RecordStore(path))
 
 
 def build_feed(

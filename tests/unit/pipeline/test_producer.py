@@ -13,7 +13,7 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, RewardError
 from lachesis.common.group_codec import encode_group
-from lachesis.common.journal import Journal
+from lachesis.common.record_store import RecordStore
 from lachesis.common.types import Group
 from lachesis.pipeline.collect import Collector, Reroll
 from lachesis.pipeline.feed import Finisher, SynchronousFeed
@@ -308,7 +308,7 @@ class TestCheckpoints:
 
     def test_what_was_finished_after_the_checkpoint_is_not_asked_for_again(self, make_feed: MakeFeed, tmp_path: Path):
         def kept(*, version: int) -> KeptRollouts:
-            found = KeptRollouts(Journal(tmp_path / "kept.jsonl"))
+            found = KeptRollouts(RecordStore(tmp_path / "kept.sqlite"))
             found.open(version=version)
             return found
 
@@ -333,7 +333,7 @@ class TestCheckpoints:
 
     def test_a_batch_in_use_is_not_waited_for(self, make_feed: MakeFeed, tmp_path: Path):
         def kept() -> KeptRollouts:
-            found = KeptRollouts(Journal(tmp_path / "kept.jsonl"))
+            found = KeptRollouts(RecordStore(tmp_path / "kept.sqlite"))
             found.open(version=0)
             return found
 

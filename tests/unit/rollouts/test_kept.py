@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lachesis.common.journal import Journal
+from lachesis.common.record_store import RecordStore
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Prompt, Sample, VersionSpan
 from lachesis.rollouts.kept import KeptRollout, KeptRollouts
 
@@ -35,7 +35,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
     def again(*, version: int = 0) -> KeptRollouts:
         for one in made:
             one.close()
-        made.append(KeptRollouts(Journal(tmp_path / "kept.jsonl")))
+        made.append(KeptRollouts(RecordStore(tmp_path / "kept.sqlite")))
         made[-1].open(version=version)
         return made[-1]
 

@@ -401,7 +401,7 @@ class PipelineConfig(Section):
     )
     keep_partial: bool = Field(
         default=True,
-        description="With `async_prefetch`: write rollouts and groups to kept.jsonl as they are finished, so that a "
+        description="With `async_prefetch`: write rollouts and groups to kept.sqlite as they are finished, so that a "
         "run that is stopped or killed, and then resumed, does not generate them again.",
     )
     streaming: bool = Field(

@@ -259,10 +259,7 @@ def read_reply(response: httpx.Response, *, url: str, route: str) -> dict[str, A
         EngineError: the server failed (5xx), or answered what no server of ours answers.
         DeadlineExceeded, ModelError, StaleWeights: the server failed with these.
     """
-    try:
-        reply = json.loads(response.content) if response.content else {}
-    except ValueError:
-        reply = None
+    reply = parsed(response) if response.content else {}
     if response.is_success:
         if not isinstance(reply, dict):
             raise malformed(url, route, ValueError(f"not a JSON object: {response.text[:80]!r}"))
@@ -276,9 +273,8 @@ def read_reply(response: httpx.Response, *, url: str, route: str) -> dict[str, A
             status=response.status_code,
             remedy="start it with `lachesis serve` or `lachesis vllm-serve`, not with plain `vllm serve`",
         )
-    reason = error.get("message") or _reason(reply) or _first_line(response) or response.reason_phrase
     remedy = str(error.get("remedy") or "")
-    message = f"{url}{route} answered {response.status_code}: {reason}"
+    message = f"{url}{route} answered {response.status_code}: {said_by(response)}"
     if 400 <= response.status_code < 500:
         raise Refused(message, status=response.status_code, remedy=remedy)
     raise _SERVER_ERRORS.get(str(error.get("type")), EngineError)(message, remedy=remedy)
@@ -293,9 +289,22 @@ def malformed(url: str, route: str, error: Exception | str) -> EngineError:
     )
 
 
-def _reason(reply: Any) -> str:
-    """What servers other than ours write."""
-    return str(reply.get("detail") or reply.get("message") or "") if isinstance(reply, dict) else ""
+def parsed(response: httpx.Response) -> Any:
+    """The body of an answer; None where it is no JSON."""
+    try:
+        return json.loads(response.content)
+    except ValueError:
+        return None
+
+
+def said_by(response: httpx.Response) -> str:
+    """Why a server refuses, in its own words, whether it is ours, OpenAI's, another, or a proxy with a line of text."""
+    reply = parsed(response)
+    reply = reply if isinstance(reply, dict) else {}
+    error = reply.get("error")
+    own = error.get("message") if isinstance(error, dict) else error
+    others = reply.get("detail") or reply.get("message")
+    return str(own or others or _first_line(response) or response.reason_phrase)
 
 
 def _first_line(response: httpx.Response) -> str:

@@ -6,7 +6,6 @@ likeliest tokens and the one that stands there come back, at temperature 1.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from lachesis.common.deadline import Deadline, Retry
 from lachesis.common.errors import EngineError, ModelError
 from lachesis.common.http import server_url
 from lachesis.common.json_values import is_list, is_object
-from lachesis.engines.http.control import CONNECT_RETRIES, KEEP_ALIVE_S, tls
+from lachesis.engines.http.control import CONNECT_RETRIES, KEEP_ALIVE_S, parsed, said_by, tls
 
 logger = logging.getLogger("lachesis")
 
@@ -132,33 +131,26 @@ class TeacherServer:
 
     def _post(self, route: str, body: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
         """The answer's object; asks again where the server is busy or away."""
-        retry = Retry(
-            deadline,
-            first_s=0.5,
-            longest_s=10.0,
-            say=_tell,
-            told_at=2,
-        )
+        retry = Retry(deadline, first_s=0.5, longest_s=10.0, say=_tell, told_at=2)
         while True:
             try:
                 response = self._http.post(f"{self.url}{route}", json=body, timeout=deadline.remaining_s() or 0.001)
                 if response.status_code not in _TRY_AGAIN:
                     return self._reply(response, route)
-                reason = f"the teacher at {self.url}{route} answered {response.status_code}: {_message(response)}"
+                reason = (
+                    f"the teacher at {self.url}{route} answered {response.status_code}: {_short(said_by(response))}"
+                )
             except httpx.TransportError as error:
                 reason = f"the teacher at {self.url} does not answer ({type(error).__name__}: {error})"
             time.sleep(retry.after(reason))
 
     def _reply(self, response: httpx.Response, route: str) -> dict[str, Any]:
         if response.is_success:
-            try:
-                reply = json.loads(response.content)
-            except ValueError:
-                reply = None
+            reply = parsed(response)
             if is_object(reply):
                 return reply
             raise EngineError(f"{self.url}{route} answered no JSON object: {response.text[:80]!r}", remedy=_WHICH)
-        message, status = _message(response), response.status_code
+        message, status = _short(said_by(response)), response.status_code
         remedy = _WHICH
         if status in (401, 403):
             remedy = f"put the server's key into the variable {KEY_VARIABLE}"
@@ -181,16 +173,6 @@ def _top(entry: Any) -> Top:
     if not is_object(entry):
         return {}
     return {int(token): float(value["logprob"] if is_object(value) else value) for token, value in entry.items()}
-
-
-def _message(response: httpx.Response) -> str:
-    try:
-        reply = json.loads(response.content)
-    except ValueError:
-        reply = None
-    error = reply.get("error", reply) if is_object(reply) else None
-    found = error.get("message") or error.get("detail") if is_object(error) else error
-    return _short(found) if found else response.text.strip().partition("\n")[0][:200] or response.reason_phrase
 
 
 def _short(value: Any) -> str:

@@ -7,16 +7,15 @@ logprobs and numbers go in: what was generated, under which weights, and how it 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic_core import PydanticSerializationError, to_json
-
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.group_codec import TokenTexts, decode_group, encode_group
+from lachesis.common.json_values import json_bytes
 from lachesis.common.types import Group, StepRecord
 from lachesis.metrics.hub import Sink
 
@@ -67,7 +66,7 @@ def write_groups(
 ) -> None:
     """Write the groups of a step, the first ``with_texts`` of them with the text of each token. Raises OSError."""
     lines = [
-        _line(encode_group(group, texts=texts if index < with_texts else None, taught=False))
+        json_bytes(encode_group(group, texts=texts if index < with_texts else None, taught=False))
         for index, group in enumerate(groups)
     ]
     write_atomic(tape_path(directory, step), b"\n".join(lines) + b"\n")
@@ -129,14 +128,6 @@ def _malformed(path: Path, number: int, reason: Exception | str) -> DataError:
         f"{path}, line {number}: not a group ({words})",
         remedy="delete this file of the tape; training does not need it",
     )
-
-
-def _line(document: Mapping[str, Any]) -> bytes:
-    """As JSON on one line. A step has a number for each token of it, which the standard library takes long over."""
-    try:
-        return to_json(document)
-    except PydanticSerializationError:  # half a surrogate pair in a text, which UTF-8 cannot hold
-        return json.dumps(document).encode()
 
 
 def token_texts(tokenizer: SupportsTokenText) -> TokenTexts:
