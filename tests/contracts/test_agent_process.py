@@ -224,7 +224,8 @@ def test_what_was_finished_before_a_restart_is_not_played_again(build: Any, engi
         )
 
     samples, (group,) = over_a_restart(make, tmp_path, count=1, finished=lambda number: number == 1)
-    assert len(samples) == 1 and len(engine.requests) == 2, "as many agents as were missing"
+    # Agents that ask at the same time may share a call.
+    assert len(samples) == 1 and sum(map(len, engine.requests)) == 2, "as many agents as were missing"
     assert [sample.completion_ids for sample in group.samples] == [samples[0].completion_ids] * 3
     before, after = ({name: columns[name] for name in AgentRollouts.columns} for columns in seen)
     assert before == after == {"turns": [1] * 3, "tool_calls": [0] * 3, "exit_code": [0] * 3,
