@@ -185,9 +185,10 @@ def test_what_the_leaders_policy_overrides_may_be_a_turn_and_nothing_else():
         pytest.raises(TrainingError, match=r"rank [12]: turn 1 is read, which is no method for all ranks"),
         running.leader.turn("read", what="reading"),
     ):
-        running.done[1].exception(LIMIT_S)
-        running.wire.die(1)
-        running.wire.die(2)
+        for rank in (1, 2):  # one that were dead before it had said why would be that: gone without a word
+            running.done[rank].exception(LIMIT_S)
+        for rank in (1, 2):
+            running.wire.die(rank)
 
 
 def fail(rank: int) -> None:
