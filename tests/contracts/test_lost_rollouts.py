@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, Samp
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource
 from lachesis.rollouts.generation import text_decoder
-from lachesis.rollouts.local import PlayedSource
+from lachesis.rollouts.local import LocalSource, PlayedSource
 from lachesis.rollouts.rewards import execution
+from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.rewards.grpo_code import code_execution_reward_func, soft_format_reward_func
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
+from lachesis.rollouts.streaming import StreamingSource
 from lachesis.rollouts.tools.mcp_server import ToolServerLost
 from lachesis.rollouts.tools.parsers import hermes
 from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
@@ -86,24 +89,83 @@ class Guess:
     """A game that is over after one turn, scored by what was said in it; it raises at some of that."""
 
     failing = False
+    falls = True
 
     def reset(self, *, seed: int) -> tuple[str, dict[str, Any]]:
         self.task = seed
         return f"{seed}?", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        if Guess.failing and lost(action):
+        self.said = action
+        if self.falls and Guess.failing and lost(action):
             raise OSError("the game fell over")
         return "", share(action), True, False, {}
 
 
-def without_an_environment(*, failing: bool) -> tuple[list[Group], dict[str, float]]:
+class Judged(Guess):
+    falls = False
+
+
+def judge(completions: Sequence[Any], environments: Sequence[Any]) -> list[float | Excluded]:
+    return [
+        Excluded("judge") if Guess.failing and lost(one.said) else share(one.said, "judged") for one in environments
+    ]
+
+
+def without_an_environment(*, failing: bool, judged: bool = False) -> tuple[list[Group], dict[str, float]]:
+    """Where it is judged, the environment stands, and the function beside it cannot judge some episodes."""
     Guess.failing = failing
     engine = FakeEngine(lambda request, index: [*ids(str(number(request, index))), EOS_ID])
-    made = players(Guess, engine, max_tasks=TASKS)
+    rewarder = Rewarder([NamedReward("judge", judge)]) if judged else None
+    made = players(Judged if judged else Guess, engine, max_tasks=TASKS, rewarder=rewarder)
     stream = PromptStream(made.split()[0], seed=1)
     options: dict[str, Any] = {"max_concurrent": 16, "refill_rounds": 0, "rollout_s": 60.0, "seed": 3}
     return played(EpisodeSource(stream=stream, players=made, num_generations=SIZE, **options))
+
+
+class Falling:
+    """A sandbox that is lost in some programs; of the tests of others, some pass."""
+
+    failing = True
+
+    def test(self, tests: FunctionTests) -> list[Verdict]:
+        if self.failing and lost(tests.code):
+            raise SandboxError("it fell")
+        return [Verdict(share(tests.code, test) < 0.5) for test in tests.tests]
+
+
+class Standing(Falling):
+    failing = False
+
+
+COLUMNS = {"test_cases": ["assert f() == 1", "assert f() == 2", "assert f() == 3"]}
+FUNCTIONS = [NamedReward("format", soft_format_reward_func), NamedReward("execution", code_execution_reward_func)]
+
+
+def use_sandbox(patch: pytest.MonkeyPatch, made: type[Falling]) -> None:
+    for module in (execution.__name__, "lachesis.rollouts.rewards.grpo_code.rewards"):
+        patch.setattr(f"{module}.shared_sandbox", made)
+
+
+def without_a_sandbox(
+    source: type[LocalSource], *, failing: bool, **options: Any
+) -> tuple[list[Group], dict[str, float]]:
+    """The model writes programs, whose format a second function judges too; the sandbox is lost in some."""
+
+    def turn(request: GenerationRequest, index: int) -> list[int]:
+        return [*ids(written(f"def f():\n    return {number(request, index)}\n")), EOS_ID]
+
+    prompts = [Prompt(str(task), (task, 2), "f?", columns=COLUMNS) for task in range(TASKS)]
+    made = source(
+        stream=PromptStream(prompts, seed=1), engine=FakeEngine(turn), rewarder=Rewarder(FUNCTIONS, [0.5, 1.0]),
+        decode=text_decoder(TOKENIZER), params=SamplingParams(max_tokens=400), num_generations=SIZE, seed=0, **options,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        use_sandbox(patch, Falling if failing else Standing)
+        try:
+            return played(made)
+        finally:
+            made.rewarder.close()
 
 
 def played(source: Any) -> tuple[list[Group], dict[str, float]]:
@@ -119,6 +181,9 @@ def played(source: Any) -> tuple[list[Group], dict[str, float]]:
     [
         pytest.param(without_a_tool_server, "tool_server", id="local tools"),
         pytest.param(without_an_environment, "environment", id="steps"),
+        pytest.param(partial(without_an_environment, judged=True), "judge", id="steps, judged"),
+        pytest.param(partial(without_a_sandbox, LocalSource), "sandbox", id="code"),
+        pytest.param(partial(without_a_sandbox, StreamingSource, min_groups=1), "sandbox", id="code, one by one"),
     ],
 )
 def test_what_is_lost_on_the_way_changes_nothing_about_the_others(play: Any, cause: str):
@@ -136,22 +201,11 @@ def test_what_is_lost_on_the_way_changes_nothing_about_the_others(play: Any, cau
     assert all(len(set(of_group)) > 1 for of_group in advantages(found)), "there is something to learn"
 
 
-class Falling:
-    """A sandbox that is lost in some programs; of the tests of others, some pass."""
-
-    def test(self, tests: FunctionTests) -> list[Verdict]:
-        if lost(tests.code):
-            raise SandboxError("it fell")
-        return [Verdict(share(tests.code, test) < 0.5) for test in tests.tests]
-
-
 def test_a_program_whose_sandbox_is_lost_is_outside_of_its_groups_baseline(monkeypatch: pytest.MonkeyPatch):
-    for module in (execution, "lachesis.rollouts.rewards.grpo_code.rewards"):
-        monkeypatch.setattr(f"{getattr(module, '__name__', module)}.shared_sandbox", Falling)
-    columns = {"test_cases": ["assert f() == 1", "assert f() == 2", "assert f() == 3"]}
+    use_sandbox(monkeypatch, Falling)
     groups = [
         Group(
-            Prompt(str(task), (1, 2), "f?", columns=columns),
+            Prompt(str(task), (1, 2), "f?", columns=COLUMNS),
             tuple(program(f"def f():\n    return {task * SIZE + place}\n") for place in range(SIZE)),
         )
         for task in range(TASKS)
@@ -174,18 +228,18 @@ def test_a_program_whose_sandbox_is_lost_is_outside_of_its_groups_baseline(monke
     assert {one.advantage for group in with_them for one in group.samples if one.reward is None} == {0.0}
 
 
+def written(code: str) -> str:
+    return f"```python\n{code}```"
+
+
 def program(code: str) -> Sample:
-    text = f"```python\n{code}```"
+    text = written(code)
     return Sample((1, 2), tuple(TOKENIZER(text)["input_ids"]), (-0.5,), "stop", VersionSpan(0, 0), text=text)
 
 
 def scored(groups: Sequence[Group]) -> tuple[list[Group], float]:
     """With a second function, which judges those too that the first could not. And how many it could not."""
-    functions = [
-        NamedReward("format", soft_format_reward_func),
-        NamedReward("execution", code_execution_reward_func),
-    ]
-    rewarder = Rewarder(functions, [0.5, 1.0])
+    rewarder = Rewarder(FUNCTIONS, [0.5, 1.0])
     try:
         done = rewarder.score(groups)
     finally:

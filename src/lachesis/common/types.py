@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -159,6 +159,12 @@ class Group:
     def rewards(self) -> tuple[float | None, ...]:
         """The total reward of each sample."""
         return tuple(sample.reward for sample in self.samples)
+
+    def without(self, places: Collection[int]) -> Group:
+        """The group without the samples at these places, and without what was logged of them."""
+        kept = [place for place in range(len(self.samples)) if place not in places]
+        logged = {name: [values[place] for place in kept] for name, values in self.logged.items()}
+        return replace(self, samples=tuple(self.samples[place] for place in kept), logged=logged)
 
     def scored(self, rewards: Sequence[float | None]) -> Group:
         """The group with a reward for each sample, in their order. Raises ValueError where the lengths differ."""

@@ -137,8 +137,8 @@ METRICS: Mapping[str, Metric] = {
         ),
         Metric(
             "rollout_failures", "Rollouts failed", "", "Rollouts of an environment or agent that crashed, took too "
-            "long or lost their sandbox or a tool's server, and are left out of their groups; `rollout_failures/CAUSE` "
-            "counts one kind.",
+            "long or lost their sandbox or a tool's server, and completions that a reward function could not judge: "
+            "all are left out of their groups; `rollout_failures/CAUSE` counts one kind.",
             (0.0, 0.0),
         ),
         Metric("refilled_rollouts", "Rollouts anew", "", "Rollouts played in the place of failed ones."),

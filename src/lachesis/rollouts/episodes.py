@@ -100,8 +100,11 @@ class Players(ABC):
             EngineError: the engine cannot serve, so no other rollout will go better.
         """
 
-    async def finish(self, played: Sequence[Played]) -> list[Played]:
-        """All rollouts of a group that are there, with their rewards where these depend on each other."""
+    async def finish(self, played: Sequence[Played]) -> Sequence[Played | RolloutFailed]:
+        """All rollouts of a group that are there, with their rewards where these depend on each other.
+
+        In the place of one that could not be scored is why.
+        """
         return list(played)
 
     def report(self, deadline: Deadline) -> None:
@@ -290,7 +293,7 @@ class EpisodeSource(GroupwiseSource):
             self._counts["dropped_groups"] += 1
             return RewardError(f"task {prompt.id}: of {self.num_generations} rollouts {len(played)} came to an end")
         # Rubrics that compare the rollouts of a group give rewards only here.
-        played = self._usable(await self.players.finish(played), prompt)
+        played = self._usable(self._scored(await self.players.finish(played), prompt), prompt)
         if len(played) < _FEWEST:
             self._counts["dropped_groups"] += 1
             return RewardError(f"task {prompt.id}: of {self.num_generations} rollouts {len(played)} can be trained on")
@@ -316,6 +319,12 @@ class EpisodeSource(GroupwiseSource):
             except RolloutFailed as failure:
                 self._note(failure, prompt)
             return None
+
+    def _scored(self, finished: Sequence[Played | RolloutFailed], prompt: Prompt) -> list[Played]:
+        for one in finished:
+            if isinstance(one, RolloutFailed):
+                self._note(one, prompt)
+        return [one for one in finished if isinstance(one, Played)]
 
     def _usable(self, played: Sequence[Played], prompt: Prompt) -> list[Played]:
         """Without those with a number that no trainer could compute with, which are noted as failures."""

@@ -11,6 +11,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DataError, RewardError
 from lachesis.common.types import EvalResult, Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
+from lachesis.rollouts.failures import note_excluded
 from lachesis.rollouts.generation import TextDecoder, generate_groups, request_seed
 from lachesis.rollouts.rewards.attempts import Item
 from lachesis.rollouts.rewards.rewarder import Rewarder
@@ -78,8 +79,8 @@ class Evaluator:
     def run(self, step: int) -> EvalResult:
         """Evaluate the engine's current weights.
 
-        A problem on which all reward functions abstain is no success: it counts in the denominator of
-        ``accuracy``, and not at all in ``mean_reward``.
+        A completion on which all reward functions abstain, or that one could not judge, is no success: it counts in
+        the denominator of ``accuracy``, and not at all in ``mean_reward``.
 
         Raises:
             RewardError: a reward function failed (an accuracy over what is left would not be one), or all
@@ -94,10 +95,12 @@ class Evaluator:
         )
         items = self._sample([request_seed(self.seed, number) for number in range(len(self.problems))], deadline)
         groups, extras = [item.group for item in items], [item.extras for item in items]
-        scored = self.rewarder.score(groups, extras=extras, on_error="fail").groups
+        scored = self.rewarder.score(groups, extras=extras, on_error="fail")
+        for group, excluded in zip(scored.groups, scored.excluded, strict=True):
+            note_excluded(group, excluded)
         if self.keep is not None:
-            self.keep(step, scored)
-        return self._result(step, scored, seconds=time.monotonic() - started)
+            self.keep(step, scored.groups)
+        return self._result(step, scored.groups, seconds=time.monotonic() - started)
 
     def _sample(self, seeds: Sequence[int], deadline: Deadline) -> list[Item]:
         if self.turns is not None:

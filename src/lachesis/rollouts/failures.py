@@ -5,7 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Mapping
 from pathlib import Path
+
+from lachesis.common.types import Group
+from lachesis.rollouts.rewards.functions import Excluded
+
+logger = logging.getLogger(__name__)
 
 # A logger of its own: sources know of no run directory, and whoever has one listens here.
 _LOGGER = logging.getLogger("lachesis.failures")
@@ -17,6 +23,23 @@ _LOGGER.addHandler(logging.NullHandler())
 def note_failure(message: str, *, cause: str, prompt_id: str = "") -> None:
     """Tell whoever listens of one rollout, or of a group where no single one is to blame."""
     _LOGGER.info("%s", message, extra={"rollout_failure": {"cause": cause, "prompt": prompt_id, "message": message}})
+
+
+def excluded_in_words(group: Group, excluded: Mapping[int, Excluded]) -> dict[int, str]:
+    """Why samples of a group could not be judged, by their places."""
+    size, prompt = len(group.samples), group.prompt.id
+    return {
+        place: f"sample {place + 1} of {size} of prompt {prompt!r} could not be judged: {reason.why or reason.cause}"
+        for place, reason in excluded.items()
+    }
+
+
+def note_excluded(group: Group, excluded: Mapping[int, Excluded]) -> None:
+    """Note each sample of a group that could not be judged."""
+    for place, message in excluded_in_words(group, excluded).items():
+        cause = excluded[place].counted
+        note_failure(message, cause=cause, prompt_id=group.prompt.id)
+        logger.warning("a sample is excluded (%s): %s", cause, message)
 
 
 class FailureFile(logging.Handler):

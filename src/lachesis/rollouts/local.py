@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -17,10 +17,11 @@ from lachesis.common.types import Group, Prompt, SamplingParams
 from lachesis.engines.base import Engine
 from lachesis.rollouts.base import Done, Draw, GroupwiseSource
 from lachesis.rollouts.datasets import PromptStream
-from lachesis.rollouts.failures import note_failure
+from lachesis.rollouts.failures import note_excluded, note_failure
 from lachesis.rollouts.generation import TextDecoder, generate_groups, nested_deadline, request_seed
 from lachesis.rollouts.kept import KeptGroup, KeptRollout, KeptRollouts
 from lachesis.rollouts.rewards.attempts import Item
+from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.rewards.rewarder import Rewarder, Scored
 
 # A batch without a single usable group may be bad luck; this many in a row are a broken reward function.
@@ -127,25 +128,42 @@ class LocalSource(GroupwiseSource):
             owned = [replace(draw, prompt=self.stream.own(draw.prompt)) for draw in draws]
             items = self._sample(owned, self._generation(draws, deadline))
         generated = time.monotonic()
-        part = self._scored(items)
+        part = self._scored(items, range(len(items)))
         self._count(reward_time=time.monotonic() - generated)
         self._count_part(part)
         done(part)
 
-    def _scored(self, items: Sequence[Item]) -> Part:
-        """The rewards of all groups but those of which too few rollouts are left, which count as dropped."""
+    def _scored(self, items: Sequence[Item], places: Sequence[int]) -> Part:
+        """The rewards of all groups, without what could not be judged.
+
+        Groups of which too few rollouts are left, before or after that, count as dropped. ``places`` are the items'.
+        """
         fewest = min(_FEWEST, self.num_generations)
-        whole = [place for place, item in enumerate(items) if len(item.group.samples) >= fewest]
-        groups = [items[place].group for place in whole]
-        scored = self.rewarder.score(groups, extras=[items[place].extras for place in whole])
-        failures = [_too_few(item.group) for place, item in enumerate(items) if place not in set(whole)]
-        left = replace(
-            scored,
-            dropped=scored.dropped + len(failures),
-            errors=[*scored.errors, *failures],
-            kept=[whole[place] for place in scored.kept],
+        whole = [index for index, item in enumerate(items) if len(item.group.samples) >= fewest]
+        groups = [items[index].group for index in whole]
+        scored = self.rewarder.score(groups, extras=[items[index].extras for index in whole])
+        judged = [self._judged(group, scored.excluded[index]) for index, group in enumerate(scored.groups)]
+        kept = [index for index, group in enumerate(judged) if len(group.samples) >= fewest]
+        small = [item.group for item in items if len(item.group.samples) < fewest]
+        small += [group for group in judged if len(group.samples) < fewest]
+        left = Scored(
+            groups=[judged[index] for index in kept],
+            dropped=scored.dropped + len(small),
+            errors=[*scored.errors, *map(_too_few, small)],
+            kept=[whole[scored.kept[index]] for index in kept],
+            extras=[judged[index].logged for index in kept],
+            metrics=scored.metrics,
         )
-        return Part(range(len(items)), tokens_in(groups), left)
+        return Part(places, tokens_in(groups), left)
+
+    def _judged(self, group: Group, excluded: Mapping[int, Excluded]) -> Group:
+        """The group without the samples that could not be judged, which are counted by their causes."""
+        if not excluded:
+            return group
+        note_excluded(group, excluded)
+        for reason in excluded.values():
+            self._count(**{"rollout_failures": 1, f"rollout_failures/{reason.counted}": 1})
+        return group.without(excluded)
 
     def _generation(self, draws: Sequence[Draw], deadline: Deadline) -> Deadline:
         name = f"generation of {len(draws)} prompts x {self.num_generations} completions"
@@ -192,14 +210,16 @@ class LocalSource(GroupwiseSource):
 
     def counters(self) -> dict[str, float]:
         """Since the last call: ``generation_time`` (calls that overlap count once) and ``reward_time`` in seconds,
-        ``tokens_generated`` (also those of dropped groups), ``dropped_groups``, ``reward_errors``; and
-        ``reward_metrics/NAME``, the mean over groups of what reward functions logged."""
+        ``tokens_generated`` (also those of dropped groups), ``dropped_groups``, ``reward_errors``; where samples could
+        not be judged, ``rollout_failures`` and ``rollout_failures/CAUSE``; and ``reward_metrics/NAME``, the mean over
+        groups of what reward functions logged."""
         with self._counting:
             counts, self._counts = self._counts, Counter()
             logged, self._logged = self._logged, {}
         counts["generation_time"] = self._generating.take()  # type: ignore[assignment]
         means = {f"reward_metrics/{name}": _mean(values) for name, values in logged.items()}
-        return {name: float(counts[name]) for name in self._counted} | means
+        failures = [name for name in counts if name.startswith("rollout_failures")]
+        return {name: float(counts[name]) for name in (*self._counted, *failures)} | means
 
     @property
     def _counted(self) -> tuple[str, ...]:
@@ -265,8 +285,9 @@ class PlayedSource(LocalSource):
         self._kept = kept
 
     def counters(self) -> dict[str, float]:
-        """Those of :class:`LocalSource`, and those of its player."""
-        return super().counters() | self.player.take_counts()
+        """Those of :class:`LocalSource`, and those of its player: what both have lost counts together."""
+        own, played = super().counters(), self.player.take_counts()
+        return own | played | {name: own[name] + played[name] for name in own.keys() & played.keys()}
 
     def close(self) -> None:
         """Close the player. Idempotent."""

@@ -120,13 +120,13 @@ class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
         for _ in range(self.config.refill_rounds + 1):
             played += (await self._play(item, count=self.config.group_size - len(played)))[0]
             if len(played) == self.config.group_size:
+                played = (await self._finished(played))[0]
                 break
         if len(played) < self.config.group_size:
             raise DataError(
                 f"task {item.id}: of {self.config.group_size} episodes {len(played)} came to an end",
                 remedy="mend the environment, or give episodes more time (--env.rollout_s)",
             )
-        played = await self._players.finish(played)
         for one in played:
             for name, value in one.metrics.items():
                 self._logged.setdefault(name, []).append(value)
@@ -135,7 +135,9 @@ class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
     async def attempts(self, item: Prompt, *, params: SamplingParams, count: int) -> Attempts:
         """As of any environment, with the causes that the players give."""
         done, failures = await self._play(item, count=count, greedy=params.greedy)
-        done = done if params.greedy else await self._players.finish(done)
+        if not params.greedy:
+            done, unscored = await self._finished(done)
+            failures.update(unscored)
         names = {name for one in done for name in one.metrics}
         return Attempts(
             rewards=tuple(map(reward_of, done)),
@@ -194,6 +196,13 @@ class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
         found = await together(one(self._draws.getrandbits(62)) for _ in range(count))
         self._failures.update(failures)
         return [played for played in found if played is not None], failures
+
+    async def _finished(self, played: Sequence[Played]) -> tuple[list[Played], Counter[str]]:
+        """Episodes of a group with their rewards, and why others could not be scored."""
+        found = await self._players.finish(played)
+        failures = Counter(one.cause for one in found if isinstance(one, RolloutFailed))
+        self._failures.update(failures)
+        return [one for one in found if isinstance(one, Played)], failures
 
 
 class VerifiersEnvironment(EpisodeEnvironment):

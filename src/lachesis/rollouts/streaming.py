@@ -16,7 +16,8 @@ from lachesis.common.threads import DaemonThread
 from lachesis.common.types import Completion, Prompt
 from lachesis.rollouts.base import Draw
 from lachesis.rollouts.generation import generation_requests, read_groups
-from lachesis.rollouts.local import LocalSource, Part, tokens_in
+from lachesis.rollouts.local import LocalSource, Part
+from lachesis.rollouts.rewards.attempts import Item
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -148,7 +149,7 @@ class StreamingSource(LocalSource):
             num_generations=self.num_generations,
             decode=self.decode,
         )
-        return Part(places, tokens_in(groups), self.rewarder.score(groups))
+        return self._scored([Item(group) for group in groups], places)
 
 
 def _check_places(answered: Sequence[int], *, count: int) -> None:

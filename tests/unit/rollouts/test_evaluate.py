@@ -9,6 +9,7 @@ import pytest
 from lachesis.common.errors import DataError, DeadlineExceeded, RewardError
 from lachesis.common.types import GenerationRequest, Prompt, SamplingParams
 from lachesis.rollouts.evaluate import Evaluator
+from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from tests.fakes import FakeEngine
 
@@ -79,6 +80,17 @@ def test_where_the_functions_abstain_there_is_no_success_and_no_reward():
     assert (result.accuracy, result.mean_reward) == (0.4, 1.0)
     with pytest.raises(RewardError, match="step 3: every reward function abstained on all 10 problems"):
         evaluator(lambda completions: [None] * len(completions)).run(3)
+
+
+def test_what_could_not_be_judged_is_no_success_and_said(caplog: pytest.LogCaptureFixture):
+    def all_but_4(completions, answer):
+        return [Excluded("sandbox", "it fell") if right == "4" else float(int(right) % 2 == 0) for right in answer]
+
+    result = evaluator(all_but_4).run(0)
+    assert (result.accuracy, result.mean_reward) == (0.4, 4 / 9)
+    assert caplog.messages == [
+        "a sample is excluded (sandbox): sample 1 of 1 of prompt '4' could not be judged: it fell"
+    ]
 
 
 def test_a_failing_reward_raises_whatever_the_policy_of_training():

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import CheckpointError, DataError, DeadlineExceeded, EngineError, RewardError
 from lachesis.common.types import Completion, GenerationRequest, Group, Prompt, SamplingParams
+from lachesis.rollouts.base import Draw
 from lachesis.rollouts.datasets import PromptStream
+from lachesis.rollouts.failures import FailureFile
 from lachesis.rollouts.generation import nested_deadline, request_seed, text_decoder
 from lachesis.rollouts.local import LocalSource
+from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from tests.fakes import FakeEngine, random_tokens
 from tests.tiny import BOS_ID, EOS_ID, tiny_tokenizer
@@ -148,6 +152,43 @@ class TestFailingRewards:
         local = source(reward=lambda completions: [math.nan] * len(completions), on_error="fail")
         with pytest.raises(RewardError, match="returned nan"):
             local.next_groups(2, deadline=FOREVER)
+
+
+class TestSamplesThatCannotBeJudged:
+    @pytest.fixture
+    def local(self) -> LocalSource:
+        """Of prompt 1 the first sample cannot be judged, of prompt 2 all but the last."""
+
+        def judge(completions, answer, log_extra):
+            log_extra("place", [place % 3 for place in range(len(answer))])
+            lost = [(a, place % 3) in {(1, 0), (2, 0), (2, 1)} for place, a in enumerate(answer)]
+            return [Excluded("judge lost", "it fell") if one else float(n) for n, one in enumerate(lost)]
+
+        return source(reward=judge, shuffle=False)
+
+    def test_they_leave_their_groups_and_are_counted_by_their_causes(self, local: LocalSource, tmp_path: Path):
+        with FailureFile(tmp_path / "failures.jsonl"):
+            first, second = local.next_groups(2, deadline=FOREVER)
+        assert [len(group.samples) for group in (first, second)] == [3, 2]
+        assert second.rewards == (4.0, 5.0) and second.logged == {"place": [1, 2]}
+        counts = local.counters()
+        assert (counts["rollout_failures"], counts["rollout_failures/judge_lost"], counts["dropped_groups"]) == (
+            1,
+            1,
+            0,
+        )
+        assert "rollout_failures" not in local.counters()
+        (line,) = map(json.loads, (tmp_path / "failures.jsonl").read_text().splitlines())
+        assert (line["cause"], line["prompt"]) == ("judge_lost", "1")
+        assert line["message"] == "sample 1 of 3 of prompt '1' could not be judged: it fell"
+
+    def test_a_group_of_one_gives_way_to_the_next(self, local: LocalSource):
+        assert ids(local.next_groups(4, deadline=FOREVER)) == [0, 1, 3]
+        counts = local.counters()
+        assert (counts["rollout_failures"], counts["dropped_groups"]) == (3, 1)
+        told: list[Any] = []
+        local.roll_out([Draw(prompts(3)[2], 0)], deadline=FOREVER, done=lambda place, outcome: told.append(outcome))
+        assert isinstance(told[0], RewardError) and "all but 1 rollouts of prompt '2' failed" in told[0].message
 
 
 class TestResume:

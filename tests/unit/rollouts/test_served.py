@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -23,9 +24,10 @@ def sample(reward: float, mask: tuple[int, ...] | None = None) -> Sample:
 
 @dataclass
 class Scripted(TaskPlayers):
-    """Every ``fails``-th rollout fails; the reward is the number of the rollout."""
+    """Every ``fails``-th rollout fails; the reward is its number. The first ``unscored`` of a group have none."""
 
     fails: int = 0
+    unscored: int = 0
     count: int = 0
     stopped: bool = False
     seeds: list[int] = field(default_factory=list)
@@ -41,6 +43,9 @@ class Scripted(TaskPlayers):
         if self.fails and self.count % self.fails == 0:
             raise RolloutFailed("lost", cause="sandbox")
         return Played((sample(float(self.count), (1, 0, 1)),), metrics={"turns": 2.0})
+
+    async def finish(self, played: Sequence[Played]) -> list[Played | RolloutFailed]:
+        return [*[RolloutFailed("?", cause="judge")] * self.unscored, *played[self.unscored :]]
 
     async def stop(self) -> None:
         self.stopped = True
@@ -94,6 +99,20 @@ def test_a_group_that_is_not_whole_is_none_and_an_engine_that_is_gone_ends_it():
             await made.collect_trajectories(item)
         with pytest.raises(EngineError):
             await made.collect_trajectories(Prompt(id="9", token_ids=(), text=""))
+
+    asyncio.run(whole())
+
+
+def test_episodes_that_cannot_be_scored_are_counted_and_leave_no_whole_group():
+    async def whole() -> None:
+        made = environment(Scripted(unscored=1))
+        await made.setup()
+        item = await made.get_next_item()
+        with pytest.raises(DataError, match="of 4 episodes 3 came to an end"):
+            await made.collect_trajectories(item)
+        assert made.metrics() == {"rollout_failures": 1.0, "rollout_failures/judge": 1.0}
+        found = await made.attempts(item, params=made.sampling(), count=4)
+        assert found.rewards == (6.0, 7.0, 8.0) and found.failures == {"judge": 1}
 
     asyncio.run(whole())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -138,10 +139,20 @@ class Answer:
 class Excluded:
     """In place of a reward: the completion could not be judged, for a cause that it has no part in.
 
-    It is outside of its group's baseline, whatever other functions say of it.
+    It leaves its group, whatever other functions say of it, and is counted by its cause. ``why`` is for the log.
     """
 
     cause: str
+    why: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.counted:
+            raise ValueError("Excluded needs a cause of a word or two, by which completions are counted")
+
+    @property
+    def counted(self) -> str:
+        """The cause as it stands in a metric's name: that of "no reward reported" is ``no_reward_reported``."""
+        return "_".join(re.findall(r"\w+", self.cause.lower()))
 
 
 @dataclass(frozen=True, slots=True)

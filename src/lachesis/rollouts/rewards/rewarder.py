@@ -28,7 +28,7 @@ from lachesis.rollouts.rewards.runners import RewardRunner, RewardWorkers, Threa
 logger = logging.getLogger(__name__)
 
 OnError: TypeAlias = Literal["fail", "drop_group"]
-RewardList: TypeAlias = Sequence[float | None]
+RewardList: TypeAlias = Sequence[float | Excluded | None]
 
 
 class RewardFunction(Protocol):
@@ -48,9 +48,9 @@ class RewardFunction(Protocol):
     The completions of one prompt follow each other; a call has those of one prompt or of several. Lists and
     mappings, nested ones too, are each completion's and call's own: a function may change them. It returns N
     numbers, as a list, array or tensor, with ``None`` where it abstains, and an
-    :class:`~lachesis.rollouts.rewards.functions.Excluded` where a completion could not be judged. It runs on a
-    thread of its own, or in the main thread of a process of its own. It may be called again for a part of the same
-    completions, when a call failed and the culprit is looked for.
+    :class:`~lachesis.rollouts.rewards.functions.Excluded` where a completion could not be judged, which leaves its
+    group then. It runs on a thread of its own, or in the main thread of a process of its own. It may be called again
+    for a part of the same completions, when a call failed and the culprit is looked for.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> RewardList | Awaitable[RewardList]: ...
@@ -68,7 +68,8 @@ class NamedReward:
 class Scored:
     """The groups with their rewards, and what became of the others.
 
-    ``kept`` has, for each group that is left, its place among those that were given.
+    ``kept`` has, for each group that is left, its place among those that were given, and ``excluded`` those of its
+    samples, by their places, that a function could not judge: they have no reward, and have to leave the group.
     ``errors`` has one per dropped group, and one for each call that failed though every group in it could be
     scored alone. ``extras`` has, for each group that is left, what functions logged per sample; ``metrics`` the
     mean of each metric that they logged.
@@ -78,6 +79,7 @@ class Scored:
     dropped: int
     errors: list[RewardError]
     kept: list[int] = field(default_factory=list)
+    excluded: list[Mapping[int, Excluded]] = field(default_factory=list)
     extras: list[Extras] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
 
@@ -260,6 +262,7 @@ class Rewarder:
             dropped=dropped,
             errors=errors,
             kept=places,
+            excluded=[_excluded(table) for table in tables],
             extras=[_logged(table) for table in tables],
             metrics={name: sum(numbers) / len(numbers) for name, numbers in metrics.items()},
         )
@@ -287,6 +290,16 @@ class Rewarder:
             for rewards in [_unless_excluded(given)]
         ]
         return dataclasses.replace(group, samples=tuple(samples), logged=_logged(table))
+
+
+def _excluded(table: Sequence[Judged]) -> dict[int, Excluded]:
+    """Why some samples of a group could not be judged: what the first function says that could not."""
+    found: dict[int, Excluded] = {}
+    for judged in table:
+        for index, reward in enumerate(judged.rewards):
+            if isinstance(reward, Excluded):
+                found.setdefault(index, reward)
+    return found
 
 
 def _logged(table: Sequence[Judged]) -> dict[str, Sequence[Any]]:

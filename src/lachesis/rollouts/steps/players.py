@@ -109,11 +109,18 @@ class StepPlayers(TaskPlayers):
             metrics=dict(episode.metrics),
             state=None if self.rewarder is None else Ended(prompt, game.subject, episode.start, tuple(episode.said)),
         )
-        if greedy and not (judged := await self.finish([played])):
-            raise RolloutFailed(f"task {prompt.id}: a reward function failed on it", cause="reward")
-        return judged[0] if greedy else played
+        return await self._judged(played, prompt) if greedy else played
 
-    async def finish(self, played: Sequence[Played]) -> list[Played]:
+    async def _judged(self, played: Played, prompt: Prompt) -> Played:
+        """An episode of a group of its own with its rewards."""
+        judged = await self.finish([played])
+        if not judged:
+            raise RolloutFailed(f"task {prompt.id}: a reward function failed on it", cause="reward")
+        if isinstance(judged[0], RolloutFailed):
+            raise judged[0]
+        return judged[0]
+
+    async def finish(self, played: Sequence[Played]) -> list[Played | RolloutFailed]:
         """With the rewards of functions, which are called for a group at once."""
         if self.rewarder is None or not played:
             return list(played)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lachesis.common.types import Group, Message, Prompt
-from lachesis.rollouts.episodes import Played
+from lachesis.rollouts.episodes import Played, RolloutFailed
+from lachesis.rollouts.failures import excluded_in_words
 from lachesis.rollouts.rewards.attempts import TURNS
 from lachesis.rollouts.rewards.rewarder import Rewarder
 
@@ -26,10 +27,11 @@ class Ended:
     said: tuple[Message, ...]
 
 
-async def scored(played: Sequence[Played], rewarder: Rewarder, *, owned: bool) -> list[Played]:
+async def scored(played: Sequence[Played], rewarder: Rewarder, *, owned: bool) -> list[Played | RolloutFailed]:
     """Episodes of one task with their rewards: of the functions and, with ``owned``, last that of the environment.
 
-    An episode of several sequences is judged once, by its last. Functions run on a thread of their own.
+    An episode of several sequences is judged once, by its last. One that a function could not judge has failed.
+    Functions run on a thread of their own.
 
     Raises:
         RewardError: a function failed, unless ``rewards.on_error`` drops the group: then none is left.
@@ -44,8 +46,14 @@ async def scored(played: Sequence[Played], rewarder: Rewarder, *, owned: bool) -
     found = await asyncio.to_thread(rewarder.score, [group], extras=[extras])
     if not found.groups:
         return []
-    judged = found.groups[0].samples
-    return [_with(one, sample.rewards, sample.reward, owned=owned) for one, sample in zip(played, judged, strict=True)]
+    (judged,), (excluded,) = found.groups, found.excluded
+    why = excluded_in_words(judged, excluded)
+    return [
+        RolloutFailed(why[place], cause=excluded[place].counted)
+        if place in excluded
+        else _with(one, sample.rewards, sample.reward, owned=owned)
+        for place, (one, sample) in enumerate(zip(played, judged.samples, strict=True))
+    ]
 
 
 def _with(played: Played, rewards: tuple[float | None, ...], total: float | None, *, owned: bool) -> Played:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lachesis.rollouts.rewards.functions import BadValue, read_rewards
+from lachesis.rollouts.rewards.functions import BadValue, Excluded, read_rewards
 
 
 class TestValues:
@@ -25,6 +25,13 @@ class TestValues:
         values = read_rewards(result, 3)
         assert values == [1.0, 0.5, 1.0]
         assert {type(value) for value in values} == {float}
+
+    def test_excluded_completions_have_a_cause_that_can_be_counted(self):
+        excluded = Excluded("No reward: reported")
+        assert read_rewards([excluded, 1], 2) == [excluded, 1.0]
+        assert excluded.counted == "no_reward_reported"
+        with pytest.raises(ValueError, match="needs a cause"):
+            Excluded(" ")
 
     def test_abstaining(self):
         assert read_rewards([None, 0.0], 2) == [None, 0.0]

@@ -9,6 +9,8 @@ import pytest
 
 from lachesis.common.errors import ConfigError
 from lachesis.rollouts.episodes import RolloutFailed
+from lachesis.rollouts.rewards.functions import Excluded
+from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from tests.tiny import EOS_ID
 from tests.unit.rollouts.steps.games import TOKENIZER, Count, Prompts, Scripted, Talk, ids, play, players
 from tests.waiting import until
@@ -88,6 +90,18 @@ def test_messages_of_a_whole_conversation_that_goes_on_are_one_sample():
 def test_tokens_of_another_vocabulary_are_refused():
     with pytest.raises(ConfigError, match="shows token ids from 10 to 5000"):
         play(lambda: Prompts([[10, 5000]]), "a")
+
+
+def test_a_greedy_episode_that_a_function_cannot_judge_has_failed():
+    async def whole() -> None:
+        rewarder = Rewarder([NamedReward("judge", lambda completions: [Excluded("judge", "it fell")])])
+        made = players(Count, Scripted("a", "end"), rewarder=rewarder)
+        with pytest.raises(RolloutFailed, match="could not be judged: it fell") as failed:
+            await made.play(made.split()[0][0], seed=1, greedy=True)
+        assert failed.value.cause == "judge"
+        await made.stop()
+
+    asyncio.run(whole())
 
 
 class Broken(Count):

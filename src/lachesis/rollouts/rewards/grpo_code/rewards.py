@@ -119,8 +119,7 @@ def _score(work: _Work | None) -> float | Excluded | None:
     try:
         return run_tests(work.code, work.tests, imports=work.imports) / len(work.tests)
     except SandboxError as error:
-        logger.warning("a completion is excluded: %s", error)
-        return Excluded("sandbox")
+        return Excluded("sandbox", str(error))
 
 
 @cache
