@@ -18,6 +18,8 @@ Words = Sequence[str]
 # Options of `lachesis train` that are no keys of Axolotl's.
 _OWN = frozenset({"--set", "--smoke", "--resume", "--overwrite"})
 
+# Flags of `axolotl train` that are no keys either.
+_LAUNCHER = ("launcher", "num_processes", "accelerate", "no_accelerate")
 _LAUNCHED = "-m axolotl.cli.train CONFIG, and grpo.py with the flags of `trl grpo`"
 
 
@@ -36,13 +38,24 @@ def command_for(program: str, words: Words) -> list[str]:
 def _axolotl(words: Words) -> list[str]:
     verb, *rest = words or ["--help"]
     if verb == "train":
-        return _train(rest)
+        return _axolotl_train(rest)
     if verb == "vllm-serve":
         return ["lachesis", "vllm-serve", *rest]
     if verb == "preprocess":
         # Nothing is prepared ahead here; what can be said before a run is.
-        return ["lachesis", "plan", *_settings(rest)]
+        return ["lachesis", "plan", *_settings(*_read(rest))]
     raise _nothing(f"axolotl {verb}", "axolotl train, vllm-serve and preprocess")
+
+
+def _axolotl_train(words: Words) -> list[str]:
+    """How many processes start is said by flags of Axolotl's own, and after ``--`` by those of its launcher."""
+    end = words.index("--") if "--" in words else len(words)
+    config, flags, own = _read(words[:end])
+    launcher = _flags(words[end + 1 :])
+    processes = _number_of_processes({**launcher, **flags}, otherwise=_visible_gpus())
+    alone = flags.get("launcher") == "python" or "no_accelerate" in flags
+    keys = {name: value for name, value in flags.items() if name not in _LAUNCHER}
+    return _launched(["lachesis", "train", *_settings(config, keys, own)], 1 if alone else processes)
 
 
 def _trl(words: Words) -> list[str]:
@@ -62,10 +75,11 @@ def _served(words: Words) -> list[str]:
     return [word for pair in pairs for word in pair]
 
 
-def _grpo(words: Words, *, processes: int = 1) -> list[str]:
+def _grpo(words: Words, *, processes: int | None = None) -> list[str]:
     """TRL's script, or open-r1's of the same flags: a file with flags over it, or flags alone."""
     flags = _positive(_flags(words))
-    processes = int(flags.pop("num_processes", processes))
+    processes = _number_of_processes(flags, otherwise=_visible_gpus() if processes is None else processes)
+    flags.pop("num_processes", None)
     config = flags.pop("config", None)
     if config is None:
         return _launched(["lachesis", "train", _written(flags)], processes)
@@ -95,23 +109,40 @@ def _accelerate(words: Words) -> list[str]:
 
 
 def _processes(flags: Mapping[str, str]) -> int:
-    if "num_processes" in flags:
-        return int(flags["num_processes"])
-    if "config_file" in flags:
-        return int(read_document(Path(flags["config_file"])).data.get("num_processes", 1))
-    return 1
+    """Of ``accelerate launch``: by its flags, by its file, or one on each GPU that the environment names."""
+    if "num_processes" in flags or "config_file" not in flags:
+        return _number_of_processes(flags, otherwise=_visible_gpus())
+    return _number_of_processes({**read_document(Path(flags["config_file"])).data, **flags}, otherwise=1)
 
 
-def _train(words: Words, *, processes: int = 1) -> list[str]:
-    return _launched(["lachesis", "train", *_settings(words)], processes)
+def _number_of_processes(said: Mapping[str, object], *, otherwise: int) -> int:
+    machines, number = (said.get(name) for name in ("num_machines", "num_processes"))
+    if str(machines or said.get("nnodes", 1)) != "1":
+        raise ConfigError(
+            "a command starts the processes of its own machine only",
+            remedy="start torchrun --nnodes N -m lachesis train on each of them (docs/quickstart-by-mode.md)",
+        )
+    number = number or said.get("nproc_per_node") or otherwise
+    if not str(number).isdecimal() or int(str(number)) < 1:
+        raise ConfigError(f"{number!r} is no number of processes", remedy="write how many, as in 2")
+    return int(str(number))
+
+
+def _visible_gpus() -> int:
+    """As many processes as GPUs that are named start there, where nobody says how many."""
+    return max(1, len(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")))
+
+
+def _train(words: Words, *, processes: int) -> list[str]:
+    return _launched(["lachesis", "train", *_settings(*_read(words))], processes)
 
 
 def _launched(command: list[str], processes: int) -> list[str]:
     return command if processes <= 1 else ["torchrun", "--nproc-per-node", str(processes), "-m", *command]
 
 
-def _settings(words: Words) -> list[str]:
-    """CONFIG and flags that change its keys, as CONFIG and --set; our own options stay as they are."""
+def _read(words: Words) -> tuple[str, dict[str, str], list[str]]:
+    """CONFIG, the flags that change its keys, and our own options as they are."""
     if not words or words[0].startswith("-"):
         raise ConfigError("no configuration is named", remedy="name the YAML file first")
     config, *rest = words
@@ -120,7 +151,11 @@ def _settings(words: Words) -> list[str]:
     for word, before in zip(rest, ["", *rest], strict=False):
         is_own = before == "--set" or word.startswith("--set=") or word in _OWN
         (own if is_own else theirs).append(word)
-    return [config, *(f"--set={key}={value}" for key, value in _flags(theirs).items()), *own]
+    return config, _flags(theirs), own
+
+
+def _settings(config: str, flags: Mapping[str, str], own: Words) -> list[str]:
+    return [config, *(f"--set={key}={value}" for key, value in flags.items()), *own]
 
 
 def _flags(words: Words) -> dict[str, str]:

@@ -19,6 +19,7 @@ from lachesis.common.http import server_url
 from lachesis.common.process import answers, check_port_free
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.config import schema
+from lachesis.config.dialects.axolotl_names import EARLIER_SERVER_KEYS
 from lachesis.config.document import apply_overrides, read_document
 from lachesis.config.load import LoadedConfig, load_document
 from lachesis.engines.http.client import HttpEngine
@@ -247,8 +248,10 @@ def _when_healthy(url: str, announce: Callable[[], None]) -> None:
 def _vllm_section(path: Path, *, overrides: Sequence[str]) -> dict[str, Any]:
     """The section ``vllm:`` of an Axolotl file, whose keys have been checked."""
     document = read_document(path)
-    apply_overrides(document, [override for override in overrides if override.startswith("vllm.")])
-    return document.data.get("vllm") or {}
+    apply_overrides(document, [override for override in overrides if override.startswith(("vllm.", "trl.vllm_"))])
+    below_trl = document.data.get("trl") or {}
+    earlier = {key: below_trl.get(f"vllm_{key}") for key in EARLIER_SERVER_KEYS}
+    return earlier | {key: value for key, value in (document.data.get("vllm") or {}).items() if value is not None}
 
 
 def _address(urls: Sequence[str], *, port: int | None) -> tuple[str, int]:

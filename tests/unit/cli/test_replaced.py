@@ -49,6 +49,37 @@ def test_processes_may_be_in_accelerate_s_file(tmp_path: Path):
     assert command_for("accelerate", words)[:3] == ["torchrun", "--nproc-per-node", "4"]
 
 
+@pytest.mark.parametrize(
+    ("words", "processes"),
+    [
+        ("c.yaml", 2),  # GPUs that the environment names
+        ("c.yaml --num-processes 4", 4),
+        ("c.yaml --launcher torchrun -- --nproc_per_node=3", 3),
+        ("c.yaml --launcher accelerate -- --num_processes 3", 3),
+        ("c.yaml --launcher python", 1),
+        ("c.yaml --no-accelerate", 1),
+    ],
+)
+def test_how_many_processes_axolotl_starts(words: str, processes: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    start = ["torchrun", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
+    assert command_for("axolotl", ["train", *words.split()]) == [*start, "lachesis", "train", "c.yaml"]
+    if words == "c.yaml":
+        assert command_for("trl", ["grpo", "--config", *words.split()]) == [*start, "lachesis", "train", "c.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("launch --num_machines 2 --num_processes 4 -m axolotl.cli.train c.yaml", "of its own machine only"),
+        ("launch --num_processes many -m axolotl.cli.train c.yaml", "'many' is no number of processes"),
+    ],
+)
+def test_processes_that_cannot_be_started_are_said(words: str, expected: str):
+    with pytest.raises(ConfigError, match=expected):
+        command_for("accelerate", words.split())
+
+
 def test_flags_of_trl_become_a_file():
     words = ["grpo", "--model_name_or_path", "M", "--learning_rate", "1e-6", "--reward_funcs", "a.b", "c.d", "--bf16"]
     command, verb, path = command_for("trl", words)

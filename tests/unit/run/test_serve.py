@@ -201,6 +201,11 @@ class TestConfigurations:
         assert (options.gpu_memory_utilization, options.max_model_len, options.tensor_parallel_size) == (0.8, 256, 2)
         assert (options.enable_lora, options.max_lora_rank, options.url) == (True, 8, "http://127.0.0.1:8100")
 
+    def test_axolotls_keys_of_earlier_versions(self, configured: Callable[..., ServeOptions]):
+        text = AXOLOTL.replace("vllm_mode: server", "vllm_mode: server, vllm_max_model_len: 300, vllm_dtype: float16")
+        options = configured(text.replace(" max_model_len: 512,\n", "\n"))
+        assert (options.max_model_len, options.dtype) == (300, "bfloat16")  # vllm: says the dtype
+
     def test_another_engine_than_the_files(self, configured: Callable[..., ServeOptions]):
         options = configured(AXOLOTL, served_by="embedded", overrides=["vllm.enable_prefix_caching=true"])
         assert (options.engine, options.device, options.port, options.max_model_len) == ("embedded", "auto", 8100, 512)

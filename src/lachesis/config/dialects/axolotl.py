@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from lachesis.common.json_values import is_list, is_object
-from lachesis.config.dialects.axolotl_names import AXOLOTL, TRACKERS
+from lachesis.config.dialects.axolotl_names import AXOLOTL, EARLIER_SERVER_KEYS, TRACKERS
 from lachesis.config.dialects.chat_templates import put_chat_template
 from lachesis.config.dialects.convert import engine_address, one_of
 from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed
@@ -41,7 +41,9 @@ _ROW_KEYS = ("path", "name", "split")
 _FSDP = "fsdp_config."
 _FSDP_KEYS = {name: name.removeprefix(_FSDP) for name in AXOLOTL.entries if name.startswith(_FSDP)}
 _FLOAT8_RECIPES = {"tensorwise": "float8", "rowwise": "float8_rowwise"}
+# Earlier versions have some of them below trl: too, which count where vllm: does not say.
 _MANAGED = {
+    **{f"trl.vllm_{key}": key for key in EARLIER_SERVER_KEYS},
     "vllm.gpu_memory_utilization": "gpu_memory_utilization",
     "vllm.tensor_parallel_size": "tensor_parallel_size",
     "vllm.data_parallel_size": "data_parallel_size",
@@ -298,6 +300,7 @@ def _put_engine(translation: Translation) -> None:
         url_name=port,
         timeout="trl.vllm_server_timeout",
         managed=_MANAGED,
+        device="trl.vllm_device",
         adapter_only="trl.vllm_lora_sync",
         interval="trl.vllm_sync_interval",
     )

@@ -146,6 +146,8 @@ def _process() -> Iterator[Entry]:
     yield from cannot("Lachesis does not log the weights", "wandb_log_model", "wandb_watch")
 
 
+# Keys of `vllm:` that earlier versions had as `trl.vllm_KEY`.
+EARLIER_SERVER_KEYS = ("gpu_memory_utilization", "max_model_len", "dtype")
 # Of Trackio and MLflow: the switch of each, and what is said of it.
 TRACKERS = (
     ("use_trackio", "logging.trackio.project"),
@@ -209,6 +211,9 @@ def _trl() -> Iterator[Entry]:
     yield Entry("trl.skip_zero_advantage_batches", "algorithm.skip_zero_advantage")
     yield Entry("trl.reward_num_workers", "rewards.num_workers", convert=_workers, note="1 is none of its own: 0 here")
     yield together("trl.vllm_enable_sleep_mode", "engine.enable_sleep_mode")
+    for key in EARLIER_SERVER_KEYS:
+        yield together(f"trl.vllm_{key}", f"engine.{key}", f"of earlier versions, where vllm.{key} is not written")
+    yield together("trl.vllm_device", "engine.devices", "of earlier versions; cuda:1 is 1, auto the trainer's own GPU")
     yield Entry("trl.replay_buffer_size", "pipeline.replay_size")
     yield from nothing("the loss never makes the logits here, with any loss_type", "trl.use_liger_loss")
 

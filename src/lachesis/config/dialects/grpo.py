@@ -7,6 +7,7 @@ which engine and bridge a file asks for.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -393,6 +394,7 @@ def put_serving(
     url_name: str,
     timeout: str,
     managed: Mapping[str, str],
+    device: str,
     adapter_only: str | None = None,
     interval: str | None = None,
 ) -> None:
@@ -406,6 +408,7 @@ def put_serving(
         url: the server's address, for mode server; ``url_name`` is where it is written.
         timeout: their name of the wait for that server.
         managed: options of a server that the run starts, their names to ours below ``engine.``.
+        device: the name that earlier versions have for the GPU of that server.
         adapter_only: their name of the switch that transfers the adapter alone, if they have one.
         interval: their name of the number of steps between transfers, if they have one.
     """
@@ -426,9 +429,23 @@ def put_serving(
         translation.put("engine.kind", "vllm", mode)
         for name, option in managed.items():
             translation.copy(name, f"engine.{option}")
+        _put_device(translation, device)
     else:
         translation.problem(mode, f"expected server or colocate, got {chosen!r}")
         return
     translation.put("bridge.kind", "lora_only" if swapped_by else "broadcast", swapped_by or use_vllm)
     if interval is not None:
         translation.copy(interval, "bridge.every_steps")
+
+
+def _put_device(translation: Translation, name: str) -> None:
+    """``cuda:N`` as CUDA_VISIBLE_DEVICES has it; ``auto`` was the first GPU that nothing trains on."""
+    value = translation.value(name)
+    if value == "auto":
+        translation.note(name, "the engine is on the trainer's own GPU; --set engine.devices=N is another")
+    elif value not in (None, "cuda"):
+        number = re.fullmatch(r"cuda:(\d+)", str(value))
+        if number is None:
+            translation.problem(name, f"expected auto or cuda:N, got {describe(value)}")
+        else:
+            translation.put("engine.devices", number[1], name)

@@ -60,7 +60,6 @@ _MANAGED = {
     "vllm_enable_sleep_mode": "enable_sleep_mode",
     "vllm_enforce_eager": "enforce_eager",
     "vllm_dtype": "dtype",
-    "vllm_device": "devices",
 }
 
 
@@ -226,6 +225,7 @@ def _put_engine(translation: Translation) -> None:
         url_name="vllm_server_base_url" if url is not None else "vllm_server_port",
         timeout="vllm_server_timeout",
         managed=_MANAGED,
+        device="vllm_device",
     )
     utilization = "vllm_gpu_memory_utilization"
     if translation.document.data.get("engine", {}).get("kind") == "vllm" and not translation.has(utilization):
@@ -308,6 +308,7 @@ def _engine_names() -> Iterator[Entry]:
     yield together("vllm_server_timeout", "engine.wait_s")
     for name, option in _MANAGED.items():
         yield together(name, f"engine.{option}", "with vllm_mode colocate")
+    yield together("vllm_device", "engine.devices", "cuda:1 is 1; auto, as TRL today, the trainer's own GPU")
     yield Entry("vllm_structured_outputs_regex", "sampling.guided_regex")
     yield Entry("vllm_guided_decoding_regex", "sampling.guided_regex")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from lachesis.common.errors import ConfigError
@@ -15,6 +16,8 @@ from lachesis.config.schema import (
     VllmEngineConfig,
 )
 
+# A number, or the name of a GPU or of a part of one.
+_DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
 _OTHER_BRIDGES = "shared_vllm, broadcast or none, or lora_only with LoRA"
 
 
@@ -59,6 +62,17 @@ def _addresses(config: LachesisConfig) -> Iterator[Said]:
             server_url(url)
         except ConfigError:
             yield problem(f"{key} is no address of a server; write it as http://127.0.0.1:PORT")
+
+
+def _devices(config: LachesisConfig) -> Iterator[Said]:
+    """Whether they are CUDA's: vLLM would see no GPU, which is not what it says then."""
+    if config.engine.kind == "vllm" and config.engine.devices is not None:
+        wrong = [device for device in config.engine.devices.split(",") if not _DEVICE.fullmatch(device.strip())]
+        if wrong:
+            yield problem(
+                f"engine.devices {config.engine.devices}: {wrong[0]!r} is no GPU as CUDA_VISIBLE_DEVICES names them; "
+                "write its number, as in 0 or 2,3"
+            )
 
 
 def _shared(config: LachesisConfig) -> Iterator[Said]:
@@ -247,4 +261,14 @@ def _context(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
-SERVING_RULES: tuple[Rule, ...] = (_addresses, _shared, _merged, _engine, _sleep, _rounded, _speculative, _bridge)
+SERVING_RULES: tuple[Rule, ...] = (
+    _addresses,
+    _devices,
+    _shared,
+    _merged,
+    _engine,
+    _sleep,
+    _rounded,
+    _speculative,
+    _bridge,
+)

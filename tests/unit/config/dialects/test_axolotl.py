@@ -52,6 +52,14 @@ def test_an_adapter_of_no_layer_is_refused():
     assert translated("adapter: lora\nlora_target_modules: []\nlora_target_linear: true").adapter.kind == "lora"
 
 
+def test_the_server_s_keys_of_earlier_versions():
+    shares = "vllm_max_model_len: 800\nvllm_gpu_memory_utilization: 0.8\nvllm_device: auto"
+    own = f"use_vllm: true\nvllm_mode: colocate\n{shares}"
+    engine = translated("vllm: {gpu_memory_utilization: 0.2}", own).engine
+    assert engine.kind == "vllm"
+    assert (engine.max_model_len, engine.gpu_memory_utilization, engine.devices) == (800, 0.2, None)
+
+
 def test_completions_of_texts_are_texts():
     assert translated().rewards.text_completions == "text"
 

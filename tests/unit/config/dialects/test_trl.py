@@ -48,6 +48,18 @@ def test_with_vllm_the_default_is_a_server_of_its_own():
     assert config.algorithm.sampler_correction_min is None
 
 
+@pytest.mark.parametrize(("device", "devices"), [("auto", None), ("cuda", None), ("cuda:1", "1")])
+def test_the_gpu_of_earlier_versions_is_one_of_cudas(device: str, devices: str | None):
+    engine = translated(f"use_vllm: true\nvllm_device: {device}").engine
+    assert engine.kind == "vllm" and engine.devices == devices
+
+
+def test_what_is_no_gpu_is_refused():
+    assert "vllm_device (line 6): expected auto or cuda:N, got the text 'xpu'" in message(
+        "use_vllm: true\nvllm_device: xpu"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "url"),
     [

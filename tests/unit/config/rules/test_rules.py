@@ -177,6 +177,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             },
             "engine.devices 1,2,3 is not 4; name 4 of them",
         ),
+        ({"engine": {**VLLM, "devices": "cuda:1"}, "bridge": {"kind": "broadcast"}}, "'cuda:1' is no GPU as CUDA_VIS"),
         ({"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": SHARED}, "a sleeping engine gives up the tensors"),
         (
             {"engine": {**VLLM, "quantization": "fp8"}, "bridge": SHARED},
