@@ -60,6 +60,14 @@ def test_the_server_s_keys_of_earlier_versions():
     assert (engine.max_model_len, engine.gpu_memory_utilization, engine.devices) == (800, 0.2, None)
 
 
+def test_prompts_fit_the_engine_beside_a_completion():
+    served = "use_vllm: true\nvllm_mode: colocate\nmax_completion_length: 500"
+    found = translation("sequence_len: 800\nvllm: {max_model_len: 800}", served)
+    assert validate(found.document).data.max_prompt_length == 300
+    assert "sequence_len: prompts of more than 300 tokens are dropped" in str(found.findings)
+    assert translated("sequence_len: 800\nvllm: {max_model_len: 1300}", served).data.max_prompt_length == 800
+
+
 def test_completions_of_texts_are_texts():
     assert translated().rewards.text_completions == "text"
 
