@@ -41,7 +41,9 @@ def runs(make_run: Callable[[int], Path]) -> Iterator[list[Path]]:
     waits = [
         {"name": "the trainer's wait for a batch", "since": time.time() - 5, "limit_s": 600.0, "background": False}
     ]
-    live = {"pid": trainer.pid, "time": time.time(), "waits": waits}
+    engines = [{"url": "http://10.0.0.1:9001", "state": "serving", "version": 30, "in_flight": 4, "completed": 120}]
+    engines.append({"url": "http://10.0.0.2:9001", "state": "suspect", "version": 29, "reason": "no answer for 12 s"})
+    live = {"pid": trainer.pid, "time": time.time(), "waits": waits, "engines": engines}
     (paths[0] / "live.json").write_text(json.dumps(live))
     yield paths
     trainer.terminate()
@@ -95,6 +97,23 @@ def test_it_says_what_is_waited_for_and_until_when(page: Page):
     status = page.text("#status")
     assert "running, step 3" in status and "of 60" in status
     assert "the trainer's wait for a batch" in status and "deadline 10m" in status
+
+
+def test_it_shows_the_fleet_of_engines_and_how_near_a_deadline_is(page: Page):
+    rows = page.ask("[...document.querySelectorAll('#fleet tr.engine')].map((row) => row.textContent)")
+    assert ["serving" in rows[0], "no answer for 12 s" in rows[1], len(rows)] == [True, True, 2]
+    share = page.ask("document.querySelector('#status meter').value")
+    assert 0 < share < 0.9
+
+
+def test_the_button_pauses_the_run_and_lets_it_go_on(page: Page, runs: list[Path]):
+    assert page.text("#pause") == "Pause after this step"
+    page.driver.execute_script("byId('pause').click()")
+    until(lambda: page.text("#pause") == "Go on")
+    assert is_asked(runs[0], "pause")
+    page.driver.execute_script("byId('pause').click()")
+    until(lambda: page.text("#pause") == "Pause after this step")
+    assert not is_asked(runs[0], "pause")
 
 
 def test_runs_side_by_side_and_the_history_of_a_prompt(page: Page, runs: list[Path]):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -12,15 +14,15 @@ import psutil
 from lachesis.run.status import read_status
 from tests import warm
 from tests.e2e.atropos_runs import wait_for
-from tests.e2e.runs import COMMAND, Main, environment, write_reward, write_run
+from tests.e2e.runs import COMMAND, Main, checkpoints, environment, write_reward, write_run
 from tests.ports import free_port
 from tests.waiting import LONG_S
 
 
-def start_trainer(config: Path, log: Path) -> subprocess.Popen:
+def start_trainer(config: Path, log: Path, *options: str) -> subprocess.Popen:
     """What it says goes to ``log``."""
     with log.open("w") as output:
-        command = [sys.executable, "-c", COMMAND, "train", str(config)]
+        command = [sys.executable, "-c", COMMAND, "train", str(config), *options]
         return warm.Popen(command, env=environment(), stdout=output, stderr=output)
 
 
@@ -62,6 +64,44 @@ def test_a_run_that_hangs_says_in_what_and_one_that_is_gone_in_what_it_was(tmp_p
         "waited in  the trainer's wait for a batch of 16 groups\n           the reward function share_of_a\n"
         in answer.out
     )
+
+
+def test_a_run_with_a_page_is_paused_saves_a_checkpoint_meanwhile_and_goes_on(tmp_path: Path):
+    checkpoint = {"every_steps": 0}
+    config = write_run(tmp_path, run={"steps": 40}, data={"eval_size": 0}, checkpoint=checkpoint)
+    run_dir, log = tmp_path / "runs" / "proof", tmp_path / "trainer.log"
+    trainer = start_trainer(config, log, "--ui")
+    try:
+        wait_for(lambda: "live page: " in log.read_text(), "the address")
+        found = re.search(r"live page: (\S+/)#token=(\S+) ", log.read_text())
+        assert found
+
+        def press(what: str) -> str:
+            headers = {"X-Lachesis-Token": found[2]}
+            request = urllib.request.Request(found[1] + what, headers=headers, method="POST")
+            with urllib.request.urlopen(request, timeout=LONG_S) as answer:
+                return answer.read().decode()
+
+        def state() -> str:
+            assert trainer.poll() is None, log.read_text()
+            return read_status(run_dir).state if (run_dir / "state.json").exists() else ""
+
+        wait_for(lambda: state() in ("loading", "running"), "the run's start")
+        press("pause")
+        wait_for(lambda: state() == "paused", "the pause")
+        at = read_status(run_dir).step
+        press("checkpoint")
+        wait_for(lambda: checkpoints(run_dir) == [f"step_{at:06d}"], "a checkpoint")
+        status = read_status(run_dir)
+        assert (status.state, status.step) == ("paused", at) and at < 40
+        assert press("resume") == "asked; it goes on"
+        assert trainer.wait(LONG_S) == 0, log.read_text()
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert read_status(run_dir).state == "finished"
+    assert f"paused after step {at}, as was asked" in (run_dir / "logs" / "trainer.log").read_text()
+    assert f"goes on with step {at + 1} after a pause of " in log.read_text()
 
 
 def test_the_first_signal_ends_the_wait_for_a_server_that_does_not_come(tmp_path: Path):

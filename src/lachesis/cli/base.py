@@ -26,6 +26,7 @@ from lachesis.common.types import Finding
 from lachesis.common.world import World, find_world
 
 if TYPE_CHECKING:
+    from lachesis.config.load import LoadedConfig
     from lachesis.run.train import RunSummary
 
 app = typer.Typer(
@@ -64,6 +65,7 @@ Overrides = Annotated[
 
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Delete a run of that name first.")]
+Ui = Annotated[bool, typer.Option("--ui", help="Show the run on a live page as long as it goes on.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -175,6 +177,19 @@ def stop_on_signals() -> Iterator[list[int]]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def live_page(loaded: LoadedConfig, *, asked: bool) -> Iterator[None]:
+    """Within it the page of ``lachesis watch`` shows the run, where that was asked for; its address is printed."""
+    if not asked:
+        yield
+        return
+    from lachesis.run.page import beside
+
+    with beside(Path(loaded.config.run.dir) / loaded.config.run.name) as words:
+        console.print(f"live page: {words}")
+        yield
 
 
 def conclude(summary: RunSummary, stop: Sequence[int], command: Sequence[str]) -> None:

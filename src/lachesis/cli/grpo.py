@@ -14,10 +14,12 @@ from lachesis.cli.base import (
     Overrides,
     Overwrite,
     Resume,
+    Ui,
     app,
     conclude,
     console,
     hide_progress_bars,
+    live_page,
     printed_log,
     stop_on_signals,
     world_of_leader,
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from lachesis.run.train import Companions
 
 RUN_HELP = """\
-Usage: lachesis run CONFIG [--api-port PORT] [--set KEY=VALUE] [--resume] [--overwrite]
+Usage: lachesis run CONFIG [--api-port PORT] [--set KEY=VALUE] [--resume] [--overwrite] [--ui]
        lachesis run --model-name MODEL --environment NAME [FLAGS]
 
 Starts the rollout API, the engine, an environment and the trainer, each with a log of its own in logs/ of the run
@@ -64,6 +66,7 @@ def grpo(
     resume: Resume = False,
     overwrite: Overwrite = False,
     benchmark: Benchmark = False,
+    ui: Ui = False,
 ) -> None:
     """Train with the Atropos trainer's flags; --help lists them."""
     if HELP_FLAGS & set(context.args):
@@ -74,7 +77,7 @@ def grpo(
     from lachesis.run.services import require_server
 
     require_server(loaded.config)
-    _train(context, loaded, world, resume=resume, overwrite=overwrite, benchmark=benchmark)
+    _train(context, loaded, world, resume=resume, overwrite=overwrite, benchmark=benchmark, ui=ui)
 
 
 @app.command("run", context_settings=ALL_WORDS)
@@ -84,6 +87,7 @@ def run_everything(
     resume: Resume = False,
     overwrite: Overwrite = False,
     benchmark: Benchmark = False,
+    ui: Ui = False,
     engine: Annotated[str, typer.Option(help="What generates.")] = "vllm",
     environment: Annotated[str | None, typer.Option(help="The environment that is started.")] = None,
     environment_args: Annotated[str, typer.Option(help="Its flags.")] = "",
@@ -109,7 +113,8 @@ def run_everything(
         api_port=api_port,
     )
     companions = Services(loaded.config)
-    _train(context, loaded, world, resume=resume, overwrite=overwrite, benchmark=benchmark, companions=companions)
+    options = {"resume": resume, "overwrite": overwrite, "benchmark": benchmark, "ui": ui}
+    _train(context, loaded, world, **options, companions=companions)
 
 
 def _train(
@@ -120,12 +125,13 @@ def _train(
     resume: bool,
     overwrite: bool,
     benchmark: bool,
+    ui: bool,
     companions: Companions | None = None,
 ) -> None:
     """Train and print the documented lines meanwhile, then the benchmark's if they are asked for."""
     from lachesis.run.train import train
 
-    with stop_on_signals() as stop, printed_log("lachesis", beginning=DOCUMENTED):
+    with stop_on_signals() as stop, live_page(loaded, asked=ui), printed_log("lachesis", beginning=DOCUMENTED):
         summary = train(
             loaded,
             resume=resume,

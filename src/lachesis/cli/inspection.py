@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lachesis import __version__
 from lachesis.cli.base import Overrides, app, busy, console, hide_progress_bars, print_findings, shown
-from lachesis.common.errors import ConfigError, DataError
+from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.config.explain import Explanation, explain
@@ -49,25 +49,14 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 8010,
 ) -> None:
     """Show runs in the browser while they go on. On another machine: ssh -L 8010:127.0.0.1:8010 HOST."""
-    import secrets
-    import socket
-
-    import uvicorn
-
-    from lachesis.run.watch import Watch
+    from lachesis.run.page import listen, serve
 
     for path in run_dirs:
         if not run_paths(path)["state"].exists() and not run_paths(path)["metrics"].exists():
             raise DataError(f"{path} holds no run", remedy="give the directories of runs, such as runs/NAME")
-    try:
-        listener = socket.create_server(("127.0.0.1", port))
-    except OSError as error:
-        raise ConfigError(f"port {port} is taken: {error.strerror}", remedy="choose another with --port") from error
-    token = secrets.token_urlsafe(16)
-    address = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-    console.print(f"{address}#token={token} (who has the token may stop the runs; {address} only shows them)")
-    config = uvicorn.Config(Watch(run_dirs, token=token).app(), log_level="warning")
-    uvicorn.Server(config).run(sockets=[listener])
+    place = listen(port)
+    console.print(place.words)
+    serve(run_dirs, place.listener, place.token)
 
 
 @app.command()

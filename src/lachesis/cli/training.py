@@ -13,11 +13,13 @@ from lachesis.cli.base import (
     Overrides,
     Overwrite,
     Resume,
+    Ui,
     app,
     busy,
     conclude,
     console,
     hide_progress_bars,
+    live_page,
     shown,
     stop_on_signals,
     world_of_leader,
@@ -45,6 +47,7 @@ def train(
     smoke: Annotated[
         bool, typer.Option("--smoke", help="Try it for two steps, in NAME-smoke, which is replaced each time.")
     ] = False,
+    ui: Ui = False,
 ) -> None:
     """Train as a configuration says."""
     world = world_of_leader()
@@ -55,7 +58,7 @@ def train(
         from lachesis.run.train import train as run_training
 
         hide_progress_bars()
-    with stop_on_signals() as stop:
+    with stop_on_signals() as stop, live_page(loaded, asked=ui):
         summary = run_training(
             loaded,
             resume=resume,
@@ -64,7 +67,7 @@ def train(
             stop_requested=lambda: bool(stop),
             world=world,
         )
-    words = [*(f"--set={item}" for item in overrides or []), *(["--smoke"] if smoke else [])]
+    words = [*(f"--set={item}" for item in overrides or []), *(["--smoke"] if smoke else []), *(["--ui"] if ui else [])]
     conclude(summary, stop, ["lachesis", "train", str(config), *words])
 
 

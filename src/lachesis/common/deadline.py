@@ -11,10 +11,33 @@ from typing import Any
 
 from lachesis.common.errors import DeadlineExceeded
 
+# Seconds for which this process was paused, and since when it is now; one tuple, so that a reader sees both at once.
+_pauses: tuple[float, float | None] = (0.0, None)
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Within it no deadline of this process comes nearer, in any thread: somebody wants it to wait."""
+    global _pauses
+    total, since = _pauses
+    if since is not None:
+        raise AssertionError("a process is paused once at a time")
+    _pauses = (total, time.monotonic())
+    try:
+        yield
+    finally:
+        _pauses = (paused_s(), None)
+
+
+def paused_s() -> float:
+    """Seconds for which this process was paused, until now."""
+    total, since = _pauses
+    return total if since is None else total + time.monotonic() - since
+
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """A wait with a name and a limit in seconds, counted from its creation.
+    """A wait with a name and a limit in seconds, counted from its creation; a pause of the process does not count.
 
     Args:
         name: who waits for whom, as in "feed: generation of 32 prompts by the embedded engine".
@@ -28,14 +51,19 @@ class Deadline:
     setting: str = ""
     started: float = field(default_factory=time.monotonic)
     watch: Callable[[], None] | None = field(default=None, compare=False)
+    paused_before_s: float = field(default_factory=paused_s, compare=False)
 
     def elapsed_s(self) -> float:
-        """Seconds since the wait began."""
+        """Seconds since the wait began, pauses included."""
         return time.monotonic() - self.started
+
+    def counted_s(self) -> float:
+        """Those that count towards the limit."""
+        return self.elapsed_s() - (paused_s() - self.paused_before_s)
 
     def remaining_s(self) -> float | None:
         """Seconds left, never negative; ``None`` where there is no limit."""
-        return None if self.limit_s is None else max(0.0, self.limit_s - self.elapsed_s())
+        return None if self.limit_s is None else max(0.0, self.limit_s - self.counted_s())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -51,7 +79,7 @@ class Deadline:
         """Raise :class:`DeadlineExceeded` once the limit has passed; ``detail`` is added to the message."""
         if self.watch is not None:
             self.watch()
-        if self.limit_s is None or self.elapsed_s() <= self.limit_s:
+        if self.limit_s is None or self.counted_s() <= self.limit_s:
             return
         suffix = f"; {detail}" if detail else ""
         remedy = f"raise {self.setting} or find out what is slow" if self.setting else "find out what is slow"

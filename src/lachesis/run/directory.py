@@ -32,6 +32,8 @@ _WORTH_NAMING_S = 1.0
 _SIGN_OF_LIFE_S = 30.0
 # A process with the run's id that began later than the run is another one, if by more than clocks are put right.
 CLOCK_SLACK_S = 60.0
+# What state.json says of a run that has not ended.
+UNDER_WAY = ("starting", "running", "paused")
 # Written by an engine for a run that is being built (engines.bridge_file, which loads torch): all that is left of one
 # that failed there.
 LEFT_BEHIND = "vllm_bridge_config.json"
@@ -192,7 +194,7 @@ def claim_run(path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
 def _has_no_step(run: RunDirectory) -> bool:
     """Whether a run ended before its first step, and nothing is there but what it wrote until then."""
     state, files = run.state, run.files
-    if state.get("status") in ("starting", "running") and state.get("host") != socket.gethostname():
+    if state.get("status") in UNDER_WAY and state.get("host") != socket.gethostname():
         return False  # it may go on there
     known = {path.name for path in files.values()} | {LEFT_BEHIND, "wandb", "api", *_EXCHANGED}
     if any(entry.name not in known for entry in run.path.iterdir()) or files["final"].exists():
@@ -209,7 +211,7 @@ def _has_metrics(path: Path) -> bool:
 
 def _refuse_running(run: RunDirectory) -> None:
     pid = run.state.get("pid")
-    if run.state.get("status") not in ("starting", "running") or not isinstance(pid, int) or pid == os.getpid():
+    if run.state.get("status") not in UNDER_WAY or not isinstance(pid, int) or pid == os.getpid():
         return
     if run.state.get("host", socket.gethostname()) == socket.gethostname() and _is_alive(pid, run.state.get("began")):
         raise ConfigError(

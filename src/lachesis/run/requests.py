@@ -1,4 +1,4 @@
-"""What others may ask of a run that goes on: files in its directory, which it looks for after each step."""
+"""What others may ask of a run that goes on: files in its directory, which it looks for between its steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Literal
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 
-Request = Literal["stop", "checkpoint"]
+Request = Literal["stop", "checkpoint", "pause"]
 
 
 def ask(run_dir: Path, request: Request) -> None:
-    """Ask the run in a directory to stop after its step, or to save a checkpoint. Raises OSError."""
+    """Ask the run in a directory to stop after its step, to save a checkpoint, or to pause until it is taken back.
+
+    Raises OSError.
+    """
     write_atomic(run_paths(run_dir)["requests"] / request, "")
 
 

@@ -22,8 +22,8 @@ from lachesis.metrics.names import format_number, format_seconds
 from lachesis.metrics.sinks.jsonl import StepLine, read_metrics
 from lachesis.run.directory import CLOCK_SLACK_S
 
-RunState = Literal["loading", "running", "suspended", "finished", "stopped", "failed", "gone"]
-_GOING_ON = ("loading", "running")
+RunState = Literal["loading", "running", "paused", "suspended", "finished", "stopped", "failed", "gone"]
+_GOING_ON = ("loading", "running", "paused")
 
 MAIN_METRICS = ("reward", "loss", "grad_norm", "entropy", "mean_kl")
 # In the order of a step. Where the trainer generates itself, its waiting for data is generation and rewards.
@@ -78,7 +78,7 @@ class _StateFile(BaseModel):
 
     model_config = _STRICT
 
-    status: Literal["starting", "running", "finished", "stopped", "failed"]
+    status: Literal["starting", "running", "paused", "finished", "stopped", "failed"]
     error: str | None = None
     pid: int | None = None
     host: str | None = None
@@ -107,7 +107,8 @@ class RunStatus:
     """How a run stands. ``None`` is what is not known (yet); times are in seconds.
 
     Args:
-        state: ``gone`` is a process that ended without a last word, ``suspended`` one that a signal has stopped.
+        state: ``gone`` is a process that ended without a last word, ``suspended`` one that a signal has stopped,
+            ``paused`` one that waits between two steps because somebody has asked for it.
         note: what else is to be known of the state; may be empty.
         error: of a run that failed, with its remedy.
         elapsed_s: since this process began with the run.
@@ -232,7 +233,10 @@ def _state(facts: _StateFile) -> tuple[RunState, str]:
         return "gone", f"the process (pid {pid}) has ended without saying why: see logs/trainer.log"
     if condition == "suspended":
         return "suspended", f"a signal has stopped the process; it goes on with: kill -CONT {pid}"
-    return state, ""
+    return (
+        state,
+        "somebody has asked for it; it goes on with the button of `lachesis watch`" if state == "paused" else "",
+    )
 
 
 def _condition(pid: int, *, began: float | None) -> Literal["alive", "suspended", "gone"]:
@@ -280,6 +284,12 @@ def status_json(status: RunStatus) -> str:
 def status_lines(status: RunStatus, *, now: float | None = None) -> list[tuple[str, str]]:
     """What people want to know of it, as a title and a text a line; an empty title goes on with the one before."""
     now = time.time() if now is None else now
+    lines = [*fact_lines(status), *_titled(*wait_lines(status, now=now))]
+    return [*lines, *_titled("engines", _engine_texts(status.engines)), *log_lines(status)]
+
+
+def fact_lines(status: RunStatus) -> list[tuple[str, str]]:
+    """How it stands, but for what it waits for and its engines."""
     of = "" if status.steps is None else f" of {status.steps}"
     version = "" if status.weight_version is None else f", weight version {status.weight_version}"
     lines = [("state", f"{status.state}, step {status.step}{of}{version}")]
@@ -291,11 +301,18 @@ def status_lines(status: RunStatus, *, now: float | None = None) -> list[tuple[s
     lines += [("seconds", text) for text in [_seconds(status.values)] if text]
     lines += _titled("health", [finding.line for finding in status.findings])
     lines.append(("checkpoint", "none yet" if status.checkpoint is None else str(status.checkpoint)))
-    if status.state in (*_GOING_ON, "suspended", "gone"):
-        lines += _titled("waited in" if status.state == "gone" else "waits in", _wait_texts(status, now=now))
-    lines += _titled("engines", _engine_texts(status.engines))
-    lines += _titled("logs", [str(path) for path in status.logs])
     return lines
+
+
+def wait_lines(status: RunStatus, *, now: float) -> tuple[str, list[str]]:
+    """A title, and a text for each wait of a run that has not ended; or one which says that there is none."""
+    under_way = status.state in (*_GOING_ON, "suspended", "gone")
+    return "waited in" if status.state == "gone" else "waits in", _wait_texts(status, now=now) if under_way else []
+
+
+def log_lines(status: RunStatus) -> list[tuple[str, str]]:
+    """Where the run's logs are."""
+    return _titled("logs", [str(path) for path in status.logs])
 
 
 def _titled(title: str, texts: list[str]) -> list[tuple[str, str]]:

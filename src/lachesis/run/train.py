@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from lachesis.common.errors import CheckpointError, EngineError, EngineLost, LachesisError, StopRequested
+from lachesis.common.errors import CheckpointError, EngineError, EngineLost, StopRequested
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import EvalResult, Prompt
@@ -40,6 +40,7 @@ from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
+from lachesis.run.log import LogFile, reason_of
 from lachesis.run.parts import (
     build_atropos_feed,
     build_evaluation,
@@ -50,6 +51,7 @@ from lachesis.run.parts import (
     set_up,
     with_start,
 )
+from lachesis.run.pause import Pause
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
@@ -185,7 +187,13 @@ def _train_once(
             run.update(owner=parts.place.owner)
             parts.side.keep_log(run.files["logs"] / "engine.log")
             trainer, start, hub = build_trainer(
-                config, run=run, parts=parts, resume=resume, consoles=[console, log], stop_requested=stop_requested
+                config,
+                run=run,
+                parts=parts,
+                resume=resume,
+                consoles=[console, log],
+                stop_requested=stop_requested,
+                pause=Pause(run, watch=partial(raise_if_asked, stop_requested, leadership)),
             )
             closing.callback(hub.close)
             if companions is not None:
@@ -241,6 +249,7 @@ def build_trainer(
     resume: bool,
     consoles: Sequence[Console | None],
     stop_requested: Callable[[], bool],
+    pause: Pause,
 ) -> tuple[Trainer, int, MetricsHub]:
     """The loop over the parts of a run, where it starts, and what is told of its steps."""
     policy = parts.policy
@@ -276,6 +285,7 @@ def build_trainer(
         checkpoints=checkpoints,
         telemetry=telemetry,
         stop_requested=stop_requested,
+        pause=pause,
     )
     return trainer, start, hub
 
@@ -443,7 +453,7 @@ def begin_run(
     Yields a console that writes into that log.
     """
     run.begin(resume=resume)
-    handler = _LogFile(run.files["logs"] / "trainer.log")
+    handler = LogFile(run.files["logs"] / "trainer.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
@@ -451,7 +461,7 @@ def begin_run(
             yield Console(file=handler.stream, width=1000, highlight=False, soft_wrap=True)
     except BaseException as error:
         failure = cannot_write(run.path, error) if isinstance(error, OSError) and error.errno in DISK_FULL else error
-        reason = _reason(failure)
+        reason = reason_of(failure)
         handler.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, reason, (), None))
         with suppress(CheckpointError):  # what went wrong before says more than that the disk is full
             run.update(status="failed", error=reason)
@@ -462,24 +472,6 @@ def begin_run(
         take(run.path, "stop")  # it is no request to whoever goes on with the run
         logging.getLogger().removeHandler(handler)
         handler.close()
-
-
-def _reason(failure: BaseException) -> str:
-    """What ended the run, in words."""
-    if isinstance(failure, KeyboardInterrupt):
-        return "it was stopped at once, by a second signal, without a checkpoint of the step it was in"
-    return str(failure) if isinstance(failure, LachesisError) else f"{type(failure).__name__}: {failure}"
-
-
-class _LogFile(logging.FileHandler):
-    """A log that a full disk ends without a word: what goes into it is shown on the screen too."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        pass
-
-    def close(self) -> None:
-        with suppress(OSError):
-            super().close()
 
 
 def seed_everything(seed: int) -> None:

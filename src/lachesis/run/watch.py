@@ -7,10 +7,11 @@ import hmac
 import io
 import re
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,9 @@ from lachesis.metrics.rollout_search import (
 )
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.sinks.tape import read_lines, tape_files
-from lachesis.run.requests import ask
-from lachesis.run.status import read_status, status_lines
+from lachesis.run.requests import Request as RunRequest
+from lachesis.run.requests import ask, is_asked, take
+from lachesis.run.status import NamedWait, RunStatus, fact_lines, log_lines, read_status, wait_lines
 from lachesis.web.pages import render_page
 
 TEMPLATE = page.TEMPLATE.with_name("watch.html.j2")
@@ -46,10 +48,15 @@ _NOTHING_YET = '<p class="quiet">No step is done yet.</p>'
 # Steps of the tape that are searched for a prompt.
 _MOST_STEPS = 500
 _MOST_HITS = 50
+# How a run stands of which there is nothing to show.
+_NOTHING: Mapping[str, Any] = {"waits": [], "engines": [], "paused": False}
+# What the buttons ask of a run; "resume" takes the pause back.
+_ASKED: Mapping[str, RunRequest] = {"stop": "stop", "checkpoint": "checkpoint", "pause": "pause"}
+_BUTTONS = (*_ASKED, "resume")
 
 
 class Watch:
-    """The routes over some run directories. All but two only read; those two ask for the token."""
+    """The routes over some run directories. Those that ask something of a run want the token; all others only read."""
 
     def __init__(self, run_dirs: Sequence[Path], *, token: str) -> None:
         self._dirs = [Path(path) for path in run_dirs]
@@ -69,7 +76,7 @@ class Watch:
             "/diff": self.diff,
         }
         routes = [Route(path, endpoint) for path, endpoint in reading.items()]
-        routes += [Route(f"/{what}", self.ask, methods=["POST"]) for what in ("stop", "checkpoint")]
+        routes += [Route(f"/{what}", self.ask, methods=["POST"]) for what in _BUTTONS]
         return Starlette(
             routes=routes, middleware=[Middleware(OwnHostOnly)], exception_handlers={LachesisError: _refused}
         )
@@ -85,7 +92,7 @@ class Watch:
 
     def _data(self, run_dir: Path, known: str) -> dict[str, Any]:
         tag = _tag([run_dir])
-        answer: dict[str, Any] = {"status": _status(run_dir), "tag": tag, "html": None, "data": None}
+        answer: dict[str, Any] = {**_now(run_dir), "tag": tag, "html": None, "data": None}
         if tag == known:
             return answer
         if not run_paths(run_dir)["metrics"].exists():
@@ -100,8 +107,8 @@ class Watch:
     def _compare(self, known: str) -> dict[str, Any]:
         tag = _tag(self._dirs)
         names = compare.run_names(self._dirs)
-        states = [(name, _status(path)[0][1]) for name, path in zip(names, self._dirs, strict=True)]
-        answer: dict[str, Any] = {"status": states, "tag": tag, "html": None, "data": None}
+        states = [(name, _now(path)["status"][0][1]) for name, path in zip(names, self._dirs, strict=True)]
+        answer: dict[str, Any] = {**_NOTHING, "status": states, "tag": tag, "html": None, "data": None}
         if tag == known:
             return answer
         if not all(run_paths(path)["metrics"].exists() for path in self._dirs):
@@ -143,14 +150,17 @@ class Watch:
         return JSONResponse(asdict(await anyio.to_thread.run_sync(compared)))
 
     async def ask(self, request: Request) -> Response:
-        """Ask the run to stop or to save a checkpoint, for who has the token."""
+        """Ask the run to stop, to save a checkpoint, to pause or to go on, for who has the token."""
         if not hmac.compare_digest(request.headers.get("x-lachesis-token", ""), self._token):
             return PlainTextResponse("the token is not that of this page's address", status_code=403)
         run_dir, what = self._dir(request), request.url.path.strip("/")
         status = read_status(run_dir)
         if not status.goes_on:
             return PlainTextResponse(f"the run does not go on: it is {status.state}", status_code=409)
-        ask(run_dir, "stop" if what == "stop" else "checkpoint")
+        if what == "resume":
+            take(run_dir, "pause")
+            return PlainTextResponse("asked; it goes on")
+        ask(run_dir, _ASKED[what])
         return PlainTextResponse("asked; it does so after this step")
 
     def _dir(self, request: Request) -> Path:
@@ -209,11 +219,32 @@ def _tag(run_dirs: Sequence[Path]) -> str:
     return "-".join(f"{file.stat().st_mtime_ns:x}.{file.stat().st_size:x}" if file.exists() else "0" for file in files)
 
 
-def _status(run_dir: Path) -> list[tuple[str, str]]:
+def _now(run_dir: Path) -> dict[str, Any]:
+    """How a run stands: lines, what it waits for, its engines, and whether somebody wants it paused."""
+    if not run_dir.exists():
+        return {**_NOTHING, "status": [("state", "loading: the run has no directory yet")]}
     try:
-        return status_lines(read_status(run_dir))
+        status = read_status(run_dir)
     except LachesisError as error:
-        return [("state", error.message)]
+        return {**_NOTHING, "status": [("state", error.message)]}
+    return {
+        "status": [*fact_lines(status), *log_lines(status)],
+        "waits": _waits(status),
+        "engines": [asdict(engine) for engine in status.engines],
+        "paused": is_asked(run_dir, "pause"),
+    }
+
+
+def _waits(status: RunStatus) -> list[dict[str, Any]]:
+    """Each in words, and how much of its time is over, if that passes: it does not while the run is paused."""
+    now = time.time()
+    title, texts = wait_lines(status, now=now)
+    shares = [_share(wait, now=now) if status.state in ("loading", "running") else None for wait in status.waits or ()]
+    return [{"title": title, "text": text, "share": share} for text, share in zip_longest(texts, shares[: len(texts)])]
+
+
+def _share(wait: NamedWait, *, now: float) -> float | None:
+    return min(1.0, max(0.0, now - wait.since) / wait.limit_s) if wait.limit_s else None
 
 
 def metrics_csv(run_dir: Path) -> str:

@@ -184,16 +184,24 @@ class RunCheckpoints:
         """
         due = self._every_steps > 0 and step % self._every_steps == 0
         if self._asked() or stopping or due:
-            self._manager.save(
-                step,
-                tensors=self._policy.weights(),
-                state={
-                    "optimizer": self._policy.optimizer_state(),
-                    "rng": capture_rng(),
-                    "policy": self._policy.state_dict(),
-                },
-                meta={"step": step, "feed": self._feed.state_dict()},
-            )
+            self._save(step)
+
+    def save_if_asked(self, step: int) -> None:
+        """Save step N if somebody has asked for it since the last one. Raises as :meth:`maybe_save`."""
+        if self._asked():
+            self._save(step)
+
+    def _save(self, step: int) -> None:
+        self._manager.save(
+            step,
+            tensors=self._policy.weights(),
+            state={
+                "optimizer": self._policy.optimizer_state(),
+                "rng": capture_rng(),
+                "policy": self._policy.state_dict(),
+            },
+            meta={"step": step, "feed": self._feed.state_dict()},
+        )
 
     def restore(self) -> int:
         """Load the newest good checkpoint and return its step; 0 where there is none.

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from lachesis.bridges.base import Bridge
@@ -27,6 +28,12 @@ class Evaluation(Protocol):
     def maybe_run(self, step: int) -> EvalResult | None: ...
 
 
+class Pause(Protocol):
+    """Returns at once, unless somebody wants the run to wait; then it calls ``meanwhile`` until it may go on."""
+
+    def __call__(self, step: int, meanwhile: Callable[[], None]) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Trainer:
     """The parts of a run; :meth:`train` is the algorithm."""
@@ -38,6 +45,7 @@ class Trainer:
     checkpoints: RunCheckpoints
     telemetry: HubTelemetry
     stop_requested: Callable[[], bool]
+    pause: Pause
 
     def train(self, *, start: int, steps: int) -> int:
         """Train from step ``start`` (the number already done) to ``steps``; returns the last step done."""
@@ -47,6 +55,8 @@ class Trainer:
         clock = Clock()
         for step in range(start + 1, steps + 1):
             try:
+                with clock.left_out():
+                    self.pause(step - 1, partial(self.checkpoints.save_if_asked, step - 1))
                 with clock.measure("data_fetch_time"):
                     batch = self.bridge.retry(self.feed.next)  # back-pressure and deadlines live behind this
             except StopRequested:
@@ -108,6 +118,13 @@ class Clock:
         started = time.perf_counter()
         yield
         self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - started
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """The seconds spent within are no part of the step."""
+        started = time.perf_counter()
+        yield
+        self._started += time.perf_counter() - started
 
     def take(self) -> dict[str, MetricValue]:
         """All measured seconds, and those of the whole step; measuring begins anew."""

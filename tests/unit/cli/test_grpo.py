@@ -33,15 +33,16 @@ def test_our_own_words_are_told_from_theirs():
     assert context.args == ["--model-name", "m", "--kl-coef", "-1e-3"]
     assert context.params == {
         "overrides": ["a=1", "b=2"], "resume": True, "overwrite": True, "benchmark": True, "engine": "x",
-        "environment": None, "environment_args": "--env.max_num=3", "api_port": 8102,
+        "environment": None, "environment_args": "--env.max_num=3", "api_port": 8102, "ui": False,
     }  # fmt: skip
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_same_words():
     context = parsed(
-        "run", "--lr", "1e-3", "--set", "a=1", "--overwrite", "--environment", "gsm8k", "--benchmark", "--api-port=8102"
-    )
-    words = ["--lr", "1e-3", "--set=a=1", "--benchmark", "--environment=gsm8k", "--api-port=8102"]
+        "run", "--lr", "1e-3", "--set", "a=1", "--overwrite", "--environment", "gsm8k", "--benchmark", "--ui",
+        "--api-port=8102",
+    )  # fmt: skip
+    words = ["--lr", "1e-3", "--set=a=1", "--benchmark", "--ui", "--environment=gsm8k", "--api-port=8102"]
     assert command_of(context) == ["lachesis", "run", *words]
 
 

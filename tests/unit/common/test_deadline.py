@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from lachesis.common.deadline import Deadline, Retry, wait_until, waits_now
+from lachesis.common.deadline import Deadline, Retry, paused, wait_until, waits_now
 from lachesis.common.errors import DeadlineExceeded, StopRequested
 
 
@@ -110,3 +110,20 @@ def test_waiting_until_nothing_is_missing():
     reasons, slept = iter(["not yet", "still not", ""]), []
     wait_until(lambda: next(reasons), Retry(Deadline("it", None)), sleep=slept.append)
     assert slept == [0.1, 0.2]
+
+
+def test_a_pause_counts_towards_no_deadline_in_any_thread():
+    before, found = Deadline("a batch", 0.05), list[float | None]()
+    with paused():
+        time.sleep(0.1)
+        before.check()
+        during = Deadline("another", 0.05)
+        thread = threading.Thread(target=lambda: found.append(before.remaining_s()))
+        thread.start(), thread.join()
+        assert found[0], "there is time left"
+        assert before.elapsed_s() > 0.1 > 0.05 > before.counted_s()
+    during.check()
+    time.sleep(0.06)
+    for deadline in (before, during):
+        with pytest.raises(DeadlineExceeded):
+            deadline.check()

@@ -111,6 +111,41 @@ def test_only_who_has_the_token_may_ask(run_dir: Path):
     assert [take(run_dir, "checkpoint") for _ in range(2)] == [True, False]
 
 
+def test_a_run_is_paused_and_goes_on(run_dir: Path):
+    page = client(run_dir)
+    assert page.post("/pause").status_code == page.post("/resume").status_code == 403
+    assert not page.get("/data").json()["paused"]
+    assert page.post("/pause", headers=TOKEN).text == "asked; it does so after this step"
+    assert is_asked(run_dir, "pause") and page.get("/data").json()["paused"]
+    assert page.post("/resume", headers=TOKEN).text == "asked; it goes on"
+    assert not is_asked(run_dir, "pause")
+
+
+def test_the_engines_and_what_is_waited_for_until_when(run_dir: Path):
+    engine = {"url": "http://a:9", "state": "suspect", "version": 2, "in_flight": 3, "reason": "no answer"}
+    wait = {"name": "a batch", "since": time.time() - 30, "limit_s": 60.0}
+    content = {"pid": os.getpid(), "waits": [wait, {"name": "scoring"}], "engines": [engine]}
+    (run_dir / "live.json").write_text(json.dumps(content))
+    found = client(run_dir).get("/data").json()
+    (row,) = found["engines"]
+    assert {name: row[name] for name in engine} == engine
+    batch, scoring = found["waits"]
+    assert batch["text"].startswith("a batch: for 30 s") and batch["share"] == pytest.approx(0.5, abs=0.05)
+    assert "no deadline" in scoring["text"] and scoring["share"] is None
+    assert not {"waits in", "engines"} & {title for title, _ in found["status"]}, "they are beside it"
+    state = json.loads((run_dir / "state.json").read_text())
+    (run_dir / "state.json").write_text(json.dumps(state | {"status": "paused"}))
+    assert client(run_dir).get("/data").json()["waits"][0]["share"] is None, "its time does not pass"
+    (run_dir / "state.json").write_text(json.dumps(state | {"status": "finished"}))
+    assert client(run_dir).get("/data").json()["waits"] == []
+
+
+def test_a_run_that_is_not_there_yet(tmp_path: Path):
+    found = client(tmp_path / "soon").get("/data").json()
+    assert found["status"] == [["state", "loading: the run has no directory yet"]]
+    assert "No step is done yet" in found["html"]
+
+
 def test_what_has_ended_is_not_asked(tmp_path: Path):
     answer = client(write_run(tmp_path / "old", status="finished")).post("/stop", headers=TOKEN)
     assert (answer.status_code, answer.text) == (409, "the run does not go on: it is finished")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ class Parts:
     evaluate_at: tuple[int, ...] = ()
     stop_after: int | None = None
     stop_waiting_after: int | None = None
+    stop_pausing_after: int | None = None
+    pause_s: float = 0.0
     fail_in: str = ""
     report: SyncReport | None = None
     calls: list[str] = field(default_factory=list)
@@ -91,6 +94,17 @@ class Parts:
         self._call(f"evaluate? {step}")
         return EvalResult(step, 0.5, 0.5, 4, 2.0, 0.1) if step in self.evaluate_at else None
 
+    def pause(self, step: int, meanwhile: Callable[[], None]) -> None:
+        time.sleep(self.pause_s)
+        if self.pause_s:
+            self._call(f"pause after {step}")
+            meanwhile()
+        if step == self.stop_pausing_after:
+            raise StopRequested("while it was paused")
+
+    def save_if_asked(self, step: int) -> None:
+        self._call(f"save {step} if asked")
+
     def maybe_save(self, step: int, *, stopping: bool = False) -> None:
         self._call(f"save? {step}{' stopping' if stopping else ''}")
 
@@ -114,6 +128,7 @@ class Parts:
             checkpoints=parts,
             telemetry=parts,
             stop_requested=self.stop_requested,
+            pause=self.pause,
         )
 
 
@@ -200,6 +215,22 @@ def test_a_stop_request_while_a_batch_is_waited_for_ends_the_run_with_what_is_do
     assert parts.trainer().train(start=0, steps=9) == done
     assert parts.calls[-2:] == ["next", f"save? {done} stopping"]
     assert [told["step"] for told in parts.emitted] == list(range(1, done + 1))
+
+
+@pytest.mark.parametrize("done", [0, 2])
+def test_a_stop_request_while_the_run_is_paused_ends_it_with_what_is_done(done: int):
+    parts = Parts(stop_pausing_after=done)
+    assert parts.trainer().train(start=0, steps=9) == done
+    assert parts.calls[-1] == f"save? {done} stopping"
+    assert parts.calls.count("next") == done
+
+
+def test_a_pause_lies_between_two_steps_saves_what_is_asked_for_and_is_no_part_of_a_steps_seconds():
+    parts = Parts(pause_s=0.05)
+    parts.trainer().train(start=0, steps=2)
+    at = parts.calls.index("pause after 1")
+    assert parts.calls[at - 1 : at + 3] == ["save? 1", "pause after 1", "save 1 if asked", "next"]
+    assert [told["metrics"]["step_time"].value() < 0.05 for told in parts.emitted] == [True, True]
 
 
 def test_a_stop_request_during_the_last_step_lets_the_run_finish():

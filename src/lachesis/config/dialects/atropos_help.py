@@ -46,6 +46,7 @@ Lachesis's own
   --overwrite        Replace a run that is there already.
   --set KEY=VALUE    Set a key of Lachesis's own, as in --set evaluation.every_steps=10.
   --benchmark        Print the times of all steps at the end.
+  --ui               Show the run on a live page as long as it goes on.
   --help             This."""
 _WIDTH = 110
 

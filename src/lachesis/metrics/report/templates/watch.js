@@ -10,14 +10,30 @@ function choose(index) {
   kept.group = 0;
   byId("past").replaceChildren();
   showTabs("runs", names.length > 1 ? [...names, "Compare"] : names, index, choose);
-  for (const id of ["checkpoint", "stop"]) byId(id).hidden = !token || index === COMPARE;
+  byId("fleet").replaceChildren();
+  for (const id of ["checkpoint", "pause", "stop"]) byId(id).hidden = !token || index === COMPARE;
   byId("history").hidden = byId("csv").hidden = index === COMPARE;
   byId("csv").href = `metrics.csv?run=${index}`;
   return refresh();
 }
 
-function showStatus(lines) {
-  byId("status").replaceChildren(...lines.map(([title, text]) => make("div", {}, make("dt", {}, title ? `${title} ` : ""), make("dd", {}, text))));
+const statusLine = (title, ...content) => make("div", {}, make("dt", {}, title ? `${title} ` : ""), make("dd", {}, ...content));
+/* A wait has a bar that fills up until its deadline. */
+function waitLine({ title, text, share }, at) {
+  const bar = share === null ? [] : [" ", make("meter", { min: 0, max: 1, high: .8, value: share, title: `${format(share, "share")} of its time` })];
+  return statusLine(at ? "" : title, text, ...bar);
+}
+const ENGINE_COLUMNS = ["engine", "state", "proved version", "requests", "tokens under way", "done", "for", ""];
+function engineRow(engine) {
+  const version = engine.version === null ? "none" : String(engine.version);
+  const numbers = [engine.in_flight, engine.expected_tokens, engine.completed].map((value) => format(value));
+  return make("tr", { class: `engine ${engine.state}` }, ...[engine.url, engine.state, version, ...numbers, format(engine.for_s, "s"), engine.reason].map((cell) => make("td", {}, cell)));
+}
+function showNow({ status, waits, engines, paused }) {
+  byId("status").replaceChildren(...status.map(([title, text]) => statusLine(title, text)), ...waits.map(waitLine));
+  byId("fleet").replaceChildren(...(engines.length ? [make("div", { class: "card table" }, make("table", {}, make("tr", {}, ...ENGINE_COLUMNS.map((name) => make("th", {}, name))), ...engines.map(engineRow)))] : []));
+  byId("pause").textContent = paused ? "Go on" : "Pause after this step";
+  byId("pause").dataset.asks = paused ? "resume" : "pause";
 }
 
 async function refresh() {
@@ -26,7 +42,7 @@ async function refresh() {
   if (!answer.ok) throw new Error(await answer.text());
   const news = await answer.json();
   if (run !== watched.run) return;
-  showStatus(news.status);
+  showNow(news);
   if (news.html === null) return;
   watched.tag = news.tag;
   const open = [...byId("body").querySelectorAll("details")].map((element) => element.open);
@@ -50,6 +66,7 @@ async function history() {
 }
 
 for (const what of ["stop", "checkpoint"]) byId(what).addEventListener("click", () => ask(what));
+byId("pause").addEventListener("click", () => ask(byId("pause").dataset.asks));
 byId("history").addEventListener("click", history);
 
 async function follow(first) {
