@@ -11,7 +11,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,6 +41,7 @@ from tests.paths import ROOT
 DIGIT, EOS = 3, 2
 CALL = '<tool_call>{"name": "guess", "arguments": {"digit": 0}}</tool_call>'
 PARAMS = SamplingParams(max_tokens=4)
+LOSSY_GROUPS, LOSSY_SIZE = 6, 6
 
 
 class Recording(FakeEngine):
@@ -79,21 +80,50 @@ class Failing(Players):
         return played
 
 
-def main(environment: str, directory: Path) -> None:
-    old = environment == "digits_v01.py"
+def main(line: str, directory: Path) -> None:
+    """Of the line ``v1`` or ``v01``."""
     engine = Recording()
     settings = VerifiersSettings(
-        environment=str(ROOT / "examples" / "verifiers" / environment),
-        args={"kind": "guess"} if old else {"taskset": {"kind": "guess"}},
+        environment=str(ROOT / "examples" / "verifiers" / f"digits_{line}.py"),
+        args=arguments(line, kind="guess"),
         server=TurnServer(GatheredCalls(engine, at_once=1), params=PARAMS, max_context=64, vocab_size=200),
         tokenizer=directory / "tokenizer",
         params=PARAMS,
         decode=lambda rows: [" ".join(map(str, row)) for row in rows],
         eval_tasks=2,
     )
+    found = record(loaded(settings), engine)
+    games = {"alone": {}} if line == "v1" else {"alone": {}, "together": {"together": True}}
+    found["lossy"] = {name: lossy(settings, line, game) for name, game in games.items()}
+    (directory / "played.json").write_text(json.dumps(found))
+
+
+def arguments(line: str, **options: Any) -> dict[str, Any]:
+    """Arguments of an environment, where its line has them."""
+    return options if line == "v01" else {"taskset": options}
+
+
+def loaded(settings: VerifiersSettings) -> TaskPlayers:
     with own_signals():
-        players = load_players()(settings)
-    (directory / "played.json").write_text(json.dumps(record(players, engine)))
+        return load_players()(settings)
+
+
+def lossy(settings: VerifiersSettings, line: str, game: dict[str, Any]) -> dict[str, Any]:
+    """What a source got of an environment that loses some of its rollouts, and of the same one whole."""
+    found: dict[str, Any] = {}
+    for name, failing in (("found", True), ("whole", False)):
+        server = TurnServer(GatheredCalls(Recording(), at_once=1), params=PARAMS, max_context=64, vocab_size=200)
+        environment = str(Path(__file__).with_name(f"lossy_{line}.py"))
+        args = arguments(line, failing=failing, **game)
+        players = loaded(replace(settings, environment=environment, args=args, server=server))
+        source = EpisodeSource(
+            stream=PromptStream(players.split()[0], seed=0), players=players, num_generations=LOSSY_SIZE,
+            max_concurrent=64, refill_rounds=0, rollout_s=120.0, seed=5,
+        )  # fmt: skip
+        found[name] = documents(source.next_groups(LOSSY_GROUPS, deadline=Deadline("lossy groups", 200.0)))
+        found.setdefault("counters", source.counters())
+        source.close()
+    return found
 
 
 def steps(environment: str, tokenizer: Any, *, calls: bool = False) -> dict[str, Any]:

@@ -12,8 +12,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError
 from lachesis.common.process import ManagedProcess
+from lachesis.config.schema import AlgorithmConfig
 from lachesis.rollouts.episodes import RolloutFailed
 from lachesis.rollouts.steps.game import Action
 from lachesis.rollouts.steps.openenv import OpenEnvGame, OpenEnvServer, find_server
+from lachesis.train.losses.advantage import advantage_function
 from tests.contracts import play
 from tests.paths import ROOT
 from tests.ports import free_port
@@ -35,12 +38,12 @@ OLD_LINE = ROOT / ".venv-verifiers-0.1"
 OPENENV = ROOT / ".venv-openenv"
 GAMES = ROOT / "examples" / "environments" / "steps.py"
 TODAY = pytest.param(
-    "digits_v1.py",
+    "v1",
     marks=pytest.mark.skipif(importlib.util.find_spec("verifiers") is None, reason="verifiers is not installed"),
     id="verifiers",
 )
 LINE_01 = pytest.param(
-    "digits_v01.py",
+    "v01",
     marks=pytest.mark.skipif(not OLD_LINE.is_dir(), reason="`make verifiers-0.1` installs it"),
     id="verifiers 0.1",
 )
@@ -56,6 +59,7 @@ STEPPED = [
 ]
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
 SIZE, GROUPS = 4, 3
+Documents = list[dict[str, Any]]
 
 
 @contextmanager
@@ -73,27 +77,40 @@ def openenv_server(directory: Path) -> Iterator[str]:
         server.stop()
 
 
+@pytest.fixture(scope="module")
+def of_verifiers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What a source got of environments of a line, which are played once, in a process of its own."""
+
+    @cache
+    def of(line: str) -> dict[str, Any]:
+        directory = tmp_path_factory.mktemp("played")
+        tokenizer = tiny_tokenizer()
+        tokenizer.chat_template = TEMPLATE
+        tokenizer.save_pretrained(directory / "tokenizer")
+        path = [str(OLD_LINE)] * (line == "v01") + [str(ROOT / "src"), str(ROOT)]
+        program = [sys.executable, "-m", "tests.contracts.play", line, str(directory)]
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
+        ran = subprocess.run(program, cwd=ROOT, env=env, capture_output=True, timeout=300)
+        assert ran.returncode == 0, ran.stderr.decode()[-4000:]
+        return json.loads((directory / "played.json").read_text())
+
+    return of
+
+
 @pytest.fixture(scope="module", params=[TODAY, LINE_01, *STEPPED])
-def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def played(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, of_verifiers: Any
+) -> dict[str, Any]:
     """What a source got of the guessing game of an example, with rollouts of which some were made to fail."""
-    directory = tmp_path_factory.mktemp("played")
+    if isinstance(request.param, str):
+        return of_verifiers(request.param)
+    name, options = request.param
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    if isinstance(request.param, tuple):
-        name, options = request.param
-        if name != "openenv":
-            return play.steps(f"{GAMES}:{name}", tokenizer, **options)
-        with openenv_server(directory) as url:
-            return play.steps(url, tokenizer, **options)
-    tokenizer.save_pretrained(directory / "tokenizer")
-    old = request.param == "digits_v01.py"
-    path = [str(OLD_LINE)] * old + [str(ROOT / "src"), str(ROOT)]
-    program = [sys.executable, "-m", "tests.contracts.play", request.param, str(directory)]
-    ran = subprocess.run(
-        program, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(path)}, capture_output=True, timeout=300
-    )
-    assert ran.returncode == 0, ran.stderr.decode()[-4000:]
-    return json.loads((directory / "played.json").read_text())
+    if name != "openenv":
+        return play.steps(f"{GAMES}:{name}", tokenizer, **options)
+    with openenv_server(tmp_path_factory.mktemp("played")) as url:
+        return play.steps(url, tokenizer, **options)
 
 
 def test_groups_are_whole(played: dict[str, Any]):
@@ -131,6 +148,49 @@ def test_what_fails_is_left_out_and_counted(played: dict[str, Any]):
     lost = SIZE * GROUPS - played["failed"]["samples"]
     assert played["failed"]["counters"]["rollout_failures"] == lost
     assert set(played["failed"]["others"]) <= set(played["all"]), "and changes nothing about the others"
+
+
+@pytest.mark.parametrize("line", [TODAY, LINE_01])
+def test_what_verifiers_loses_changes_nothing_about_the_others(line: str, of_verifiers: Any):
+    """About 15 % are lost: the environment falls over, or its judge does. As the advantages are, so are the rewards."""
+    lossy = of_verifiers(line)["lossy"]["alone"]
+    found, whole = lossy["found"], lossy["whole"]
+    missing = sum(map(len, whole)) - sum(map(len, found))
+    assert sum(map(len, whole)) == play.LOSSY_GROUPS * play.LOSSY_SIZE and 0.1 < missing / sum(map(len, whole)) < 0.25
+    counts = lossy["counters"]
+    causes = {"v1": ("os", "task"), "v01": ("environment", "reward")}[line]
+    assert counts["rollout_failures"] == sum(counts[f"rollout_failures/{cause}"] for cause in causes) == missing
+    assert min(counts[f"rollout_failures/{cause}"] for cause in causes) > 0
+    survivors = survivors_of(whole, found)
+    assert [len(group) for group in survivors] == [len(group) for group in found]
+    assert found == survivors
+    assert advantages(found) == advantages(survivors) and any(advantages(found))
+
+
+@pytest.mark.parametrize("line", [LINE_01])
+def test_who_is_compared_with_the_others_is_not_with_those_that_are_lost(line: str, of_verifiers: Any):
+    """A function of the rubric looks at all rollouts of a group: how often was said first what this one said first."""
+    lossy = of_verifiers(line)["lossy"]
+    found, alone = lossy["together"]["found"], lossy["alone"]["found"]
+    for together, apart in zip(found, alone, strict=True):
+        first = [sample["completion_ids"][0] for sample in together]
+        expected = [one["reward"] + first.count(said) / len(first) for one, said in zip(apart, first, strict=True)]
+        assert [sample["reward"] for sample in together] == pytest.approx(expected)
+    assert [[one["completion_ids"] for one in group] for group in found] == [
+        [one["completion_ids"] for one in group] for group in alone
+    ]
+
+
+def survivors_of(whole: list[Documents], found: list[Documents]) -> list[Documents]:
+    """Of the groups of a run without losses what the run with losses has too."""
+    names = [[one["completion_ids"] for one in group] for group in found]
+    return [[one for one in group if one["completion_ids"] in left] for group, left in zip(whole, names, strict=True)]
+
+
+def advantages(groups: list[Documents]) -> list[float]:
+    compute = advantage_function(AlgorithmConfig(), weights=None)
+    rewards = [one["rewards"] for group in groups for one in group]
+    return compute(rewards, [number for number, group in enumerate(groups) for _ in group])
 
 
 def test_what_was_finished_before_a_restart_is_not_played_again(played: dict[str, Any]):

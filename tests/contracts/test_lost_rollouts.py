@@ -1,12 +1,12 @@
 """15 % of rollouts are lost, by what loses them in each kind of source: advantages are as if they had never been.
 
-What is played over an environment's episodes in general is in ``tests/unit/rollouts/test_episodes.py``, crashes of
-agents' programs in ``test_agent_process.py``.
+What is played over an environment's episodes in general is in ``tests/unit/rollouts/test_episodes.py``, environments of
+verifiers in ``test_environment_contract.py``, other ways in which agents' programs fail in ``test_agent_process.py``.
 """
 
 from __future__ import annotations
 
-import hashlib
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -16,8 +16,13 @@ import pytest
 from lachesis.common.deadline import Deadline
 from lachesis.common.sandbox.records import FunctionTests, SandboxError, Verdict
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams, VersionSpan
+from lachesis.rollouts.agent.player import AgentRollouts
+from lachesis.rollouts.agent.process import AgentCommand
+from lachesis.rollouts.agent.proxy import AgentProxy
+from lachesis.rollouts.agent.session import Recorder
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource
+from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.local import LocalSource, PlayedSource
 from lachesis.rollouts.rewards import execution
@@ -31,21 +36,14 @@ from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
 from lachesis.rollouts.tools.toolbox import Tool, Toolbox
 from lachesis.train.losses.advantage import assign_advantages
+from tests.contracts.chance import lost, share
 from tests.fakes import FakeEngine
 from tests.tiny import EOS_ID, tiny_tokenizer
 from tests.unit.rollouts.steps.games import TOKENIZER, ids, players
 from tests.unit.rollouts.tools.test_player import CALL, TEMPLATE
 
 TASKS, SIZE = 12, 8
-
-
-def share(*what: object) -> float:
-    """A number from 0 to 1 that follows from what it is of."""
-    return int(hashlib.sha256(repr(what).encode()).hexdigest()[:8], 16) / 0xFFFFFFFF
-
-
-def lost(*what: object) -> bool:
-    return share("lost", *what) < 0.15
+AGENT_TASKS = 4  # each of their rollouts is a process
 
 
 def number(request: GenerationRequest, index: int) -> int:
@@ -138,6 +136,41 @@ class Standing(Falling):
     failing = False
 
 
+# What the model says decides whether the program ends well.
+AGENT = """
+import hashlib, json, os, sys, urllib.request
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps({"messages": [{"role": "user", "content": sys.argv[1]}]}).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+sys.exit(sys.argv[2] == "failing" and hashlib.sha256(said.encode()).digest()[0] < 40)
+"""
+
+
+def without_an_agent(*, failing: bool) -> tuple[list[Group], dict[str, float]]:
+    """Programs that ask the model, and of which some crash then."""
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    decode = text_decoder(tokenizer)
+    engine = FakeEngine(lambda request, index: [*ids(str(number(request, index))), EOS_ID])
+    recorder = Recorder(tokenizer, parse=hermes, template_kwargs={}, max_context=400)
+    command = (sys.executable, "-IS", "-c", AGENT, "{prompt}", "failing" if failing else "whole")
+    proxy = AgentProxy(lambda: GatheredCalls(engine, at_once=1), recorder)
+    rollouts = AgentRollouts(
+        agent=AgentCommand(command, None, {}, 60.0), proxy=proxy, decode=decode, max_concurrent=8, retries=0,
+        score_nonzero=False,
+    )  # fmt: skip
+    prompts = [Prompt(str(task), (task, 2), f"say {task}") for task in range(AGENT_TASKS)]
+    source = PlayedSource(
+        player=rollouts, stream=PromptStream(prompts, seed=1), engine=engine,
+        rewarder=Rewarder([NamedReward("of its text", lambda completions: [share(str(one)) for one in completions])]),
+        decode=decode, params=SamplingParams(max_tokens=20), num_generations=SIZE, seed=0,
+    )  # fmt: skip
+    return played(source, AGENT_TASKS)
+
+
 COLUMNS = {"test_cases": ["assert f() == 1", "assert f() == 2", "assert f() == 3"]}
 FUNCTIONS = [NamedReward("format", soft_format_reward_func), NamedReward("execution", code_execution_reward_func)]
 
@@ -168,9 +201,9 @@ def without_a_sandbox(
             made.rewarder.close()
 
 
-def played(source: Any) -> tuple[list[Group], dict[str, float]]:
+def played(source: Any, tasks: int = TASKS) -> tuple[list[Group], dict[str, float]]:
     try:
-        groups = source.next_groups(TASKS, deadline=Deadline("a test", 60.0))
+        groups = source.next_groups(tasks, deadline=Deadline("a test", 60.0))
         return groups, source.counters()
     finally:
         source.close()
@@ -182,6 +215,7 @@ def played(source: Any) -> tuple[list[Group], dict[str, float]]:
         pytest.param(without_a_tool_server, "tool_server", id="local tools"),
         pytest.param(without_an_environment, "environment", id="steps"),
         pytest.param(partial(without_an_environment, judged=True), "judge", id="steps, judged"),
+        pytest.param(without_an_agent, "crash", id="agents"),
         pytest.param(partial(without_a_sandbox, LocalSource), "sandbox", id="code"),
         pytest.param(partial(without_a_sandbox, StreamingSource, min_groups=1), "sandbox", id="code, one by one"),
     ],
@@ -189,8 +223,9 @@ def played(source: Any) -> tuple[list[Group], dict[str, float]]:
 def test_what_is_lost_on_the_way_changes_nothing_about_the_others(play: Any, cause: str):
     found, counts = play(failing=True)
     whole, _ = play(failing=False)
-    missing = TASKS * SIZE - sum(len(group.samples) for group in found)
-    assert 0.08 < missing / (TASKS * SIZE) < 0.25
+    assert {len(group.samples) for group in whole} == {SIZE}
+    missing = len(whole) * SIZE - sum(len(group.samples) for group in found)
+    assert 0.08 < missing / (len(whole) * SIZE) < 0.25
     assert (counts["rollout_failures"], counts[f"rollout_failures/{cause}"]) == (missing, missing)
     survivors = [
         Group(group.prompt, tuple(one for one in group.samples if one in left.samples))

@@ -18,6 +18,7 @@ from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.types import Prompt
 from lachesis.rollouts.episodes import Played, RolloutFailed, cause_of, held_out_last
 from lachesis.rollouts.turns import MODEL, SESSION, joined
+from lachesis.rollouts.verifiers.raised01 import note_errors, take_error
 from lachesis.rollouts.verifiers.renderer import ListRenderer
 from lachesis.rollouts.verifiers.settings import (
     Environment,
@@ -41,6 +42,7 @@ class EnvironmentPlayers(Environment):
     def __init__(self, settings: VerifiersSettings) -> None:
         super().__init__(settings)
         self._env = cast(Any, _load(settings))
+        note_errors(self._env.rubric)
         self._rows: dict[str, Mapping[str, Any]] = {}
         self._client: RendererClient | None = None
 
@@ -88,12 +90,15 @@ class EnvironmentPlayers(Environment):
             "seed": seed,
             "extra_headers": {SESSION: name},
         }
+        where = f"task {prompt.id}"
         try:
             state = await self._env.rollout(dict(self._rows[prompt.id]), self._client, MODEL, sampling)
+        except Exception as error:  # the environment's own code may raise anything, which the library lets through
+            server.check()
+            raise RolloutFailed(f"{where}: {type(error).__name__}: {error}", cause="environment") from error
         finally:
             turns = server.take(name)
         server.check()
-        where = f"task {prompt.id}"
         if state.get("timed_out"):
             raise RolloutFailed(f"{where}: the environment's time limit passed", cause="timeout")
         if (error := state.get("error")) is not None:
@@ -111,15 +116,27 @@ class EnvironmentPlayers(Environment):
         if greedy or not self.scores_groups:
             rubric = self._env.rubric
             await (rubric.score_group([state]) if self.scores_groups else rubric.score_rollout(state))
+            if (raised := take_error(state)) is not None:
+                raise _unjudged(raised)
             return await self._scored(played, state)
         return replace(played, state=state)
 
-    async def finish(self, played: Sequence[Played]) -> list[Played]:
-        """The rewards of a group whose rubric compares its rollouts: of those that are there."""
+    async def finish(self, played: Sequence[Played]) -> list[Played | RolloutFailed]:
+        """The rewards of a group whose rubric compares its rollouts: of those that are there.
+
+        With one on which a reward function raises no other is compared: the others are scored again without it.
+        """
         if not self.scores_groups:
             return list(played)
-        await self._env.rubric.score_group([one.state for one in played])
-        return [await self._scored(one, one.state) for one in played]
+        left, failed = list(played), list[RolloutFailed]()
+        while left:
+            await self._env.rubric.score_group([one.state for one in left])
+            errors = [take_error(one.state) for one in left]
+            failed += [_unjudged(error) for error in errors if error is not None]
+            if errors == [None] * len(left):
+                break
+            left = [one for one, error in zip(left, errors, strict=True) if error is None]
+        return [*[await self._scored(one, one.state) for one in left], *failed]
 
     async def _scored(self, played: Played, state: Any) -> Played:
         await self._env.rubric.cleanup(state)
@@ -146,6 +163,10 @@ def _load(settings: VerifiersSettings) -> Any:
             f"source.environment {settings.environment!r} cannot be loaded: {type(error).__name__}: {error}",
             remedy="install its package, or correct source.args",
         ) from error
+
+
+def _unjudged(error: Exception) -> RolloutFailed:
+    return RolloutFailed(f"a reward function raised {type(error).__name__}: {error}", cause="reward")
 
 
 def _text(prompt: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
+import renderers.client
 import verifiers.v1 as vf
 from renderers.base import MODEL_RENDERER_MAP
 from verifiers.v1.clients import ModelContext
@@ -59,6 +61,8 @@ class TodaysPlayers(Environment):
     async def start(self) -> None:
         """The server in front of the engine, and what the environment's agents share."""
         await super().start()
+        # A lock of the library's belongs to the event loop that first waited for it: that of an earlier run.
+        renderers.client._max_prompt_len_lock = asyncio.Lock()
         fields = {
             "base_url": f"{self.settings.server.url}/v1",
             "api_key_var": _NO_KEY,
