@@ -16,15 +16,19 @@ import pytest
 import yaml
 from huggingface_hub import HfApi
 
+from lachesis.cli.base import conclude
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.run import push as pushing
 from lachesis.run.push import push, write_card
+from lachesis.run.status import read_status
+from lachesis.run.train import RunSummary
 from tests.e2e.runs import run_here, write_run
 
 TOKEN = "hf_of_the_test"
 BATCH = re.compile(r"/(.+)\.git/info/lfs/objects/batch")
-COMMIT = re.compile(r"/api/models/(.+)/commit/main")
-PREUPLOAD = re.compile(r"/api/models/(.+)/preupload/main")
+COMMIT = re.compile(r"/api/models/(.+)/commit/([^/]+)")
+PREUPLOAD = re.compile(r"/api/models/(.+)/preupload/([^/]+)")
+BRANCH = re.compile(r"/api/models/(.+)/branch/([^/]+)")
 
 
 class Hub(ThreadingHTTPServer):
@@ -35,6 +39,8 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos: dict[str, dict[str, bytes]] = {}
+        self.private: dict[str, bool] = {}
+        self.branches: set[tuple[str, str]] = set()
         self.large: dict[str, bytes] = {}
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -45,17 +51,28 @@ class Hub(ThreadingHTTPServer):
     def answer(self, path: str, body: bytes) -> tuple[int, Any]:
         """Status and document."""
         if path == "/api/repos/create":
-            name = f"me/{json.loads(body)['name']}"
-            fresh = self.repos.setdefault(name, {}) is not None
+            asked = json.loads(body)
+            name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+            if not name.startswith("me/"):
+                return 403, {"error": "you may not write there"}
+            fresh = name not in self.repos
+            if fresh:
+                self.repos[name] = {}
+                self.private[name] = asked.get("visibility") == "private"
+                self.branches.add((name, "main"))
             return 200 if fresh else 409, {"url": f"{self.url}/{name}"}
         if path == "/api/validate-yaml":
             return self._validated(json.loads(body)["content"])
         if found := BATCH.fullmatch(path):
             return 200, {"transfer": "basic", "objects": [self._upload(one) for one in json.loads(body)["objects"]]}
+        if found := BRANCH.fullmatch(path):
+            there = found.groups() in self.branches
+            self.branches.add((found[1], found[2]))
+            return (409, {"error": "Reference already exists"}) if there else (201, {})
         found = COMMIT.fullmatch(path) or PREUPLOAD.fullmatch(path)
-        if found is None or found[1] not in self.repos:
-            return 404, {"error": "Repository not found"}
-        if path.endswith("/preupload/main"):
+        if found is None or found.groups() not in self.branches:
+            return 404, {"error": "Repository or branch not found"}
+        if "/preupload/" in path:
             files = json.loads(body)["files"]
             return 200, {
                 "files": [{"path": f["path"], "uploadMode": _mode(f["path"]), "shouldIgnore": False} for f in files]
@@ -158,6 +175,37 @@ def test_the_card_says_how_it_was_trained(run_dir: Path):
     assert "base_model" not in fields, "a directory of this machine is no model of the hub"
     assert "# letters" in text and "| steps | 6 |" in text and "mean reward" in text and "1 to 1" in text
     assert "| prompts a step |" in text and "pushed" not in text, "nor its directories"
+
+
+def run_to_the_hub(directory: Path, **hub: Any) -> RunSummary:
+    run = {"name": "sent", "dir": str(directory / "runs"), "steps": 2}
+    checkpoint = {"save_final": True, "hub": hub}
+    return run_here(write_run(directory, run=run, data={"eval_size": 0}, checkpoint=checkpoint))
+
+
+def test_a_run_uploads_its_model_at_its_end_where_that_is_asked_for(
+    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    summary = run_to_the_hub(tmp_path, repo="me/sent", private=True, revision="tried")
+    assert summary.finished and summary.pushed and summary.pushed.startswith(f"{hub.url}/me/sent/commit/")
+    assert hub.private == {"me/sent": True} and ("me/sent", "tried") in hub.branches
+    assert b"| steps | 2 |" in hub.repos["me/sent"]["README.md"]
+    conclude(summary, [], [])
+    assert f"pushed: {summary.pushed}" in capsys.readouterr().out
+    push(summary.run_dir, repo="me/sent", revision="tried")  # once more is another commit
+
+
+def test_an_upload_that_fails_loses_no_model_and_says_how_to_try_again(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(pushing, "get_token", lambda: None)
+    with pytest.raises(ConfigError) as failed:
+        run_to_the_hub(tmp_path, repo="another/sent", private=True)
+    assert "nobody is logged in to the Hugging Face hub" in caplog.text, "said before the run"
+    run_dir = tmp_path / "runs" / "sent"
+    assert f"its model is in {run_dir / 'final'}, but another/sent could not be pushed" in failed.value.message
+    assert failed.value.remedy.endswith(f"then: lachesis push {run_dir} --repo another/sent --private")
+    assert (run_dir / "final" / "model.safetensors").exists() and read_status(run_dir).state == "finished"
 
 
 def test_who_may_not_write_is_told_so(hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch):

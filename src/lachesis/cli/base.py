@@ -206,6 +206,8 @@ def conclude(summary: RunSummary, stop: Sequence[int], command: Sequence[str]) -
             console.print(f"its last checkpoint as a model: lachesis export {shlex.quote(shown(summary.run_dir))}")
         console.print(f"stopped by {name} after step {summary.steps}; go on with: {shlex.join(command)} --resume")
         raise typer.Exit(code)
+    if summary.pushed is not None:
+        console.print(f"pushed: {summary.pushed}")
     report = shown(summary.report)
     if not summary.evaluations:
         console.print(f"{summary.steps} steps in {summary.seconds:.0f} s; report: {report}")

@@ -148,6 +148,7 @@ def push_command(
     run_dir: Annotated[Path, typer.Argument(help="A run directory.")],
     repo: Annotated[str, typer.Option(help="Repository of the Hugging Face hub, OWNER/NAME; made if need be.")],
     private: Annotated[bool, typer.Option("--private", help="Make it one that only you see.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, made if need be; the main one if unset.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the model card, and upload nothing.")] = False,
 ) -> None:
     """Upload a run's final model to the Hugging Face hub, with a card that says how it was trained."""
@@ -157,7 +158,7 @@ def push_command(
     if dry_run:
         console.print(f"wrote {shown(write_card(run_dir))}; without --dry-run it goes to {repo} with the model")
     else:
-        console.print(f"pushed: {push(run_dir, repo=repo, private=private)}")
+        console.print(f"pushed: {push(run_dir, repo=repo, private=private, revision=revision)}")
 
 
 @app.command("init")

@@ -21,7 +21,7 @@ def trial(loaded: LoadedConfig) -> LoadedConfig:
         "evaluation": config.evaluation.model_copy(
             update={"every_steps": 0, "every_epochs": None, "max_problems": most}
         ),
-        "checkpoint": config.checkpoint.model_copy(update={"every_steps": 0, "every_epochs": None}),
+        "checkpoint": config.checkpoint.model_copy(update={"every_steps": 0, "every_epochs": None, "hub": None}),
         "logging": config.logging.model_copy(update={"wandb": None}),
     }
     return replace(loaded, config=config.model_copy(update=changes))

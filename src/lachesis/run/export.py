@@ -12,9 +12,11 @@ from peft import PeftModel
 from torch import Tensor
 
 from lachesis.common.errors import CheckpointError, ConfigError
+from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.config.load import load_config
 from lachesis.config.schema import LachesisConfig, ModelConfig
+from lachesis.metrics.report.card import CARD, model_card
 from lachesis.train.checkpoint import Checkpoint, CheckpointManager, save_model
 from lachesis.train.model.loading import LoadedModel, load_model
 
@@ -22,7 +24,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 
 def export(source: Path, out: Path | None = None, *, merge: bool = False) -> Path:
-    """Write what a checkpoint has of a model as a model of its own, or as an adapter, with the tokenizer.
+    """Write what a checkpoint has of a model as a model of its own, or as an adapter, with tokenizer and model card.
 
     Args:
         source: a checkpoint, ``RUN/checkpoints/step_N``, or a run, of which the latest whole one is taken.
@@ -34,6 +36,7 @@ def export(source: Path, out: Path | None = None, *, merge: bool = False) -> Pat
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged or of another model, or nothing can be written.
+        DataError: the run's metrics are malformed.
         ConfigError: there is no adapter to merge, or the run's configuration cannot be read.
         ModelError: the model that the run started from cannot be loaded.
     """
@@ -52,6 +55,8 @@ def export(source: Path, out: Path | None = None, *, merge: bool = False) -> Pat
         model = model.merge_and_unload()
     directory = out or run_dir / "models" / f"step_{checkpoint.step:06d}"
     save_model(model, loaded.tokenizer, directory)
+    if run_paths(run_dir)["metrics"].exists():  # before the first step there is nothing to say of it
+        write_atomic(directory / CARD, model_card(run_dir, step=checkpoint.step, merged=merge))
     return directory
 
 

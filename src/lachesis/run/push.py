@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import logging
+import shlex
 from pathlib import Path
 
 from httpx import HTTPError
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
-from lachesis.metrics.report.card import model_card
+from lachesis.config.schema import HubConfig
+from lachesis.metrics.report.card import CARD, model_card
 
-CARD = "README.md"
+logger = logging.getLogger("lachesis")
 
 
 def write_card(run_dir: Path) -> Path:
@@ -33,11 +36,13 @@ def write_card(run_dir: Path) -> Path:
     return model / CARD
 
 
-def push(run_dir: Path, *, repo: str, private: bool = False) -> str:
+def push(run_dir: Path, *, repo: str, private: bool = False, revision: str | None = None) -> str:
     """Upload the final model or adapter with its card; what is there already becomes an earlier commit.
 
     Args:
         repo: ``name`` or ``owner/name``; made if it is not there.
+        private: where it is made.
+        revision: the branch, made if it is not there; the main one if unset.
 
     Returns:
         The address of the commit.
@@ -50,8 +55,10 @@ def push(run_dir: Path, *, repo: str, private: bool = False) -> str:
     api = HfApi()
     try:
         made = api.create_repo(repo, private=private, exist_ok=True)
-        name = Path(run_dir).resolve().name
-        done = api.upload_folder(repo_id=made.repo_id, folder_path=model, commit_message=f"The model of the run {name}")
+        if revision is not None:
+            api.create_branch(made.repo_id, branch=revision, exist_ok=True)
+        words = f"The model of the run {Path(run_dir).resolve().name}"
+        done = api.upload_folder(repo_id=made.repo_id, folder_path=model, commit_message=words, revision=revision)
     except (HfHubHTTPError, HFValidationError, HTTPError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
@@ -59,3 +66,33 @@ def push(run_dir: Path, *, repo: str, private: bool = False) -> str:
             remedy="log in with `hf auth login` (or set HF_TOKEN), and name a repository that you may write to",
         ) from error
     return str(done.commit_url)
+
+
+def push_final(run_dir: Path, hub: HubConfig) -> str:
+    """Upload the model of a run that has ended, as its configuration asks; returns the address of the commit.
+
+    Raises:
+        ConfigError: it could not be uploaded; the message says where the model is, and the remedy how to try again.
+    """
+    try:
+        return push(run_dir, repo=hub.repo, private=hub.private, revision=hub.revision)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the run has ended and its model is in {run_paths(run_dir)['final']}, but {error.message}",
+            remedy=f"{error.remedy}; then: {_command(run_dir, hub)}",
+        ) from error
+
+
+def _command(run_dir: Path, hub: HubConfig) -> str:
+    words = ["lachesis", "push", str(run_dir), "--repo", hub.repo, *(["--private"] if hub.private else [])]
+    return shlex.join([*words, *(["--revision", hub.revision] if hub.revision else [])])
+
+
+def warn_of_missing_login(hub: HubConfig) -> None:
+    """Say before a run that its model will not be taken: nobody is logged in to the hub on this machine."""
+    if get_token() is None:
+        logger.warning(
+            "checkpoint.hub: nobody is logged in to the Hugging Face hub, so it will not take the model for %s when "
+            "the run ends -> set HF_TOKEN, or log in with `hf auth login` meanwhile",
+            hub.repo,
+        )

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -52,6 +52,7 @@ from lachesis.run.parts import (
     with_start,
 )
 from lachesis.run.pause import Pause
+from lachesis.run.push import push_final, warn_of_missing_login
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
@@ -68,7 +69,10 @@ logger = logging.getLogger("lachesis")
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """How a run ended. ``evaluations`` are those on held-out problems, from before the first step on."""
+    """How a run ended. ``evaluations`` are those on held-out problems, from before the first step on.
+
+    ``pushed`` is the commit of the hub that has its model, where the configuration asks for that.
+    """
 
     run_dir: Path
     report: Path
@@ -76,6 +80,7 @@ class RunSummary:
     finished: bool
     seconds: float
     evaluations: tuple[EvalResult, ...]
+    pushed: str | None = None
 
 
 class Companions(Protocol):
@@ -123,9 +128,12 @@ def train(
     log_findings([*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)])
     directory = Path(loaded.config.run.dir) / loaded.config.run.name
     most = loaded.config.services.restarts if world is None else 0  # torchrun starts ranks again
+    hub = loaded.config.checkpoint.hub
+    if hub is not None:
+        warn_of_missing_login(hub)
     for restart in range(1, most + 2):
         try:
-            return _train_once(
+            summary = _train_once(
                 loaded,
                 resume=resume,
                 overwrite=overwrite,
@@ -142,6 +150,11 @@ def train(
             where = "from its last checkpoint" if resume else "from the start, for it had no checkpoint yet"
             logger.warning("the run goes on %s, with a new engine (%d of %d)", where, restart, most)
             overwrite = not resume
+        else:
+            if hub is None or not summary.finished:
+                return summary
+            # The run itself has ended well, whatever becomes of its upload.
+            return replace(summary, pushed=push_final(summary.run_dir, hub))
         gc.collect()  # what the old policy held on the device
     raise AssertionError("the last attempt returns or raises")
 

@@ -13,8 +13,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lachesis.common.errors import CheckpointError, ConfigError
+from lachesis.common.types import StepRecord
 from lachesis.config.load import dump_config
 from lachesis.config.schema import LachesisConfig
+from lachesis.metrics.sinks.jsonl import JsonlSink
 from lachesis.run.export import export
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.model.loading import load_model
@@ -94,6 +96,20 @@ def test_a_run_stands_for_its_latest_checkpoint_and_each_can_be_named(make_run: 
     run, _ = make_run()
     assert export(run).name == "step_000004"
     assert export(run / "checkpoints" / "step_000002").name == "step_000002"
+
+
+def test_the_card_tells_of_the_steps_until_the_checkpoint(make_run: MakeRun, tmp_path: Path):
+    run, _ = make_run(adapter={"kind": "lora", "r": 4})
+    assert "Lachesis" not in (export(run, tmp_path / "early") / "README.md").read_text(), "peft's own, without a step"
+    lines = JsonlSink(run / "metrics.jsonl")
+    for step in range(1, 7):
+        lines.write(StepRecord(step=step, values={"reward": step / 10}))
+    lines.close()
+    card = (export(run / "checkpoints" / "step_000002", tmp_path / "two") / "README.md").read_text()
+    assert "| mean reward | 0.1 → 0.2 |" in card and "| steps | 2 of 8 |" in card
+    assert "library_name: peft" in card and "GRPO by Lachesis" in card
+    merged = (export(run, tmp_path / "four", merge=True) / "README.md").read_text()
+    assert "| mean reward | 0.1 → 0.4 |" in merged and "library_name: transformers" in merged
 
 
 def test_what_cannot_be_exported_is_said(make_run: MakeRun, tmp_path: Path):

@@ -32,6 +32,7 @@ from lachesis.config.dialects.grpo import (
     put_steps,
     put_strategy,
 )
+from lachesis.config.dialects.hub import put_axolotl_hub
 from lachesis.config.dialects.table import Translation
 from lachesis.config.document import Document, describe
 from lachesis.config.schema import PipelineConfig, SamplingConfig
@@ -201,6 +202,7 @@ def _put_run(translation: Translation) -> None:
     put_output_dir(translation, "output_dir")
     put_betas(translation, "adam_beta1", "adam_beta2")
     _put_saves(translation)
+    put_axolotl_hub(translation)
     _put_evaluations(translation)
     if not translation.has("warmup_steps") and not translation.has("warmup_ratio"):
         translation.put("optimizer.warmup_ratio", 0.03, "warmup_ratio")

@@ -41,7 +41,7 @@ def open_r1_names() -> Iterator[Entry]:
     )
     yield together("ioi_provider", "rewards.functions", "piston: $PISTON_ENDPOINTS has the addresses")
     yield from nothing(
-        "`lachesis push` uploads the model of a run that has ended",
+        "the model is uploaded once, at the end (push_to_hub, hub_revision); `lachesis push` uploads it again",
         *("hub_model_revision", "overwrite_hub_revision", "push_to_hub_revision"),
     )
     yield from nothing(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lachesis.config.dialects.hub import hub_names, transformers_hub_names
 from lachesis.config.dialects.table import Entry, cannot, nothing, refused, together
 
 _ONE_PROCESS = "one process has the data, in one thread; prompts are few and small"
@@ -30,9 +31,7 @@ def shared_names() -> Iterator[Entry]:
     yield from refused("Lachesis has these options as keys of `optimizer`; remove it", "optim_args")
     yield from refused("Lachesis trains all layers, or model.train_layers; remove it", "optim_target_modules")
     yield from nothing("of accelerate, whose part Lachesis does itself", "accelerator_config", "local_rank")
-    yield from nothing(
-        "`lachesis push` uploads the model of a run that has ended", "hub_model_id", "hub_strategy", "hub_revision"
-    )
+    yield from hub_names()
     yield from nothing("gradients are added up by FSDP2, or once a step", "ddp_bucket_cap_mb", "ddp_broadcast_buffers")
     yield together("trackio_space_id", "logging.trackio.space", "with Trackio")
     yield from nothing(_ONE_PROCESS, "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor")
@@ -82,11 +81,7 @@ def transformers_names() -> Iterator[Entry]:
     yield from nothing("Lachesis runs no callbacks of others", "restore_callback_states_from_checkpoint")
     yield from nothing("no run is written over: --resume goes on, another run.name is another", "overwrite_output_dir")
     yield from nothing("weights are always saved as safetensors", "save_safetensors")
-    yield from nothing(
-        "`lachesis push` uploads the model of a run that has ended",
-        *("hub_token", "hub_private_repo", "hub_always_push", "push_to_hub_model_id", "push_to_hub_organization"),
-        *("push_to_hub_token",),
-    )
+    yield from transformers_hub_names()
     yield from cannot("run.seed orders the data too", "data_seed")
     yield from cannot("on a CPU runs repeat bitwise; on GPUs torch's kernels may not", "full_determinism")
     yield from nothing("gradients are added up by FSDP2, or once a step", "ddp_static_graph")

@@ -42,6 +42,7 @@ from lachesis.config.dialects.grpo import (
     put_strategy,
     transformers_entries,
 )
+from lachesis.config.dialects.hub import put_hub
 from lachesis.config.dialects.mixtures import put_datasets
 from lachesis.config.dialects.open_r1_names import open_r1_names, supervised_names
 from lachesis.config.dialects.open_r1_rewards import put_open_r1_rewards
@@ -163,6 +164,7 @@ def _put_run(translation: Translation) -> None:
         translation.copy("eval_dataset_name", "data.eval_path")
     if evaluates != "no" and not translation.has("test_split_size"):
         translation.put("data.eval_split", translation.value("dataset_test_split", "test"), "dataset_test_split")
+    put_hub(translation)
     _put_reports(translation)
 
 
@@ -351,7 +353,6 @@ def _without_counterpart() -> Iterator[Entry]:
     yield from cannot(
         "the head's products are in model.dtype; logprobs are made of them in float32", "cast_lm_head_to_fp32"
     )
-    yield from cannot("a run uploads nothing; `lachesis push` does, once it has ended", "push_to_hub")
     yield from cannot("completions stay in the run's directory", "log_completions_hub_repo")
     yield from cannot("Lachesis keeps dropout as the model has it", "disable_dropout")
     yield from cannot("the router's loss is not added", "router_aux_loss_coef")

@@ -356,6 +356,8 @@ def _checkpoint(config: LachesisConfig) -> Iterator[Said]:
     periodic = config.checkpoint_interval > 0 or checkpoint.every_epochs is not None
     if not checkpoint.save_final and not periodic:
         yield warning("checkpoint.save_final is false and every_steps 0: a run that ends leaves no trained weights")
+    if checkpoint.hub is not None and not checkpoint.save_final:
+        yield problem("checkpoint.hub uploads the final model, and checkpoint.save_final is false; set it to true")
     if steps is not None and (checkpoint.every_steps or 0) > steps:
         yield note(
             f"checkpoint.every_steps {checkpoint.every_steps} is more than run.steps {steps}: no checkpoint "

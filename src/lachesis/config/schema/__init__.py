@@ -47,6 +47,7 @@ from lachesis.config.schema.process import (
     DistributedConfig,
     EnvironmentServiceConfig,
     EvaluationConfig,
+    HubConfig,
     LoggingConfig,
     MlflowConfig,
     ServicesConfig,

@@ -55,6 +55,16 @@ class EvaluationConfig(Section):
     success_reward: float = Field(default=1.0, description="A completion with at least this total reward is a success.")
 
 
+class HubConfig(Section):
+    """The Hugging Face hub, to which the final model goes with a card that says how it was trained."""
+
+    repo: str = Field(
+        pattern=r"^[\w.-]+(/[\w.-]+)?$", description="Repository, `owner/name` or `name`; made if it is not there."
+    )
+    private: bool = Field(default=False, description="Where it is made: only its owners see it.")
+    revision: str | None = Field(default=None, description="Branch, made if need be; the main one if unset.")
+
+
 class CheckpointConfig(Section):
     """Saving, and going on."""
 
@@ -68,6 +78,11 @@ class CheckpointConfig(Section):
     )
     keep_last: PositiveInt = Field(default=2, description="Older resumable checkpoints are deleted.")
     save_final: bool = Field(default=True, description="Save the trained model (or adapter) under final/ at the end.")
+    hub: HubConfig | None = Field(
+        default=None,
+        description="Upload the final model to the Hugging Face hub once the run has done its last step. Who uploads "
+        "is told by `HF_TOKEN` or `hf auth login`.",
+    )
 
 
 class WandbConfig(Section):

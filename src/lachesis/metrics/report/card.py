@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from lachesis.metrics.names import format_number
 from lachesis.metrics.report.data import Run, date_of, descriptors, facts, headline, read_run, setting
 from lachesis.metrics.sinks.jsonl import MetricsLog
 
+# What a model's card is called beside it.
+CARD = "README.md"
 _POINTS = 12
 _BAR = 30
 _SHOWN = (
@@ -27,15 +30,26 @@ _SHOWN = (
 )
 
 
-def model_card(run_dir: Path) -> str:
+def model_card(run_dir: Path, *, step: int | None = None, merged: bool = False) -> str:
     """What was trained, how, and with what result, as Markdown with the metadata that the hub reads.
+
+    Args:
+        step: of whose checkpoint the model is: what came after it is left out.
+        merged: an adapter was added to its base model's weights.
 
     Raises:
         DataError: the directory holds no run, or its metrics are malformed.
     """
     run = read_run(run_dir)
+    run = run if step is None else replace(run, log=_until(run.log, step))
     base = str(setting(run.config, "model.path", ""))
-    parts = [_metadata(run, base), f"# {Path(run_dir).resolve().name}", _result(run), _curve(run.log), _settings(run)]
+    parts = [
+        _metadata(run, base, merged=merged),
+        f"# {Path(run_dir).resolve().name}",
+        _result(run),
+        _curve(run.log),
+        _settings(run),
+    ]
     words = ", ".join([base if _is_hub_id(base) else Path(base).name, *descriptors(run.config)[1:]])
     parts.append(
         f"## Trained with\n\nGRPO by Lachesis {__version__}: {words}. Rewards: "
@@ -44,10 +58,15 @@ def model_card(run_dir: Path) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _metadata(run: Run, base: str) -> str:
+def _until(log: MetricsLog, step: int) -> MetricsLog:
+    steps = tuple(line for line in log.steps if line.step <= step)
+    return MetricsLog(steps, tuple(result for result in log.evaluations if result.step <= step))
+
+
+def _metadata(run: Run, base: str, *, merged: bool) -> str:
     """The hub takes ids of its own as base model and data, and no paths."""
     fields: dict[str, Any] = {"library_name": "transformers", "tags": ["grpo", "lachesis", "reinforcement-learning"]}
-    if setting(run.config, "adapter.kind") == "lora":
+    if setting(run.config, "adapter.kind") == "lora" and not merged:
         fields["library_name"] = "peft"
     data = str(setting(run.config, "data.path") or "")
     fields |= {"base_model": base} if _is_hub_id(base) else {}

@@ -189,8 +189,9 @@ def test_errors_name_the_line_and_the_key_of_the_file(text, expected):
 
 
 def test_what_cannot_be_done_is_a_warning():
-    levels = {f.message.split(":")[0]: f.level for f in translation("push_to_hub: true\nreport_to: comet_ml").findings}
-    assert levels == {"push_to_hub": "warning", "report_to": "warning"}
+    found = translation("log_completions_hub_repo: a/b\nreport_to: comet_ml").findings
+    levels = {f.message.split(":")[0]: f.level for f in found}
+    assert levels == {"log_completions_hub_repo": "warning", "report_to": "warning"}
 
 
 MIXTURE = "datasets: [{path: org/a, split: 'train[:10]'}, {path: json, data_files: [b.jsonl], columns: [prompt]}]"

@@ -92,6 +92,7 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"source": {"kind": "local", "tools": ["a"]}}, "source.tools[0]: 'a' is neither"),
         ({"data": {"eval_split": "test", "eval_size": 0.1}}, "data.eval_split and data.eval_size both"),
         ({"evaluation": {"samples_per_problem": 4}}, "all samples of a problem would be the same"),
+        ({"checkpoint": {"save_final": False, "hub": {"repo": "a/b"}}}, "uploads the final model, and"),
         (
             {"sampling": {"generation_kwargs": {"bad_words": ["x"]}}},
             "sampling.generation_kwargs is vLLM's, and engine.kind is embedded",
