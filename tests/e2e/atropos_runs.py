@@ -31,8 +31,8 @@ START_REWARD = 0.2
 GROUP, BATCH, RANK = 8, 256, 16
 
 
-def write_model(directory: Path, **sizes: int) -> Path:
-    """A model that answers the first PROBLEMS sums right about START_REWARD of the time.
+def write_model(directory: Path, *, reward: float = START_REWARD, **sizes: int) -> Path:
+    """A model that answers the first PROBLEMS sums right about ``reward`` of the time.
 
     ``sizes`` are fields of its configuration.
     """
@@ -51,7 +51,7 @@ def write_model(directory: Path, **sizes: int) -> Path:
         log_p = model(input_ids=input_ids).logits[:, :-1].log_softmax(-1)
         targets = labels[:, 1:]
         chosen = log_p.gather(2, targets.clamp_min(0)[..., None]).squeeze(-1).masked_fill(targets < 0, 0.0)
-        if chosen.sum(1).exp().mean() >= START_REWARD:
+        if chosen.sum(1).exp().mean() >= reward:
             break
         optimizer.zero_grad()
         (-chosen.sum(1).mean()).backward()
@@ -148,8 +148,8 @@ class Stage:
                    "--dtype", "float32", "--device", "cpu", "--adapter-root", self.directory, *lora)  # fmt: skip
         wait_for(lambda: answers(f"{self.engine_url}/health"), "the engine")
 
-    def start_environment(self, *words: str | Path) -> None:
-        self.start("env", "env", "arithmetic", "serve", "--env.rollout_server_url", self.api_url, "--openai.base_url",
+    def start_environment(self, *words: str | Path, name: str = "arithmetic") -> None:
+        self.start("env", "env", name, "serve", "--env.rollout_server_url", self.api_url, "--openai.base_url",
                    self.engine_url, "--env.tokenizer_name", self.model, "--env.max_num", str(PROBLEMS),
                    "--env.group_size", str(GROUP), "--env.wait_timeout", "60", "--openai.timeout", "60",
                    "--env.max_batches_offpolicy", "1", *words)  # fmt: skip

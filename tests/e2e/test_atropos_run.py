@@ -76,6 +76,24 @@ def test_the_flags_of_the_atropos_trainer_do_the_same(model: Path, tmp_path: Pat
         assert "step_times: mean" in said
 
 
+def test_a_teacher_of_the_environments_teaches_without_any_reward(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of each sampled token the environment posts what a model says that knows the sums; scores only measure."""
+    steps = 8
+    monkeypatch.setenv("TEACHER", str(write_model(tmp_path / "teacher", reward=0.95)))
+    with stage(tmp_path, model=model, mode="shared_vllm", steps=steps) as job:
+        job.start_api("--strict")
+        job.start_engine()
+        job.start_environment(name=f"{Path(__file__).with_name('taught_sums.py')}:TaughtSums")
+        teacher = {"kind": "rollouts", "reward_weight": 0.0}
+        job.start_trainer(job.write_config(algorithm={"teacher": teacher}))
+        assert job.wait_trainer() == 0, job.log("trainer") + job.log("env")
+        distance = [line.values["distill_kl"] for line in metrics(job.run_dir).steps]
+        assert rise(job.run_dir) >= 0.3, rewards(job.run_dir)
+        assert distance[-1] < 0.4 * distance[0], distance
+
+
 @needs_original
 @pytest.mark.timeout(900)
 def test_the_original_run_api_will_do(model: Path, tmp_path: Path):
