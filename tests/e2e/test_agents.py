@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from lachesis.metrics.sinks.tape import read_groups, tape_files
+from tests.e2e.agent_host import host
 from tests.e2e.runs import metrics, run_here
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -38,9 +39,15 @@ for question in (sys.argv[1], "and then?"):
     if zlib.crc32(messages[-1]["content"].encode()) % 8 == 0:
         sys.exit(3)
 """
+# Of the answer with which the agent ends, and which its program prints.
+OF_THE_ANSWER = """
+def letters(completions, output, **columns):
+    return [sum(map(str.isalpha, text.strip())) / max(len(text.strip()), 1) for text in output]
+"""
 SMOLAGENTS = """
 import os, sys
-from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+import openai  # as the agent does once it has a model
+from smolagents import LogLevel, OpenAIServerModel, ToolCallingAgent, tool
 
 @tool
 def double(x: int) -> int:
@@ -51,15 +58,24 @@ def double(x: int) -> int:
     '''
     return 2 * x
 
-model = OpenAIServerModel(os.environ["LACHESIS_MODEL"], api_base=os.environ["OPENAI_BASE_URL"])
-agent = ToolCallingAgent(tools=[double], model=model, max_steps=1, instructions="Be brief.")
-agent.prompt_templates["system_prompt"] = "Use tools."
-agent.prompt_templates["final_answer"] = {"pre_messages": "", "post_messages": "{{task}}?"}
-print(agent.run(sys.argv[1]))
+def main():
+    model = OpenAIServerModel(os.environ["LACHESIS_MODEL"], api_base=os.environ["OPENAI_BASE_URL"])
+    agent = ToolCallingAgent(
+        tools=[double], model=model, max_steps=1, instructions="Be brief.", verbosity_level=LogLevel.OFF
+    )
+    agent.prompt_templates["system_prompt"] = "Use tools."
+    agent.prompt_templates["final_answer"] = {"pre_messages": "", "post_messages": "{{task}}?"}
+    print(agent.run(sys.argv[1]))
+
+if __name__ == "__main__":
+    main()
 """
+needs_smolagents = pytest.mark.skipif(
+    importlib.util.find_spec("smolagents") is None, reason="smolagents is not installed"
+)
 
 
-def write_run(directory: Path, program: str, **sections: dict) -> Path:
+def write_run(directory: Path, program: str, *, reward: str = REWARD, **sections: dict) -> Path:
     """A run in which the share of letters in what the model says is its reward."""
     tiny_model("olmo2", max_position_embeddings=4096, initializer_range=0.1).save_pretrained(directory / "model")
     tokenizer = tiny_tokenizer()
@@ -67,7 +83,7 @@ def write_run(directory: Path, program: str, **sections: dict) -> Path:
     tokenizer.model_max_length = 4096
     tokenizer.save_pretrained(directory / "model")
     (directory / "tasks.csv").write_text("prompt\n" + "".join(f"task {i}\n" for i in range(8)))
-    (directory / "rewards.py").write_text(REWARD)
+    (directory / "rewards.py").write_text(reward)
     (directory / "program.py").write_text(program)
     config = {
         "run": {"name": "agents", "dir": str(directory / "runs"), "steps": 9},
@@ -102,7 +118,7 @@ def test_a_program_trains_the_model_and_its_crashes_are_no_rewards(tmp_path: Pat
                 assert "[user]and then?;[assistant]" in sample.text
 
 
-@pytest.mark.skipif(importlib.util.find_spec("smolagents") is None, reason="smolagents is not installed")
+@needs_smolagents
 def test_an_agent_from_pypi_trains_it_too(tmp_path: Path):
     sections = {"run": {"steps": 1}, "sampling": {"num_generations": 2}, "source": {"nonzero_exit": "score"}}
     summary = run_here(write_run(tmp_path, SMOLAGENTS, **sections))
@@ -111,3 +127,18 @@ def test_an_agent_from_pypi_trains_it_too(tmp_path: Path):
     assert line.values["turns"] >= 4, "several turns of each rollout"
     assert line.values["mean_ratio"] == pytest.approx(1.0, abs=1e-3)
     assert line.values["tokens_trained"] == line.values["tokens_generated"] > 0
+
+
+@needs_smolagents
+def test_the_answers_of_an_agent_from_pypi_are_learned(tmp_path: Path):
+    """Its first turn is to call a tool, which the model cannot yet; in its second the agent asks for an answer."""
+    (tmp_path / "agent.py").write_text(SMOLAGENTS)
+    with host(tmp_path / "agent.py", tmp_path) as command:
+        source = {"command": [*command, "{prompt}"], "max_concurrent": 8}
+        summary = run_here(write_run(tmp_path, "", reward=OF_THE_ANSWER, source=source, run={"steps": 12}))
+    lines = metrics(summary.run_dir).steps
+    rewards = [line.values["reward"] for line in lines]
+    assert fmean(rewards[-3:]) - fmean(rewards[:3]) > 0.15, rewards
+    for line in lines:
+        assert line.values["turns"] == 2 * 16 and line.values["rollout_failures"] == 0
+        assert line.values["mean_ratio"] == pytest.approx(1.0, abs=1e-3)

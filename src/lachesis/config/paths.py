@@ -120,7 +120,7 @@ class _Places:
 
     def path(self, value: str) -> str:
         paths = [resolve_path(directory, value) for directory in self._searched]
-        return str(paths[1] if self.both and not paths[0].exists() and paths[1].exists() else paths[0])
+        return str(paths[1] if self.both and not os.path.exists(paths[0]) and os.path.exists(paths[1]) else paths[0])
 
     def function(self, spec: str) -> str:
         file, colon, function = spec.rpartition(":")
@@ -150,9 +150,9 @@ class _Places:
         return self.path(value) if value.endswith(".py") else self.function(value)
 
     def program(self, argument: str) -> str:
-        """A part of a command: where a file of that name is there, its path."""
+        """A part of a command: where a file of that name is there, its path. A whole program is too long for a name."""
         path = self.path(argument)
-        return path if argument and Path(path).is_file() else argument
+        return path if argument and os.path.isfile(path) else argument
 
     def model(self, value: str, *, local: bool = False) -> str:
         path = self.path(value)

@@ -161,3 +161,12 @@ def test_resolving_twice_from_elsewhere_changes_nothing(places, build):
     base, cwd = places
     once = resolve_all(build(run={"setup": "s.py:f"}), base_dir=base, cwd=cwd)
     assert resolve_all(once, base_dir=Path("/elsewhere"), cwd=Path("/other")) == once
+
+
+def test_parts_of_a_command_are_paths_where_they_are_files_and_a_program_is_none(places, build):
+    base, cwd = places
+    (base / "agent.py").touch()
+    program = "import os\n" * 1000
+    command = ["python", "agent.py", "-c", program, "{prompt}"]
+    source = resolve_all(build(source={"kind": "agent", "command": command}), base_dir=base, cwd=cwd).source
+    assert source.command == ["python", f"{base}/agent.py", "-c", program, "{prompt}"]
