@@ -252,7 +252,11 @@ def _completion(prompt: Prompt, text: str, text_completions: TextCompletions) ->
 def own(value: Any) -> Any:
     """The value in lists and mappings of its own, at any depth: the dataset's stay as they are for the next call."""
     if isinstance(value, dict):  # most entries of messages are texts, and all rollouts' messages come here
-        return {name: entry if type(entry) is str else own(entry) for name, entry in value.items()}
+        copy = dict(value)
+        for name, entry in value.items():
+            if type(entry) is not str:
+                copy[name] = own(entry)
+        return copy
     return [entry if type(entry) is str else own(entry) for entry in value] if isinstance(value, list) else value
 
 

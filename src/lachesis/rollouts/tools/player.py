@@ -110,7 +110,7 @@ class ToolTurns:
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
         # Rollouts of a prompt often say the same, and are told the same.
-        self._texts = Remembered(self._decoded, most=_KEPT)
+        self._parsed = Remembered(self._turns, most=_KEPT)
         self._shortened = Remembered(self._cut, most=_KEPT)
 
     def sample(
@@ -210,11 +210,15 @@ class ToolTurns:
         ]
 
     def _read(self, conversations: Sequence[Conversation]) -> list[ParsedTurn]:
-        """The last turns. Special tokens are part of the text, as some models write calls with them."""
-        end, schemas = self.tokenizer.eos_token_id, self.toolbox.schemas
+        """The last turns."""
+        end = self.tokenizer.eos_token_id
         turns = [one.last_turn for one in conversations]
-        texts = self._texts([ids[:-1] if ids and ids[-1] == end else ids for ids in turns])
-        return [self.parse(text, schemas) for text in texts]
+        return self._parsed([ids[:-1] if ids and ids[-1] == end else ids for ids in turns])
+
+    def _turns(self, turns: Sequence[Sequence[int]]) -> list[ParsedTurn]:
+        """Special tokens are part of the text, as some models write calls with them."""
+        schemas = self.toolbox.schemas
+        return [self.parse(text, schemas) for text in self._decoded(turns)]
 
     def _decoded(self, turns: Sequence[Sequence[int]]) -> list[str]:
         return [str(self.tokenizer.decode(list(ids), skip_special_tokens=False)) for ids in turns]
@@ -243,19 +247,19 @@ class ToolTurns:
     def _end(self, live: Sequence[_Live], on: Sequence[_Live], params: SamplingParams) -> None:
         """Those that do not go on have ended; one that failed is counted by its cause, as if it had never been."""
         goes_on = set(on)
-        for one in live:
-            if one in goes_on:
-                continue
+        over = [one for one in live if one not in goes_on]
+        for one in over:
             if reason := one.conversation.failed:
                 note_failure(reason, cause=_LOST, prompt_id=one.group.prompt.id)
                 logger.warning("a rollout is left out of its group (%s): %s", _LOST, reason)
                 self._count(**{"rollout_failures": 1, f"rollout_failures/{_LOST}": 1})
-            else:
-                one.group.end(self._rollout(one, params))
+        ended = [one for one in over if not one.conversation.failed]
+        texts = self.decode([one.conversation.token_ids for one in ended]) if ended else []
+        for one, text in zip(ended, texts, strict=True):
+            one.group.end(self._rollout(one, text, params))
 
-    def _rollout(self, one: _Live, params: SamplingParams) -> KeptRollout:
+    def _rollout(self, one: _Live, text: str, params: SamplingParams) -> KeptRollout:
         conversation = one.conversation
-        (text,) = self.decode([conversation.token_ids])
         sample = conversation.as_sample(text=text, temperature=1.0 if params.greedy else params.temperature)
         extras = {TURNS: [conversation.messages], "turns": [conversation.turns], "tool_calls": [conversation.calls]}
         return KeptRollout(one.number, (sample,), extras)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
 from lachesis.common.threads import DaemonThread
+from lachesis.rollouts.rewards.attempts import own
 from lachesis.rollouts.tools.mcp_server import McpServer, ToolError, ToolServerLost
 from lachesis.rollouts.tools.parsers import ToolCall
 
@@ -162,12 +163,13 @@ class Toolbox:
         close_servers(self.tools)
 
     def _call_some(self, calls: Sequence[ToolCall]) -> list[Observation]:
-        thread = self._thread()
-        begun = [self._begin(call, thread) for call in calls]
+        begun = self._begin(calls, self._thread())
         quick = min(_QUICK_S, self._timeout_s)
         slow = next((place for place, one in enumerate(begun) if not _done(one.future, within_s=quick)), len(begun))
         # Those that wait for the slow one are taken from its thread; one that it has begun meanwhile stays there.
-        begun[slow:] = [self._begin(one.call, self._thread()) if one.future.cancel() else one for one in begun[slow:]]
+        begun[slow:] = [
+            self._begin([one.call], self._thread())[0] if one.future.cancel() else one for one in begun[slow:]
+        ]
         end = time.monotonic() + self._timeout_s
         found = [self._finish(one, end=end) for one in begun]
         hung = {one.thread for one in begun if not one.future.done()}
@@ -181,8 +183,10 @@ class Toolbox:
         except IndexError:
             return DaemonThread("lachesis-tool")
 
-    def _begin(self, call: ToolCall, thread: DaemonThread) -> _Begun:
-        return _Begun(call, thread, thread.submit(self._by_name[call.name].function, call.arguments))
+    def _begin(self, calls: Sequence[ToolCall], thread: DaemonThread) -> list[_Begun]:
+        # Equal calls may share their arguments, and what a function is given is its own.
+        futures = thread.submit_all([(self._by_name[call.name].function, own(call.arguments)) for call in calls])
+        return [_Begun(call, thread, future) for call, future in zip(calls, futures, strict=True)]
 
     def _finish(self, begun: _Begun, *, end: float) -> Observation:
         call, future = begun.call, begun.future
