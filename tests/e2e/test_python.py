@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import threading
+from ast import PyCF_ALLOW_TOP_LEVEL_AWAIT
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -202,3 +204,25 @@ def test_logprobs_are_those_of_sampling(model: Path):
     for group, logprobs in zip(groups, found, strict=True):
         for sample, own in zip(group.samples, logprobs, strict=True):
             assert own.tolist() == pytest.approx(sample.logprobs, abs=1e-4)
+
+
+def test_the_notebook_runs_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    """As Jupyter runs it: one namespace, on an event loop that is there already."""
+    monkeypatch.chdir(tmp_path)
+    path = ROOT / "docs" / "tutorials" / "notebook.ipynb"
+    notebook = json.loads(path.read_text())
+    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in cells), "outputs are a machine's own"
+    names: dict[str, Any] = {"__name__": "__main__"}
+
+    async def jupyter() -> None:
+        for cell in cells:
+            code = compile("".join(cell["source"]), f"{path}: {cell['id']}", "exec", PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            found = eval(code, names)
+            if asyncio.iscoroutine(found):
+                await found
+
+    asyncio.run(jupyter())
+    assert names["summary"].finished and names["last"] - names["first"] > 0.1
+    assert "step 3: mean length " in capsys.readouterr().out
