@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lachesis.metrics.health.monitor import RULES
@@ -37,7 +40,33 @@ def render() -> str:
     """The whole page."""
     metrics = "".join(_metric_row(metric) for metric in METRICS.values())
     rules = "".join(f"| `{name}` | {_first_sentence(rule)} |\n" for name, rule in RULES.items())
-    return INTRODUCTION + metrics + HEALTH + rules
+    return INTRODUCTION + metrics + HEALTH + rules + "".join(map(_rule_section, RULES))
+
+
+def _rule_section(name: str) -> str:
+    """An anchor for each rule, with what it says; what differs from case to case is left out of that."""
+    said = "".join(f"- {message}\n" for message in _messages(RULES[name]))
+    told = f"\nIt says:\n\n{said}" if said else ""
+    return f"\n### {name}\n\n{' '.join((inspect.getdoc(RULES[name]) or '').split())}\n{told}"
+
+
+def _messages(rule: Callable[..., object]) -> Iterator[str]:
+    """The texts of the alarms that a rule raises."""
+    for call in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(rule)))):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "Alarm":
+            text = _text(call.args[1])
+            if text.strip(" …"):
+                yield text.replace("|", "/")
+
+
+def _text(node: ast.expr) -> str:
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(map(_text, parts))
+        case _:
+            return "…"
 
 
 def _metric_row(metric: Metric) -> str:

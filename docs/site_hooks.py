@@ -43,7 +43,7 @@ KINDS = {
         "extending",
         "troubleshooting",
     ],
-    "Reference": ["configuration", "commands", "metrics", "losses", "atropos-api", "deprecations"],
+    "Reference": ["configuration", "commands", "errors", "metrics", "losses", "atropos-api", "deprecations"],
     "Explanation": ["architecture", "pipeline", "engines", "defects"],
 }
 # Where a page goes that nobody has put anywhere.

@@ -147,6 +147,8 @@ def fail(message: str, error: BaseException, *, code: int) -> NoReturn:
     error_console.print(f"error: {first}", style="red")
     for line in rest:
         error_console.print(f"  {line}")
+    if error_console.is_terminal:
+        error_console.print(f"`lachesis explain {code}` tells about exit code {code}", style="dim")
     sys.exit(code)
 
 

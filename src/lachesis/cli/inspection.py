@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lachesis import __version__
 from lachesis.cli.base import Overrides, app, busy, console, hide_progress_bars, print_findings, shown
+from lachesis.cli.told import told
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
@@ -94,9 +95,15 @@ def status(
 
 @app.command("explain", context_settings={"ignore_unknown_options": True})
 def explain_command(
-    key: Annotated[str, typer.Argument(help="A key of ours, or of Axolotl's, TRL's or Atropos'.")],
+    key: Annotated[
+        str, typer.Argument(help="A key of ours, or of Axolotl's, TRL's or Atropos'; an exit code; a health rule.")
+    ],
 ) -> None:
     """Say what a configuration key means, its type, its default, and its names in other trainers."""
+    if lines := list(told(key)):
+        for line in lines:
+            console.print(line)
+        return
     answer = explain(key)
     if answer.description:
         console.print(f"{answer.explanations[0].section}: {answer.description}\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
+from lachesis.cli.told import summary
 from lachesis.metrics.health.monitor import RULES
 from lachesis.metrics.names import METRICS
 from tests.paths import DOCS
@@ -20,4 +21,9 @@ def test_the_committed_page_is_up_to_date_and_whole():
     assert page == generator.render(), "run: python docs/generate_metrics.py"
     for name in (*METRICS, *RULES):
         assert f"| `{name}` |" in page
+    for name, rule in RULES.items():
+        _, found, section = page.partition(f"\n### {name}\n")
+        said = section.partition("\n### ")[0]
+        assert found and "It says:\n\n- " in said, f"{name} has no place with what it says"
+        assert summary(rule) in said
     assert "| . |\n" not in page and "|  |\n" not in page, "a rule or metric without a sentence"

@@ -1,0 +1,49 @@
+"""What exit codes and health rules mean, in the words of the code that has them; no torch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+from lachesis.common import errors
+from lachesis.common.errors import LachesisError
+
+# Those that no error of ours has.
+_OTHERS = {
+    0: "Done; of `lachesis status`: the run goes on or has finished.",
+    1: "A check has found a problem, a run that was looked at has not finished, or an error without a code of its own.",
+    70: "A fault of Lachesis or of a library: `lachesis --traceback ...` shows where, for a report of it.",
+    130: "Stopped by SIGINT (Ctrl-C), with a checkpoint.",
+    143: "Stopped by SIGTERM, with a checkpoint.",
+}
+
+
+def exit_codes() -> dict[int, str]:
+    """What each exit code means."""
+    found: dict[int, list[str]] = {code: [words] for code, words in _OTHERS.items()}
+    for kind in vars(errors).values():
+        # One that only inherits its code is told with the one that has it.
+        own = isinstance(kind, type) and issubclass(kind, LachesisError) and "exit_code" in vars(kind)
+        if own and kind is not LachesisError:
+            found.setdefault(kind.exit_code, []).append(f"{kind.__name__}: {summary(kind)}")
+    return {code: " ".join(found[code]) for code in sorted(found)}
+
+
+def summary(thing: object) -> str:
+    """The first paragraph of its docstring, in one line."""
+    return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
+
+
+def told(word: str) -> Iterator[str]:
+    """Lines about an exit code or a health rule; none where the word is neither."""
+    if word.isdecimal() and (words := exit_codes().get(int(word))) is not None:
+        yield f"exit code {int(word)}"
+        yield f"    {words}"
+        yield f"    more: docs/errors.md#exit-code-{int(word)}"
+        return
+    from lachesis.metrics.health.monitor import RULES
+
+    if word in RULES:
+        yield f"{word}: a health rule"
+        yield f"    {summary(RULES[word])}"
+        yield f"    what it says, and what to change: docs/metrics.md#{word}"
