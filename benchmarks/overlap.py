@@ -49,9 +49,10 @@ from lachesis.run.pause import Pause
 from lachesis.run.sinks import build_sinks
 from lachesis.run.sources import build_rewarder, build_source, load_data
 from lachesis.train.batch import Batch
-from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints
+from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.loop import Trainer
 from lachesis.train.policy import Policy
+from lachesis.train.resume import RunCheckpoints
 
 FIRST_STEPS = 2  # of a run are not counted: the queue of an asynchronous one fills
 PAD, EOS, WORDS = 0, 1, 2  # the first word's id

@@ -39,6 +39,26 @@ models: the memory of a rank, and how long loading, a transfer of the weights an
   `engine.data_parallel_size` makes several engines of them, `engine.tensor_parallel_size` larger ones.
 - **Several nodes**: the ranks by torchrun over them, the engines as servers (`engine: {kind: http, urls: [...]}`).
 
+## Loading and saving
+
+- **Loading.** A rank that shards a model reads its own rows of the safetensors files, a window at a time, and does not
+  have the model whole: its host memory grows by its share and what a window takes (a test measures the peak). Where
+  files have other tensors than the model, with `model.matmul_dtype` or without safetensors files, each rank loads the
+  whole model, and the log says so.
+- **Checkpoints.** Each rank writes its own part, by torch.distributed.checkpoint, into one directory that is renamed
+  when all of it is on disk and its checksums are noted; so `run.dir` has to be on a disk that all nodes share, which is
+  looked at when the run begins. Any number of ranks goes on from it, or one process, and `lachesis export` makes a
+  model of it. `checkpoint.format: whole` has rank 0 gather and write it, which needs no shared disk and as much host
+  memory there as the checkpoint has bytes.
+- **Beside training.** With `checkpoint.asynchronous` training is held up for a copy to host memory alone, also on one
+  GPU. `checkpoint_time` is how long it was held up, `checkpoint_write_time` how long writing took after it. One is
+  written at a time: where the next is due before, training waits. The end of the run waits for the last. A kill in the
+  midst of it leaves the checkpoint before. Batches of a rollout API are acknowledged, and kept rollouts let go, once it
+  is written. The copy takes pinned memory, in powers of two a tensor: up to twice the bytes, and they stay with the
+  process.
+- **The final model** of ranks that shard is written as it is gathered, in files of at most 512 MiB with their index, as
+  transformers names them.
+
 ## What has run, and what is calculated
 
 One GPU, and two GPUs of one host, have run: sharded training over both, and trainer and engine on one each, with the
@@ -53,10 +73,9 @@ counts of memory that are held against [measured steps](gpu-guide.md) of one GPU
 AFTER_CONSTANTS = """
 The tables are for all weights trained by AdamW, `model.gradient_checkpointing`, sequences and micro-batches of 8,192
 tokens, in bfloat16; the last column is for LoRA on all linear layers. Half of the GPUs train and half generate, or
-three quarters train where that is too large. Weights are gathered to rank 0 and sent from there, which also writes
-checkpoints alone; each rank reads its own rows of
-the model into its node's memory. An engine is too large where it
-leaves less than a fifth of its share for its cache.
+three quarters train where that is too large. Weights are gathered to rank 0 and sent from there; each rank reads its
+own rows of the model into its node's memory, and writes its own part of a checkpoint. "Held up" is with
+`checkpoint.asynchronous`. An engine is too large where it leaves less than a fifth of its share for its cache.
 """
 
 
@@ -67,8 +86,9 @@ def constants() -> Iterator[str]:
         ("sending between nodes", cost.SEND_BETWEEN_NODES, "calculated: 400 Gbit/s, used as NVLink was"),
         ("gathering within a node", cost.GATHER_WITHIN_NODE, "assumed"),
         ("gathering between nodes", cost.GATHER_BETWEEN_NODES, "assumed"),
-        ("writing a checkpoint", cost.WRITE_BYTES_S, "assumed: one process, a local NVMe disk"),
+        ("writing a checkpoint, a node", cost.WRITE_BYTES_S, "assumed: as much as a local NVMe disk takes"),
         ("reading a model, a node", cost.READ_BYTES_S, "assumed: the same"),
+        ("copying a checkpoint, a GPU", cost.COPY_BYTES_S, "assumed: to pinned memory, half of PCIe 5.0"),
     )
     for name, rate, source in rows:
         yield f"| {name} | {rate / cost.GB:g} GB/s | {source} |"
@@ -92,7 +112,7 @@ def planned(model: FoundShape, *, gpus: int, nodes: int, card: float, lora: bool
 def table(card: int) -> Iterator[str]:
     """Rows for one size of cards."""
     yield f"\n## Cards of {card} GB\n"
-    columns = ("model", "GPUs (nodes)", "train + generate", "engines", "a rank", "transfer", "checkpoint")
+    columns = ("model", "GPUs (nodes)", "train + generate", "engines", "a rank", "transfer", "checkpoint, held up")
     yield f"| {' | '.join(columns)} | loading, a node's memory | with LoRA: a rank |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for name, model in MODELS.items():
@@ -110,7 +130,7 @@ def cells(found: Scale) -> Iterator[str]:
     yield f"{layout.engines} x TP{layout.tensor_parallel}"
     yield rank(found)
     yield f"{found.transfer_s:.1f} s"
-    yield f"{found.checkpoint / cost.GB:,.0f} GB, {duration(found.checkpoint_s)}"
+    yield f"{found.checkpoint / cost.GB:,.0f} GB, {duration(found.checkpoint_s)}, {found.copy_s:.1f} s"
     yield f"{duration(found.load_s)}, {found.host / cost.GB:,.0f} GB"
 
 

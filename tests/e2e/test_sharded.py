@@ -12,8 +12,11 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lachesis.run.export import export
+from lachesis.train.checkpoint import Checkpoint, CheckpointManager
 from tests import warm
 from tests.e2e.runs import environment, run_here, state, tape, torchrun, untimed, weights, write_dying_loss, write_run
 from tests.ports import free_port
@@ -93,6 +96,10 @@ def completions(run_dir: Path) -> dict[str, list[Any]]:
     }
 
 
+def checkpoint(run_dir: Path, step: int) -> Checkpoint:
+    return CheckpointManager(run_dir / "checkpoints", keep_last=2).load(step)
+
+
 def soon_s() -> float:
     """Seconds within which all ranks have ended once one of them, or what has started them, was killed.
 
@@ -120,7 +127,9 @@ def measured(rewards, *, group):
 @pytest.mark.parametrize("own", [False, True], ids=["", "parts of one's own"])
 def test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one(tmp_path: Path, own: bool):
     straight = run_here(write_run(tmp_path / "straight", **SECTIONS))
-    sections = dict(SECTIONS)
+    # Parts that are written while the ranks train; one file, of what rank 0 has gathered.
+    how = {"format": "whole"} if own else {"asynchronous": True}
+    sections = SECTIONS | {"checkpoint": SECTIONS["checkpoint"] | how}
     if own:
         named = {"function": "torch.optim.AdamW", "schedule_function": "parts.py:course"}
         sections["optimizer"] = SECTIONS["optimizer"] | named
@@ -129,6 +138,13 @@ def test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one(tmp_path: Path, ow
     (tmp_path / "ranks" / "parts.py").write_text(PARTS)
     first = torchrun(2, "lachesis", "train", config, "--set", "run.steps=3")
     assert first.code == 0, first.err
+    saved = tmp_path / "ranks/runs/proof/checkpoints/step_000003"
+    assert sorted(path.name for path in saved.iterdir()) == [
+        "manifest.json", "meta.json", *(["state.pt", "weights.safetensors"] if own else ["parts", "state.pt"])
+    ]  # fmt: skip
+    exported, expected = load_file(export(saved) / "model.safetensors"), checkpoint(straight.run_dir, 3).tensors
+    for name, tensor in exported.items():
+        torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     resumed = torchrun(3, "lachesis", "train", config, "--resume")
     assert resumed.code == 0, resumed.err
     assert_close_runs(found := tmp_path / "ranks/runs/proof", straight.run_dir)

@@ -31,7 +31,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "model": {"compile": "off", "dtype": "float32"},
     "batch": {"prompts_per_step": 12, "max_tokens_per_microbatch": 256},
     "algorithm": {"beta": 0.01},
-    "checkpoint": {"every_steps": 3, "save_final": True},
+    "checkpoint": {"every_steps": 3, "save_final": True, "asynchronous": True},
 }
 
 
@@ -49,6 +49,8 @@ def test_a_run_on_two_gpus_is_that_of_one_and_is_resumed(tmp_path: Path):
     config = write_run(tmp_path / "ranks", **SECTIONS)
     first = torchrun(2, "lachesis", "train", config, "--set", "run.steps=3")
     assert first.code == 0, first.err
+    parts = sorted(path.name for path in (tmp_path / "ranks/runs/proof/checkpoints/step_000003/parts").iterdir())
+    assert parts == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     second = torchrun(2, "lachesis", "train", config, "--resume")
     assert second.code == 0, second.err
     expected, found = (metrics(tmp_path / name / "runs/proof").steps for name in ("alone", "ranks"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -95,6 +96,15 @@ def restore_replaced(parent: Path) -> None:
         target = aside.with_name(aside.name.removeprefix(_REPLACED))
         if not target.exists():
             os.rename(aside, target)
+
+
+def crc32_of(path: Path) -> int:
+    """The CRC-32 of a file's content, a block at a time."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
 
 
 def fsync_path(path: Path) -> None:

@@ -1,7 +1,8 @@
 """What a run over several GPUs and nodes takes: memory of a rank, and seconds to load, to transfer and to save.
 
 Arithmetic over the constants below, each with where it is from; nothing here has been run at these sizes. It is that of
-the product as it is: weights are gathered to rank 0, which sends them to the engines and writes checkpoints alone.
+the product as it is: weights are gathered to rank 0, which sends them to the engines; of a checkpoint each rank writes
+its part.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ SEND_WITHIN_NODE = 48e9
 SEND_BETWEEN_NODES = 22e9
 # What a rank receives while tensors are gathered one after the other, over NVLink and over the network. Assumed.
 GATHER_WITHIN_NODE, GATHER_BETWEEN_NODES = 150e9, 40e9
-# A process that writes a checkpoint with its checksums, and a node that reads a model. Assumed: a local NVMe disk.
+# A node that writes a checkpoint with its checksums, or reads a model. Assumed: as much as a local NVMe disk takes.
 WRITE_BYTES_S, READ_BYTES_S = 1.5e9, 3e9
+# A GPU's memory to pinned memory of its host. Assumed: half of PCIe 5.0.
+COPY_BYTES_S = 25e9
 # Engines are split over at most the GPUs of a node.
 _TENSOR_PARALLEL = (1, 2, 4, 8)
 # An engine is to have this share of its memory for its cache.
@@ -57,7 +60,11 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Bytes and seconds of a layout; ``host`` is what all ranks of a node have in its memory while they load."""
+    """Bytes and seconds of a layout.
+
+    ``host`` is what all ranks of a node have in its memory while they load, ``copy`` what a rank has there of an
+    asynchronous checkpoint, and ``copy_s`` for how long training is held up by that.
+    """
 
     layout: Layout
     rank: int
@@ -65,9 +72,11 @@ class Scale:
     card: int
     host: int
     checkpoint: int
+    copy: int
     load_s: float
     transfer_s: float
     checkpoint_s: float
+    copy_s: float
 
     @property
     def engine_fits(self) -> bool:
@@ -137,6 +146,8 @@ def _scale(config: LachesisConfig, layout: Layout, card: int, found: FoundShape)
     weights = held_weights_bytes(config, shape, width=width)
     sent = export_bytes(config, shape, device="cuda")
     ranks_of_a_node = min(layout.per_node, layout.train)
+    in_parts = config.distributed.strategy == "shard" and config.checkpoint.format == "auto"
+    copy = -(-planned.checkpoint // layout.train) if in_parts else planned.checkpoint
     return Scale(
         layout=layout,
         rank=process_bytes(planned.peak("trainer")),
@@ -147,10 +158,19 @@ def _scale(config: LachesisConfig, layout: Layout, card: int, found: FoundShape)
         card=card,
         host=-(-ranks_of_a_node * weights // layout.train),
         checkpoint=planned.checkpoint,
+        copy=copy,
         load_s=weights / READ_BYTES_S,
         transfer_s=_gather_s(sent, layout) + _send_s(sent, layout),
-        checkpoint_s=_gather_s(planned.checkpoint, layout) + planned.checkpoint / WRITE_BYTES_S,
+        checkpoint_s=_save_s(config, planned.checkpoint, layout, in_parts=in_parts),
+        copy_s=copy / COPY_BYTES_S,
     )
+
+
+def _save_s(config: LachesisConfig, size: int, layout: Layout, *, in_parts: bool) -> float:
+    """In parts all nodes that train write at once; otherwise rank 0 alone, what it has gathered if it is sharded."""
+    if in_parts:
+        return size / WRITE_BYTES_S / -(-layout.train // layout.per_node)
+    return size / WRITE_BYTES_S + (_gather_s(size, layout) if config.distributed.strategy == "shard" else 0.0)
 
 
 def _gather_s(size: int, layout: Layout) -> float:
@@ -192,3 +212,5 @@ def scale_lines(
     yield f"  {'loading':<20}{answer.load_s:.0f} s, {answer.host / GB:.0f} GB of a node's memory"
     yield f"  {'a transfer':<20}{answer.transfer_s:.2f} s"
     yield f"  {'a checkpoint':<20}{answer.checkpoint_s:.0f} s, {answer.checkpoint / GB:.0f} GB"
+    held = f"{answer.copy_s:.1f} s held up, {answer.copy / GB:.0f} GB of host memory for a rank"
+    yield f"  {'  asynchronous':<20}{held}"

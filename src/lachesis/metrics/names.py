@@ -105,7 +105,11 @@ METRICS: Mapping[str, Metric] = {
         Metric("train_time", "Training", "s", "Forward and backward passes."),
         Metric("sync_time", "Weight sync", "s", "Optimizer step, and bringing the weights to the engine."),
         Metric("eval_time", "Evaluation", "s", "Evaluating on the held-out problems."),
-        Metric("checkpoint_time", "Checkpoint", "s", "Saving a checkpoint."),
+        Metric("checkpoint_time", "Checkpoint", "s", "Training held up to save a checkpoint."),
+        Metric(
+            "checkpoint_write_time", "Checkpoint, written", "s", "From the copy of an asynchronous checkpoint to its "
+            "being whole, while training went on; with the step after it.",
+        ),
         Metric("gpu_memory_gb", "GPU memory", "GB", "Memory in tensors, at most, during the step."),
         Metric("gpu_memory_reserved_gb", "GPU memory reserved", "GB", "Memory held by the allocator."),
         Metric(

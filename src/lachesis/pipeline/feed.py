@@ -43,6 +43,10 @@ class Feed(ABC, Generic[BatchT]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of :meth:`state_dict`."""
 
+    def saved(self) -> None:
+        """The state that was taken last is on disk: what it has in it will not be needed again."""
+        return None
+
     def complete(self) -> None:
         """The run has done its last step, and what it learned is saved: nothing will be asked for again."""
         return None
@@ -114,6 +118,9 @@ class SynchronousFeed(Feed[BatchT]):
         self.finisher.load_state_dict(state)
         if "line" in state:
             self.collector.source.requeue(prompts_in_line(state["line"]))
+
+    def saved(self) -> None:
+        self.collector.source.saved()
 
     def complete(self) -> None:
         self.collector.source.complete()

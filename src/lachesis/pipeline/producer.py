@@ -263,6 +263,11 @@ class AsynchronousFeed(Feed[BatchT]):
         if "version" in state:
             self.collector.report_version(int(state["version"]))
 
+    def saved(self) -> None:
+        if self.kept is not None:
+            self.kept.saved()
+        self.collector.source.saved()
+
     def complete(self) -> None:
         self.collector.source.complete()
 

@@ -47,6 +47,10 @@ class RolloutSource(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of :meth:`state_dict`."""
 
+    def saved(self) -> None:
+        """The state that was taken last is on disk."""
+        return None
+
     def complete(self) -> None:
         """The run has done its last step, and what it learned is saved."""
         return None

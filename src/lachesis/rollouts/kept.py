@@ -79,8 +79,8 @@ class KeptRollouts:
         self._places: dict[int, _Place] = {}
         self._in_line: set[int] = set()  # of the checkpoint, and not admitted yet
         self._trained: list[int] = []  # kept for the last checkpoint
-        self._covered: list[int] = []  # and needed no more once the next is written
-        self._saved = self._version = 0  # weights of the last checkpoint, and of now
+        self._covered: list[int] = []  # and needed no more once the one that was begun is written
+        self._saved = self._version = 0  # weights of the last checkpoint that was begun, and of now
         self._resumed = False
         self._counts: Counter[str] = Counter()
 
@@ -169,13 +169,10 @@ class KeptRollouts:
         self._forget([request])
 
     def train(self, requests: Iterable[int], *, done: int, version: int) -> None:
-        """A step has trained on these: the weights are now ``version``, and ``done`` batches are.
-
-        A checkpoint that was begun before is written by now.
-        """
+        """A step has trained on these: the weights are now ``version``, and ``done`` batches are."""
         with self._lock:
             self._version = version
-            gone, self._covered = self._covered, []
+            gone: list[int] = []
             for request in requests:
                 place = self._places.get(request)
                 useful = place is not None and place.version <= self._saved
@@ -195,6 +192,12 @@ class KeptRollouts:
             self._saved = self._version
             self._covered += self._trained
             self._trained = []
+
+    def saved(self) -> None:
+        """The checkpoint that was begun last is written."""
+        with self._lock:
+            covered, self._covered = self._covered, []
+        self._forget(covered)
 
     def _forget(self, requests: Iterable[int]) -> None:
         gone = list(requests)

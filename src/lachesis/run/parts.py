@@ -12,6 +12,7 @@ import torch
 
 from lachesis.common.imports import load_function
 from lachesis.common.record_store import RecordStore
+from lachesis.common.run_files import run_paths
 from lachesis.common.threads import Watch
 from lachesis.common.types import Group, Prompt
 from lachesis.config import schema
@@ -31,9 +32,11 @@ from lachesis.rollouts.evaluate import Evaluates, Evaluator, ScheduledEvaluation
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.kept import KeptRollouts
 from lachesis.rollouts.rewards.rewarder import Rewarder
+from lachesis.run.requests import take
 from lachesis.run.sources import build_player, build_source, generated_ahead, load_answers, sampling_params
 from lachesis.run.teacher import Teach
 from lachesis.train.batch import Batch, pack_for_ranks
+from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import Pack, RepeatedFeed, undivided
 from lachesis.train.losses.advantage import advantage_function, assign_advantages
@@ -51,6 +54,7 @@ from lachesis.train.model.loading import (
 from lachesis.train.optim.optimizer import Start
 from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
+from lachesis.train.resume import RunCheckpoints
 from lachesis.train.sft import StartedFeed, demonstrations
 
 
@@ -283,6 +287,25 @@ def with_start(feed: Feed[Batch], config: LachesisConfig, *, problems: Sequence[
         pack=partial(pack_batch, config=config, policy=policy),
         seed=config.run.seed,
     )
+
+
+def build_checkpoints(config: LachesisConfig, *, run_dir: Path, policy: Policy, feed: Feed[Batch]) -> RunCheckpoints:
+    """What saves the run and goes on from it.
+
+    Raises:
+        ConfigError: ranks are to write into the run's directory, and some of them do not have it.
+    """
+    checkpoints = RunCheckpoints(
+        CheckpointManager(run_paths(run_dir)["checkpoints"], keep_last=config.checkpoint.keep_last),
+        policy=policy,
+        feed=feed,
+        every_steps=config.checkpoint_interval,
+        asked=partial(take, run_dir, "checkpoint"),
+        asynchronous=config.checkpoint.asynchronous,
+        whole=config.checkpoint.format == "whole",
+    )
+    checkpoints.require_shared_disk()
+    return checkpoints
 
 
 def build_reroll(config: LachesisConfig) -> Reroll | None:

@@ -43,6 +43,7 @@ from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_
 from lachesis.run.log import LogFile, reason_of
 from lachesis.run.parts import (
     build_atropos_feed,
+    build_checkpoints,
     build_evaluation,
     build_feed,
     build_kept,
@@ -60,7 +61,7 @@ from lachesis.run.sources import build_episodes, load_data, rewarder_of
 from lachesis.run.teacher import Teach, build_teach
 from lachesis.run.warm_up import warm_up
 from lachesis.train.batch import Batch
-from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints
+from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.loop import Evaluation, Trainer
 from lachesis.train.policy import Policy
 
@@ -266,13 +267,7 @@ def build_trainer(
 ) -> tuple[Trainer, int, MetricsHub]:
     """The loop over the parts of a run, where it starts, and what is told of its steps."""
     policy = parts.policy
-    checkpoints = RunCheckpoints(
-        CheckpointManager(run.files["checkpoints"], keep_last=config.checkpoint.keep_last),
-        policy=policy,
-        feed=parts.feed,
-        every_steps=config.checkpoint_interval,
-        asked=partial(take, run.path, "checkpoint"),
-    )
+    checkpoints = build_checkpoints(config, run_dir=run.path, policy=policy, feed=parts.feed)
     start = checkpoints.restore() if resume else 0
     if parts.kept is not None:
         parts.kept.open(version=start)
@@ -444,7 +439,8 @@ def run_to_end(
     """Train to the end (or until asked to stop), save the model, close the sinks."""
     run.update(status="running", step=start, steps=total_steps(config))
     started = time.perf_counter()
-    step = trainer.train(start=start, steps=total_steps(config))
+    with trainer.checkpoints.completed():
+        step = trainer.train(start=start, steps=total_steps(config))
     seconds = time.perf_counter() - started
     finished = step >= total_steps(config)
     if finished and config.checkpoint.save_final:

@@ -8,6 +8,9 @@ A resumable checkpoint is a directory::
         meta.json             whatever is JSON: data position, configuration, versions
         manifest.json         sizes and CRC-32 of the others, and which save this was
 
+That of a sharded policy has in place of ``weights.safetensors`` the directory ``parts/``, in which each rank has
+written its own rows of all tensors (:mod:`lachesis.train.distributed.parts`); ``state.pt`` then has their names.
+
 It is written under a hidden name, forced to disk and renamed; only then are older ones deleted. A kill at any
 moment leaves the last good checkpoint.
 """
@@ -22,43 +25,93 @@ import os
 import pickle
 import random
 import shutil
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lachesis.common.errors import CheckpointError, LachesisError, first_line
-from lachesis.common.files import atomic_directory, clean_leftovers, restore_replaced
-
-if TYPE_CHECKING:  # a checkpoint is read and written without the libraries of models
-    from lachesis.pipeline.feed import Feed
-    from lachesis.train.batch import Batch
-    from lachesis.train.policy import Policy
+from lachesis.common.files import atomic_directory, clean_leftovers, crc32_of, restore_replaced
+from lachesis.train.distributed.parts import INDEX, WEIGHTS, Written, read_whole, saved_tensors
 
 logger = logging.getLogger("lachesis")
 
 _WEIGHTS, _STATE, _META, _MANIFEST = "weights.safetensors", "state.pt", "meta.json", "manifest.json"
+_PARTS = "parts"
 _SLACK_BYTES = 2**20
+# Files that are summed up at once: ranks may have written many.
+_READERS = 4
+_SHARED = "put run.dir on a disk that all nodes share, or set checkpoint.format: whole"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What was saved at a step. Tensors are on the CPU; tied ones are one tensor again."""
+    """What was saved at a step. Tensors are on the CPU; tied ones are one tensor again.
+
+    Where ranks are to read their own ``parts``, which this is the directory of, tensors are on the meta device, and in
+    the state names stand in their places.
+    """
 
     step: int
     tensors: dict[str, Tensor]
     state: dict[str, Any]
     meta: dict[str, Any]
+    parts: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A checkpoint that is being written, in a directory that nobody takes for one yet."""
+
+    directory: Path
+    number: int
+
+    @property
+    def parts(self) -> Path:
+        """Where ranks write theirs."""
+        return self.directory / _PARTS
+
+    def write(self, *, state: Mapping[str, Any], meta: Mapping[str, Any]) -> None:
+        """All but the tensors of weights or parts. Raises CheckpointError where it could not be read back."""
+        with (self.directory / _STATE).open("wb") as file:  # given a path, torch does not say why a write failed
+            torch.save(dict(state), file)
+        if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(self.directory / _STATE):
+            raise CheckpointError(
+                f"the state to save holds objects that could not be loaded again: {', '.join(sorted(unsafe))}",
+                remedy="save numbers, strings, lists, dicts and tensors only",
+            )
+        (self.directory / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
+
+    def describe(self, *, aliases: Mapping[str, str] | None = None, parts: Sequence[Written] = ()) -> None:
+        """Write the manifest, with which it is whole.
+
+        Args:
+            aliases: names of tied tensors.
+            parts: what ranks have written, with the sums that they have made of it.
+
+        Raises:
+            CheckpointError: they have written it elsewhere.
+        """
+        files = {f"{_PARTS}/{part.name}": {"bytes": part.size, "crc32": part.crc32} for part in parts}
+        for name, expected in files.items():
+            path = self.directory / name
+            if not path.is_file() or path.stat().st_size != expected["bytes"]:
+                raise CheckpointError(f"{name}, which a rank has written, is not in {self.directory}", remedy=_SHARED)
+        for name in (_STATE, _META) if parts else (_WEIGHTS, _STATE, _META):
+            path = self.directory / name
+            files[name] = {"bytes": path.stat().st_size, "crc32": crc32_of(path)}
+        manifest = {"save": self.number, "aliases": dict(aliases or {}), "files": files}
+        (self.directory / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 class CheckpointManager:
@@ -90,8 +143,22 @@ class CheckpointManager:
             CheckpointError: the disk is full or cannot be written, or what is to be saved holds objects that
                 could not be read back. Earlier checkpoints are untouched.
         """
+        unique, aliases = _untied(tensors)
+        needed = sum(t.nbytes for t in unique.values()) + _state_bytes(state)
+        with self.saving(step, needed=needed) as draft:
+            save_file({name: _own_storage(t) for name, t in unique.items()}, draft.directory / _WEIGHTS)
+            draft.write(state=state, meta=meta)
+            draft.describe(aliases=aliases)
+        return self._path(step)
+
+    @contextmanager
+    def saving(self, step: int, *, needed: int) -> Iterator[Draft]:
+        """What becomes the checkpoint of ``step`` where the block ends without an error; as :meth:`save`.
+
+        Args:
+            needed: bytes that will be written.
+        """
         target = self._path(step)
-        needed = sum(t.nbytes for t in _untied(tensors)[0].values()) + _state_bytes(state)
         with _disk_errors(target, needed=needed):
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in clean_leftovers(self.directory):
@@ -100,9 +167,8 @@ class CheckpointManager:
             numbers = [_number_of_save(path) for path in self._paths()]
             number = 1 + int(max((n for n in numbers if n < math.inf), default=0))
             with atomic_directory(target) as temporary:
-                _write(temporary, tensors=tensors, state=state, meta=meta, number=number)
+                yield Draft(temporary, number)
             self._prune()
-        return target
 
     def latest(self) -> int | None:
         """The step of the most recent save that is whole, or None; damaged ones are logged and ignored."""
@@ -115,8 +181,11 @@ class CheckpointManager:
             logger.warning("ignored the checkpoint %s: %s", path, damage)
         return None
 
-    def load(self, step: int | None = None) -> Checkpoint:
+    def load(self, step: int | None = None, *, parts: bool = False) -> Checkpoint:
         """Read the checkpoint of ``step``, or the latest one that is whole.
+
+        Args:
+            parts: leave tensors that were saved in parts to those who read their own (:attr:`Checkpoint.parts`).
 
         Raises:
             CheckpointError: there is none, or it is damaged.
@@ -135,7 +204,7 @@ class CheckpointManager:
                 f"the checkpoint {path} cannot be used: {damage}",
                 remedy=f"choose another step (there are: {there})",
             )
-        return _read(path)
+        return _read(path, parts=parts)
 
     def _prune(self) -> None:
         def worth(path: Path) -> tuple[bool, float]:
@@ -149,97 +218,6 @@ class CheckpointManager:
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step:06d}"
-
-
-class RunCheckpoints:
-    """Saves weights, optimizer, schedule, random generators and data position; restores them exactly.
-
-    Args:
-        manager: where they go.
-        policy, feed: whose state it is.
-        every_steps: how often; 0 only when the run is asked to stop.
-        asked: whether somebody wants one now.
-    """
-
-    def __init__(
-        self,
-        manager: CheckpointManager,
-        *,
-        policy: Policy,
-        feed: Feed[Batch],
-        every_steps: int,
-        asked: Callable[[], bool] = lambda: False,
-    ) -> None:
-        self._asked = asked
-        self._manager = manager
-        self._policy = policy
-        self._feed = feed
-        self._every_steps = every_steps
-
-    def maybe_save(self, step: int, *, stopping: bool = False) -> None:
-        """Save if step N·every_steps is done, the run stops, or somebody has asked for it.
-
-        Raises:
-            CheckpointError: it could not be written; the last one is untouched.
-        """
-        due = self._every_steps > 0 and step % self._every_steps == 0
-        if self._asked() or stopping or due:
-            self._save(step)
-
-    def save_if_asked(self, step: int) -> None:
-        """Save step N if somebody has asked for it since the last one. Raises as :meth:`maybe_save`."""
-        if self._asked():
-            self._save(step)
-
-    def _save(self, step: int) -> None:
-        self._manager.save(
-            step,
-            tensors=self._policy.weights(),
-            state={
-                "optimizer": self._policy.optimizer_state(),
-                "rng": capture_rng(),
-                "policy": self._policy.state_dict(),
-            },
-            meta={"step": step, "feed": self._feed.state_dict()},
-        )
-
-    def restore(self) -> int:
-        """Load the newest good checkpoint and return its step; 0 where there is none.
-
-        Raises:
-            CheckpointError: it belongs to another model, or its place in the data is one of another source.
-        """
-        step = self._manager.latest()
-        if step is None:
-            logger.warning("there is no checkpoint to resume from: the run starts at step 1")
-            return 0
-        checkpoint = self._manager.load(step)
-        _require_same(self._policy.model, checkpoint)
-        self._policy.load_weights(checkpoint.tensors)
-        self._policy.load_optimizer_state(checkpoint.state["optimizer"])
-        self._policy.load_state_dict(checkpoint.state["policy"])
-        try:
-            self._feed.load_state_dict(checkpoint.meta["feed"])
-        except (KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} has no place in the data that this run could go on at "
-                f"({type(error).__name__} {error})",
-                remedy="resume with the source, the pipeline settings and the version that the run was started with",
-            ) from error
-        restore_rng(checkpoint.state["rng"])
-        return step
-
-
-def _require_same(model: nn.Module, checkpoint: Checkpoint) -> None:
-    own = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
-    saved = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
-    different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-    if different:
-        raise CheckpointError(
-            f"the checkpoint of step {checkpoint.step} is of another model: {len(different)} tensors differ, among "
-            f"them {different[0]}",
-            remedy="resume with the model and adapter settings that the run was started with",
-        )
 
 
 class Savable(Protocol):
@@ -320,36 +298,11 @@ def restore_rng(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(saved, index)
 
 
-def _write(
-    directory: Path,
-    *,
-    tensors: Mapping[str, Tensor],
-    state: Mapping[str, Any],
-    meta: Mapping[str, Any],
-    number: int,
-) -> None:
-    unique, aliases = _untied(tensors)
-    save_file({name: _own_storage(t) for name, t in unique.items()}, directory / _WEIGHTS)
-    with (directory / _STATE).open("wb") as file:  # given a path, torch does not say why a write failed
-        torch.save(dict(state), file)
-    if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(directory / _STATE):
-        raise CheckpointError(
-            f"the state to save holds objects that could not be loaded again: {', '.join(sorted(unsafe))}",
-            remedy="save numbers, strings, lists, dicts and tensors only",
-        )
-    (directory / _META).write_text(json.dumps(meta, indent=1), encoding="utf-8")
-    files = {
-        name: {"bytes": (directory / name).stat().st_size, "crc32": _crc32(directory / name)}
-        for name in (_WEIGHTS, _STATE, _META)
-    }
-    manifest = {"save": number, "aliases": aliases, "files": files}
-    (directory / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-
-
-def _read(path: Path) -> Checkpoint:
+def _read(path: Path, *, parts: bool) -> Checkpoint:
     manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+    in_parts = f"{_PARTS}/{INDEX}" in manifest["files"]
     try:
-        tensors = load_file(path / _WEIGHTS, device="cpu")
+        tensors = {} if in_parts else load_file(path / _WEIGHTS, device="cpu")
         state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
         meta = json.loads((path / _META).read_text(encoding="utf-8"))
     except (OSError, RuntimeError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
@@ -357,8 +310,14 @@ def _read(path: Path) -> Checkpoint:
             f"the checkpoint {path} cannot be read: {first_line(error)}",
             remedy="install the versions of torch and of the optimizer's package that it was saved with",
         ) from error
+    if in_parts:
+        tensors = saved_tensors(path / _PARTS) if parts else read_whole(path / _PARTS)
+        if not parts:
+            state = tree_map_only(str, lambda text: tensors.get(text, text), state)
+        tensors = {name.removeprefix(WEIGHTS): t for name, t in tensors.items() if name.startswith(WEIGHTS)}
     tensors |= {alias: tensors[name] for alias, name in manifest["aliases"].items()}
-    return Checkpoint(step=_step_of(path), tensors=tensors, state=state, meta=meta)
+    own = path / _PARTS if in_parts and parts else None
+    return Checkpoint(step=_step_of(path), tensors=tensors, state=state, meta=meta, parts=own)
 
 
 def _damage(path: Path, *, read_content: bool = True) -> str | None:
@@ -369,8 +328,11 @@ def _damage(path: Path, *, read_content: bool = True) -> str | None:
             size = (path / name).stat().st_size
             if size != expected["bytes"]:
                 return f"{name} has {size:,} bytes instead of {expected['bytes']:,}"
-            if read_content and _crc32(path / name) != expected["crc32"]:
-                return f"the content of {name} has changed since it was saved"
+        with ThreadPoolExecutor(_READERS) as pool:
+            sums = pool.map(crc32_of, [path / name for name in files] if read_content else [])
+            for name, found in zip(files, sums, strict=False):
+                if found != files[name]["crc32"]:
+                    return f"the content of {name} has changed since it was saved"
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -465,11 +427,3 @@ def _whole_chain(error: BaseException) -> str:
         texts.append(str(link))
         link = link.__cause__ or link.__context__
     return "\n".join(texts)
-
-
-def _crc32(path: Path) -> int:
-    value = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value

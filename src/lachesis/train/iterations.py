@@ -190,6 +190,9 @@ class RepeatedFeed(Feed[Batch]):
         known = state.get("old_logprobs", [None] * len(parts))
         self._parts = [part if old is None else _with_old(part, old) for part, old in zip(parts, known, strict=True)]
 
+    def saved(self) -> None:
+        self._feed.saved()
+
     def complete(self) -> None:
         self._feed.complete()
 

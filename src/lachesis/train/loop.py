@@ -16,8 +16,8 @@ from lachesis.metrics.hub import HubTelemetry
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch
-from lachesis.train.checkpoint import RunCheckpoints
 from lachesis.train.policy import Policy
+from lachesis.train.resume import RunCheckpoints
 
 
 class Evaluation(Protocol):
@@ -72,7 +72,13 @@ class Trainer:
                 evaluation = self._evaluate(step)
             self.telemetry.emit(
                 step=step,
-                metrics={**metrics, **self.bridge.engine.metrics(), **self._sync_metrics(), **clock.take()},
+                metrics={
+                    **metrics,
+                    **self.bridge.engine.metrics(),
+                    **self._sync_metrics(),
+                    **self.checkpoints.take_metrics(),
+                    **clock.take(),
+                },
                 counters=self.feed.counters(),
                 groups=batch.groups,
                 evaluation=evaluation,

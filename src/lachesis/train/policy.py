@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss
-from lachesis.train.losses.reference import SamplerReference, build_reference, load_reference, second_model
+from lachesis.train.losses.reference import SamplerReference, build_reference, second_model
 from lachesis.train.losses.sft import sft_loss
 from lachesis.train.losses.teacher import Lesson, Teacher, build_teacher
 from lachesis.train.model.experts import ExpertRouting, stacked_experts
@@ -33,6 +33,7 @@ from lachesis.train.model.forward import ForwardPlan, Packing, loss_token_logpro
 from lachesis.train.model.head import Read, TokenLogprobs
 from lachesis.train.model.loading import LoadedModel
 from lachesis.train.optim.optimizer import PolicyOptimizer
+from lachesis.train.policy_state import PolicyState
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -53,7 +54,7 @@ class StepCounts(NamedTuple):
     num_high_entropy_tokens: float | None = None
 
 
-class Policy:
+class Policy(PolicyState):
     """A model that learns from batches.
 
     Args:
@@ -117,6 +118,7 @@ class Policy:
         self.optimizer = optimizer_builder(trained)
         self._canary = CanaryReader(self.transformer, plan=self.plan, device=self.device, capture=not strategy.sharded)
         self._old = OldLogprobStore()
+        self._saving = None
         # Whoever else computes with these modules, as an engine that generates ahead does from a thread of its own,
         # waits meanwhile: training mode, float8 and an adapter that is switched off are states of the modules.
         self.alone: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -247,71 +249,6 @@ class Policy:
             for micro, now in scored
         ]
         return replace(batch, micro_batches=tuple(fixed[: len(batch.micro_batches)]))
-
-    def whole(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-        """All of each of these parameters of the model, also where they are sharded over ranks; not to be written to.
-
-        They come as they are asked for, and few are in memory at a time if the caller keeps none. Ranks are in the
-        midst of it until the last has come, or the caller lets go of the iterator: nothing else is theirs meanwhile.
-        """
-        return self.strategy.gather([parameter.detach() for parameter in parameters])
-
-    def full_parameters(self, names: Sequence[str]) -> Iterator[Tensor]:
-        """As :meth:`whole`, of the parameters of these names."""
-        return self.strategy.gather([self.model.get_parameter(name).detach() for name in names])
-
-    def weights(self, *, frozen: bool = False) -> dict[str, Tensor]:
-        """Every trained tensor, whole, by name; with ``frozen`` all others too. On the CPU where they are sharded."""
-        chosen = {name: p for name, p in self.model.named_parameters() if frozen or p.requires_grad}
-        if not self.strategy.sharded:
-            return {name: parameter.detach() for name, parameter in chosen.items()}
-        return {name: tensor.cpu() for name, tensor in zip(chosen, self.whole([*chosen.values()]), strict=True)}
-
-    @torch.no_grad()
-    def copy_to(self, model: torch.nn.Module) -> None:
-        """Copy what the policy has learned into a whole model that was loaded as its own was, in place."""
-        own = dict(model.named_parameters())
-        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        for name, tensor in zip(trained, self.whole([*trained.values()]), strict=True):
-            own[name].copy_(tensor)
-
-    @torch.no_grad()
-    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """The reverse of :meth:`weights`. In place: an engine may share the storage."""
-        own = dict(self.model.named_parameters())
-        for name, tensor in tensors.items():
-            own[name].copy_(self.strategy.spread(own[name], tensor))
-
-    def optimizer_state(self) -> dict[str, Any]:
-        """What a checkpoint has of the optimizer, its schedule included."""
-        return self.optimizer.state_dict()
-
-    def load_optimizer_state(self, state: Mapping[str, Any]) -> None:
-        """The reverse of :meth:`optimizer_state`. Raises CheckpointError where it is of another optimizer."""
-        self.optimizer.load_state_dict(dict(state))
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs beyond weights and optimizer: the reference, and old logprobs in use."""
-        return {"reference": self.reference_state(), "old_logprobs": self.old_logprobs()}
-
-    def reference_state(self) -> dict[str, Tensor]:
-        """The reference's tensors, whole, by name; none where there is no reference."""
-        reference = {} if self.reference is None else self.reference.state_dict()
-        return dict(zip(reference, self.strategy.gather([*reference.values()]), strict=True))
-
-    def old_logprobs(self) -> list[Tensor]:
-        """Log π_old in use, of each micro-batch."""
-        return self._old.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`.
-
-        Raises:
-            CheckpointError: it is of another reference.
-        """
-        if self.reference is not None:
-            load_reference(self.reference, state["reference"], spread=self.strategy.spread)
-        self._old.load_state_dict(state["old_logprobs"])
 
     def _passes(self, batch: Batch) -> list[MicroBatch]:
         """The batch's micro-batches, and idle ones up to the number that the busiest rank has.

@@ -118,6 +118,9 @@ class StartedFeed(Feed[Batch]):
         self._feed.load_state_dict(state)
         self._done = int(state["sft_steps"])
 
+    def saved(self) -> None:
+        self._feed.saved()
+
     def complete(self) -> None:
         self._feed.complete()
 

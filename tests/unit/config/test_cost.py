@@ -55,7 +55,13 @@ def test_memory_checkpoint_and_loading(over, build, model: FoundShape):
     assert found.rank == process_bytes(plan(config, device="cuda", devices=4, found=model).peak("trainer"))
     assert found.checkpoint == 14 * PARAMETERS and found.host == 2 * PARAMETERS, "all four ranks are of one node"
     assert found.load_s == 2 * PARAMETERS / cost.READ_BYTES_S
-    assert found.checkpoint_s > found.checkpoint / cost.WRITE_BYTES_S
+    assert found.checkpoint_s == found.checkpoint / cost.WRITE_BYTES_S
+    assert (found.copy, found.copy_s) == (found.checkpoint / 4, found.checkpoint / 4 / cost.COPY_BYTES_S)
+    assert over(64, 8).checkpoint_s == pytest.approx(found.checkpoint_s / 4), "each node that trains writes its part"
+    gathered = over(8, checkpoint={"format": "whole"})
+    assert gathered.checkpoint_s > gathered.checkpoint / cost.WRITE_BYTES_S and gathered.copy == gathered.checkpoint
+    copies = over(8, distributed={"strategy": "replicate"})
+    assert copies.checkpoint_s == copies.checkpoint / cost.WRITE_BYTES_S and copies.copy == copies.checkpoint
 
 
 def test_more_train_where_half_do_not_hold_it(over):

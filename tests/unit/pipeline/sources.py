@@ -55,7 +55,7 @@ class ScriptedSource(GroupwiseSource):
         self.taken: list[str] = []
         self.error: BaseException | None = None
         self.closed = 0
-        self.completed = False
+        self.completed = self.safe = False
         self.drawn: list[str] = []
         self.requests: list[int] = []
         self.calls: list[list[str]] = []
@@ -166,6 +166,9 @@ class ScriptedSource(GroupwiseSource):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
         self.drawn = ["?"] * state.get("drawn", 0)
+
+    def saved(self) -> None:
+        self.safe = True
 
     def complete(self) -> None:
         self.completed = True

@@ -26,7 +26,7 @@ class CountingSource(RolloutSource):
         self.versions: list[int] = []
         self.deadlines: list[Deadline] = []
         self.closed = 0
-        self.completed = False
+        self.completed = self.safe = False
         self.error: Exception | None = None
 
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
@@ -49,6 +49,9 @@ class CountingSource(RolloutSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.given = state["given"]
+
+    def saved(self) -> None:
+        self.safe = True
 
     def complete(self) -> None:
         self.completed = True
@@ -133,9 +136,11 @@ def test_a_version_is_heard_of_though_no_batch_is_open():
     assert source.versions == [3, 4]
 
 
-def test_the_source_hears_of_the_end_and_is_closed():
+def test_the_source_hears_of_a_checkpoint_and_of_the_end_and_is_closed():
     source = CountingSource()
     feed = make_feed(source)
+    feed.saved()
+    assert source.safe and not source.completed
     feed.complete()
     feed.close()
     assert source.completed and source.closed == 1

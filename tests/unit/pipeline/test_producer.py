@@ -276,9 +276,10 @@ class TestFailures:
         assert feed.next() == ["2", "3"]
         (thread,) = {call.thread for call in feed._calls.values()}
         threading.Timer(0.02, source.let_go, args=("0",)).start()
+        feed.saved()
         feed.complete()
         feed.close()
-        assert source.completed
+        assert source.safe and source.completed
         assert not thread.is_alive(), "at its next group, though another is still to come"
         assert len(source.calls) == 2
         feed.close()
@@ -305,6 +306,21 @@ class TestCheckpoints:
         assert sorted(other.requests)[:3] == [0, 4, 5]
         with pytest.raises(LachesisError, match="resumed"):
             second.load_state_dict(state)
+
+    def test_what_was_trained_on_is_let_go_once_the_checkpoint_is_written(self, make_feed: MakeFeed, tmp_path: Path):
+        kept = KeptRollouts(RecordStore(tmp_path / "kept.sqlite"))
+        kept.open(version=0)
+        feed = make_feed(ScriptedSource(), kept=kept)
+        feed.next()
+        feed.advance(1)
+        feed.state_dict()
+        told = []
+        kept.saved = lambda: told.append(1)  # type: ignore[method-assign]
+        feed.next()
+        feed.advance(2)
+        assert not told, "it may still be being written"
+        feed.saved()
+        assert told
 
     def test_what_was_finished_after_the_checkpoint_is_not_asked_for_again(self, make_feed: MakeFeed, tmp_path: Path):
         def kept(*, version: int) -> KeptRollouts:

@@ -119,6 +119,10 @@ def test_what_was_trained_on_stays_until_a_checkpoint_has_it(opened: Open):
     admit(third, 0)
     trained(third, 0, version=1, saved=True)
     third.train([], done=2, version=2)
+    fourth = opened()
+    assert admit(fourth, 0) is not None, "killed while it was written and training went on"
+    trained(fourth, 0, version=1, saved=True)
+    fourth.saved()
     assert admit(opened(), 0) is None
 
 

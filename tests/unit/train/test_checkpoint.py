@@ -21,6 +21,7 @@ from lachesis.common.errors import CheckpointError
 from lachesis.config.schema import OptimizerConfig
 from lachesis.train import checkpoint
 from lachesis.train.checkpoint import CheckpointManager, capture_rng, restore_rng, save_model
+from lachesis.train.distributed.parts import Written
 from lachesis.train.optim.optimizer import build_optimizer
 
 
@@ -108,6 +109,19 @@ def test_damaged_checkpoints_are_passed_over_and_named(
     assert manager.load().step == 1
     with pytest.raises(CheckpointError, match=rf"step_000002 cannot be used: .*{file}"):
         manager.load(2)
+
+
+def test_parts_that_ranks_have_written_elsewhere_make_no_checkpoint(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=3)
+    save(manager, 1)
+    with (
+        pytest.raises(CheckpointError, match=r"parts/__1_0.distcp, which a rank has written, is not in") as caught,
+        manager.saving(2, needed=1) as draft,
+    ):
+        draft.write(state={}, meta={})
+        draft.describe(parts=[Written("__1_0.distcp", 8, 1)])
+    assert "a disk that all nodes share" in caught.value.remedy
+    assert names(tmp_path) == ["step_000001"]
 
 
 def test_a_checkpoint_without_readable_manifest_is_passed_over(tmp_path: Path) -> None:

@@ -166,6 +166,9 @@ class CountedFeed(Feed[Batch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.made = state["made"]
 
+    def saved(self) -> None:
+        self.calls.append("saved")
+
     def complete(self) -> None:
         self.calls.append("complete")
 
@@ -196,9 +199,10 @@ class TestRepeatedFeed:
         assert str(seen[0][1]) == str(seen[1][1]) == str(seen[2][1]) != str(seen[3][1])
         assert inner.calls == ["next 1", "advance 3", "next 2", "advance 6"]
         assert feed.counters() == {"batches": 2.0}
+        feed.saved()
         feed.complete()
         feed.close()
-        assert inner.calls[-2:] == ["complete", "close"]
+        assert inner.calls[-3:] == ["saved", "complete", "close"]
 
     @pytest.mark.parametrize("stopped", [1, 2, 3, 4, 5])
     def test_a_run_goes_on_with_the_next_use_after_a_restart(self, stopped: int):

@@ -3,20 +3,24 @@ from __future__ import annotations
 import json
 import logging
 import random
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from lachesis.common.errors import CheckpointError
+from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.train.batch import pack
-from lachesis.train.checkpoint import CheckpointManager, RunCheckpoints
+from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.policy import Policy
+from lachesis.train.resume import RunCheckpoints
 from tests.losses import loss_options
 from tests.unit.train.model.test_forward import random_groups
 from tests.unit.train.test_policy import make_policy
+from tests.waiting import LONG_S, until
 
 
 class PlaceInData:
@@ -24,6 +28,7 @@ class PlaceInData:
 
     def __init__(self, place: int = 0) -> None:
         self.place = place
+        self.safe: int | None = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"place": self.place, "front": ["7"]}
@@ -31,10 +36,25 @@ class PlaceInData:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.place = state["place"]
 
+    def saved(self) -> None:
+        self.safe = self.place
+
 
 def checkpoints(directory: Path, policy: Policy, feed: Any = None, *, every_steps: int = 2) -> RunCheckpoints:
     manager = CheckpointManager(directory, keep_last=2)
     return RunCheckpoints(manager, policy=policy, feed=feed or PlaceInData(), every_steps=every_steps)
+
+
+class SlowManager(CheckpointManager):
+    """Writes a checkpoint once it is let."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, keep_last=2)
+        self.may_write = threading.Event()
+
+    def save(self, step: int, **content: Any) -> Path:
+        assert self.may_write.wait(LONG_S)
+        return super().save(step, **content)
 
 
 def train(policy: Policy, *, steps: int, seed: int = 0) -> list[float]:
@@ -176,3 +196,81 @@ def test_the_data_position_is_readable_json(tmp_path: Path):
     checkpoints(tmp_path, make_policy(options=loss_options()), PlaceInData(12)).maybe_save(4)
     meta = json.loads((tmp_path / "step_000004" / "meta.json").read_text())
     assert meta == {"step": 4, "feed": {"place": 12, "front": ["7"]}}
+
+
+def test_ranks_that_write_parts_need_one_directory(tmp_path: Path):
+    seen: list[Path] = []
+
+    def sees(path: str) -> bool:
+        seen.append(Path(path))
+        assert seen[-1].is_file()
+        return False
+
+    policy: Any = SimpleNamespace(strategy=SimpleNamespace(sharded=True), sees=sees)
+    with pytest.raises(ConfigError, match="some rank does not have the directory of the run") as caught:
+        checkpoints(tmp_path / "checkpoints", policy).require_shared_disk()
+    assert "checkpoint.format: whole" in caught.value.remedy
+    assert seen and not list(tmp_path.iterdir())
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    RunCheckpoints(manager, policy=policy, feed=PlaceInData(), every_steps=2, whole=True).require_shared_disk()
+    assert len(seen) == 1
+
+
+def slow(directory: Path, policy: Policy, feed: Any) -> tuple[SlowManager, RunCheckpoints]:
+    manager = SlowManager(directory)
+    return manager, RunCheckpoints(manager, policy=policy, feed=feed, every_steps=2, asynchronous=True)
+
+
+class TestAsynchronous:
+    @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+    def test_training_goes_on_and_what_is_saved_is_of_the_step(self, tmp_path: Path, lora: bool):
+        straight, feed = make_policy(options=loss_options(), lora=lora), PlaceInData(40)
+        train(straight, steps=2)
+        manager, saving = slow(tmp_path, straight, feed)
+        saving.maybe_save(2)
+        feed.place = 41
+        expected = train(straight, steps=3, seed=50)
+        saving.maybe_save(3)
+        assert saved(tmp_path) == [] and feed.safe is None and saving.take_metrics() == {}
+        manager.may_write.set()
+        until(lambda: saved(tmp_path) == ["step_000002"])
+        saving.wait()
+        assert feed.safe == 41
+        assert saving.take_metrics()["checkpoint_write_time"].value() > 0 and saving.take_metrics() == {}
+
+        resumed, place = make_policy(options=loss_options(), lora=lora), PlaceInData()
+        assert checkpoints(tmp_path, resumed, place).restore() == 2
+        assert place.place == 40
+        assert train(resumed, steps=3, seed=50) == expected
+        assert torch.equal(weights(resumed), weights(straight))
+
+    def test_one_is_written_at_a_time_and_that_of_the_end_is_waited_for(self, tmp_path: Path):
+        manager, saving = slow(tmp_path, make_policy(options=loss_options()), PlaceInData())
+        saving.maybe_save(2)
+        threading.Timer(0.02, manager.may_write.set).start()
+        saving.maybe_save(4)
+        assert saved(tmp_path)[0] == "step_000002"
+        saving.maybe_save(5, stopping=True)
+        assert saved(tmp_path) == ["step_000004", "step_000005"]
+
+    def test_what_cannot_be_written_is_told_at_the_next_step(self, tmp_path: Path):
+        (tmp_path / "file").write_text("where a directory should be")
+        manager, saving = slow(tmp_path / "file", make_policy(options=loss_options()), feed := PlaceInData())
+        manager.may_write.set()
+        saving.maybe_save(2)
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            until(lambda: saving.maybe_save(3))
+        assert feed.safe is None
+
+    @pytest.mark.parametrize("fails", [False, True])
+    def test_an_error_of_the_run_does_not_lose_it(self, tmp_path: Path, fails: bool, caplog: pytest.LogCaptureFixture):
+        directory = tmp_path / "checkpoints"
+        manager, saving = slow(directory, make_policy(options=loss_options()), PlaceInData())
+        with pytest.raises(ZeroDivisionError), saving.completed():
+            saving.maybe_save(2)
+            if fails:
+                directory.write_text("in its way")
+            manager.may_write.set()
+            1 / 0  # noqa: B018
+        assert fails == ("the checkpoint that was being written is lost" in caplog.text)
+        assert fails or saved(directory) == ["step_000002"]

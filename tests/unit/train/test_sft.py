@@ -39,7 +39,7 @@ class Rollouts(Feed[Batch]):
     def __init__(self) -> None:
         self.advanced: list[int] = []
         self.given = 0
-        self.completed = False
+        self.completed = self.safe = False
 
     def next(self) -> Batch:
         self.given += 1
@@ -56,6 +56,9 @@ class Rollouts(Feed[Batch]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.given = state["given"]
+
+    def saved(self) -> None:
+        self.safe = True
 
     def complete(self) -> None:
         self.completed = True
@@ -97,8 +100,9 @@ def test_the_start_comes_first_and_the_feed_hears_of_its_own_steps():
         kinds.append((batch.objective, len(batch.groups)))
         run.advance(step)
     assert kinds == [("sft", 0)] * 3 + [("policy", 1)] * 2
+    run.saved()
     run.complete()
-    assert feed.advanced == [4, 5] and feed.completed
+    assert feed.advanced == [4, 5] and feed.safe and feed.completed
 
 
 def test_each_epoch_has_every_answer_once_in_an_order_of_its_own():

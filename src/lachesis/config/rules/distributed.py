@@ -39,6 +39,12 @@ def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
             f"weights in {config.model.quantization} cannot be sharded over {ranks} devices",
             remedy="set distributed.strategy: replicate, or model.quantization: none",
         )
+    if config.checkpoint.asynchronous and config.checkpoint.format == "whole":
+        raise ConfigError(
+            f"checkpoint.asynchronous with checkpoint.format: whole would have rank 0 hold what {ranks} devices have "
+            "twice, gathered and copied",
+            remedy="leave checkpoint.format out, so that each rank copies and writes its own part",
+        )
     if config.optimizer.function is None and config.optimizer.kind in _WHOLE_TENSOR_OPTIMIZERS:
         raise ConfigError(
             f"optimizer.kind {config.optimizer.kind} works on whole tensors, and {ranks} devices have parts of them",

@@ -77,6 +77,16 @@ class CheckpointConfig(Section):
         default=None, description="The same in epochs of the dataset, where `every_steps` is unset."
     )
     keep_last: PositiveInt = Field(default=2, description="Older resumable checkpoints are deleted.")
+    asynchronous: bool = Field(
+        default=False,
+        description="Hold training up only until there is a copy in host memory, which is written while it goes on; "
+        "the end of the run waits for it.",
+    )
+    format: Literal["auto", "whole"] = Field(
+        default="auto",
+        description="Of a sharded model each rank writes and reads its own part (`auto`), in a `run.dir` that all "
+        "nodes share, or rank 0 gathers and writes it (`whole`). Of any other the two are the same.",
+    )
     save_final: bool = Field(default=True, description="Save the trained model (or adapter) under final/ at the end.")
     hub: HubConfig | None = Field(
         default=None,

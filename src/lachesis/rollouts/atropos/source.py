@@ -80,6 +80,7 @@ class AtroposSource(RolloutSource):
         self._current: tuple[Delivery, list[Group]] | None = None
         self._trained: dict[int, str] = {}  # batches trained on and not acknowledged, with the digest of each
         self._safe: set[int] = set()  # those of them that may be acknowledged
+        self._in_checkpoint: set[int] = set()  # and those that may be once the checkpoint is written
         self._received = 0
         self._counts: Counter[str] = Counter()
         self._said: set[str] = set()
@@ -274,14 +275,19 @@ class AtroposSource(RolloutSource):
     def state_dict(self) -> dict[str, Any]:
         """The step, and the batches that the weights of now have seen and the API does not know of.
 
-        Once the caller asks for the next batch the state counts as saved, and these are acknowledged.
+        These may be acknowledged once the state is :meth:`saved`.
         """
         trained = dict(self._trained)
         if self._current is not None and self._current[0].batch_id is not None:
             # A batch that is used several times is in the checkpoint itself.
             trained[self._current[0].batch_id] = _digest(self._current[0])
-        self._safe.update(number for number in trained if number in self._trained)
+        self._in_checkpoint = set(self._trained)
         return {"step": self._step, "trained": {str(number): digest for number, digest in trained.items()}}
+
+    def saved(self) -> None:
+        """What the checkpoint has is safe: the API hears of it before the next batch is asked for."""
+        self._safe |= self._in_checkpoint & self._trained.keys()
+        self._in_checkpoint = set()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse. Before the first batch; the trainer registers at that step."""

@@ -22,6 +22,7 @@ from lachesis.metrics.values import MetricValue, merge_metrics
 from lachesis.train.batch import Batch, collect, deal, split
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
+from lachesis.train.distributed.parts import Written
 from lachesis.train.policy import Policy
 
 # Turns that are no methods of a policy: the first, which builds it of a configuration, and the last.
@@ -265,6 +266,35 @@ class LeadingPolicy(Policy):
             return super().reference_state()
         with self._leader.turn("reference_state", what="gathering the reference"):
             return super().reference_state()
+
+    def begin_parts(self, directory: str, copied: bool) -> dict[str, Any]:
+        with self._leader.turn("begin_parts", directory, copied, what="beginning a checkpoint"):
+            return super().begin_parts(directory, copied)
+
+    def parts_written(self) -> bool:
+        if not super().parts_written():
+            return False
+        with self._leader.turn("parts_written", what="writing a checkpoint", answers=True) as answers:
+            pass
+        return all(answers)
+
+    def finish_parts(self) -> list[Written]:
+        with self._leader.turn("finish_parts", what="finishing a checkpoint"):
+            return super().finish_parts()
+
+    def load_parts(self, directory: str, state: Mapping[str, Any]) -> None:
+        with self._leader.turn("load_parts", directory, state, what="reading a checkpoint"):
+            super().load_parts(directory, state)
+
+    def load_old_logprobs(self, held: list[Tensor]) -> None:
+        own, *others = _dealt_evenly(held, self._leader.size)
+        with self._leader.turn("load_old_logprobs", what="loading old logprobs", parts=others):
+            super().load_old_logprobs(own)
+
+    def sees(self, path: str) -> bool:
+        with self._leader.turn("sees", path, what="looking for a file", answers=True) as answers:
+            own = super().sees(path)
+        return own and all(answers)
 
     def old_logprobs(self) -> list[Tensor]:
         """As :meth:`Policy.old_logprobs`, in the order of the batch's micro-batches."""

@@ -84,6 +84,13 @@ def load_reference(
     Raises:
         CheckpointError: it is of another reference.
     """
+    require_same_reference(reference, saved)
+    for name, tensor in reference.state_dict().items():
+        tensor.copy_(spread(tensor, saved[name]))
+
+
+def require_same_reference(reference: Reference, saved: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError where a reference's tensors are not those that were saved, by name and shape."""
     own = reference.state_dict()
     different = sorted(own.keys() ^ saved.keys()) + sorted(
         name for name in own.keys() & saved.keys() if own[name].shape != saved[name].shape
@@ -93,8 +100,6 @@ def load_reference(
             f"the checkpoint's KL reference does not fit: {len(different)} tensors differ, among them {different[0]}",
             remedy="resume with the KL reference, model and adapter settings that the run was started with",
         )
-    for name, tensor in own.items():
-        tensor.copy_(spread(tensor, saved[name]))
 
 
 @torch.no_grad()

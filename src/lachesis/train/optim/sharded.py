@@ -1,12 +1,13 @@
 """The optimizer of a sharded model: each rank updates the rows that it has.
 
 What these optimizers do to a parameter they do element by element, so that updating the parts is updating the whole;
-only the norm of the gradient is one of all ranks. States are saved whole, and fit any number of ranks.
+only the norm of the gradient is one of all ranks. States are saved whole, or in the parts that ranks have, and fit any
+number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,12 +17,15 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
+from lachesis.common.errors import CheckpointError
 from lachesis.config.schema import OptimizerConfig
+from lachesis.train.distributed.parts import NOISE, OPTIMIZER, sharded_as
 from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.optim.optimizer import PolicyOptimizer, build_optimizer, global_norm
 
-# From a tensor as the optimizer has it, and the parameter that it belongs to, to another.
-Convert = Callable[[DTensor, Tensor], Tensor]
+# What is to be in the place of a tensor, from its name in a checkpoint, the parameter that it belongs to, and what is
+# there: the tensor as the optimizer or a checkpoint has it, or its name.
+Convert = Callable[[str, DTensor, Any], Any]
 
 
 class Shards:
@@ -100,7 +104,7 @@ class ShardedOptimizer(PolicyOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`PolicyOptimizer.state_dict`, with whole tensors on rank 0 and empty ones elsewhere."""
-        return self._converted(super().state_dict(), self._shards.gather)
+        return self._converted(super().state_dict(), lambda _, like, part: self._shards.gather(like, part))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As :meth:`PolicyOptimizer.load_state_dict`; other ranks than 0 give meta tensors.
@@ -108,12 +112,72 @@ class ShardedOptimizer(PolicyOptimizer):
         Of the noise of stochastic rounding a checkpoint has that of rank 0; others begin anew.
         """
         self._require_fitting(state)
-        super().load_state_dict(self._converted(state, self._shards.cut))
+        super().load_state_dict(self._converted(state, lambda _, like, whole: self._shards.cut(like, whole)))
         if self._shards.strategy.rank > 0:
+            self._renew_noise()
+
+    def parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """As :meth:`PolicyOptimizer.state_dict`, with names in the places of tensors, and this rank's part of each.
+
+        Raises:
+            CheckpointError: a custom optimizer keeps a tensor in another shape than its parameter's.
+        """
+        tensors: dict[str, Tensor] = {}
+
+        def named(name: str, like: DTensor, part: Tensor) -> str:
+            if part.shape != like.to_local().shape:
+                raise CheckpointError(
+                    f"the optimizer keeps {name} in the shape {list(part.shape)}, which is not that of its parameter: "
+                    "it cannot be cut over ranks",
+                    remedy="set distributed.strategy: replicate, or choose an optimizer that works element by element",
+                )
+            tensors[name] = sharded_as(like, part)
+            return name
+
+        state = self._converted(super().state_dict(), named)
+        if self._noise is not None:
+            tensors[self._noise_name] = self._noise.get_state()
+        return state, tensors
+
+    def load_parts(
+        self, state: dict[str, Any], *, saved: Mapping[str, Tensor], read: Callable[[dict[str, Tensor]], None]
+    ) -> None:
+        """The reverse of :meth:`parts`: go on from a checkpoint, of which this rank reads its own part.
+
+        Where other ranks have saved it, there is no noise of this one: it begins anew.
+
+        Args:
+            state: with names in the places of tensors.
+            saved: what there is, on the meta device.
+            read: fills tensors by name.
+
+        Raises:
+            CheckpointError: it is of another optimizer or of other parameters.
+        """
+        self._require_fitting(state)
+        tensors: dict[str, Tensor] = {}
+
+        def room(_: str, like: DTensor, name: str) -> Tensor:
+            part = torch.empty(like.to_local().shape, dtype=saved[name].dtype)
+            tensors[name] = sharded_as(like, part)
+            return part
+
+        local = self._converted(state, room)
+        known = self._noise is not None and self._noise_name in saved
+        if known:
+            tensors[self._noise_name] = torch.empty_like(saved[self._noise_name], device="cpu")
+        read(tensors)
+        super().load_state_dict({**local, "noise": tensors[self._noise_name]} if known else local)
+        if not known and self._shards.strategy.rank > 0:
             self._renew_noise()
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
         return self._shards.total_norm(global_norm(gradients))
+
+    @property
+    def _noise_name(self) -> str:
+        strategy = self._shards.strategy
+        return f"{NOISE}{strategy.rank} of {strategy.world_size}"
 
     def _renew_noise(self) -> None:
         if self._noise is not None:
@@ -123,22 +187,32 @@ class ShardedOptimizer(PolicyOptimizer):
         """A state whose sharded tensors are converted, in an order that is the same on all ranks."""
         whole = self._shards.whole
         parts = []
-        for part, saved in zip(self._parts, state["parts"], strict=True):
+        for number, (part, saved) in enumerate(zip(self._parts, state["parts"], strict=True)):
             name_of = {id(slot): name for name, slot in zip(part.names, part.update.slots, strict=True)}
             names = [name_of[id(slot)] for group in part.optimizer.param_groups for slot in group["params"]]
             states = {
                 index: {
-                    key: convert(whole[names[index]], value) if isinstance(value, Tensor) and value.ndim else value
+                    key: convert(f"{OPTIMIZER}{number}/{key}/{names[index]}", whole[names[index]], value)
+                    if _is_cut(value)
+                    else value
                     for key, value in values.items()
                 }
                 for index, values in saved["optimizer"]["state"].items()
             }
             update = {
-                key: [convert(whole[name], tensor) for name, tensor in zip(part.names, tensors, strict=True)]
+                key: [
+                    convert(f"{OPTIMIZER}{number}/update.{key}/{name}", whole[name], tensor)
+                    for name, tensor in zip(part.names, tensors, strict=True)
+                ]
                 for key, tensors in saved["update"].items()
             }
             parts.append({"optimizer": {**saved["optimizer"], "state": states}, "update": update})
         return {**state, "parts": parts}
+
+
+def _is_cut(value: Any) -> bool:
+    """Whether it is a tensor that ranks have parts of, or the name of one; scalars are the same on all of them."""
+    return value.ndim > 0 if isinstance(value, Tensor) else isinstance(value, str) and value.startswith(OPTIMIZER)
 
 
 def build_sharded_optimizer(

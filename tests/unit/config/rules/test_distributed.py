@@ -18,6 +18,7 @@ HTTP = {"engine": {"kind": "http"}}
     [
         {},
         {"adapter": LORA},
+        {"checkpoint": {"asynchronous": True}},
         {"distributed": {"shard_size": 2}},
         {"distributed": {"strategy": "replicate"}, "adapter": LORA, "model": {"path": "m", "quantization": "nf4"}},
         {"distributed": {"strategy": "replicate"}, "optimizer": {"kind": "adamw_8bit"}},
@@ -40,6 +41,10 @@ def test_what_several_devices_can_do(build, sections: dict[str, Any]):
         ),
         ({"distributed": {"shard_size": 3}}, r"shard_size is 3 and there are 4 devices"),
         ({"adapter": LORA, "model": {"path": "m", "quantization": "nf4"}}, r"weights in nf4 cannot be sharded"),
+        (
+            {"checkpoint": {"asynchronous": True, "format": "whole"}},
+            r"asynchronous with checkpoint.format: whole would have rank 0 hold what 4 devices have twice",
+        ),
         ({"optimizer": {"kind": "adamw_8bit"}}, r"adamw_8bit works on whole tensors"),
         ({"optimizer": {"kind": "adafactor"}}, r"adafactor works on whole tensors"),
     ],

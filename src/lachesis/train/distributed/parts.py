@@ -1,0 +1,254 @@
+"""What a checkpoint of a sharded policy has of its tensors: each rank writes its own rows, and nobody has them whole.
+
+The format is that of torch.distributed.checkpoint (DCP), one file for each rank beside an index, ``.metadata``, which
+says what is where: any number of ranks, or a process alone, reads back what it keeps. All that ranks have to tell one
+another is told before the first byte is written and after the last, so that a thread may write while they train.
+Torch's plans and results are pickles: they travel in the default group, whose ranks have proved that they belong to the
+job.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lachesis.common.errors import CheckpointError, first_line
+from lachesis.common.files import crc32_of
+
+INDEX = ".metadata"
+# What a name in the place of a tensor begins with, by whose tensor it is.
+WEIGHTS, OPTIMIZER, REFERENCE, NOISE = "weights/", "optimizer/", "reference/", "noise/"
+# What an index may be made of, besides dtypes: it is a pickle, which could name any function to be called.
+_INDEX_NAMES = frozenset(
+    {
+        *(
+            (f"torch.distributed.checkpoint.{module}", name)
+            for module, names in {
+                "metadata": (
+                    "Metadata",
+                    "StorageMeta",
+                    "TensorStorageMetadata",
+                    "TensorProperties",
+                    "ChunkStorageMetadata",
+                    "MetadataIndex",
+                    "_MEM_FORMAT_ENCODING",
+                ),
+                "filesystem": ("_StorageInfo",),
+            }.items()
+            for name in names
+        ),
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
+    }
+)
+
+
+class Written(NamedTuple):
+    """A file that a rank has written, beneath the directory of the parts."""
+
+    name: str
+    size: int
+    crc32: int
+
+
+def sharded_as(like: DTensor, local: Tensor) -> DTensor:
+    """A tensor of which this rank has ``local``, cut as ``like`` is; it stays on its device, wherever ``like`` is."""
+    shape = TensorMeta(like.shape, like.stride(), local.dtype)
+    constructor: Any = DTensor  # its stub knows of no arguments
+    return constructor(
+        local.detach(), DTensorSpec(like.device_mesh, like.placements, tensor_meta=shape), requires_grad=False
+    )
+
+
+def whole_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """What all ranks write of them together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+class PartsSave:
+    """The parts of one checkpoint on their way to disk. Ranks make it together, and finish it together.
+
+    Args:
+        tensors: by name: a DTensor, or a tensor that is this rank's alone.
+        directory: the same for all ranks; made if need be.
+        copied: write copies in host memory: the tensors may change as soon as this returns. Otherwise they must not
+            until all is :attr:`written`.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], directory: Path, *, copied: bool) -> None:
+        self._writer = FileSystemWriter(directory)
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._directory = directory
+        self._plan, self._metadata = self._agree(dict(tensors))
+        self._results: list[Any] = []
+        self._files: list[Written] = []
+        self._failure = ""
+        if copied:
+            self._planner.state_dict = on_host(tensors)
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's part is on disk, or has failed."""
+        return not self._thread.is_alive()
+
+    def finish(self) -> list[Written]:
+        """Wait for all ranks' parts, and write the index; rank 0 returns all files, others none.
+
+        Raises:
+            CheckpointError: on rank 0, where some rank could not write its part.
+        """
+        self._thread.join()
+        told: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        dist.gather_object((self._failure, self._results, self._files), told)
+        if told is None:
+            return []
+        for rank, (failure, _, _) in enumerate(told):
+            if failure:
+                raise CheckpointError(
+                    f"rank {rank} could not write its part of {self._directory}: {failure}",
+                    remedy="see that it can write there and that the disk has room; earlier checkpoints are untouched",
+                )
+        self._writer.finish(self._metadata, [results for _, results, _ in told])
+        return [*(file for _, _, files in told for file in files), _written(self._directory, INDEX)]
+
+    def _agree(self, tensors: dict[str, Tensor]) -> tuple[Any, Any]:
+        """Who writes what, as all ranks need it: what several have alike is written once."""
+        first = dist.get_rank() == 0
+        self._planner.set_up_planner(tensors, self._writer.storage_meta(), first)
+        self._writer.set_up_storage_writer(first)
+        own = self._writer.prepare_local_plan(self._planner.create_local_plan())
+        plans: Any = [None] * dist.get_world_size() if first else None
+        dist.gather_object(own, plans)
+        metadata = None
+        if first:
+            plans, metadata = self._planner.create_global_plan(plans)
+            plans = self._writer.prepare_global_plan(plans)
+        dealt: list[Any] = [None]
+        dist.scatter_object_list(dealt, plans)
+        return self._planner.finish_plan(dealt[0]), metadata
+
+    def _write(self) -> None:
+        try:
+            if self._device is not None:  # it is the thread's own, and torch waits for copies from it alone
+                torch.cuda.set_device(self._device)
+            self._results = self._writer.write_data(self._plan, self._planner).wait()
+            names = {result.storage_data.relative_path for result in self._results}
+            self._files = [_written(self._directory, name) for name in sorted(names)]
+        except Exception as error:  # whatever it is, the ranks tell one another when they meet
+            self._failure = f"{type(error).__name__}: {first_line(error)}"
+        self._planner.state_dict = {}
+
+
+@torch.no_grad()
+def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies of them on the CPU, those of DTensors of what this rank has."""
+    locals_ = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    copies = {name: host_copy(local.detach()) for name, local in locals_.items()}
+    if any(local.is_cuda for local in locals_.values()):
+        torch.cuda.synchronize()
+    return {
+        name: sharded_as(like, copies[name]) if isinstance(like, DTensor) else copies[name]
+        for name, like in tensors.items()
+    }
+
+
+def host_copy(tensor: Tensor) -> Tensor:
+    """A copy on the CPU; from a GPU it is on its way until that one is waited for."""
+    if is_traceable_wrapper_subclass(tensor):  # quantized: made of several tensors
+        return tensor.to("cpu", copy=True)
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return copy.copy_(tensor, non_blocking=True)
+
+
+def saved_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint's parts, on the meta device.
+
+    Raises:
+        CheckpointError: the index cannot be read.
+    """
+    with _read_errors(directory):
+        found = _Reader(directory).read_metadata().state_dict_metadata
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        for name, entry in found.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+@torch.no_grad()
+def read_parts(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill tensors in place by their names: of a DTensor this rank's part. It needs no other rank.
+
+    Raises:
+        CheckpointError: they are not there, or of other shapes.
+    """
+    with _read_errors(directory), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it is meant to be
+        load(dict(tensors), storage_reader=_Reader(directory), no_dist=True)
+
+
+def read_whole(directory: Path) -> dict[str, Tensor]:
+    """All tensors, whole, on the CPU, but for those that belong to one rank. Raises CheckpointError."""
+    shapes = {name: tensor for name, tensor in saved_tensors(directory).items() if not name.startswith(NOISE)}
+    tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in shapes.items()}
+    read_parts(directory, tensors)
+    return tensors
+
+
+class _Reader(FileSystemReader):
+    """Reads an index without letting it call anything."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with Path(self.path, INDEX).open("rb") as file:
+            metadata: Metadata = _IndexUnpickler(file).load()
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or (module, name) in _INDEX_NAMES:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in an index")
+
+
+def _written(directory: Path, name: str) -> Written:
+    path = directory / name
+    return Written(name, path.stat().st_size, crc32_of(path))
+
+
+@contextmanager
+def _read_errors(directory: Path) -> Iterator[None]:
+    """Whatever torch raises for a checkpoint that it cannot read, as a CheckpointError."""
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # torch's is a BaseException
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        raise CheckpointError(
+            f"the parts of the checkpoint in {directory} cannot be read: {type(cause).__name__}: {first_line(cause)}",
+            remedy="resume with the settings of the run and the version of torch that it was saved with",
+        ) from error

@@ -1,0 +1,310 @@
+"""The checkpoints of a run: when one is saved, what is in it, and how the run goes on from it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from lachesis.common.errors import CheckpointError, ConfigError, LachesisError
+from lachesis.metrics.values import Mean, MetricValue
+from lachesis.train.checkpoint import Checkpoint, CheckpointManager, capture_rng, restore_rng
+from lachesis.train.distributed.parts import host_copy
+
+if TYPE_CHECKING:
+    from lachesis.pipeline.feed import Feed
+    from lachesis.train.batch import Batch
+    from lachesis.train.policy import Policy
+
+logger = logging.getLogger("lachesis")
+
+# Seconds between two looks at whether all ranks have written their parts, at first and at most.
+_LOOK_S = (0.005, 0.5)
+
+
+class Save(ABC):
+    """A checkpoint that is being written."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since there was a copy of what is written."""
+        return time.perf_counter() - self._began
+
+    @abstractmethod
+    def written(self) -> bool:
+        """Whether :meth:`finish` has nothing to wait for."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait until it is a checkpoint. Raises CheckpointError where it cannot be one."""
+
+
+class WholeSave(Save):
+    """Written by this process, in a thread, or when it is waited for."""
+
+    def __init__(self, save: Callable[[], object], *, ahead: bool) -> None:
+        super().__init__()
+        self._save = save
+        self._error: BaseException | None = None
+        # Whoever ends the process at once waits for nothing, and has the checkpoint before this one.
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True) if ahead else None
+        if self._thread is not None:
+            self._thread.start()
+
+    def written(self) -> bool:
+        return self._thread is not None and not self._thread.is_alive()
+
+    def finish(self) -> None:
+        if self._thread is None:
+            self._save()
+            return
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _write(self) -> None:
+        try:
+            self._save()
+        except BaseException as error:  # it is the main thread's to raise
+            self._error = error
+
+
+class SaveInParts(Save):
+    """Written by all ranks, each its part.
+
+    Args:
+        manager, policy, step: what is saved.
+        state, meta: what is whole.
+        copied: as :meth:`Policy.begin_parts`.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        policy: Policy,
+        *,
+        step: int,
+        state: Mapping[str, Any],
+        meta: Mapping[str, Any],
+        copied: bool,
+    ) -> None:
+        self._policy = policy
+        with ExitStack() as stack:
+            self._draft = stack.enter_context(manager.saving(step, needed=policy.parts_bytes()))
+            in_parts = policy.begin_parts(str(self._draft.parts.absolute()), copied)
+            rest = {**state["policy"], "reference": in_parts["reference"]}
+            self._draft.write(state={**state, "optimizer": in_parts["optimizer"], "policy": rest}, meta=meta)
+            self._open = stack.pop_all()
+        super().__init__()
+
+    def written(self) -> bool:
+        with self._discarded_on_error():
+            return self._policy.parts_written()
+
+    def finish(self) -> None:
+        pause, longest = _LOOK_S
+        # No rank waits for the slowest in a collective, which has a time limit.
+        while not self.written():
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
+        with self._open:
+            self._draft.describe(parts=self._policy.finish_parts())
+
+    @contextmanager
+    def _discarded_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._open.__exit__(type(error), error, error.__traceback__)
+            raise
+
+
+class RunCheckpoints:
+    """Saves weights, optimizer, schedule, random generators and data position; restores them exactly.
+
+    Args:
+        manager: where they go.
+        policy, feed: whose state it is.
+        every_steps: how often; 0 only when the run is asked to stop.
+        asked: whether somebody wants one now.
+        asynchronous: go on as soon as there is a copy in host memory.
+        whole: also where the policy is sharded one process writes all of it.
+    """
+
+    def __init__(
+        self,
+        manager: CheckpointManager,
+        *,
+        policy: Policy,
+        feed: Feed[Batch],
+        every_steps: int,
+        asked: Callable[[], bool] = lambda: False,
+        asynchronous: bool = False,
+        whole: bool = False,
+    ) -> None:
+        self._asked = asked
+        self._manager = manager
+        self._policy = policy
+        self._feed = feed
+        self._every_steps = every_steps
+        self._asynchronous = asynchronous
+        self._in_parts = policy.strategy.sharded and not whole
+        self._writing: Save | None = None
+        self._write_time: float | None = None
+
+    def require_shared_disk(self) -> None:
+        """Raises ConfigError where ranks are to write into one directory, and do not have one."""
+        if not self._in_parts:
+            return
+        seen = self._manager.directory.parent.absolute() / f".seen-by-ranks-{secrets.token_hex(4)}"
+        seen.touch()
+        try:
+            if not self._policy.sees(str(seen)):
+                raise ConfigError(
+                    f"some rank does not have the directory of the run, {seen.parent}, into which all are to write",
+                    remedy="put run.dir on a disk that all nodes share, or set checkpoint.format: whole",
+                )
+        finally:
+            seen.unlink()
+
+    def maybe_save(self, step: int, *, stopping: bool = False) -> None:
+        """Save if step N·every_steps is done, the run stops, or somebody has asked for it.
+
+        Raises:
+            CheckpointError: it could not be written, or the one before could not; the last one is untouched.
+        """
+        due = self._every_steps > 0 and step % self._every_steps == 0
+        self._save(step, wanted=self._asked() or stopping or due, waits=stopping)
+
+    def save_if_asked(self, step: int) -> None:
+        """Save step N if somebody has asked for it since the last one. Raises as :meth:`maybe_save`."""
+        self._save(step, wanted=self._asked())
+
+    def _save(self, step: int, *, wanted: bool, waits: bool = False) -> None:
+        if wanted or (self._writing is not None and self._writing.written()):
+            self.wait()
+        if wanted:
+            self._writing = self._begin(step)
+            if waits or not self._asynchronous:
+                self.wait()
+
+    def wait(self) -> None:
+        """Return once what is being written is a checkpoint. Raises CheckpointError where it cannot be one."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.finish()
+            self._write_time = writing.seconds
+            self._feed.saved()
+
+    @contextmanager
+    def completed(self) -> Iterator[None]:
+        """What is being written when the block ends is a checkpoint after it, also after an error if it can be.
+
+        Raises:
+            CheckpointError: it cannot be one.
+        """
+        try:
+            yield
+        except Exception:
+            try:
+                self.wait()
+            except LachesisError as lost:
+                logger.warning("the checkpoint that was being written is lost: %s", lost.message)
+            raise
+        self.wait()
+
+    def take_metrics(self) -> dict[str, MetricValue]:
+        """Of a checkpoint that was finished since the last call, where training went on meanwhile."""
+        seconds, self._write_time = self._write_time, None
+        return {} if seconds is None or not self._asynchronous else {"checkpoint_write_time": Mean(seconds)}
+
+    def _begin(self, step: int) -> Save:
+        rest: dict[str, Any] = {"old_logprobs": self._policy.old_logprobs()}
+        state: dict[str, Any] = {"rng": capture_rng(), "policy": rest}
+        meta = {"step": step, "feed": self._feed.state_dict()}
+        if self._in_parts:
+            copied = self._asynchronous
+            return SaveInParts(self._manager, self._policy, step=step, state=state, meta=meta, copied=copied)
+        rest["reference"] = self._policy.reference_state()
+        state["optimizer"] = self._policy.optimizer_state()
+        content: dict[str, Any] = {"tensors": self._policy.weights(), "state": state}
+        if self._asynchronous:
+            content, meta = _copied(content), copy.deepcopy(meta)
+        return WholeSave(lambda: self._manager.save(step, **content, meta=meta), ahead=self._asynchronous)
+
+    def restore(self) -> int:
+        """Load the newest good checkpoint and return its step; 0 where there is none.
+
+        Raises:
+            CheckpointError: it belongs to another model, or its place in the data is one of another source.
+        """
+        step = self._manager.latest()
+        if step is None:
+            logger.warning("there is no checkpoint to resume from: the run starts at step 1")
+            return 0
+        checkpoint = self._manager.load(step, parts=self._policy.strategy.sharded)
+        _require_same(self._policy.model, checkpoint)
+        self._load(checkpoint)
+        try:
+            self._feed.load_state_dict(checkpoint.meta["feed"])
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} has no place in the data that this run could go on at "
+                f"({type(error).__name__} {error})",
+                remedy="resume with the source, the pipeline settings and the version that the run was started with",
+            ) from error
+        restore_rng(checkpoint.state["rng"])
+        return step
+
+    def _load(self, checkpoint: Checkpoint) -> None:
+        policy, state = self._policy, checkpoint.state
+        if checkpoint.parts is not None:
+            in_parts = {"optimizer": state["optimizer"], "reference": state["policy"]["reference"]}
+            policy.load_parts(str(checkpoint.parts.absolute()), in_parts)
+            policy.load_old_logprobs(state["policy"]["old_logprobs"])
+            return
+        policy.load_weights(checkpoint.tensors)
+        policy.load_optimizer_state(state["optimizer"])
+        policy.load_state_dict(state["policy"])
+
+
+def _require_same(model: nn.Module, checkpoint: Checkpoint) -> None:
+    own = {name: p.shape for name, p in model.named_parameters() if p.requires_grad}
+    saved = {name: tensor.shape for name, tensor in checkpoint.tensors.items()}
+    different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+    if different:
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} is of another model: {len(different)} tensors differ, among "
+            f"them {different[0]}",
+            remedy="resume with the model and adapter settings that the run was started with",
+        )
+
+
+@torch.no_grad()
+def _copied(content: Any) -> Any:
+    """The same with copies in host memory of all tensors; what is one tensor in several places stays one."""
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if key not in copies or not tensor.numel():
+            copies[key] = host_copy(tensor.detach())
+        return copies[key]
+
+    result = tree_map_only(Tensor, copied, content)
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return result
