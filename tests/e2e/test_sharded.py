@@ -18,7 +18,18 @@ from transformers import AutoModelForCausalLM
 from lachesis.run.export import export
 from lachesis.train.checkpoint import Checkpoint, CheckpointManager
 from tests import warm
-from tests.e2e.runs import environment, run_here, state, tape, torchrun, untimed, weights, write_dying_loss, write_run
+from tests.e2e.runs import (
+    checkpoints,
+    environment,
+    run_here,
+    state,
+    tape,
+    torchrun,
+    untimed,
+    weights,
+    write_dying_loss,
+    write_run,
+)
 from tests.ports import free_port
 from tests.ranks_program import CASES
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -187,6 +198,43 @@ def run_that_may_restart(directory: Path, *, killed: int) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_that_may_restart(tmp_path_factory.mktemp("undisturbed"), killed=-1)
+
+
+DYING_WRITER = """
+import os, signal, time
+from lachesis.train.distributed.parts import PartsSave
+
+write, calls = PartsSave._write, []
+
+def dying(saving):
+    calls.append(1)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and os.environ["RANK"] == "1" and len(calls) == 2:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(saving)
+
+PartsSave._write = dying
+
+def loss(logprobs, *, ratio, advantages, **rest):
+    return -ratio * advantages
+"""
+
+
+def test_a_rank_that_dies_while_it_writes_leaves_the_checkpoint_before(tmp_path: Path, undisturbed: Path):
+    """Its parts are written while all train on; what is left of them is no checkpoint, and nobody takes it for one."""
+    (tmp_path / "dying.py").write_text(DYING_WRITER)
+    checkpoint = SECTIONS["checkpoint"] | {"every_steps": 2, "asynchronous": True}
+    config = write_run(
+        tmp_path, **SECTIONS | {"checkpoint": checkpoint, "algorithm": {"loss": f"{tmp_path / 'dying.py'}:loss"}}
+    )
+    done = torchrun(2, "lachesis", "train", config, max_restarts=1)
+    assert done.code == 0, done.err
+    assert "the run goes on from its last checkpoint" in done.err, done.err
+    found = tmp_path / "runs/proof"
+    assert checkpoints(found) == ["step_000004", "step_000006"]
+    assert untimed(found) == untimed(undisturbed)
+    for name, tensor in weights(undisturbed).items():
+        assert torch.equal(weights(found)[name], tensor), name
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -3,8 +3,7 @@
 The format is that of torch.distributed.checkpoint (DCP), one file for each rank beside an index, ``.metadata``, which
 says what is where: any number of ranks, or a process alone, reads back what it keeps. All that ranks have to tell one
 another is told before the first byte is written and after the last, so that a thread may write while they train.
-Torch's plans and results are pickles: they travel in the default group, whose ranks have proved that they belong to the
-job.
+Torch's plans, results and index are pickles, of which nothing is read but torch's own records.
 """
 
 from __future__ import annotations
@@ -12,8 +11,9 @@ from __future__ import annotations
 import pickle
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lachesis.common.errors import CheckpointError, first_line
@@ -35,8 +36,8 @@ from lachesis.common.files import crc32_of
 INDEX = ".metadata"
 # What a name in the place of a tensor begins with, by whose tensor it is.
 WEIGHTS, OPTIMIZER, REFERENCE, NOISE = "weights/", "optimizer/", "reference/", "noise/"
-# What an index may be made of, besides dtypes: it is a pickle, which could name any function to be called.
-_INDEX_NAMES = frozenset(
+# What torch's pickles may be made of, besides dtypes: they could name any function to be called.
+_RECORDS = frozenset(
     {
         *(
             (f"torch.distributed.checkpoint.{module}", name)
@@ -50,7 +51,9 @@ _INDEX_NAMES = frozenset(
                     "MetadataIndex",
                     "_MEM_FORMAT_ENCODING",
                 ),
-                "filesystem": ("_StorageInfo",),
+                "filesystem": ("_StorageInfo", "_StoragePrefix"),
+                "planner": ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData"),
+                "storage": ("WriteResult",),
             }.items()
             for name in names
         ),
@@ -58,6 +61,7 @@ _INDEX_NAMES = frozenset(
         ("torch.serialization", "_get_layout"),
         ("pathlib", "PosixPath"),
         ("pathlib._local", "PosixPath"),
+        (__name__, "Written"),
     }
 )
 
@@ -120,8 +124,7 @@ class PartsSave:
             CheckpointError: on rank 0, where some rank could not write its part.
         """
         self._thread.join()
-        told: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object((self._failure, self._results, self._files), told)
+        told = _gathered((self._failure, self._results, self._files))
         if told is None:
             return []
         for rank, (failure, _, _) in enumerate(told):
@@ -138,16 +141,12 @@ class PartsSave:
         first = dist.get_rank() == 0
         self._planner.set_up_planner(tensors, self._writer.storage_meta(), first)
         self._writer.set_up_storage_writer(first)
-        own = self._writer.prepare_local_plan(self._planner.create_local_plan())
-        plans: Any = [None] * dist.get_world_size() if first else None
-        dist.gather_object(own, plans)
+        plans = _gathered(self._writer.prepare_local_plan(self._planner.create_local_plan()))
         metadata = None
-        if first:
+        if plans is not None:
             plans, metadata = self._planner.create_global_plan(plans)
             plans = self._writer.prepare_global_plan(plans)
-        dealt: list[Any] = [None]
-        dist.scatter_object_list(dealt, plans)
-        return self._planner.finish_plan(dealt[0]), metadata
+        return self._planner.finish_plan(_dealt(plans)), metadata
 
     def _write(self) -> None:
         try:
@@ -159,6 +158,37 @@ class PartsSave:
         except Exception as error:  # whatever it is, the ranks tell one another when they meet
             self._failure = f"{type(error).__name__}: {first_line(error)}"
         self._planner.state_dict = {}
+
+
+def _gathered(own: object) -> list[Any] | None:
+    """What all ranks have, on rank 0. As torch's gather_object, but that nothing that is received may be called."""
+    data = _pickled(own)
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([data.numel()]))
+    longest = max(int(size) for size in sizes)
+    received = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if dist.get_rank() == 0 else None
+    dist.gather(pad(data, (0, longest - data.numel())), received)
+    return None if received is None else [_unpickled(one) for one in received]
+
+
+def _dealt(parts: Sequence[object] | None) -> Any:
+    """The part of this rank of what rank 0 has for all; the same of torch's scatter_object_list."""
+    sent = None if parts is None else [_pickled(part) for part in parts]
+    longest = torch.tensor([0 if sent is None else max(data.numel() for data in sent)])
+    dist.broadcast(longest, 0)
+    room = torch.empty(int(longest), dtype=torch.uint8)
+    padded = None if sent is None else [pad(data, (0, len(room) - data.numel())) for data in sent]
+    dist.scatter(room, padded)
+    return _unpickled(room)
+
+
+def _pickled(value: object) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpickled(data: Tensor) -> Any:
+    """What follows the end of a pickle is not looked at."""
+    return _RecordsUnpickler(BytesIO(data.numpy().tobytes())).load()
 
 
 @torch.no_grad()
@@ -222,18 +252,18 @@ class _Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with Path(self.path, INDEX).open("rb") as file:
-            metadata: Metadata = _IndexUnpickler(file).load()
+            metadata: Metadata = _RecordsUnpickler(file).load()
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class _RecordsUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or (module, name) in _INDEX_NAMES:
+        if is_dtype or (module, name) in _RECORDS:
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in an index")
+        raise pickle.UnpicklingError(f"{module}.{name} is no record of a checkpoint")
 
 
 def _written(directory: Path, name: str) -> Written:

@@ -94,21 +94,24 @@ def test_parts_of_another_shape_are_refused(tmp_path: Path) -> None:
         read_parts(tmp_path, {"weights/b": torch.empty(3, 3)})
 
 
-def test_an_index_calls_nothing(tmp_path: Path) -> None:
-    """It is a pickle, which can name any function."""
+def test_an_index_and_what_ranks_are_told_call_nothing(tmp_path: Path) -> None:
+    """They are pickles, which can name any function."""
 
     class Calling:
         def __reduce__(self) -> tuple[Any, ...]:
             return os.mkdir, (str(tmp_path / "called"),)
 
     (tmp_path / INDEX).write_bytes(pickle.dumps(Calling()))
-    with pytest.raises(CheckpointError, match=r"posix.mkdir has no place in an index"):
+    with pytest.raises(CheckpointError, match=r"posix.mkdir is no record of a checkpoint"):
         saved_tensors(tmp_path)
+    for received in (lambda: parts._gathered(Calling()), lambda: parts._dealt([Calling()])):
+        with pytest.raises(pickle.UnpicklingError, match=r"posix.mkdir is no record"):
+            received()
     assert not (tmp_path / "called").exists()
 
 
-def test_an_index_names_classes_and_dtypes_alone() -> None:
+def test_records_are_classes_and_dtypes_alone() -> None:
     """But for one function of torch, which looks up a memory layout by its name."""
-    for module, name in parts._INDEX_NAMES - {("torch.serialization", "_get_layout"), ("pathlib._local", "PosixPath")}:
-        found = parts._IndexUnpickler.find_class(pickle.Unpickler.__new__(parts._IndexUnpickler), module, name)
+    for module, name in parts._RECORDS - {("torch.serialization", "_get_layout"), ("pathlib._local", "PosixPath")}:
+        found = parts._RecordsUnpickler.find_class(pickle.Unpickler.__new__(parts._RecordsUnpickler), module, name)
         assert isinstance(found, type), (module, name)
