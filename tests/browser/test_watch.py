@@ -147,6 +147,9 @@ def test_a_rollout_is_found_read_turn_by_turn_and_compared_with_another_step(pag
 def test_on_a_phone_in_the_dark_nothing_is_cut_off(page: Page):
     page.viewport(width=390, height=844, dark=True)
     until(lambda: page.ask("document.documentElement.scrollWidth") <= 390)
+    assert page.ask("document.querySelector('.watch').clientHeight") < 200, "it stays in view, and leaves room to read"
+    cut = "[...document.querySelectorAll('.series')].filter((one) => one.scrollWidth > one.clientWidth + 1).length"
+    assert page.ask(cut) == 0
     paper = page.ask("getComputedStyle(document.body).backgroundColor")
     assert max(int(part) for part in paper.removeprefix("rgb(").removesuffix(")").split(",")) < 60
 

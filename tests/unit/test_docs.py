@@ -399,3 +399,14 @@ def test_the_exit_codes_of_the_page_are_those_of_the_errors():
     numbers = {int(number) for number in re.findall(r"\b(\d+)\b", listed[1])}
     raised = {kind.exit_code for kind in vars(errors).values() if is_error(kind)} - {LachesisError.exit_code}
     assert raised <= numbers
+
+
+def test_pictures_are_small_shown_on_a_page_and_taken_by_a_script():
+    script = (ROOT / "docs" / "pictures.py").read_text()
+    pages = "".join(page.read_text() for page in PAGES)
+    assert "python docs/pictures.py" in pages
+    found = sorted((ROOT / "docs" / "pictures").glob("*.png"))
+    assert len(found) >= 5
+    for picture in found:
+        assert picture.stat().st_size < 150_000, picture
+        assert f"(pictures/{picture.name})" in pages and f'"{picture.stem}"' in script

@@ -59,7 +59,7 @@ def beside(run_dir: Path) -> Iterator[str]:
         place = listen(DEFAULT_PORT)
     except ConfigError:
         place = listen(0)
-    child = ChildProcess(_serve_given, run_dir.absolute(), place.token, timeout_s=_HAND_OVER_S, limits=Limits())
+    child = ChildProcess(_serve_given, run_dir, place.token, timeout_s=_HAND_OVER_S, limits=Limits())
     with place.listener, child:
         socket.send_fds(child.link, [b"."], [place.listener.fileno()])
         yield place.words

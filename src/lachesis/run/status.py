@@ -37,6 +37,8 @@ SECONDS = {
     "eval_time": "evaluation",
     "checkpoint_time": "checkpoint",
 }
+# Less than so many seconds of a part of a step are no news.
+_WORTH_SAYING_S = 1e-3
 # The expected remaining time is from the mean of so many steps.
 _RECENT_STEPS = 20
 
@@ -333,7 +335,7 @@ def _metrics(values: Mapping[str, float]) -> str:
 
 
 def _seconds(values: Mapping[str, float]) -> str:
-    shown = {title: values[name] for name, title in SECONDS.items() if values.get(name)}
+    shown = {title: values[name] for name, title in SECONDS.items() if values.get(name, 0.0) >= _WORTH_SAYING_S}
     return ", ".join(
         f"{title} {format_seconds(seconds) if seconds >= 10 else f'{format_number(seconds)} s'}"
         for title, seconds in shown.items()

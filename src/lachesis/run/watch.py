@@ -9,7 +9,7 @@ import re
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice, zip_longest
 from pathlib import Path
@@ -228,7 +228,8 @@ def _now(run_dir: Path) -> dict[str, Any]:
     except LachesisError as error:
         return {**_NOTHING, "status": [("state", error.message)]}
     return {
-        "status": [*fact_lines(status), *log_lines(status)],
+        # What the health rules say is in the report below.
+        "status": [*fact_lines(replace(status, findings=())), *log_lines(status)],
         "waits": _waits(status),
         "engines": [asdict(engine) for engine in status.engines],
         "paused": is_asked(run_dir, "pause"),
