@@ -144,11 +144,11 @@ def fail(message: str, error: BaseException, *, code: int) -> NoReturn:
     if Settings.traceback:
         error_console.print_exception()
     first, *rest = message.splitlines() or [""]
-    error_console.print(f"error: {first}", style="red")
+    # Where to read on goes into the same line: the error is the last one, and one line.
+    hint = f"  (more: lachesis explain {code})" if error_console.is_terminal else ""
+    error_console.print(Text.assemble((f"error: {first}", "red"), (hint, "dim")))
     for line in rest:
         error_console.print(f"  {line}")
-    if error_console.is_terminal:
-        error_console.print(f"`lachesis explain {code}` tells about exit code {code}", style="dim")
     sys.exit(code)
 
 
