@@ -23,6 +23,7 @@ from lachesis.run.push import push, write_card
 from lachesis.run.status import read_status
 from lachesis.run.train import RunSummary
 from tests.e2e.runs import run_here, write_run
+from tests.ports import free_port
 
 TOKEN = "hf_of_the_test"
 BATCH = re.compile(r"/(.+)\.git/info/lfs/objects/batch")
@@ -210,7 +211,10 @@ def test_an_upload_that_fails_loses_no_model_and_says_how_to_try_again(
 
 def test_who_may_not_write_is_told_so(hub: Hub, run_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pushing, "HfApi", lambda: HfApi(endpoint=hub.url, token="hf_another"))
-    with pytest.raises(ConfigError, match=r"could not be pushed to .*401.* -> log in with"):
+    with pytest.raises(ConfigError, match=r"could not be pushed to .*401.* -> see that it can be reached, log in with"):
+        push(run_dir, repo="letters")
+    monkeypatch.setattr(pushing, "HfApi", lambda: HfApi(endpoint=f"http://127.0.0.1:{free_port()}", token=TOKEN))
+    with pytest.raises(ConfigError, match=r"could not be pushed to .* refused"):
         push(run_dir, repo="letters")
     with pytest.raises(CheckpointError, match="holds no model"):
         write_card(run_dir / "logs")

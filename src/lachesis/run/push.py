@@ -6,7 +6,6 @@ import logging
 import shlex
 from pathlib import Path
 
-from httpx import HTTPError
 from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -17,6 +16,11 @@ from lachesis.config.schema import HubConfig
 from lachesis.metrics.report.card import CARD, model_card
 
 logger = logging.getLogger("lachesis")
+
+# What the hub's client raises where there is no answer: of httpx or of its successor, whichever it was built on.
+_NO_ANSWER: tuple[type[Exception], ...] = tuple(
+    base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError" and issubclass(base, Exception)
+)
 
 
 def write_card(run_dir: Path) -> Path:
@@ -59,11 +63,12 @@ def push(run_dir: Path, *, repo: str, private: bool = False, revision: str | Non
             api.create_branch(made.repo_id, branch=revision, exist_ok=True)
         words = f"The model of the run {Path(run_dir).resolve().name}"
         done = api.upload_folder(repo_id=made.repo_id, folder_path=model, commit_message=words, revision=revision)
-    except (HfHubHTTPError, HFValidationError, HTTPError, OSError, ValueError) as error:
+    except (HfHubHTTPError, *_NO_ANSWER, HFValidationError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]
         raise ConfigError(
             f"{repo} could not be pushed to {api.endpoint}: {reason}",
-            remedy="log in with `hf auth login` (or set HF_TOKEN), and name a repository that you may write to",
+            remedy="see that it can be reached, log in with `hf auth login` (or set HF_TOKEN), and name a repository "
+            "that you may write to",
         ) from error
     return str(done.commit_url)
 
