@@ -31,7 +31,7 @@ from lachesis.common.device import resolve_device
 from lachesis.common.errors import EngineError
 from lachesis.config.schema import (
     BroadcastBridgeConfig,
-    ChannelBridgeSection,
+    ChannelBridgeConfig,
     CustomBridgeConfig,
     EmbeddedServerConfig,
     HttpEngineConfig,
@@ -42,7 +42,7 @@ from lachesis.config.schema import (
     LoraSwapBridgeConfig,
     ReloadBridgeConfig,
     RestartBridgeConfig,
-    SavedBridgeSection,
+    SavedBridgeConfig,
     SharedBridgeConfig,
     VllmEngineConfig,
 )
@@ -160,7 +160,7 @@ def _shared(parts: BridgeParts[ModelPolicyT], *, pause: PauseMode) -> Bridge[Mod
 
 def _broadcast(
     parts: BridgeParts[ModelPolicyT],
-    kind: ChannelBridgeSection,
+    kind: ChannelBridgeConfig,
     source: Callable[
         [Callable[[ModelPolicyT], nn.Module], Callable[[ModelPolicyT], Whole]], TravellingWeights[ModelPolicyT]
     ],
@@ -175,7 +175,7 @@ def _broadcast(
     )
 
 
-def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeSection, load: Load, done: str) -> Bridge[ModelPolicyT]:
+def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeConfig, load: Load, done: str) -> Bridge[ModelPolicyT]:
     whole_of = parts.whole_of
     adapter: AdapterFiles[ModelPolicyT] = AdapterFiles(
         tensors=lambda policy: lora_tensors(policy.model, whole=whole_of(policy)),
@@ -220,7 +220,7 @@ def engine_weights(config: LachesisConfig, *, engine: HttpEngine, owner: str, di
     )
 
 
-def channel_backend(config: LachesisConfig, bridge: ChannelBridgeSection) -> ChannelBackend:
+def channel_backend(config: LachesisConfig, bridge: ChannelBridgeConfig) -> ChannelBackend:
     """How tensors travel: as configured, or by where trainer and engine are."""
     if bridge.transport != "auto":
         return bridge.transport

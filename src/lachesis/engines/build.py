@@ -17,10 +17,10 @@ from lachesis.common.errors import EngineError
 from lachesis.common.process import ManagedProcess
 from lachesis.common.world import VARIABLES
 from lachesis.config.schema import (
+    BaseEngineConfig,
     CustomEngineConfig,
     EmbeddedEngineConfig,
     EmbeddedServerConfig,
-    EngineSection,
     HttpEngineConfig,
     LachesisConfig,
     LoraAdapterConfig,
@@ -76,7 +76,7 @@ def custom_engine(engine: CustomEngineConfig, trained: TrainedModel) -> Engine:
 
 
 # The engines in the trainer's process, by their sections of the configuration.
-IN_PROCESS: Mapping[type[EngineSection], Callable[[Any, TrainedModel], Engine]] = {
+IN_PROCESS: Mapping[type[BaseEngineConfig], Callable[[Any, TrainedModel], Engine]] = {
     EmbeddedEngineConfig: embedded_engine,
     CustomEngineConfig: custom_engine,
 }

@@ -267,7 +267,7 @@ def build_episodes(
         ConfigError, DataError: it cannot be loaded, or has no tasks.
     """
     source = config.source
-    assert isinstance(source, schema.EpisodesSection)
+    assert isinstance(source, schema.EpisodesSourceConfig)
     # What shares the trainer's process does one call after the other.
     at_once = 1 if config.engine.place == "trainer" else _CALLS
     access = PolicyAccess(

@@ -26,7 +26,7 @@ from lachesis.common.types import EvalResult, Prompt
 from lachesis.common.world import World
 from lachesis.config.load import LoadedConfig, dump_config, log_findings
 from lachesis.config.rules import check
-from lachesis.config.schema import EpisodesSection, LachesisConfig
+from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
 from lachesis.config.steps import total_steps, with_steps
 from lachesis.engines.fleet import EngineRow
 from lachesis.metrics.hub import DISK_FULL, HubTelemetry, MetricsHub
@@ -384,7 +384,7 @@ def build_rollouts(
 ) -> Rollouts:
     """The way from the source that the configuration names to packed batches."""
     engine = side.bridge.engine
-    if isinstance(config.source, EpisodesSection):
+    if isinstance(config.source, EpisodesSourceConfig):
         episodes, evaluator = build_episodes(config, policy=policy, engine=engine, rewarder=rewarder)
         feed = feed_from(episodes, config, policy=policy, kept=kept, teach=teach)
         return Rollouts(feed, episodes.players.reward_names, kept, evaluator)

@@ -15,9 +15,9 @@ from lachesis.config.dialects.grpo import put_output_dir
 from lachesis.config.dialects.table import UNSET, Dialect, Entry, Translation, cannot, nothing, refused, together
 from lachesis.config.document import Document, parse_document
 from lachesis.config.schema.engines import (
+    BaseBridgeConfig,
     BridgeConfig,
-    BridgeSection,
-    ChannelBridgeSection,
+    ChannelBridgeConfig,
     CustomBridgeConfig,
     InProcessBridgeConfig,
 )
@@ -173,7 +173,7 @@ SERVER = Dialect("the Atropos vLLM server", list(_server()), prefix="--")
 ManagedEngine = Literal["vllm", "embedded_server"]
 
 # Every bridge is a mode, but for that of an engine in the trainer's own process and the user's own.
-_MODES: Mapping[str, type[BridgeSection]] = {
+_MODES: Mapping[str, type[BaseBridgeConfig]] = {
     bridge.model_fields["kind"].default: bridge
     for bridge in get_args(get_args(BridgeConfig)[0])
     if bridge not in (InProcessBridgeConfig, CustomBridgeConfig)
@@ -298,7 +298,7 @@ def _put_transfer(translation: Translation, mode: str) -> None:
     each_step = translation.value("nccl-sync-every-step", True) and not translation.value("no-nccl-sync-every-step")
     if mode != "lora_nccl" or not each_step:
         translation.put("bridge.every_steps", translation.value(interval, 3), interval)
-    if issubclass(_MODES[mode], ChannelBridgeSection):
+    if issubclass(_MODES[mode], ChannelBridgeConfig):
         _put_rendezvous(translation)
 
 

@@ -14,7 +14,7 @@ from lachesis.config.custom import custom_parts
 from lachesis.config.document import describe
 from lachesis.config.paths import is_model_spec
 from lachesis.config.rules.base import Rule, Said, changed, note, problem, warning
-from lachesis.config.schema import EpisodesSection, LachesisConfig, SamplingConfig
+from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig, SamplingConfig
 from lachesis.config.schema.rollouts import NAMED_REWARDS
 
 _FUNCTION_SPEC = re.compile(r"^(?:.+\.py:[A-Za-z_]\w*|[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)$")
@@ -159,7 +159,7 @@ def _held_out(config: LachesisConfig) -> Iterator[Said]:
         yield warning("data.eval_path is data.path, so accuracy is measured on the training problems")
     if data.eval_path is None and data.eval_split is not None and data.eval_split == data.split:
         yield warning("data.eval_split is data.split, so accuracy is measured on the training problems")
-    held_out = data.evaluates or (isinstance(config.source, EpisodesSection) and config.source.eval_tasks > 0)
+    held_out = data.evaluates or (isinstance(config.source, EpisodesSourceConfig) and config.source.eval_tasks > 0)
     if (every := changed(config, "evaluation", "every_steps", "every_epochs")) and not held_out:
         yield problem(
             f"{every[0]} is {evaluation.every_steps or evaluation.every_epochs:g} and there are no held-out problems; "

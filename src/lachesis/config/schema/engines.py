@@ -16,7 +16,7 @@ SERVERS_DNS, SERVERS_FILE = "dns+", "file:"
 Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]+$")]
 
 
-class EngineSection(Section):
+class BaseEngineConfig(Section):
     """What all engines have.
 
     ``place`` says where it runs: in the ``trainer``'s process, on servers that the ``run`` starts and stops, or on
@@ -33,7 +33,7 @@ _QUORUM = Field(
 )
 
 
-class EmbeddedEngineConfig(EngineSection):
+class EmbeddedEngineConfig(BaseEngineConfig):
     """Generation in the trainer's process with transformers, on the trainer's own weights."""
 
     place = "trainer"
@@ -41,7 +41,7 @@ class EmbeddedEngineConfig(EngineSection):
     max_batch_size: PositiveInt = Field(default=512, description="Most sequences decoded at the same time.")
 
 
-class EmbeddedServerConfig(EngineSection):
+class EmbeddedServerConfig(BaseEngineConfig):
     """The embedded engine in a server process that the run starts and stops."""
 
     place = "run"
@@ -75,7 +75,7 @@ class SpeculativeConfig(Section):
         return json.dumps({"method": self.method, "num_speculative_tokens": self.tokens, **self.options})
 
 
-class VllmEngineConfig(EngineSection):
+class VllmEngineConfig(BaseEngineConfig):
     """A vLLM server that the run starts and stops."""
 
     place = "run"
@@ -128,7 +128,7 @@ class VllmEngineConfig(EngineSection):
         return self.quantization != "none" or self.kv_cache_dtype != "auto"
 
 
-class HttpEngineConfig(EngineSection):
+class HttpEngineConfig(BaseEngineConfig):
     """Servers that run already: `lachesis serve`, here or on other machines."""
 
     place = "elsewhere"
@@ -149,7 +149,7 @@ class HttpEngineConfig(EngineSection):
     )
 
 
-class CustomEngineConfig(EngineSection):
+class CustomEngineConfig(BaseEngineConfig):
     """An engine of your own in the trainer's process, around the model that is trained."""
 
     place = "trainer"
@@ -178,21 +178,21 @@ class BridgeCapabilities:
     shares_storage: bool = False
 
 
-class BridgeSection(Section):
+class BaseBridgeConfig(Section):
     """What all bridges have."""
 
     capabilities: ClassVar[BridgeCapabilities] = BridgeCapabilities()
     proof: bool = Field(default=True, description="Prove after each update that the engine has the trainer's weights.")
 
 
-class InProcessBridgeConfig(BridgeSection):
+class InProcessBridgeConfig(BaseBridgeConfig):
     """The engine generates with the trainer's own parameters: nothing is transferred, all is proved."""
 
     capabilities = BridgeCapabilities(shares_storage=True)
     kind: Literal["in_process"] = "in_process"
 
 
-class SharedBridgeConfig(BridgeSection):
+class SharedBridgeConfig(BaseBridgeConfig):
     """Single copy: the trainer's parameters are the engine's own tensors, in another process."""
 
     capabilities = BridgeCapabilities(shares_storage=True)
@@ -208,14 +208,14 @@ class SharedBridgeConfig(BridgeSection):
     )
 
 
-class SavedBridgeSection(BridgeSection):
+class SavedBridgeConfig(BaseBridgeConfig):
     """What bridges have that save weights for the engine to load."""
 
     every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
     keep_last: PositiveInt = Field(default=1, description="Exported checkpoints kept besides the one being served.")
 
 
-class LoraSwapBridgeConfig(SavedBridgeSection):
+class LoraSwapBridgeConfig(SavedBridgeConfig):
     """The adapter is saved and swapped into the running engine."""
 
     capabilities = BridgeCapabilities(adapter_only=True)
@@ -226,7 +226,7 @@ class LoraSwapBridgeConfig(SavedBridgeSection):
     )
 
 
-class LoraRestartBridgeConfig(SavedBridgeSection):
+class LoraRestartBridgeConfig(SavedBridgeConfig):
     """The engine is restarted with the new adapter; `lora_only` does the same without the restart."""
 
     capabilities = BridgeCapabilities(adapter_only=True, owns_engine=True)
@@ -235,7 +235,7 @@ class LoraRestartBridgeConfig(SavedBridgeSection):
     keep_last: PositiveInt = Field(default=2, description="Saved adapters kept; older ones are deleted.")
 
 
-class ChannelBridgeSection(BridgeSection):
+class ChannelBridgeConfig(BaseBridgeConfig):
     """What bridges have that send tensors straight into the engine."""
 
     every_steps: PositiveInt = Field(default=1, description="Transfer every N optimizer steps.")
@@ -250,7 +250,7 @@ class ChannelBridgeSection(BridgeSection):
     )
 
 
-class LoraBroadcastBridgeConfig(ChannelBridgeSection):
+class LoraBroadcastBridgeConfig(ChannelBridgeConfig):
     """LoRA tensors are sent straight into the engine, nothing touches the disk."""
 
     capabilities = BridgeCapabilities(adapter_only=True)
@@ -260,13 +260,13 @@ class LoraBroadcastBridgeConfig(ChannelBridgeSection):
     )
 
 
-class BroadcastBridgeConfig(ChannelBridgeSection):
+class BroadcastBridgeConfig(ChannelBridgeConfig):
     """All weights (LoRA merged into them) are sent straight into the engine."""
 
     kind: Literal["broadcast"] = "broadcast"
 
 
-class RestartBridgeConfig(SavedBridgeSection):
+class RestartBridgeConfig(SavedBridgeConfig):
     """A checkpoint is written and the engine restarted on it."""
 
     capabilities = BridgeCapabilities(owns_engine=True)
@@ -274,13 +274,13 @@ class RestartBridgeConfig(SavedBridgeSection):
     every_steps: PositiveInt = Field(default=3, description="Restart every N optimizer steps.")
 
 
-class ReloadBridgeConfig(SavedBridgeSection):
+class ReloadBridgeConfig(SavedBridgeConfig):
     """A checkpoint is written and loaded into the running engine."""
 
     kind: Literal["reload"] = "reload"
 
 
-class CustomBridgeConfig(BridgeSection):
+class CustomBridgeConfig(BaseBridgeConfig):
     """A bridge of your own to the engine's servers."""
 
     kind: Literal["custom"] = "custom"

@@ -214,7 +214,7 @@ class AtroposSourceConfig(Section):
     )
 
 
-class EpisodesSection(Section):
+class EpisodesSourceConfig(Section):
     """What environments with tasks of their own have in common: `data` and `rewards` are out."""
 
     max_tasks: PositiveInt | None = Field(
@@ -233,7 +233,7 @@ class EpisodesSection(Section):
     )
 
 
-class VerifiersSourceConfig(EpisodesSection):
+class VerifiersSourceConfig(EpisodesSourceConfig):
     """An environment of the library verifiers, with its own tasks, tools and rubric: `data` and `rewards` are out."""
 
     kind: Literal["verifiers"] = "verifiers"
@@ -250,7 +250,7 @@ class VerifiersSourceConfig(EpisodesSection):
     )
 
 
-class StepsSourceConfig(EpisodesSection):
+class StepsSourceConfig(EpisodesSourceConfig):
     """An environment that the model steps, turn by turn: of Gymnasium's, tinker-cookbook's, TRL's or OpenEnv's kind."""
 
     kind: Literal["steps"] = "steps"
