@@ -4,8 +4,9 @@
     PYTHONPATH=src python benchmarks/multi_turn.py --episodes 2000
 
 The first trains the small model of `examples/tools`, after it has learned to ask its calculator in each of five turns,
-with the embedded engine on CPU cores: 8 prompts with 8 rollouts a step. A step is generation, training, and all else:
-reading turns, calling tools, rendering their answers, rewards, advantages, packing, the proof of sync.
+with the embedded engine on CPU cores: 8 prompts with 8 rollouts a step. A step is generation, training, what the
+calculator itself takes, which is the user's, and all else: reading turns, calling tools, rendering their answers,
+rewards, advantages, packing, the proof of sync.
 
 The second plays episodes of five turns on one event loop, all at the same time, with an engine that answers each call
 after 5 ms: what the machinery of episodes and turns costs by itself.
@@ -34,6 +35,7 @@ import setup as example  # pyright: ignore[reportMissingImports]
 import lachesis
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import Completion, GenerationRequest, Prompt, Sample, SamplingParams, VersionSpan
+from lachesis.environments.shipped import calculator
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.episodes import EpisodeSource, Played, Players
 from lachesis.rollouts.gathered import GatheredCalls
@@ -121,18 +123,21 @@ def train(directory: Path, *, steps: int, prompts: int, profile: bool) -> None:
         "batch": {"prompts_per_step": prompts},
         "optimizer": {"learning_rate": 1e-6},
     }
+    profiler = cProfile.Profile() if profile else None
+    tool = calculator.calculate = Timed(calculator.calculate, None)  # on a thread of its own, which is not profiled
     with lachesis.parts(config, rewards=[last_word]) as run:
         assert run.feed is not None
         run.bridge.sync(0)
-        profiler = cProfile.Profile() if profile else None
         for step in (1, 2):  # to warm up
             one_step(run, step)
+        tool.wall = tool.cpu = 0.0
         parts = {
             "generation": Timed(run.engine.generate, profiler),
             "training": Timed(run.policy.accumulate, profiler),
             "optimizer": Timed(run.policy.step, profiler),
         }
         run.engine.generate, run.policy.accumulate, run.policy.step = parts.values()  # type: ignore[method-assign]
+        parts["the calculator"] = tool
         clock, counts = Clock(), Counter[str]()
         for step in range(3, steps + 3):
             with profiler or nullcontext():

@@ -98,6 +98,8 @@ class Caller:
     def call(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
         """What comes of ``function(**kwargs)``. Of one thread at a time."""
         result = function(**kwargs)
+        if type(result) is str:  # of most tools: to ask whether one can be awaited takes as long as a quick call
+            return result
         return self._runner.run(self._wait(result)) if inspect.isawaitable(result) else result
 
     def cancel(self) -> None:
@@ -114,45 +116,86 @@ class Caller:
         self._runner.close()
 
 
+# A function, and its keywords.
 _Call: TypeAlias = tuple[Callable[..., Any], Mapping[str, Any]]
-_Begun: TypeAlias = tuple[Future[Any], Callable[..., Any], Mapping[str, Any]]
+
+
+class Line:
+    """Calls that a thread makes one after the other, for as long as they are not taken from it.
+
+    A future for each would take longer than a calculator. ``outcomes`` are those of the calls that have returned.
+    """
+
+    def __init__(self, calls: Sequence[_Call]) -> None:
+        self.outcomes: list[Outcome] = []
+        self._calls = list(calls)
+        self._changing = threading.Lock()
+        self._begun, self._end = 0, len(calls)
+        self._over = threading.Event()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the last call; whether it has returned."""
+        return self._over.wait(timeout_s)
+
+    def cut(self) -> int:
+        """Take the calls that have not begun, which are not made then; how many had."""
+        with self._changing:
+            self._end = self._begun
+            return self._end
+
+    def run(self, caller: Caller) -> None:
+        """On the thread: make the calls."""
+        for function, kwargs in self._calls:
+            with self._changing:
+                if self._begun == self._end:
+                    break
+                self._begun += 1
+            try:
+                outcome = Outcome(result=caller.call(function, kwargs))
+            except BaseException as error:
+                outcome = Outcome(error=error)
+            self.outcomes.append(outcome)
+        self._over.set()
 
 
 class DaemonThread:
     """A daemon thread that calls functions, coroutine functions too, in the order in which they are handed to it."""
 
     def __init__(self, name: str) -> None:
-        self._calls: SimpleQueue[list[_Begun] | None] = SimpleQueue()
+        self._work: SimpleQueue[Callable[[Caller], None] | None] = SimpleQueue()
         self._caller = Caller()
         threading.Thread(target=self._serve, name=name, daemon=True).start()
 
     def submit(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> Future[Any]:
         """Call ``function(**kwargs)`` once it is its turn."""
-        return self.submit_all([(function, kwargs)])[0]
+        future: Future[Any] = Future()
 
-    def submit_all(self, calls: Sequence[_Call]) -> list[Future[Any]]:
-        """Call functions with their keywords, one after the other. To hand over each by itself takes longer."""
-        begun: list[_Begun] = [(Future(), function, kwargs) for function, kwargs in calls]
-        self._calls.put(begun)
-        return [future for future, _, _ in begun]
+        def resolve(caller: Caller) -> None:
+            if not future.set_running_or_notify_cancel():  # given up before it was its turn
+                return
+            try:
+                future.set_result(caller.call(function, kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._work.put(resolve)
+        return future
+
+    def submit_all(self, calls: Sequence[_Call]) -> Line:
+        """Make these calls once it is their turn."""
+        line = Line(calls)
+        self._work.put(line.run)
+        return line
 
     def abandon(self) -> None:
         """Cancel a coroutine that hangs, and end the thread when its call returns, if it ever does."""
         self._caller.cancel()
-        self._calls.put(None)
+        self._work.put(None)
 
     def _serve(self) -> None:
         with closing(self._caller):
-            while (calls := self._calls.get()) is not None:
-                for future, function, kwargs in calls:
-                    if future.set_running_or_notify_cancel():  # or it was given up before it was its turn
-                        self._resolve(future, function, kwargs)
-
-    def _resolve(self, future: Future[Any], function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-        try:
-            future.set_result(self._caller.call(function, kwargs))
-        except BaseException as error:
-            future.set_exception(error)
+            while (work := self._work.get()) is not None:
+                work(self._caller)
 
 
 class LoopThread:

@@ -22,7 +22,7 @@ from lachesis.rollouts.local import item_of
 from lachesis.rollouts.rewards.attempts import TURNS, Item
 from lachesis.rollouts.tools.conversation import Conversation
 from lachesis.rollouts.tools.parsers import ParsedTurn, ToolParser
-from lachesis.rollouts.tools.template import Continuation, Told, answer_message
+from lachesis.rollouts.tools.template import Continuation, Told, answer_message, short_token_ids
 from lachesis.rollouts.tools.toolbox import Observation, Toolbox
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ class ToolTurns:
     def __post_init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
+        self._end_token = self.tokenizer.eos_token_id  # looked up by the library each time that it is asked for
         # Rollouts of a prompt often say the same, and are told the same.
         self._parsed = Remembered(self._turns, most=_KEPT)
         self._shortened = Remembered(self._cut, most=_KEPT)
@@ -211,7 +212,7 @@ class ToolTurns:
 
     def _read(self, conversations: Sequence[Conversation]) -> list[ParsedTurn]:
         """The last turns."""
-        end = self.tokenizer.eos_token_id
+        end = self._end_token
         turns = [one.last_turn for one in conversations]
         return self._parsed([ids[:-1] if ids and ids[-1] == end else ids for ids in turns])
 
@@ -229,11 +230,11 @@ class ToolTurns:
 
     def _cut(self, texts: Sequence[str]) -> list[str]:
         """Answers of no more tokens than a tool's may have."""
-        tokenized = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+        tokenized = short_token_ids(self.tokenizer, texts)
         most = self.limits.result_tokens
         return [
             text if len(ids) <= most else f"{self._decoded([ids[:most]])[0]} ... (cut)"
-            for text, ids in zip(texts, tokenized, strict=True)  # type: ignore[arg-type]
+            for text, ids in zip(texts, tokenized, strict=True)
         ]
 
     def _told(self, conversation: Conversation, messages: Sequence[dict[str, str]]) -> Told:
@@ -242,7 +243,7 @@ class ToolTurns:
         named = [
             message | {"tool_call_id": call["id"]} for message, call in zip(messages, answer["tool_calls"], strict=True)
         ]
-        return Told(answer, named, ended=conversation.token_ids[-1] == self.tokenizer.eos_token_id)
+        return Told(answer, named, ended=conversation.token_ids[-1] == self._end_token)
 
     def _end(self, live: Sequence[_Live], on: Sequence[_Live], params: SamplingParams) -> None:
         """Those that do not go on have ended; one that failed is counted by its cause, as if it had never been."""

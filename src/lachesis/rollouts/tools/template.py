@@ -59,14 +59,14 @@ class Continuation:
         return list(found)
 
     def tokens_of(self, told: Sequence[Told]) -> list[tuple[int, ...]]:
-        """:meth:`tokens` of many turns. The tokenizer is asked once, which takes as long as for a few."""
+        """:meth:`tokens` of many turns; what is equal is rendered once."""
         return self._rendered(told, keys=[_key(one) for one in told])
 
     def _tokenized(self, told: Sequence[Told]) -> list[tuple[int, ...]]:
         before = self._render([[_ASKED, one.answer] for one in told], going_on=False)
         after = self._render([[_ASKED, one.answer, *one.messages] for one in told], going_on=True)
         texts = [self._added(*texts, ended=one.ended) for *texts, one in zip(before, after, told, strict=True)]
-        return [tuple(ids) for ids in self._tokenizer(texts, add_special_tokens=False)["input_ids"]]  # type: ignore[union-attr]
+        return [tuple(ids) for ids in short_token_ids(self._tokenizer, texts)]
 
     def _added(self, before: str, after: str, *, ended: bool) -> str:
         if not after.startswith(before):
@@ -100,6 +100,18 @@ def _key(told: Told) -> bytes | str:
         return marshal.dumps(messages, 2)  # a version that does not tell strings apart by their places in memory
     except ValueError:
         return repr(messages)
+
+
+def short_token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of texts without special tokens.
+
+    One after the other where that can be: a batch goes to threads of the library's, and to wait for these takes longer
+    than a few short texts, the more so on a machine that does other work.
+    """
+    backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    if backend is None or backend.truncation is not None or backend.padding is not None:
+        return tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
+    return [backend.encode(text, add_special_tokens=False).ids for text in texts]
 
 
 def answer_message(content: str, calls: Sequence[tuple[str, Mapping[str, Any]]], *, first: int = 0) -> Message:

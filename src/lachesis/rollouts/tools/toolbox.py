@@ -6,7 +6,6 @@ import inspect
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
-from lachesis.common.threads import DaemonThread
+from lachesis.common.threads import DaemonThread, Line, Outcome
 from lachesis.rollouts.rewards.attempts import own
 from lachesis.rollouts.tools.mcp_server import McpServer, ToolError, ToolServerLost
 from lachesis.rollouts.tools.parsers import ToolCall
@@ -163,19 +162,22 @@ class Toolbox:
         close_servers(self.tools)
 
     def _call_some(self, calls: Sequence[ToolCall]) -> list[Observation]:
-        begun = self._begin(calls, self._thread())
-        quick = min(_QUICK_S, self._timeout_s)
-        slow = next((place for place, one in enumerate(begun) if not _done(one.future, within_s=quick)), len(begun))
-        # Those that wait for the slow one are taken from its thread; one that it has begun meanwhile stays there.
-        begun[slow:] = [
-            self._begin([one.call], self._thread())[0] if one.future.cancel() else one for one in begun[slow:]
-        ]
+        begun = [self._begin(calls)]
+        if not self._quick(begun[0].line):
+            kept = begun[0].line.cut()
+            begun += [self._begin([call]) for call in calls[kept:]]
+            begun[0] = begun[0]._replace(calls=calls[:kept])
         end = time.monotonic() + self._timeout_s
-        found = [self._finish(one, end=end) for one in begun]
-        hung = {one.thread for one in begun if not one.future.done()}
-        for used in {one.thread for one in begun}:
-            used.abandon() if used in hung else self._idle.append(used)
-        return found
+        return [observation for one in begun for observation in self._finish(one, end=end)]
+
+    def _quick(self, line: Line) -> bool:
+        """Wait for its calls, while none of them takes long; whether none did."""
+        done, quick = 0, min(_QUICK_S, self._timeout_s)
+        while not line.wait(quick):
+            if len(line.outcomes) == done:
+                return False
+            done = len(line.outcomes)
+        return True
 
     def _thread(self) -> DaemonThread:
         try:
@@ -183,22 +185,29 @@ class Toolbox:
         except IndexError:
             return DaemonThread("lachesis-tool")
 
-    def _begin(self, calls: Sequence[ToolCall], thread: DaemonThread) -> list[_Begun]:
+    def _begin(self, calls: Sequence[ToolCall]) -> _Begun:
+        thread = self._thread()
         # Equal calls may share their arguments, and what a function is given is its own.
-        futures = thread.submit_all([(self._by_name[call.name].function, own(call.arguments)) for call in calls])
-        return [_Begun(call, thread, future) for call, future in zip(calls, futures, strict=True)]
+        line = thread.submit_all([(self._by_name[call.name].function, own(call.arguments)) for call in calls])
+        return _Begun(calls, thread, line)
 
-    def _finish(self, begun: _Begun, *, end: float) -> Observation:
-        call, future = begun.call, begun.future
-        try:
-            error = future.exception(max(0.0, end - time.monotonic()))
-        except TimeoutError:  # of the wait; the tool's own comes back as a value
+    def _finish(self, begun: _Begun, *, end: float) -> list[Observation]:
+        """What the calls of a line gave; of those that had not returned by then, that they are late."""
+        over = begun.line.wait(max(0.0, end - time.monotonic()))
+        outcomes = list(begun.line.outcomes)  # before it is abandoned, which cancels a coroutine
+        outcomes += [Outcome(hung=True)] * (len(begun.calls) - len(outcomes))
+        self._idle.append(begun.thread) if over else begun.thread.abandon()
+        return [self._observation(call, outcome) for call, outcome in zip(begun.calls, outcomes, strict=True)]
+
+    def _observation(self, call: ToolCall, outcome: Outcome) -> Observation:
+        if outcome.hung:
             return Observation(call, f"error: the call took longer than {self._timeout_s:g} s", failed=True)
+        error = outcome.error
         if isinstance(error, ToolServerLost):
             return Observation(call, error.message, failed=True, lost=True)
         if error is None:
             try:
-                return Observation(call, _as_text(future.result()))
+                return Observation(call, _as_text(outcome.result))
             except (TypeError, ValueError, RecursionError) as unwritable:
                 error = unwritable
         # What a server says is a sentence for the model; of a function's error the name says more than the message.
@@ -219,19 +228,11 @@ class Toolbox:
 
 
 class _Begun(NamedTuple):
-    """A call that is in line at a thread, or running there."""
+    """Calls that are in line at a thread, or running there."""
 
-    call: ToolCall
+    calls: Sequence[ToolCall]
     thread: DaemonThread
-    future: Future[Any]
-
-
-def _done(future: Future[Any], *, within_s: float) -> bool:
-    try:
-        future.exception(within_s)
-    except TimeoutError:
-        return False
-    return True
+    line: Line
 
 
 def _as_text(value: object) -> str:

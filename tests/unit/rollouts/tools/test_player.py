@@ -21,7 +21,7 @@ from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from lachesis.rollouts.tools.mcp_server import ToolServerLost
 from lachesis.rollouts.tools.parsers import hermes
 from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
-from lachesis.rollouts.tools.template import Continuation, answer_message
+from lachesis.rollouts.tools.template import Continuation, answer_message, short_token_ids
 from lachesis.rollouts.tools.toolbox import Tool, Toolbox
 from tests.fakes import FakeEngine
 from tests.tiny import EOS, tiny_tokenizer
@@ -213,6 +213,14 @@ def test_answers_that_differ_at_all_are_rendered_each(tokenizer: Any):
         for content in ("b", "c", "b")
     ]
     assert said == [";[tool]b;[assistant]", ";[tool]c;[assistant]", ";[tool]b;[assistant]"]
+
+
+def test_short_texts_are_tokenized_as_the_tokenizer_does_it(tokenizer: Any):
+    texts = ["twice 3", "", "error: no <eos>"]
+    expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    assert short_token_ids(tokenizer, texts) == expected
+    tokenizer.backend_tokenizer.enable_truncation(1)  # as a call before it may have left it
+    assert short_token_ids(tokenizer, texts) == expected
 
 
 def test_a_turn_without_its_end_gets_it_from_the_template(tokenizer: Any):

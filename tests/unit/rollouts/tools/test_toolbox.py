@@ -102,6 +102,30 @@ def test_quick_calls_take_turns_on_one_thread(monkeypatch: pytest.MonkeyPatch):
     box.close()
 
 
+def test_what_a_tool_changes_is_its_own():
+    def append(to: list[int]) -> str:
+        to.append(1)
+        return str(to)
+
+    box = Toolbox([tool(append)], timeout_s=5)
+    call = ToolCall("append", {"to": [0]})
+    assert [one.text for one in box.call_all([call, call])] == ["[0, 1]"] * 2
+    box.close()
+
+
+def test_calls_behind_a_slow_one_are_made_once():
+    made: list[int] = []
+
+    def note(number: int) -> None:
+        made.append(number)
+        time.sleep(0.03 * (number == 1))
+
+    box = Toolbox([tool(note)], timeout_s=5)
+    box.call_all([ToolCall("note", {"number": number}) for number in range(8)])
+    assert sorted(made) == list(range(8))
+    box.close()
+
+
 def test_each_call_has_the_whole_limit_however_many_hang():
     """One that hangs keeps the others waiting for milliseconds, and each of them may take as long itself."""
     hang = threading.Event()
