@@ -87,6 +87,8 @@ def replaced(loaded: LoadedConfig, work: Path) -> LoadedConfig:
             "path": str(work / "rows.jsonl"),
             **dict.fromkeys(("name", "transform", "prepared_path", "eval_path", "eval_split")),
             **{"split": "train", "more": [], "prompt_column": "prompt", "format": "auto", "eval_size": 0},
+            # The tiny tokenizer has a token for each character, of which theirs have several.
+            "max_prompt_length": (config.data.max_prompt_length or 0) * 8 or None,
         }
     )
     functions = [_reward(spec, work) for spec in config.rewards.functions]

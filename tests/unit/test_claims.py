@@ -24,6 +24,14 @@ ABSOLUTE = re.compile(r"\b(never|always|ever|every|everything|bitwise|bit (?:for
 NUMBER = r"\d+(?:[.,]\d+)*"
 UNIT = r" ?(?:[mµ]?s|min|h|%|[KMGT]i?B(?:/s)?|tokens/s|nats|x)(?!\w)| (?:seconds?|minutes?|hours?|times|a second)\b"
 FIGURE = re.compile(rf"(?<![\w.,`/=-])(?:{NUMBER} (?:to|and|or) )?{NUMBER}(?:{UNIT}| million\b)|\bto 1e-\d+")
+# The same in words, and a factor.
+NUMBERS = "two|three|four|five|six|seven|eight|nine|ten|twelve|twenty|thirty|forty|fifty|hundred"
+IN_WORDS = re.compile(
+    rf"\b(?:in|within) an? (?:second|minute|hour)(?: or two)?\b|\b(?:once|twice) a (?:second|minute)\b"
+    rf"|\b(?:{NUMBERS}) (?:times a second|seconds|minutes|hours|times|lines)\b|\bfactor of {NUMBER}"
+    rf"|\ba (?:third|quarter|tenth) of (?:it|the)\b|\beach tenth\b|\b{NUMBER} [a-z]+ a second\b",
+    re.IGNORECASE,
+)
 # In the tables of what each bridge holds.
 COPIES = re.compile(r"(?<![\d.])[12]x(?!\w)")
 
@@ -89,6 +97,8 @@ NO_CLAIM = (
     "to every completion of the last",
     "`every completion of … prompts is the same text",
     "falls (59 to 7 %), one text for everything",
+    "has one game three times",
+    "The first five minutes",
 )
 
 # A part of the sentence with its figures, and what the results say of them.
@@ -116,9 +126,14 @@ MEASURED = {
     "1.38 s in place of 1.67 s": ["1.379 ± 0.003", "1.671 ± 0.004"],
     "0.020 to 0.0225 nats": ["0.0202 to\n  0.0225", "0.0130 before and 0.0141"],
     "an 8B model generates 1.2 to 1.3 times as fast": ["| fp8 over bf16 | 1.32 | 1.23 |"],
+    "in a minute or two": ["109, 96 and 117 s of training", "64 s with less of it"],
+    "About 40 programs a second on two cores": ["| namespaces | 4 calls | 2 | 150 | 41 |"],
+    "about a quarter of the decoding speed": ["204 / 9,785", "151 / 7,628"],
+    "takes a third of it away": ["0.0202 to\n  0.0225", "0.0130 before and 0.0141"],
     "1 to 3% longer": ["costs 1 to 3 % of a step"],
 }
 # A part of the sentence with its figures, and where the number is set: "file: line" of the source, or a test.
+RESIDUAL = "tests/contracts/formats/test_residual.py"
 PROOF, RULES = "src/lachesis/bridges/proof.py", "src/lachesis/metrics/health/rules.py"
 SET = {
     "checked against TRL's own values to 1e-6": (f"tests/{LOSS}", "TOLERANCE = {torch.float64: 1e-6"),
@@ -139,6 +154,13 @@ SET = {
     "(healthy: below 30 %)": (RULES, '"clipped_fraction", 0.3'),
     "with `--fit 40` what to change for 40 GB": ("src/lachesis/config/cards.py", "40"),
     "(50, or 16 MiB)": ("src/lachesis/api/backlog.py", "_KEPT_BYTES = 16 << 20"),
+    "once a second": ("src/lachesis/api/server.py", "_SYNC_S = 1.0"),
+    "twenty times a second": ("src/lachesis/common/sandbox/job.py", "_LOOK_S = 0.02, 0.05"),
+    "made again five times": ("src/lachesis/common/sandbox/e2b.py", "_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)"),
+    "after each tenth of its steps": ("src/lachesis/config/schema/__init__.py", "(self.run.steps or 0) // 10"),
+    "of forty lines": ("tests/unit/train/test_loop.py", "def test_it_is_as_short_as_the_readme_says"),
+    "falls by a factor of 1.25": (RESIDUAL, "(1.0, 1.25, 1.0), (10.0, 1.7, 1.3)"),
+    "where the stream is ten times": (RESIDUAL, "(1.0, 1.25, 1.0), (10.0, 1.7, 1.3)"),
     "every two seconds": ("src/lachesis/metrics/report/templates/watch.js", "setTimeout(follow, 2000)"),
 }
 # Of the table below it.
@@ -173,7 +195,8 @@ def absolute(sentence: str) -> bool:
 
 def figures(sentence: str) -> list[str]:
     """Those that none of the tables has together with the words around it."""
-    return FIGURE.findall(COPIES.sub("", without((*MEASURED, *SET, *NO_CLAIM, TRIED), sentence)))
+    rest = COPIES.sub("", without((*MEASURED, *SET, *NO_CLAIM, TRIED), sentence))
+    return [*FIGURE.findall(rest), *IN_WORDS.findall(rest)]
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
@@ -198,6 +221,7 @@ def test_such_sentences_are_found():
         "3 to 4 %",
         "40,000 tokens/s",
     ]
+    assert figures("It ends within a second, in a loop of forty lines.") == ["within a second", "forty lines"]
     assert figures("2 ranks of 8 GPUs with 0.9 and `30 s`, version 0.26.0, step 3") == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,11 @@ from lachesis.common.types import EvalResult, Group, Prompt
 from lachesis.metrics.values import Mean, Sum
 from lachesis.train.batch import Batch
 from lachesis.train.loop import Clock, Trainer
+
+
+def test_it_is_as_short_as_the_readme_says():
+    lines, _ = inspect.getsourcelines(Trainer.train)
+    assert len(lines) <= 40
 
 
 @dataclass

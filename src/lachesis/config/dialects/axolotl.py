@@ -35,7 +35,7 @@ from lachesis.config.dialects.grpo import (
 from lachesis.config.dialects.hub import put_axolotl_hub
 from lachesis.config.dialects.table import Translation
 from lachesis.config.document import Document, describe
-from lachesis.config.schema import PipelineConfig, SamplingConfig
+from lachesis.config.schema import PipelineConfig
 from lachesis.config.steps import oldest_sample
 
 _ROW_KEYS = ("path", "name", "split")
@@ -306,19 +306,3 @@ def _put_engine(translation: Translation) -> None:
         adapter_only="trl.vllm_lora_sync",
         interval="trl.vllm_sync_interval",
     )
-    _fit_prompts(translation)
-
-
-def _fit_prompts(translation: Translation) -> None:
-    """No longer prompts than the engine has room for beside a completion; there it would refuse them when they come."""
-    written = {key: translation.document.data.get(key, {}) for key in ("data", "engine", "sampling")}
-    longest, room = written["data"].get("max_prompt_length"), written["engine"].get("max_model_len")
-    completion = written["sampling"].get("max_completion_length", SamplingConfig().max_completion_length)
-    if not all(isinstance(length, int) for length in (longest, room, completion)):
-        return  # not all are known, or one is no number, which is said where it stands
-    if 0 < room - completion < longest:
-        translation.put("data.max_prompt_length", room - completion, "sequence_len")
-        translation.note(
-            "sequence_len",
-            f"prompts of more than {room - completion} tokens are dropped: the engine takes {room} in all",
-        )

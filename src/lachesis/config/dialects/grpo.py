@@ -430,12 +430,26 @@ def put_serving(
         for name, option in managed.items():
             translation.copy(name, f"engine.{option}")
         _put_device(translation, device)
+        _make_room(translation, [name for name, option in managed.items() if option == "max_model_len"])
     else:
         translation.problem(mode, f"expected server or colocate, got {chosen!r}")
         return
     translation.put("bridge.kind", "lora_only" if swapped_by else "broadcast", swapped_by or use_vllm)
     if interval is not None:
         translation.copy(interval, "bridge.every_steps")
+
+
+def _make_room(translation: Translation, names: Sequence[str]) -> None:
+    """As much as the longest prompt and completion take: a full engine cuts the completion there, or refuses it."""
+    data, engine = translation.document.data, translation.document.data.get("engine", {})
+    prompt, room = data.get("data", {}).get("max_prompt_length"), engine.get("max_model_len")
+    completion = data.get("sampling", {}).get("max_completion_length", SamplingConfig().max_completion_length)
+    if not all(isinstance(length, int) for length in (prompt, completion, room)):
+        return  # one is not said, or is no number, which is told where it stands
+    if prompt + completion > room:
+        name = next(name for name in reversed(names) if translation.has(name))
+        translation.put("engine.max_model_len", prompt + completion, name)
+        translation.note(name, f"{prompt + completion} in place of {room}, as the longest prompt and completion need it")
 
 
 def _put_device(translation: Translation, name: str) -> None:

@@ -60,12 +60,12 @@ def test_the_server_s_keys_of_earlier_versions():
     assert (engine.max_model_len, engine.gpu_memory_utilization, engine.devices) == (800, 0.2, None)
 
 
-def test_prompts_fit_the_engine_beside_a_completion():
+def test_the_engine_has_room_for_the_longest_prompt_and_completion():
     served = "use_vllm: true\nvllm_mode: colocate\nmax_completion_length: 500"
     found = translation("sequence_len: 800\nvllm: {max_model_len: 800}", served)
-    assert validate(found.document).data.max_prompt_length == 300
-    assert "sequence_len: prompts of more than 300 tokens are dropped" in str(found.findings)
-    assert translated("sequence_len: 800\nvllm: {max_model_len: 1300}", served).data.max_prompt_length == 800
+    engine = validate(found.document).engine
+    assert engine.kind == "vllm" and engine.max_model_len == 1300
+    assert any("max_model_len: 1300 in place of 800" in finding.message for finding in found.findings)
 
 
 def test_completions_of_texts_are_texts():
