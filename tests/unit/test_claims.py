@@ -221,7 +221,7 @@ def test_such_sentences_are_found():
         "3 to 4 %",
         "40,000 tokens/s",
     ]
-    assert figures("It ends within a second, in a loop of forty lines.") == ["within a second", "forty lines"]
+    assert figures("It ends within a second, in a loop of fifty lines.") == ["within a second", "fifty lines"]
     assert figures("2 ranks of 8 GPUs with 0.9 and `30 s`, version 0.26.0, step 3") == []
 
 

@@ -282,10 +282,18 @@ def _put_staleness(translation: Translation) -> None:
         translation.put("pipeline.max_staleness", oldest, "trl.vllm_sync_interval")
 
 
+def _port(translation: Translation, name: str) -> int:
+    value = translation.value(name, 8000)
+    if not isinstance(value, bool) and str(value).isdecimal() and 0 < int(value) < 1 << 16:
+        return int(value)
+    translation.problem(name, f"expected a port, a number from 1 to 65535, got {describe(value)}")
+    return 8000
+
+
 def _put_engine(translation: Translation) -> None:
     host = "trl.vllm_server_host" if translation.has("trl.vllm_server_host") else "vllm.host"
     port = "trl.vllm_server_port" if translation.has("trl.vllm_server_port") else "vllm.port"
-    own, asked = translation.value("vllm.port", 8000), translation.value("trl.vllm_server_port", 8000)
+    own, asked = _port(translation, "vllm.port"), _port(translation, "trl.vllm_server_port")
     if translation.has("vllm.port") and translation.has("trl.vllm_server_port") and own != asked:
         translation.warning("vllm.port", f"the server listens at {own}, and the trainer asks at {asked}")
     if translation.value("trl.use_vllm"):

@@ -449,7 +449,7 @@ def _make_room(translation: Translation, names: Sequence[str]) -> None:
     if prompt + completion > room:
         name = next(name for name in reversed(names) if translation.has(name))
         translation.put("engine.max_model_len", prompt + completion, name)
-        translation.note(name, f"{prompt + completion} in place of {room}, as the longest prompt and completion need it")
+        translation.note(name, f"{prompt + completion} in place of {room}: the longest prompt and completion need it")
 
 
 def _put_device(translation: Translation, name: str) -> None:

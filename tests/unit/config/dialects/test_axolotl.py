@@ -354,6 +354,11 @@ def test_several_datasets():
         ("", "loss_type: dapoo", "algorithm.loss_type (line 8: trl.loss_type): expected one of grpo, bnpo"),
         ("", "num_generations: 1.5", "trl.num_generations (line 8): expected a whole number >= 1, got the number 1.5"),
         ("", "use_vllm: true\nvllm_mode: both", "trl.vllm_mode (line 9): expected server or colocate, got 'both'"),
+        (
+            "vllm: {port: abc}",
+            "use_vllm: true\nvllm_server_port: 8000",
+            "vllm.port (line 10): expected a port, a number",
+        ),
         ("vllm: 3", "", "vllm (line 8): expected keys, got the number 3"),
         ("optimizer: lion", "", "optimizer (line 8): the text 'lion' has no counterpart; Lachesis has adamw,"),
         ("optimizer: adamw_torch_fusedd", "", "did you mean adamw_torch_fused?"),
