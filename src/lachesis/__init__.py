@@ -10,7 +10,10 @@ common.
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -143,7 +146,22 @@ def _loaded(module: str) -> ModuleType:
     # Read when torch is loaded, if that comes later: threads that spin while they wait for each other make small models
     # several times slower as soon as anything else runs on the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    return import_module(f"lachesis.{module}")
+    with _without_chatter():
+        return import_module(f"lachesis.{module}")
+
+
+@contextmanager
+def _without_chatter() -> Iterator[None]:
+    """Of libraries that warn, as they are imported, of kernels that they do without and of each other's deprecations."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree", "bitsandbytes")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def __dir__() -> list[str]:

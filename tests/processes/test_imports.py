@@ -54,6 +54,14 @@ def test_that_of_a_command_imports_no_torch(command: str):
     assert done.stdout.rstrip().endswith("False"), done.stdout
 
 
+def test_libraries_say_nothing_where_a_part_is_asked_for_from_python():
+    """Of kernels that are not there, and of deprecations between two of them."""
+    done = subprocess.run(
+        [sys.executable, "-c", "import lachesis; lachesis.Policy"], capture_output=True, text=True, timeout=2 * LONG_S
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
 def test_reading_a_configuration_is_quick_and_loads_no_framework():
     program = (
         "import sys, time\n"
