@@ -152,7 +152,7 @@ def _loaded(module: str) -> ModuleType:
 
 @contextmanager
 def _without_chatter() -> Iterator[None]:
-    """Of libraries that warn, as they are imported, of kernels that they do without and of each other's deprecations."""
+    """Libraries warn as they are imported: of kernels that they do without, of what another deprecates."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree", "bitsandbytes")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
