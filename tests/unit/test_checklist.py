@@ -22,7 +22,7 @@ from lachesis.engines.options import ServeOptions
 from lachesis.engines.vllm.launch import plan_launch
 from lachesis.run import serve
 from lachesis.run.services import load_words
-from lachesis.transport.bridge_file import SHARED_VARIABLE, search_places
+from lachesis.transport.bridge_file import BRIDGE_FILE, SHARED_VARIABLE, BridgeFile, search_places, write_bridge_file
 from tests.paths import EXAMPLES
 
 # Of the documents, and then of the trainer's code beyond them.
@@ -299,6 +299,18 @@ def test_the_variables_of_the_bridge_file(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert SHARED_VARIABLE == "VLLM_ENABLE_SHARED_WEIGHTS"
     monkeypatch.setenv("LOGDIR", str(tmp_path))
     assert search_places()[0].parent == tmp_path
+
+
+def test_what_a_server_exports_is_in_its_log(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    shared = BridgeFile(model="m", session_id="s", url="http://a:1", pid=1, engine="vllm 0.26.0", tensors={})
+
+    def export(options: ServeOptions, *, on_ready: object) -> None:
+        write_bridge_file(tmp_path / BRIDGE_FILE, shared)
+
+    monkeypatch.setattr(serve, "serve", export)
+    for command in ("serve", "vllm-serve"):
+        printed = CliRunner().invoke(app, [command, "--model", "m"]).output
+        assert "Exported 0 IPC handles for single-copy mode" in printed
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)

@@ -164,7 +164,7 @@ SET = {
     "every two seconds": ("src/lachesis/metrics/report/templates/watch.js", "setTimeout(follow, 2000)"),
 }
 # Of the table below it.
-TRIED = "**93 of 115 (81 %)**, from 35 repositories, passed `plan` unchanged, and 92 (80 % of all) had trained"
+TRIED = "**128 of 157 (82 %)**, from 52 repositories, passed `plan` unchanged, and 128 (82 % of all) had trained"
 
 
 @cache
@@ -257,4 +257,4 @@ def test_the_public_files_are_those_of_the_table():
     tried = [(plan, steps) for plan, steps in cells if plan == "unchanged" or plan.startswith("refused")]
     unchanged = [steps for plan, steps in tried if plan == "unchanged"]
     counts = (len(unchanged), len(tried), sum(steps.startswith("yes") for steps in unchanged))
-    assert counts == tuple(map(int, re.findall(r"\b(?:93|115|92)\b", TRIED)))
+    assert counts == tuple(map(int, re.findall(r"\b(?:128|157)\b", TRIED)))

@@ -51,6 +51,10 @@ for transform in (grpo_code.instruction_response_transform, grpo_code.instructio
 '''
 
 
+# Of a file that `pip install -r` is given before all else.
+_REQUIREMENTS = "# Nothing: what replaces example_trainer is installed with Lachesis.\n"
+
+
 @app.command("scripts")
 def scripts_command(
     directory: Annotated[Path, typer.Argument(help="Where to; made if it is not there.")],
@@ -69,6 +73,7 @@ def documented_files(directory: Path) -> dict[Path, str]:
     shipped = sorted(files("lachesis.cli").joinpath("documented").iterdir(), key=lambda file: file.name)
     found = {directory / file.name: file.read_text(encoding="utf-8") for file in shipped}
     found[directory / "simple_test_transforms.py"] = _TRANSFORMS
+    found[directory / "example_trainer" / "requirements.txt"] = _REQUIREMENTS
     for program in PROGRAMS:
         if "." not in program:
             found[directory / "bin" / program] = _COMMAND.format(program=program)

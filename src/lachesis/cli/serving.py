@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -12,7 +13,7 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from lachesis.cli.base import PASS_ON, Overrides, app, console, hide_progress_bars
+from lachesis.cli.base import PASS_ON, Overrides, app, console, hide_progress_bars, printed_log
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import log_findings
 from lachesis.engines.options import EngineName, ServeOptions, flag_of
@@ -90,7 +91,8 @@ def serve(context: typer.Context, **values: Any) -> None:
     hide_progress_bars()
 
     given = {name: value for name, value in values.items() if value is not None}
-    serving.serve(ServeOptions(**given, arguments=tuple(context.args)), on_ready=console.print)
+    with _exports_shown():
+        serving.serve(ServeOptions(**given, arguments=tuple(context.args)), on_ready=console.print)
 
 
 @app.command("tinker-server")
@@ -136,10 +138,17 @@ def vllm_serve(
     if config is None:
         place = {"port": 8000 if port is None else port, "engine": engine or "vllm"}
         served = ServeOptions(model=model or "", arguments=tuple(context.args), **place)  # type: ignore[arg-type]
-        serving.serve(served, on_ready=console.print)
+        with _exports_shown():
+            serving.serve(served, on_ready=console.print)
         return
     options, loaded = serving.config_options(
         config, overrides=overrides or [], served_by=engine, port=port, arguments=context.args
     )
     log_findings(loaded.findings)
-    serving.serve(options, on_ready=console.print)
+    with _exports_shown():
+        serving.serve(options, on_ready=console.print)
+
+
+def _exports_shown() -> AbstractContextManager[None]:
+    """What the documents of the single copy look for in a server's log."""
+    return printed_log("lachesis", beginning=("Exported ",))

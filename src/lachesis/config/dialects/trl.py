@@ -17,6 +17,7 @@ from lachesis.config.dialects.convert import (
     SCHEDULES,
     engine_address,
     held_out,
+    nonzero,
     on_cpu,
     one_of,
 )
@@ -88,6 +89,10 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
     put_generation_kwargs(translation, "generation_kwargs")
     put_completions(translation, "")
     _put_new_tokens(translation)
+    if not translation.has("max_grad_norm") and translation.has("gradient_clipping"):
+        translation.put_converted(
+            "optimizer.max_grad_norm", translation.value("gradient_clipping"), "gradient_clipping", nonzero
+        )
     _put_engine(translation)
     put_distributed(translation, _fsdp_options(translation), processes=processes or 1)
     translation.finish()
@@ -263,6 +268,9 @@ def _names() -> Iterator[Entry]:
         "max_prompt_length",
         "data.max_prompt_length",
         "longer prompts are dropped; they are cut there, which asks another question",
+    )
+    yield together(
+        "gradient_clipping", "optimizer.max_grad_norm", "DeepSpeed's name; where max_grad_norm is not written"
     )
     yield together("max_new_tokens", "sampling.max_completion_length", "where max_completion_length is not written")
     yield Entry("use_cpu", "model.device", convert=on_cpu)

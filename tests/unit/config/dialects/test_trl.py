@@ -54,6 +54,11 @@ def test_the_gpu_of_earlier_versions_is_one_of_cudas(device: str, devices: str |
     assert engine.kind == "vllm" and engine.devices == devices
 
 
+def test_deepspeeds_name_of_the_largest_gradient_counts_where_theirs_is_not_written():
+    assert translated("gradient_clipping: 0.5").optimizer.max_grad_norm == 0.5
+    assert translated("gradient_clipping: 0.5\nmax_grad_norm: 0.2").optimizer.max_grad_norm == 0.2
+
+
 def test_what_is_no_gpu_is_refused():
     assert "vllm_device (line 6): expected auto or cuda:N, got the text 'xpu'" in message(
         "use_vllm: true\nvllm_device: xpu"
