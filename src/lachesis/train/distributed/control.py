@@ -13,6 +13,7 @@ another that they belong to the job.
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -181,7 +182,9 @@ class ControlGroup:
 
         def move(data: Tensor) -> None:
             left = None if deadline is None else deadline.remaining_s()
-            self._group.recv([data], source, tag).wait(_LONG if left is None else timedelta(seconds=max(left, 0.001)))
+            # Gloo counts whole milliseconds: one too few would end before the deadline, as if the rank were gone.
+            limit = _LONG if left is None else timedelta(milliseconds=math.ceil(1000 * left) + 1)
+            self._group.recv([data], source, tag).wait(limit)
 
         try:
             return _read(move)
