@@ -40,9 +40,9 @@ class _Reported:
 class HealthMonitor:
     """Keeps the short history that the rules need, and reports a finding anew only when that helps.
 
-    A finding of the same rule is repeated after ``repeat_after`` steps (a note only where it was a warning or a problem
-    before), or at once when its level rises or its severity grows by half. Where its rule has been silent for five
-    steps it is told once more, as resolved.
+    A finding of the same rule is repeated after ``repeat_after`` steps, or at once when its severity grows by half (a
+    note only where it was a warning or a problem before), and at once when its level rises. Where its rule has been
+    silent for five steps it is told once more, as resolved.
 
     Args:
         limits: thresholds of the run.
@@ -115,9 +115,8 @@ class HealthMonitor:
 
     def _is_news(self, name: str, alarm: Alarm, step: int) -> bool:
         last = self._reported.get(name)
-        return (
-            last is None
-            or (step - last.step >= self._repeat_after and {alarm.level, last.alarm.level} != {"note"})
-            or LEVELS.index(alarm.level) > LEVELS.index(last.alarm.level)
-            or alarm.severity > WORSE * last.alarm.severity
-        )
+        if last is None or LEVELS.index(alarm.level) > LEVELS.index(last.alarm.level):
+            return True
+        if {alarm.level, last.alarm.level} == {"note"}:
+            return False
+        return step - last.step >= self._repeat_after or alarm.severity > WORSE * last.alarm.severity
