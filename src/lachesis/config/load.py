@@ -100,7 +100,9 @@ def load_document(
     translation = translate(document, dialect=dialect, processes=processes)
     put_stages(stages, translation.document)
     lay_over(translation.document.data, keys or {})
-    apply_overrides(translation.document, [override for override in overrides if override not in theirs])
+    ours = [override for override in overrides if override not in theirs]
+    translation.document.problems += _said_twice(translation.document, ours)
+    apply_overrides(translation.document, ours)
     config = validate(translation.document, complete=complete)
     config = resolve_all(config, base_dir=base_dir, cwd=cwd, like_theirs=True)
     return LoadedConfig(
@@ -190,6 +192,15 @@ def validate(document: Document, *, complete: bool = True) -> LachesisConfig:
     if problems:
         raise config_error(document.name, problems)
     return config
+
+
+def _said_twice(document: Document, overrides: Sequence[str]) -> list[str]:
+    """Keys of ours that ``--set`` writes, and has written already by the name that the file's own dialect has."""
+    paths = (override.partition("=")[0].strip() for override in overrides)
+    said = ((path, document.origins.get(tuple(path.split(".")), "")) for path in paths)
+    return [
+        f"--set {path}: {origin} sets it too; give one of them" for path, origin in said if origin.startswith("--set ")
+    ]
 
 
 def _is_theirs(override: str, dialect: DialectName) -> bool:
