@@ -53,6 +53,10 @@ _BASES: Mapping[str, Mapping[str, Any]] = {
     "meta-llama/Llama-3.2-3B": {**_LLAMA3, **_wide(3072, 28, 24, 8192), **_TIED},
     "meta-llama/Llama-3.1-8B": {**_LLAMA3, **_wide(4096, 32, 32, 14336)},
     "meta-llama/Llama-3.1-70B": {**_LLAMA3, **_wide(8192, 80, 64, 28672)},
+    # Of Qwen2.5-Math-1.5B, whose head it unties.
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": {
+        **_QWEN25, **_wide(1536, 28, 12, 8960), "num_key_value_heads": 2, "max_position_embeddings": 131072,
+    },
     "mistralai/Mistral-Small-24B-Base-2501": {
         "model_type": "mistral", **_wide(5120, 40, 32, 32768), "num_key_value_heads": 8, "head_dim": 128,
         "vocab_size": 131072, "max_position_embeddings": 32768,
@@ -64,6 +68,9 @@ _ALSO: Mapping[str, str] = {
     **{f"{name}-Base": name for name in _BASES if name.startswith("Qwen/Qwen3") and "235B" not in name},
     "mistralai/Mistral-Small-24B-Instruct-2501": "mistralai/Mistral-Small-24B-Base-2501",
     "meta-llama/Llama-3.3-70B-Instruct": "meta-llama/Llama-3.1-70B",
+    "NousResearch/Hermes-3-Llama-3.1-8B": "meta-llama/Llama-3.1-8B",
+    **{f"deepseek-ai/DeepSeek-R1-Distill-Qwen-{size}": f"Qwen/Qwen2.5-{size}" for size in ("7B", "14B", "32B")},
+    **{f"deepseek-ai/DeepSeek-R1-Distill-Llama-{size}": f"meta-llama/Llama-3.1-{size}" for size in ("8B", "70B")},
     "Qwen/Qwen2.5-Math-1.5B": "Qwen/Qwen2.5-1.5B",
     "Qwen/Qwen2.5-Math-7B": "Qwen/Qwen2.5-7B",
 }

@@ -40,6 +40,10 @@ PUBLISHED = {
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.3-70B-Instruct": 70_553_706_496,
     "mistralai/Mistral-Small-24B-Instruct-2501": 23_572_403_200,
+    "NousResearch/Hermes-3-Llama-3.1-8B": 8_030_261_248,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 7_615_616_512,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-70B": 70_553_706_496,
 }
 
 

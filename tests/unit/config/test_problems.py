@@ -143,7 +143,7 @@ def test_set_reaches_lists_and_nested_keys_in_each_dialect(write, text, override
 
 
 def test_a_key_that_is_set_by_both_names_is_refused(write):
-    with pytest.raises(ConfigError, match="--set algorithm.beta: --set beta sets it too; give one of them"):
+    with pytest.raises(ConfigError, match=r"--set algorithm\.beta: --set beta sets it too; give one of them"):
         load_config(write(TRLS), overrides=["algorithm.beta=0.1", "beta=0.2"])
     assert load_config(write(TRLS), overrides=["algorithm.beta=0.1", "algorithm.beta=0.2"]).config.algorithm.beta == 0.2
 
