@@ -19,7 +19,11 @@ from pydantic.fields import FieldInfo
 from lachesis.common.errors import nearest
 from lachesis.common.json_values import is_object
 from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema.engines import HOST
+from lachesis.config.schema.process import REPOSITORY
 
+# Texts of a form, by its pattern.
+_FORMS = {HOST: "name or address of a host", REPOSITORY: "name of a repository"}
 _SCALARS = {bool: "true or false", int: "whole number", float: "number", str: "text", type(None): "null"}
 _ANYWHERE_CUTOFF = 0.75
 
@@ -115,8 +119,9 @@ def type_in_words(annotation: Any, constraints: Sequence[Any] = ()) -> str:
         return "mapping"
     if annotation not in _SCALARS:
         raise TypeError(f"no words for the type {annotation!r}")
-    if annotation is str and any(getattr(constraint, "pattern", None) for constraint in constraints):
-        return "name or address of a host"  # the only texts of a form
+    form = next((found for constraint in constraints if (found := getattr(constraint, "pattern", None))), None)
+    if annotation is str and form is not None:
+        return _FORMS[form]
     bounds = _bounds(constraints) if annotation in (int, float) else ""
     return f"{_SCALARS[annotation]} {bounds}".strip()
 

@@ -37,8 +37,8 @@ def transformers_hub_names() -> Iterator[Entry]:
 def put_axolotl_hub(translation: Translation) -> None:
     """Axolotl uploads where ``hub_model_id`` is set, and makes the repository a private one."""
     if translation.has("hub_model_id"):
-        translation.put("checkpoint.hub.repo", translation.value("hub_model_id"), "hub_model_id")
-        translation.put("checkpoint.hub.private", True, "hub_model_id")
+        if _put_repository(translation, translation.value("hub_model_id"), "hub_model_id"):
+            translation.put("checkpoint.hub.private", True, "hub_model_id")
         _put_others(translation)
 
 
@@ -50,13 +50,27 @@ def put_hub(translation: Translation) -> None:
     output_dir = PurePath(translation.text("output_dir", _OUTPUT_DIR)).name
     repo = output_dir if name == "push_to_hub" else translation.text(name, output_dir)
     owner = translation.value("push_to_hub_organization")
-    translation.put("checkpoint.hub.repo", repo if owner is None or "/" in repo else f"{owner}/{repo}", name)
-    translation.copy("hub_private_repo", "checkpoint.hub.private")
+    private = translation.value("hub_private_repo")
+    owned = repo if owner is None or "/" in repo else f"{owner}/{repo}"
+    if _put_repository(translation, owned, name) and private is not None:
+        translation.put("checkpoint.hub.private", private, "hub_private_repo")
     _put_others(translation)
 
 
+def _put_repository(translation: Translation, repo: object, name: str) -> bool:
+    """Whether it has a name: a ``${VERSION}`` in it is for a script to fill in, which has not run."""
+    if isinstance(repo, str) and "${" in repo:
+        text = f"{describe(repo)} is no name of a repository yet, so nothing is uploaded; `lachesis push` does it later"
+        translation.warning(name, text)
+        return False
+    translation.put("checkpoint.hub.repo", repo, name)
+    return True
+
+
 def _put_others(translation: Translation) -> None:
-    translation.copy("hub_revision", "checkpoint.hub.revision")
+    revision = translation.value("hub_revision")
+    if revision is not None and translation.document.data.get("checkpoint", {}).get("hub"):
+        translation.put("checkpoint.hub.revision", revision, "hub_revision")
     strategy = translation.value("hub_strategy", "end")
     if strategy not in _STRATEGIES:
         translation.problem("hub_strategy", f"expected {', '.join(_STRATEGIES)}, got {describe(strategy)}")

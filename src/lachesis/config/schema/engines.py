@@ -13,7 +13,8 @@ from lachesis.config.schema.base import CustomPart, NonNegativeFloat, PositiveIn
 Port = Annotated[int, Field(ge=1, le=65535)]
 # Entries of engine.urls that stand for several servers, and may stand for others later.
 SERVERS_DNS, SERVERS_FILE = "dns+", "file:"
-Host = Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]+$")]
+HOST = r"^[A-Za-z0-9._:-]+$"
+Host = Annotated[str, Field(pattern=HOST)]
 
 
 class BaseEngineConfig(Section):

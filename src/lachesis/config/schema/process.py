@@ -55,12 +55,14 @@ class EvaluationConfig(Section):
     success_reward: float = Field(default=1.0, description="A completion with at least this total reward is a success.")
 
 
+# Of the hub: what it takes as the name of a repository.
+REPOSITORY = r"^[\w.-]+(/[\w.-]+)?$"
+
+
 class HubConfig(Section):
     """The Hugging Face hub, to which the final model goes with a card that says how it was trained."""
 
-    repo: str = Field(
-        pattern=r"^[\w.-]+(/[\w.-]+)?$", description="Repository, `owner/name` or `name`; made if it is not there."
-    )
+    repo: str = Field(pattern=REPOSITORY, description="Repository, `owner/name` or `name`; made if it is not there.")
     private: bool = Field(default=False, description="Where it is made: only its owners see it.")
     revision: str | None = Field(default=None, description="Branch, made if need be; the main one if unset.")
 

@@ -68,3 +68,11 @@ def test_what_is_otherwise_is_said():
 def test_what_is_none_of_theirs_is_an_error(text: str, message: str):
     with pytest.raises(ConfigError, match=message):
         hub(TRL, "trl", text)
+
+
+@pytest.mark.parametrize(
+    ("base", "dialect"), [(f"{TRL}push_to_hub: true\nhub_revision: v1\n", "trl"), (AXOLOTL, "axolotl")]
+)
+def test_a_name_that_a_script_has_to_fill_in_uploads_nothing(base: str, dialect: str):
+    found, (said,) = hub(base, dialect, "hub_model_id: me/m_${VERSION}")
+    assert found is None and "is no name of a repository yet, so nothing is uploaded" in said
