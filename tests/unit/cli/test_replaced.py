@@ -19,6 +19,12 @@ ROWS = re.findall(
 )
 
 
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch):
+    """Several that are named would be as many processes."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
 def split(there: str) -> tuple[str, list[str]]:
     words = shlex.split(there)
     if words[0] == "python":
