@@ -9,6 +9,9 @@ is the table of docs/public-files.md. The files are not part of this repository.
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import io
 import json
 import logging
 import re
@@ -24,7 +27,7 @@ from tests.schemas.names import TARGET
 from tests.tiny import EOS_ID, PAD_ID, VOCAB_SIZE, tiny_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lachesis.common.errors import LachesisError
+from lachesis.common.errors import ConfigError, LachesisError
 from lachesis.common.imports import load_function
 from lachesis.config.dialects import recognize
 from lachesis.config.document import read_document
@@ -35,6 +38,9 @@ from lachesis.config.rules import check
 from lachesis.config.schema import EmbeddedEngineConfig, InProcessBridgeConfig, LachesisConfig
 from lachesis.config.schema.rollouts import NAMED_REWARDS
 from lachesis.config.smoke import trial
+from lachesis.engines.build import server_options
+from lachesis.engines.vllm.launch import plan_launch
+from lachesis.run.serve import vllm_arguments
 from lachesis.run.train import train
 
 NAMES: Mapping[str, list[str]] = json.loads(TARGET.read_text(encoding="utf-8"))["classes"]
@@ -142,12 +148,34 @@ def planned(file: Path) -> tuple[LoadedConfig | None, str]:
         loaded = load_config(file)
         check(loaded.config, located=loaded.located)
         plan(loaded.config)
+        check_server(loaded.config)
     except LachesisError as error:
         text = error.message.replace(str(file), "")
         keys = re.findall(r"^[\s:]*(?:TRL's |Axolotl's )?([a-z][\w.]*)", text, re.MULTILINE)
         keys = [key for key in keys if key not in ("the", "problems")] or re.findall(r"line \d+: ([\w.]+)", text)
         return None, "refused: " + (", ".join(f"`{key}`" for key in dict.fromkeys(keys)) or text[:120])
     return loaded, "unchanged"
+
+
+def check_server(config: LachesisConfig) -> None:
+    """That vLLM, where it is installed, knows each flag of the server that the run would start: the trial has another.
+
+    Raises:
+        ConfigError: with vLLM's words.
+    """
+    if config.engine.kind != "vllm" or importlib.util.find_spec("vllm") is None:
+        return
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    options = server_options(config, config.engine, directory=Path("run"))
+    words = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(words):
+            arguments = plan_launch(vllm_arguments(options), environment={}).arguments
+            make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    except SystemExit as error:
+        raise ConfigError(f"engine: {words.getvalue().strip().splitlines()[-1]}") from error
 
 
 def two_steps(loaded: LoadedConfig, work: Path) -> str:
