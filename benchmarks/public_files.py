@@ -173,7 +173,7 @@ def check_server(config: LachesisConfig) -> None:
     try:
         with contextlib.redirect_stderr(words):
             arguments = plan_launch(vllm_arguments(options), environment={}).arguments
-            make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+            make_arg_parser(FlexibleArgumentParser()).parse_args(list(arguments))
     except SystemExit as error:
         raise ConfigError(f"engine: {words.getvalue().strip().splitlines()[-1]}") from error
 
