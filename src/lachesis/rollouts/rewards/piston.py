@@ -2,7 +2,7 @@
 
 The servers run open-r1's packages ``cms_ioi`` and ``codeforces``, which compile a program and run it on one test; their
 addresses are in ``$PISTON_ENDPOINTS``, as there, and each gets ``$PISTON_MAX_REQUESTS_PER_ENDPOINT`` requests at once.
-Where none of them answers, the reward raises: there that is a score of 0.
+A program that none of them judges is excluded: there that is a score of 0. Where it is so with all, the reward raises.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any, Literal
 import httpx
 
 from lachesis.common.errors import ConfigError, RewardError
+from lachesis.rollouts.rewards.functions import Excluded
 
-Reward = Callable[..., list[float | None]]
+Reward = Callable[..., list[float | Excluded | None]]
 Scoring = Literal["pass_fail", "partial", "weighted_sum"]
 
 _ATTEMPTS = 5
@@ -30,6 +31,10 @@ _SPARE_S = {"cms_ioi": 3.0, "codeforces": 10.0}
 _NO_CODE, _NOT_COMPILED = -1.0, -0.1
 _HEADER = "#include <bits/stdc++.h>\n"
 _NAMESPACE = "\nusing namespace std;\n\n"
+
+
+class JudgeLost(RewardError):
+    """A program was not judged, for which it cannot be blamed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class Piston:
         """The answer to one request, of the server that is due for its number, or of the next that answers.
 
         Raises:
-            RewardError: none did.
+            JudgeLost: none did.
         """
         limit = float(request["run_timeout"]) / 1000 + 60
         said = ""
@@ -80,9 +85,7 @@ class Piston:
             except (httpx.HTTPError, ValueError) as error:
                 said = f"{url}: {error or type(error).__name__}"
             time.sleep(self.pause_s * 2**attempt)
-        raise RewardError(
-            f"no Piston server judged a program: {said}", remedy="start them, or correct $PISTON_ENDPOINTS"
-        )
+        raise JudgeLost(f"no Piston server judged a program: {said}", remedy="start them, or correct $PISTON_ENDPOINTS")
 
 
 def get_ioi_code_reward(test_batch_size: int = 1) -> Reward:
@@ -96,14 +99,13 @@ def get_ioi_code_reward(test_batch_size: int = 1) -> Reward:
     """
     piston = Piston.from_environment()
 
-    def ioi_code_reward(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
+    def ioi_code_reward(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | Excluded | None]:
         rows = _rows(columns, len(completions))
         jobs = [
             (row, with_includes(code_in(_text(one), "cpp"), row["id"]))
             for one, row in zip(completions, rows, strict=True)
         ]
-        with ThreadPoolExecutor(piston.at_once) as pool:
-            return list(pool.map(lambda job: _subtask_score(piston, *job, at_once=test_batch_size), jobs))
+        return _judged(piston, lambda job: _subtask_score(piston, *job, at_once=test_batch_size), jobs)
 
     return ioi_code_reward
 
@@ -124,16 +126,31 @@ def get_cf_code_reward(test_batch_size: int = 1, scoring_mode: Scoring = "weight
     """
     piston = Piston.from_environment()
 
-    def cf_code_reward(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | None]:
+    def cf_code_reward(completions: Sequence[Any], **columns: Sequence[Any]) -> list[float | Excluded | None]:
         rows = _rows(columns, len(completions))
         jobs = [(row, code_in(_text(one), row.get("language"))) for one, row in zip(completions, rows, strict=True)]
-        with ThreadPoolExecutor(piston.at_once) as pool:
-            scores = pool.map(
-                lambda job: _problem_score(piston, *job, at_once=test_batch_size, mode=scoring_mode), jobs
-            )
-            return list(scores)
+        return _judged(
+            piston, lambda job: _problem_score(piston, *job, at_once=test_batch_size, mode=scoring_mode), jobs
+        )
 
     return cf_code_reward
+
+
+def _judged(piston: Piston, judge: Callable[[Any], float | None], jobs: Sequence[Any]) -> list[float | Excluded | None]:
+    """The scores, but for programs that were not judged. Raises JudgeLost where none was."""
+
+    def score(job: Any) -> float | JudgeLost | None:
+        try:
+            return judge(job)
+        except JudgeLost as lost:
+            return lost
+
+    with ThreadPoolExecutor(piston.at_once) as pool:
+        scores = list(pool.map(score, jobs))
+    lost = [one for one in scores if isinstance(one, JudgeLost)]
+    if lost and len(lost) == len(scores):
+        raise lost[0]
+    return [Excluded("judge", one.message) if isinstance(one, JudgeLost) else one for one in scores]
 
 
 def code_in(text: str, language: str | None) -> str:
@@ -201,7 +218,7 @@ def _ioi_score(answer: Mapping[str, Any]) -> float:
     if run["stdout"]:
         return float(run["stdout"])
     if run["code"] and run.get("signal") != "SIGKILL":
-        raise RewardError(
+        raise JudgeLost(
             f"the judge on Piston failed with {run['code']}: {run['stderr'][:200]}",
             remedy="look at its package cms_ioi",
         )

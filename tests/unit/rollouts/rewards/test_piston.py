@@ -12,6 +12,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError, RewardError
 from lachesis.rollouts.rewards import piston
+from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.rewards.piston import Piston, code_in, get_cf_code_reward, get_ioi_code_reward, with_includes
 
 CPP = "I think.\n```cpp\nint f() { return 1; }\n```\n"
@@ -122,6 +123,16 @@ def test_a_judge_that_fails_is_no_score_of_zero(server):
     server.judge = lambda request: ran("", code=2, stderr="no grader")
     with pytest.raises(RewardError, match="no grader"):
         get_ioi_code_reward()([CPP], **columns(IOI))
+
+
+def test_a_program_that_is_not_judged_is_excluded_where_others_are(server):
+    bad = CPP.replace("1", "666")
+    judged = ran("1")
+    server.judge = lambda request: ran("", code=2) if "666" in request["files"][0]["content"] else judged
+    rows = {name: values * 2 for name, values in columns(IOI).items()}
+    found, other = get_ioi_code_reward()([bad, CPP], **rows)
+    assert (found, other) == (Excluded("judge"), 1.0)
+    assert "failed with 2" in found.why
 
 
 def test_an_overloaded_server_is_asked_again_and_a_dead_one_is_an_error(server):
