@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +32,11 @@ class Wire:
     def __init__(self, size: int, *, limit_s: float = LIMIT_S) -> None:
         self.size = size
         self.limit_s = limit_s
-        self.queues: defaultdict[Any, queue.Queue[Any]] = defaultdict(queue.Queue)
+        # All at once: two threads that each made the same one would wait for one another in different ones.
+        self.queues: dict[Any, queue.Queue[Any]] = {
+            (source, to, what): queue.Queue()
+            for source, to, what in product(range(size), range(size), ("broadcast", *Tag))
+        }
         self.dead: set[int] = set()
 
     def die(self, rank: int) -> None:
