@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from lachesis.common.record_store import RecordStore
+from lachesis.common.types import Group
 from lachesis.metrics.sinks.tape import read_groups, tape_files
 from tests.e2e.runs import COMMAND, checkpoints, command, metrics, run_here, write_run
 
@@ -64,16 +67,36 @@ def ended(directory: Path) -> Counter[str]:
     return Counter((directory / "ended.txt").read_text().split())
 
 
+def kept_in(run_dir: Path, *, newest: float = math.inf) -> list[dict[str, Any]]:
+    """The records of rollouts that a process has left, of weights no newer than those."""
+    store = RecordStore(run_dir / "kept.sqlite")
+    found = [entry.record for entry in store.read()[0] if "number" in entry.record]
+    store.close()
+    return [record for record in found if record["newest"] <= newest]
+
+
+def trained_in(run_dir: Path) -> list[Group]:
+    return [group for path in tape_files(run_dir / "rollouts").values() for group in read_groups(path)]
+
+
 def test_nothing_that_was_finished_is_asked_for_again_after_a_stop(tmp_path: Path):
-    config = write(tmp_path)
+    config, run_dir = write(tmp_path), tmp_path / "runs" / "proof"
     assert not run_here(config, stop_after=2).finished
-    before = ended(tmp_path)
-    assert before.total() > 2 * PROMPTS * SIZE, "the run was ahead"
-    summary = run_here(config, resume=True)
-    assert summary.finished and max(ended(tmp_path).values()) == SIZE
-    trained = [group for path in tape_files(summary.run_dir / "rollouts").values() for group in read_groups(path)]
-    assert len({group.prompt.id for group in trained}) == STEPS * PROMPTS
-    assert sum(line.values.get("kept_let_go", 0.0) for line in metrics(summary.run_dir).steps) == 0
+    # One whose last turn is in its environment's hands when the run stops is under way, and begins anew.
+    finished = Counter(record["group"]["prompt"]["id"] for record in kept_in(run_dir))
+    assert finished, "the run was ahead"
+    left = finished.total()
+    for group in trained_in(run_dir):
+        finished[group.prompt.id] += len(group.samples)
+    (tmp_path / "ended.txt").unlink()
+    assert run_here(config, resume=True).finished
+    again = ended(tmp_path)
+    assert {task: again[task] for task in finished if again[task] > SIZE - finished[task]} == {}
+    assert len({group.prompt.id for group in trained_in(run_dir)}) == STEPS * PROMPTS
+    values = [line.values for line in metrics(run_dir).steps]
+    taken = {name: sum(line.get(name, 0.0) for line in values) for name in ("kept_groups", "kept_rollouts")}
+    assert taken["kept_rollouts"] + SIZE * taken["kept_groups"] == left
+    assert sum(line.get("kept_let_go", 0.0) for line in values) == 0
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -82,16 +105,14 @@ def test_finished_episodes_are_not_asked_for_again_after_kill_9(tmp_path: Path, 
     assert command("train", config, code=KILLED).code == -9
     run_dir = tmp_path / "runs" / "proof"
     assert "step_000002" in checkpoints(run_dir) and ended(tmp_path).total() == 21
-    store = RecordStore(run_dir / "kept.sqlite")
-    kept = [entry.record for entry in store.read()[0] if "number" in entry.record and entry.record["newest"] <= 2]
-    store.close()
+    kept = kept_in(run_dir, newest=2)
     before = ended(tmp_path)
     partial = sum(count for count in before.values() if count < SIZE)
 
     assert run_here(config, resume=True).finished
     steps = metrics(run_dir).steps
     assert [line.step for line in steps] == list(range(1, STEPS + 1))
-    trained = [group for path in tape_files(run_dir / "rollouts").values() for group in read_groups(path)]
+    trained = trained_in(run_dir)
     assert len({group.prompt.id for group in trained}) == STEPS * PROMPTS, "none twice, none lost"
     assert {len(group.samples) for group in trained} == {SIZE}
     again = {task: count for task, count in ended(tmp_path).items() if count > SIZE}
