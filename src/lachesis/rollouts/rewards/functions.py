@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from lachesis.common.imports import describe_exception
 from lachesis.common.threads import Outcome
@@ -153,6 +153,10 @@ class Excluded:
     def counted(self) -> str:
         """The cause as it stands in a metric's name: that of "no reward reported" is ``no_reward_reported``."""
         return "_".join(re.findall(r"\w+", self.cause.lower()))
+
+
+# What a factory of the registries gives; a user's own may be asynchronous too.
+Reward: TypeAlias = Callable[..., Sequence[float | Excluded | None]]
 
 
 @dataclass(frozen=True, slots=True)

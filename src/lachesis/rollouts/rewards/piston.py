@@ -21,9 +21,8 @@ from typing import Any, Literal
 import httpx
 
 from lachesis.common.errors import ConfigError, RewardError
-from lachesis.rollouts.rewards.functions import Excluded
+from lachesis.rollouts.rewards.functions import Excluded, Reward
 
-Reward = Callable[..., list[float | Excluded | None]]
 Scoring = Literal["pass_fail", "partial", "weighted_sum"]
 
 _ATTEMPTS = 5

@@ -17,10 +17,10 @@ from typing import Any
 from lachesis.common.errors import DependencyError
 from lachesis.rollouts.rewards.code_tests import read_cases
 from lachesis.rollouts.rewards.execution import run_tests
+from lachesis.rollouts.rewards.functions import Reward
 from lachesis.rollouts.rewards.grpo_code.rewards import extract_code
 from lachesis.rollouts.rewards.piston import get_cf_code_reward, get_ioi_code_reward
 
-Reward = Callable[..., list[float | None]]
 _STEP = re.compile(r"Step \d+:|^\d+\.|\n-|\n\*|First,|Second,|Next,|Finally,")
 _TAGS = ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")
 
