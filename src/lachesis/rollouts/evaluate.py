@@ -79,12 +79,13 @@ class Evaluator:
     def run(self, step: int) -> EvalResult:
         """Evaluate the engine's current weights.
 
-        A completion on which all reward functions abstain, or that one could not judge, is no success: it counts in
-        the denominator of ``accuracy``, and not at all in ``mean_reward``.
+        A completion on which all reward functions abstain is no success: it counts in the denominator of
+        ``accuracy``, and not at all in ``mean_reward``. One that could not be judged (its sandbox died) says nothing
+        of the weights: it is noted, and left out of both.
 
         Raises:
-            RewardError: a reward function failed (an accuracy over what is left would not be one), or all
-                abstained on every problem.
+            RewardError: a reward function failed (an accuracy over what is left would not be one), all abstained
+                on every problem, or no completion could be judged.
             EngineError, DeadlineExceeded: generation failed.
         """
         started = time.monotonic()
@@ -100,7 +101,8 @@ class Evaluator:
             note_excluded(group, excluded)
         if self.keep is not None:
             self.keep(step, scored.groups)
-        return self._result(step, scored.groups, seconds=time.monotonic() - started)
+        judged = [group.without(excluded) for group, excluded in zip(scored.groups, scored.excluded, strict=True)]
+        return self._result(step, judged, seconds=time.monotonic() - started)
 
     def _sample(self, seeds: Sequence[int], deadline: Deadline) -> list[Item]:
         if self.turns is not None:
@@ -119,7 +121,13 @@ class Evaluator:
         return [Item(group) for group in groups]
 
     def _result(self, step: int, groups: Sequence[Group], *, seconds: float) -> EvalResult:
-        samples = [sample for group in groups for sample in group.samples]
+        judged = [group for group in groups if group.samples]
+        samples = [sample for group in judged for sample in group.samples]
+        if not samples:
+            raise RewardError(
+                f"evaluation at step {step}: no completion of {len(groups)} problems could be judged",
+                remedy="look at the run's failures.jsonl for the causes",
+            )
         rewards = [sample.reward for sample in samples if sample.reward is not None]
         if not rewards:
             raise RewardError(
@@ -130,11 +138,11 @@ class Evaluator:
             step=step,
             accuracy=sum(reward >= self.success_reward for reward in rewards) / len(samples),
             mean_reward=sum(rewards) / len(rewards),
-            problems=len(groups),
+            problems=len(judged),
             mean_length=sum(len(sample.completion_ids) for sample in samples) / len(samples),
             seconds=seconds,
             samples=self.samples,
-            pass_at_k=sum(map(self._solved, groups)) / len(groups) if self.samples > 1 else None,
+            pass_at_k=sum(map(self._solved, judged)) / len(judged) if self.samples > 1 else None,
         )
 
     def _solved(self, group: Group) -> bool:

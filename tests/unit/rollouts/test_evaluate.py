@@ -82,15 +82,23 @@ def test_where_the_functions_abstain_there_is_no_success_and_no_reward():
         evaluator(lambda completions: [None] * len(completions)).run(3)
 
 
-def test_what_could_not_be_judged_is_no_success_and_said(caplog: pytest.LogCaptureFixture):
-    def all_but_4(completions, answer):
-        return [Excluded("sandbox", "it fell") if right == "4" else float(int(right) % 2 == 0) for right in answer]
+def all_but(numbers: Sequence[int]) -> Callable[..., list[Any]]:
+    def judge(completions: list[Any], answer: list[str]) -> list[Any]:
+        places = map(int, answer)
+        return [Excluded("sandbox", "it fell") if place in numbers else float(place % 2 == 0) for place in places]
 
-    result = evaluator(all_but_4).run(0)
-    assert (result.accuracy, result.mean_reward) == (0.4, 4 / 9)
+    return judge
+
+
+def test_what_could_not_be_judged_is_left_out_and_said(caplog: pytest.LogCaptureFixture):
+    result = evaluator(all_but([4])).run(0)
+    assert (result.accuracy, result.mean_reward, result.problems) == (4 / 9, 4 / 9, 9)
+    assert result.mean_length == (4 * 1 + 5 * 2) / 9
     assert caplog.messages == [
         "a sample is excluded (sandbox): sample 1 of 1 of prompt '4' could not be judged: it fell"
     ]
+    with pytest.raises(RewardError, match="step 3: no completion of 10 problems could be judged"):
+        evaluator(all_but(range(10))).run(3)
 
 
 def test_a_failing_reward_raises_whatever_the_policy_of_training():
