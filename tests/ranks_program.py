@@ -106,6 +106,11 @@ GPU_CASES: dict[str, Case] = {
 IN_PARTS = ("ema", "lora_ema", "uses", "groups_of_one", "masters", "stochastic", "offload", "cpu_optimizer")
 
 
+def same_bits_again(*, name: str) -> None:
+    """Cases that repeat a step bit by bit need kernels that always add in one order. On a CPU they do."""
+    torch.use_deterministic_algorithms(name in IN_PARTS, warn_only=True)
+
+
 def build(case: Case, strategy: Strategy, *, device: torch.device, make: Any = Policy) -> Policy:
     """The case's policy, the same on all ranks."""
     model = dict(case.model)
@@ -148,6 +153,7 @@ def batches(case: Case, *, packed: bool) -> list[Batch]:
 
 
 def compare(case: Case, leader: Leader, *, name: str, device: torch.device, join_backend: Any) -> None:
+    same_bits_again(name=name)
     alone = build(case, SingleDevice(), device=device)
     with leader.turn(BUILD, {"case": name}, what="building the policy"):
         leading = build(case, join_backend(case), device=device, make=partial(LeadingPolicy, leader=leader))
@@ -274,6 +280,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what same_bits_again() needs, before the first kernel
     torch.backends.cuda.matmul.allow_tf32 = False
     world = find_world(os.environ)
     assert world is not None
@@ -288,6 +295,7 @@ def main() -> None:
 
     def build_part(data: Mapping[str, Any]) -> tuple[Policy, int]:
         case = known[data["case"]]
+        same_bits_again(name=data["case"])
         return build(case, backend_of(case), device=device), 0
 
     init_process_group(world, job.store, device=device, limit_s=LIMIT_S, secret=job.secret)
