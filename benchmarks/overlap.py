@@ -45,7 +45,7 @@ from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.directory import claim_run
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side
 from lachesis.run.parts import build_evaluation, build_feed, build_policy
-from lachesis.run.pause import Pause
+from lachesis.run.pause import RequestedPause
 from lachesis.run.sinks import build_sinks
 from lachesis.run.sources import build_rewarder, build_source, load_data
 from lachesis.train.batch import Batch
@@ -161,7 +161,7 @@ class Bench:
             checkpoints=RunCheckpoints(checkpoints, policy=self.policy, feed=feed, every_steps=0),
             telemetry=HubTelemetry(hub=hub, reward_names=self.rewarder.names),
             stop_requested=lambda: False,
-            pause=Pause(run, watch=lambda: None),
+            pause=RequestedPause(run, watch=lambda: None),
         )
         try:
             end = self.version + FIRST_STEPS + steps

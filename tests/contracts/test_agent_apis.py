@@ -12,7 +12,7 @@ import pytest
 
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.rollouts.agent.proxy import AgentProxy
-from lachesis.rollouts.agent.session import Recorder, Session
+from lachesis.rollouts.agent.session import AgentSession, Recorder
 from lachesis.rollouts.gathered import GatheredCalls
 from lachesis.rollouts.tools.parsers import hermes
 from tests.fakes import FakeEngine
@@ -47,7 +47,7 @@ class World:
     def answer(self, request: GenerationRequest, index: int) -> Sequence[int]:
         return self.tokenizer(self.answers.pop(0))["input_ids"]
 
-    def text(self, session: Session, number: int = 0) -> str:
+    def text(self, session: AgentSession, number: int = 0) -> str:
         return self.tokenizer.decode(session.trajectories[number].conversation.token_ids)
 
 

@@ -17,7 +17,7 @@ from lachesis.common.errors import ConfigError, EngineError
 from lachesis.common.types import Prompt, SamplingParams
 from lachesis.rollouts.agent.container import Container, container_of
 from lachesis.rollouts.agent.player import AgentRollouts
-from lachesis.rollouts.agent.process import AgentCommand, Ended, run_agent
+from lachesis.rollouts.agent.process import AgentCommand, AgentExit, run_agent
 from lachesis.rollouts.agent.proxy import AgentProxy
 from lachesis.rollouts.agent.session import Recorder
 from lachesis.rollouts.datasets import PromptStream
@@ -46,7 +46,7 @@ def command(program: str, *arguments: str, **fields: Any) -> AgentCommand:
     return AgentCommand((sys.executable, "-c", program, *arguments), **options)
 
 
-def run(agent: AgentCommand) -> Ended:
+def run(agent: AgentCommand) -> AgentExit:
     return run_agent(agent, PROMPT, url="http://127.0.0.1:1", key="sk-1", stop=lambda: False, limit_s=None)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModelForCausalLM
 
-from lachesis.environments.records import ScoredGroup
+from lachesis.environments.records import UsableGroup
 from lachesis.environments.shipped.arithmetic import Arithmetic, Sum
 
 # How many tokens the teacher names at each position, as vLLM does at most by itself.
@@ -24,7 +24,7 @@ class TaughtSums(Arithmetic):
         await super().setup()
         self._teacher = AutoModelForCausalLM.from_pretrained(os.environ["TEACHER"]).eval()
 
-    async def collect_trajectories(self, item: Sum) -> ScoredGroup | None:
+    async def collect_trajectories(self, item: Sum) -> UsableGroup | None:
         group = await super().collect_trajectories(item)
         if group is None:
             return None

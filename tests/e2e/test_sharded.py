@@ -202,7 +202,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 DYING_WRITER = """
 import os, signal, time
-from lachesis.train.distributed.parts import PartsSave
+from lachesis.train.distributed.sharded_checkpoint import PartsSave
 
 write, calls = PartsSave._write, []
 

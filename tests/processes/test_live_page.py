@@ -10,7 +10,7 @@ from urllib.error import HTTPError, URLError
 
 import pytest
 
-from lachesis.run import page
+from lachesis.run import live_page
 from lachesis.run.requests import is_asked
 from tests.unit.run.test_watch import write_run
 
@@ -27,10 +27,10 @@ def test_it_serves_the_run_at_a_free_port_where_the_usual_one_is_taken_and_ends_
 ):
     run_dir = tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as other:
-        monkeypatch.setattr(page, "DEFAULT_PORT", other.getsockname()[1])
-        with page.beside(run_dir) as words:
+        monkeypatch.setattr(live_page, "DEFAULT_PORT", other.getsockname()[1])
+        with live_page.beside(run_dir) as words:
             found = re.match(r"(http://127\.0\.0\.1:(\d+)/)#token=(\S+) ", words)
-            assert found and int(found[2]) != page.DEFAULT_PORT
+            assert found and int(found[2]) != live_page.DEFAULT_PORT
             assert "loading: the run has no directory yet" in ask(found[1], "data")
             write_run(run_dir)
             assert "running, step 2" in ask(found[1], "data")

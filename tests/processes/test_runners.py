@@ -17,7 +17,7 @@ import pytest
 from lachesis.common.errors import ConfigError, DeadlineExceeded, RewardError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.common.workers import receive_message
-from lachesis.rollouts.rewards.functions import Call
+from lachesis.rollouts.rewards.functions import RewardCall
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder, Scored, load_rewards
 from lachesis.rollouts.rewards.runners import ImportPath, RewardWorkers
 from tests.waiting import LONG_S, until
@@ -200,7 +200,7 @@ class TestGoodCalls:
         assert not [name for name in sys.modules if "remote_rewards" in name]
 
     def test_threads_take_turns(self, workers):
-        call = Call({"completions": [[{"content": "1"}]], "answer": ["1"]}, 1)
+        call = RewardCall({"completions": [[{"content": "1"}]], "answer": ["1"]}, 1)
         answers: list[Any] = []
         threads = [
             threading.Thread(target=lambda: answers.extend(workers.run(0, [call], timeout_s=LONG_S))) for _ in range(4)
@@ -262,18 +262,18 @@ class TestOtherFailures:
         def interrupted(*_, **__):
             raise KeyboardInterrupt
 
-        call = Call({"completions": [[{"content": "1"}]], "answer": ["2"]}, 1)
+        call = RewardCall({"completions": [[{"content": "1"}]], "answer": ["2"]}, 1)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr("lachesis.common.workers.receive_message", interrupted)
             workers.run(0, [call], timeout_s=LONG_S)
-        right = Call({"completions": [[{"content": "1"}]], "answer": ["1"]}, 1)
+        right = RewardCall({"completions": [[{"content": "1"}]], "answer": ["1"]}, 1)
         assert workers.run(0, [right], timeout_s=LONG_S)[0].values == [1.0]
 
     def test_an_interrupt_while_they_start_leaves_none_half_started(self, workers, monkeypatch):
         def interrupted(*_, **__):
             raise KeyboardInterrupt
 
-        right = Call({"completions": [[{"content": "1"}]], "answer": ["1"]}, 1)
+        right = RewardCall({"completions": [[{"content": "1"}]], "answer": ["1"]}, 1)
         workers.close()
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr("lachesis.common.workers.receive_message", interrupted)

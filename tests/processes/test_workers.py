@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lachesis.common.errors import DataError, DeadlineExceeded
-from lachesis.common.workers import ChildProcess, Limits, WorkerError, WorkerPool, send_message
+from lachesis.common.workers import ChildProcess, ProcessLimits, WorkerError, WorkerPool, send_message
 from tests.waiting import LONG_S, until
 
 GIB = 1 << 30
@@ -91,7 +91,7 @@ class TestLife:
             WorkerPool(1, time.sleep, 600, name="test workers", start_s=0.1)
 
     def test_memory_is_limited(self):
-        pool = WorkerPool(1, os.getpid, name="test workers", limits=Limits(memory_mb=512))
+        pool = WorkerPool(1, os.getpid, name="test workers", limits=ProcessLimits(memory_mb=512))
         with pytest.raises(MemoryError):
             pool.run(bytes, [(GIB,)], timeout_s=LONG_S)
         pool.close()
@@ -127,7 +127,7 @@ class TestLife:
 
 class TestOneChild:
     def test_its_output_is_bounded(self):
-        with ChildProcess(send_message, b"x" * 10**7, timeout_s=LONG_S, limits=Limits()) as child:
+        with ChildProcess(send_message, b"x" * 10**7, timeout_s=LONG_S, limits=ProcessLimits()) as child:
             assert len(child.read(timeout_s=LONG_S, max_bytes=100)) == 100
         assert not alive(child.pid)
 

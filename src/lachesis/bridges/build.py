@@ -16,7 +16,7 @@ from lachesis.bridges.external import Command, OwnedEngine, Servers
 from lachesis.bridges.extract import Whole, as_saved, full_weights, lora_tensors
 from lachesis.bridges.proof import ModelPolicyT, remote_proof
 from lachesis.bridges.saved import (
-    AdapterFiles,
+    AdapterWriter,
     CheckpointFiles,
     Load,
     SavedBridge,
@@ -177,7 +177,7 @@ def _broadcast(
 
 def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeConfig, load: Load, done: str) -> Bridge[ModelPolicyT]:
     whole_of = parts.whole_of
-    adapter: AdapterFiles[ModelPolicyT] = AdapterFiles(
+    adapter: AdapterWriter[ModelPolicyT] = AdapterWriter(
         tensors=lambda policy: lora_tensors(policy.model, whole=whole_of(policy)),
         config=lambda policy: adapter_config(policy.model),
     )

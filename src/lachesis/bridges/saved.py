@@ -60,7 +60,7 @@ class SavedBridge(ExternalBridge[PolicyT]):
     Args:
         directory: as ``<run>/adapters``; the servers have to be allowed to load from it.
         keep_last: directories that stay; the one that is being served always does.
-        save: what is saved, an :class:`AdapterFiles` or :class:`CheckpointFiles`.
+        save: what is saved, an :class:`AdapterWriter` or :class:`CheckpointFiles`.
         load: how a server takes it, :func:`load_adapter`, :func:`load_checkpoint` or :func:`started_on_it`.
         done: logged after each transfer, of its version and its seconds.
         command: where servers are started on the directory, makes the command that does so.
@@ -151,7 +151,7 @@ class VersionedDirectories:
 
 
 @dataclass(slots=True, kw_only=True)
-class AdapterFiles(Generic[PolicyT]):
+class AdapterWriter(Generic[PolicyT]):
     """Saves a policy's adapter as peft does: its ``tensors`` by name, and its ``config`` file, asked for once."""
 
     tensors: Callable[[PolicyT], Mapping[str, Tensor]]

@@ -187,7 +187,7 @@ def live_page(loaded: LoadedConfig, *, asked: bool) -> Iterator[None]:
     if not asked:
         yield
         return
-    from lachesis.run.page import beside
+    from lachesis.run.live_page import beside
 
     with beside(Path(loaded.config.run.dir) / loaded.config.run.name) as words:
         console.print(f"live page: {words}")

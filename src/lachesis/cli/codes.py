@@ -34,7 +34,7 @@ def summary(thing: object) -> str:
     return " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
 
 
-def told(word: str) -> Iterator[str]:
+def meaning(word: str) -> Iterator[str]:
     """Lines about an exit code or a health rule; none where the word is neither."""
     if word.isdecimal() and (words := exit_codes().get(int(word))) is not None:
         yield f"exit code {int(word)}"

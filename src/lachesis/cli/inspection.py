@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lachesis import __version__
 from lachesis.cli.base import Overrides, app, busy, console, hide_progress_bars, print_findings, shown
-from lachesis.cli.told import told
+from lachesis.cli.codes import meaning
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
@@ -50,7 +50,7 @@ def watch(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port on this machine; 0 takes a free one.")] = 8010,
 ) -> None:
     """Show runs in the browser while they go on. On another machine: ssh -L 8010:127.0.0.1:8010 HOST."""
-    from lachesis.run.page import listen, serve
+    from lachesis.run.live_page import listen, serve
 
     for path in run_dirs:
         if not run_paths(path)["state"].exists() and not run_paths(path)["metrics"].exists():
@@ -100,7 +100,7 @@ def explain_command(
     ],
 ) -> None:
     """Say what a configuration key means, its type, its default, and its names in other trainers."""
-    if lines := list(told(key)):
+    if lines := list(meaning(key)):
         for line in lines:
             console.print(line)
         return

@@ -30,3 +30,14 @@ def is_list(value: object) -> TypeGuard[list[Any]]:
 def is_array(value: object) -> TypeGuard[list[Any] | tuple[Any, ...]]:
     """Whether it is an array of whatever: a list, or a tuple where Python wrote it."""
     return isinstance(value, list | tuple)
+
+
+def own(value: Any) -> Any:
+    """The value in lists and mappings of its own, at any depth: whoever gets it may change it."""
+    if isinstance(value, dict):  # most entries of messages are texts, and all rollouts' messages come here
+        copy = dict(value)
+        for name, entry in value.items():
+            if type(entry) is not str:
+                copy[name] = own(entry)
+        return copy
+    return [entry if type(entry) is str else own(entry) for entry in value] if isinstance(value, list) else value

@@ -39,7 +39,7 @@ def call_watched(call: Callable[[], T], *, watch: Watch, every_s: float = 0.2) -
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """What became of a call: a result, the exception it raised, or neither within the deadline."""
 
     result: Any = None
@@ -62,14 +62,14 @@ class CallThread:
                 self._worker.abandon()
             self._worker = None
 
-    def call(self, function: Callable[..., Any], kwargs: Mapping[str, Any], *, timeout_s: float | None) -> Outcome:
+    def call(self, function: Callable[..., Any], kwargs: Mapping[str, Any], *, timeout_s: float | None) -> CallOutcome:
         """Call ``function(**kwargs)``, and await what it returns if that is awaitable.
 
         What it raises, ``SystemExit`` included, comes back in the outcome.
         """
         with self._lock:
             worker, self._worker = self._worker or DaemonThread(self._name), None
-            outcome = Outcome(hung=True)
+            outcome = CallOutcome(hung=True)
             try:
                 outcome = _outcome(worker.submit(function, kwargs), timeout_s)
             finally:  # an interrupt leaves the call running, as a hang does
@@ -80,12 +80,12 @@ class CallThread:
             return outcome
 
 
-def _outcome(future: Future[Any], timeout_s: float | None) -> Outcome:
+def _outcome(future: Future[Any], timeout_s: float | None) -> CallOutcome:
     try:
         error = future.exception(timeout_s)
     except TimeoutError:  # of the wait; the function's own comes back as a value
-        return Outcome(hung=True)
-    return Outcome(result=future.result()) if error is None else Outcome(error=error)
+        return CallOutcome(hung=True)
+    return CallOutcome(result=future.result()) if error is None else CallOutcome(error=error)
 
 
 class Caller:
@@ -127,7 +127,7 @@ class Line:
     """
 
     def __init__(self, calls: Sequence[_Call]) -> None:
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[CallOutcome] = []
         self._calls = list(calls)
         self._changing = threading.Lock()
         self._begun, self._end = 0, len(calls)
@@ -151,9 +151,9 @@ class Line:
                     break
                 self._begun += 1
             try:
-                outcome = Outcome(result=caller.call(function, kwargs))
+                outcome = CallOutcome(result=caller.call(function, kwargs))
             except BaseException as error:
-                outcome = Outcome(error=error)
+                outcome = CallOutcome(error=error)
             self.outcomes.append(outcome)
         self._over.set()
 

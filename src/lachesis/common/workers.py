@@ -56,7 +56,7 @@ class WorkerError(LachesisError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProcessLimits:
     """What the operating system refuses a child; ``None`` is no limit.
 
     Args:
@@ -83,7 +83,7 @@ class ChildProcess:
         function: Callable[..., None],
         *args: Any,
         timeout_s: float,
-        limits: Limits,
+        limits: ProcessLimits,
         quiet: bool = False,
         directory: Path | None = None,
     ) -> None:
@@ -207,7 +207,7 @@ class WorkerPool:
         *args: Any,
         name: str,
         start_s: float = 120.0,
-        limits: Limits = Limits(),
+        limits: ProcessLimits = ProcessLimits(),
         quiet: bool = False,
     ) -> None:
         self.count = count

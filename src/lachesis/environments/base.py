@@ -15,7 +15,7 @@ from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, Dep
 from lachesis.common.types import EvalResult, Message, SamplingParams
 from lachesis.environments.client import InferenceClient
 from lachesis.environments.evaluation import Attempts
-from lachesis.environments.records import ScoredGroup, Trajectory, scored_group
+from lachesis.environments.records import Trajectory, UsableGroup, scored_group
 from lachesis.environments.settings import EnvironmentConfig
 from lachesis.environments.tokenizer import text_of
 
@@ -72,7 +72,7 @@ class Environment(ABC, Generic[Item, ConfigT]):
     async def score(self, item: Item, trajectories: Sequence[Trajectory]) -> Sequence[float]:
         """The score of each rollout on a problem."""
 
-    async def collect_trajectories(self, item: Item) -> ScoredGroup | None:
+    async def collect_trajectories(self, item: Item) -> UsableGroup | None:
         """A group of rollouts on a problem, scored; ``None`` where this problem gives none."""
         trajectories = await self.sample_group(item)
         scores = await self.score(item, trajectories)
@@ -148,7 +148,7 @@ class Environment(ABC, Generic[Item, ConfigT]):
         scores: Sequence[float],
         *,
         group_overrides: Mapping[str, Any] | None = None,
-    ) -> ScoredGroup:
+    ) -> UsableGroup:
         """A group for the trainer. Raises DataError where no trainer could use it."""
         return scored_group(
             trajectories,

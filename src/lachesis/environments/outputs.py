@@ -13,7 +13,7 @@ from typing import Any
 
 from lachesis.common.errors import ConfigError, DependencyError
 from lachesis.common.types import EvalResult
-from lachesis.environments.records import ScoredGroup
+from lachesis.environments.records import UsableGroup
 
 
 class JsonLines:
@@ -100,7 +100,7 @@ class Outputs:
                 file.write({"type": "evaluation", **document})
         self._log(result.step, {"eval/accuracy": result.accuracy, "eval/mean_reward": result.mean_reward})
 
-    def group(self, group: ScoredGroup) -> None:
+    def group(self, group: UsableGroup) -> None:
         """Write a group."""
         if self._groups is not None:
             self._groups.write(group.document())
@@ -131,7 +131,7 @@ class Counters:
     dropped: Counter[str] = field(default_factory=Counter)
     set_aside: Counter[str] = field(default_factory=Counter)
 
-    def count_sent(self, group: ScoredGroup) -> None:
+    def count_sent(self, group: UsableGroup) -> None:
         """Count a group that the API took in."""
         self.groups += 1
         self.sequences += group.size

@@ -15,9 +15,9 @@ from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.environments.base import Environment
 from lachesis.environments.outputs import Counters, JsonLines
-from lachesis.environments.records import ScoredGroup
+from lachesis.environments.records import UsableGroup
 from lachesis.environments.tokenizer import pieces_of
-from lachesis.environments.workers import WorkerPool
+from lachesis.environments.workers import GroupWorkers
 from lachesis.web.pages import render_page
 from lachesis.web.tokens import colour
 
@@ -51,9 +51,9 @@ async def process(environment: Environment[Any, Any], *, groups: int, path: Path
     """
     counters = Counters()
     file = JsonLines(free_name(path), option="--env.data_path_to_save_groups")
-    made: list[ScoredGroup] = []
+    made: list[UsableGroup] = []
 
-    def write(group: ScoredGroup) -> None:
+    def write(group: UsableGroup) -> None:
         if len(made) < groups:
             file.write(group.document())
             made.append(group)
@@ -61,7 +61,7 @@ async def process(environment: Environment[Any, Any], *, groups: int, path: Path
 
     await environment.setup()
     await environment.client.wait_until_ready()
-    workers = WorkerPool(environment=environment, deliver=write, counters=lambda: counters)
+    workers = GroupWorkers(environment=environment, deliver=write, counters=lambda: counters)
     at_once = environment.config.max_num_workers if environment.config.max_num_workers > 0 else _AT_ONCE
     try:
         while len(made) < groups:
@@ -121,21 +121,21 @@ class Card:
     rows: tuple[Row, ...]
 
 
-def render(groups: Sequence[ScoredGroup], *, pieces: Callable[[Sequence[int]], Sequence[str]], title: str) -> str:
+def render(groups: Sequence[UsableGroup], *, pieces: Callable[[Sequence[int]], Sequence[str]], title: str) -> str:
     """The page of some groups. Texts of models are escaped, whatever they hold."""
     cards = [_card(number, group, pieces) for number, group in enumerate(groups, start=1)]
     scores = [score for group in groups for score in group.scores]
     return render_page(TEMPLATE, title=title, cards=cards, sequences=len(scores), mean=fmean(scores))
 
 
-def _card(number: int, group: ScoredGroup, pieces: Callable[[Sequence[int]], Sequence[str]]) -> Card:
+def _card(number: int, group: UsableGroup, pieces: Callable[[Sequence[int]], Sequence[str]]) -> Card:
     first = min(_first_trained(mask) for mask in group.masks)
     prompt = "".join(pieces(group.tokens[0][:first]))
     rows = tuple(_row(group, index, first, pieces) for index in range(group.size))
     return Card(number=number, prompt=prompt, mean=fmean(group.scores), rows=rows)
 
 
-def _row(group: ScoredGroup, index: int, first: int, pieces: Callable[[Sequence[int]], Sequence[str]]) -> Row:
+def _row(group: UsableGroup, index: int, first: int, pieces: Callable[[Sequence[int]], Sequence[str]]) -> Row:
     tokens, masks, logprobs = group.tokens[index], group.masks[index], (group.inference_logprobs or [])[index]
     shown = zip(pieces(tokens)[first:], tokens[first:], masks[first:], logprobs[first:], strict=True)
     known = group.overrides[index] if group.overrides else {}

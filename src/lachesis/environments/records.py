@@ -9,8 +9,7 @@ from typing import Any, Self
 
 from pydantic import ConfigDict, model_validator
 
-from lachesis.api.scored_group import NO_LOGPROB, UNTRAINED, why_not_finite, why_unusable
-from lachesis.api.scored_group import ScoredGroup as ProtocolGroup
+from lachesis.api.scored_group import NO_LOGPROB, UNTRAINED, ScoredGroup, why_not_finite, why_unusable
 from lachesis.common.errors import DataError
 from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, Message, VersionSpan
 
@@ -57,7 +56,7 @@ class Trajectory:
         return known if self.versions is None else known | {"weight_version": self.versions._asdict()}
 
 
-class ScoredGroup(ProtocolGroup):
+class UsableGroup(ScoredGroup):
     """The record of the protocol as an environment makes it, with the logprobs that sampled tokens have to have.
 
     Raises:
@@ -101,13 +100,13 @@ def scored_group(
     temperature: float,
     include_messages: bool = False,
     group_overrides: Mapping[str, Any] | None = None,
-) -> ScoredGroup:
+) -> UsableGroup:
     """A group out of trajectories and a score for each.
 
     Raises:
         DataError: it is one that no trainer could use.
     """
-    return ScoredGroup(
+    return UsableGroup(
         tokens=[trajectory.tokens for trajectory in trajectories],
         masks=[trajectory.masks for trajectory in trajectories],
         scores=list(scores),
@@ -119,7 +118,7 @@ def scored_group(
     )
 
 
-def _fault(group: ScoredGroup) -> str:
+def _fault(group: UsableGroup) -> str:
     logprobs_of = group.inference_logprobs or ()
     if len(logprobs_of) != len(group.tokens):
         return f"inference_logprobs has {len(logprobs_of)} entries, tokens has {len(group.tokens)}"

@@ -18,7 +18,7 @@ from lachesis.common.deadline import Deadline, Retry
 from lachesis.common.errors import DataError, EngineError
 from lachesis.engines.http.control import tls
 from lachesis.environments.outputs import Counters, Outputs
-from lachesis.environments.records import ScoredGroup
+from lachesis.environments.records import UsableGroup
 from lachesis.environments.settings import EnvironmentConfig
 
 logger = logging.getLogger("lachesis.environments")
@@ -296,7 +296,7 @@ class Sender:
     counters: Callable[[], Counters]
     pending: int = field(default=0, init=False)
     task: asyncio.Task[None] | None = field(default=None, init=False)
-    _queue: asyncio.Queue[ScoredGroup] = field(default_factory=asyncio.Queue, init=False)
+    _queue: asyncio.Queue[UsableGroup] = field(default_factory=asyncio.Queue, init=False)
     _said: set[str] = field(default_factory=set, init=False)
 
     def start(self) -> asyncio.Task[None]:
@@ -304,7 +304,7 @@ class Sender:
         self.task = asyncio.create_task(self._run())
         return self.task
 
-    def put(self, group: ScoredGroup) -> None:
+    def put(self, group: UsableGroup) -> None:
         """Take a group; it is sent when its turn comes."""
         self.pending += 1
         self._queue.put_nowait(group)
@@ -334,7 +334,7 @@ class Sender:
             for _ in groups:
                 self._queue.task_done()
 
-    async def _send(self, groups: Sequence[ScoredGroup]) -> None:
+    async def _send(self, groups: Sequence[UsableGroup]) -> None:
         wanted = []
         for group in groups:
             self.outputs.group(group)
@@ -345,7 +345,7 @@ class Sender:
                 wanted.append(group)
         await self._post(wanted)
 
-    async def _post(self, groups: Sequence[ScoredGroup]) -> None:
+    async def _post(self, groups: Sequence[UsableGroup]) -> None:
         if not groups:
             return
         member = await self.membership.join()
@@ -374,7 +374,7 @@ class Sender:
             await self.membership.join(lost=member)
             await self._post(lost)
 
-    def _unwanted(self, group: ScoredGroup) -> str:
+    def _unwanted(self, group: UsableGroup) -> str:
         """Why a group is not sent; empty where it is."""
         if self.config.ensure_scores_are_not_same and len(set(group.scores)) == 1:
             return "all scores are the same (--env.ensure_scores_are_not_same)"

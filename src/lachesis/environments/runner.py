@@ -23,7 +23,7 @@ from lachesis.environments.rollout_api import (
     Sender,
 )
 from lachesis.environments.settings import EnvironmentConfig
-from lachesis.environments.workers import WorkerPool
+from lachesis.environments.workers import GroupWorkers
 
 logger = logging.getLogger("lachesis.environments")
 
@@ -71,7 +71,7 @@ class Runner:
         self._sender = Sender(
             api=api, membership=self._membership, config=self._config, outputs=outputs, counters=counters
         )
-        self._workers = WorkerPool(environment=environment, deliver=self._sender.put, counters=counters)
+        self._workers = GroupWorkers(environment=environment, deliver=self._sender.put, counters=counters)
         self._evaluation: asyncio.Task[None] | None = None
         self._joined = False
         self._looked = time.monotonic()

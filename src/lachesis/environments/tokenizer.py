@@ -52,8 +52,8 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> l
     """The text that each token adds, special tokens too. A character of several tokens is the last one's."""
     from tokenizers.decoders import DecodeStream
 
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    fast: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
         return [str(tokenizer.decode([token])) for token in token_ids]
     stream = DecodeStream(skip_special_tokens=False)
-    return [stream.step(backend, token) or "" for token in token_ids]
+    return [stream.step(fast, token) or "" for token in token_ids]

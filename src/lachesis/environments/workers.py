@@ -12,7 +12,7 @@ from typing import Any
 from lachesis.common.errors import DataError, LachesisError
 from lachesis.environments.base import FATAL, Environment
 from lachesis.environments.outputs import Counters
-from lachesis.environments.records import ScoredGroup
+from lachesis.environments.records import UsableGroup
 
 logger = logging.getLogger("lachesis.environments")
 
@@ -20,11 +20,11 @@ _IN_A_ROW = 10
 
 
 @dataclass(kw_only=True, eq=False)
-class WorkerPool:
+class GroupWorkers:
     """Makes groups of an environment, on its event loop."""
 
     environment: Environment[Any, Any]
-    deliver: Callable[[ScoredGroup], None]
+    deliver: Callable[[UsableGroup], None]
     counters: Callable[[], Counters]
     tasks: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     exhausted: bool = field(default=False, init=False)
@@ -77,7 +77,7 @@ class WorkerPool:
             if group is not None:
                 self.deliver(group)
 
-    async def _collect(self, item: Any) -> ScoredGroup | None:
+    async def _collect(self, item: Any) -> UsableGroup | None:
         try:
             return await self.environment.collect_trajectories(item)
         except (LachesisError, TimeoutError):

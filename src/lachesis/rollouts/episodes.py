@@ -30,7 +30,7 @@ from lachesis.common.types import (
 from lachesis.rollouts.base import Done, Draw, GroupwiseSource
 from lachesis.rollouts.datasets import PromptStream
 from lachesis.rollouts.failures import note_failure
-from lachesis.rollouts.gathered import Calls
+from lachesis.rollouts.gathered import Completer
 from lachesis.rollouts.generation import nested_deadline, request_seed
 from lachesis.rollouts.kept import KeptGroup, KeptRollout, KeptRollouts
 from lachesis.rollouts.local import MOST_EMPTY_BATCHES
@@ -132,7 +132,7 @@ class PolicyAccess:
         vocab_size: no token id reaches it.
     """
 
-    calls: Calls
+    calls: Completer
     tokenizer: PreTrainedTokenizerBase
     model: str
     params: SamplingParams

@@ -18,7 +18,7 @@ _GATHER_S = 0.004
 _PAUSED_S = 0.05
 
 
-class Calls(Protocol):
+class Completer(Protocol):
     """Who completes single prompts on an event loop: an engine, or inference servers."""
 
     deadline: Deadline

@@ -19,7 +19,7 @@ from lachesis.common.types import Completion, EvalResult, GenerationRequest, Pro
 from lachesis.environments.base import Environment, endless, together
 from lachesis.environments.client import InferenceClient
 from lachesis.environments.evaluation import Attempts, evaluate_environment
-from lachesis.environments.records import ScoredGroup, Trajectory
+from lachesis.environments.records import Trajectory, UsableGroup
 from lachesis.environments.settings import EnvironmentConfig
 from lachesis.rollouts.episodes import Played, PolicyAccess, RolloutFailed, TaskPlayers
 from lachesis.rollouts.steps.build import StepSettings, step_players
@@ -114,7 +114,7 @@ class EpisodeEnvironment(Environment[Prompt, EpisodesConfig]):
         """Those that are held out, or else the first ones."""
         return (self._held_out or self._training)[: self.config.eval_num]
 
-    async def collect_trajectories(self, item: Prompt) -> ScoredGroup | None:
+    async def collect_trajectories(self, item: Prompt) -> UsableGroup | None:
         """A whole group. Raises DataError where too many of its episodes failed."""
         played: list[Played] = []
         for _ in range(self.config.refill_rounds + 1):

@@ -25,7 +25,7 @@ from lachesis.engines.serving.bodies import Refused, parse
 from lachesis.engines.serving.generation import GenerateBody
 from lachesis.engines.serving.server import guarded, read_body, while_connected
 from lachesis.engines.serving.tokens import TokensAnswer, TokensBody, generate_body, token_choice
-from lachesis.rollouts.gathered import Calls
+from lachesis.rollouts.gathered import Completer
 from lachesis.rollouts.generation import TextDecoder, request_seed
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class TurnServer:
         vocab_size: no token id of a prompt may reach it.
     """
 
-    def __init__(self, calls: Calls, *, params: SamplingParams, max_context: int, vocab_size: int) -> None:
+    def __init__(self, calls: Completer, *, params: SamplingParams, max_context: int, vocab_size: int) -> None:
         self.calls = calls
         self.url = ""
         self.failure: LachesisError | None = None

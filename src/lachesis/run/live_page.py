@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.workers import ChildProcess, Limits
+from lachesis.common.workers import ChildProcess, ProcessLimits
 
 DEFAULT_PORT = 8010
 # Of handing a new process its arguments.
@@ -18,7 +18,7 @@ _HAND_OVER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PageAddress:
     """A port of this machine that is listened at, and the token of the page there."""
 
     listener: socket.socket
@@ -31,10 +31,10 @@ class Place:
         return f"{address}#token={self.token} (who has the token may stop the runs; {address} only shows them)"
 
 
-def listen(port: int) -> Place:
+def listen(port: int) -> PageAddress:
     """Raises ConfigError: the port is taken."""
     try:
-        return Place(socket.create_server(("127.0.0.1", port)))
+        return PageAddress(socket.create_server(("127.0.0.1", port)))
     except OSError as error:
         raise ConfigError(f"port {port} is taken: {error.strerror}", remedy="choose another with --port") from error
 
@@ -59,7 +59,7 @@ def beside(run_dir: Path) -> Iterator[str]:
         place = listen(DEFAULT_PORT)
     except ConfigError:
         place = listen(0)
-    child = ChildProcess(_serve_given, run_dir, place.token, timeout_s=_HAND_OVER_S, limits=Limits())
+    child = ChildProcess(_serve_given, run_dir, place.token, timeout_s=_HAND_OVER_S, limits=ProcessLimits())
     with place.listener, child:
         socket.send_fds(child.link, [b"."], [place.listener.fileno()])
         yield place.words

@@ -19,7 +19,7 @@ _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class RequestedPause:
     """Holds a run up while its directory has the request.
 
     Args:

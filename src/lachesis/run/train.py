@@ -52,7 +52,7 @@ from lachesis.run.parts import (
     set_up,
     with_start,
 )
-from lachesis.run.pause import Pause
+from lachesis.run.pause import RequestedPause
 from lachesis.run.push import push_final, warn_of_missing_login
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
@@ -207,7 +207,7 @@ def _train_once(
                 resume=resume,
                 consoles=[console, log],
                 stop_requested=stop_requested,
-                pause=Pause(run, watch=partial(raise_if_asked, stop_requested, leadership)),
+                pause=RequestedPause(run, watch=partial(raise_if_asked, stop_requested, leadership)),
             )
             closing.callback(hub.close)
             if companions is not None:
@@ -263,7 +263,7 @@ def build_trainer(
     resume: bool,
     consoles: Sequence[Console | None],
     stop_requested: Callable[[], bool],
-    pause: Pause,
+    pause: RequestedPause,
 ) -> tuple[Trainer, int, MetricsHub]:
     """The loop over the parts of a run, where it starts, and what is told of its steps."""
     policy = parts.policy

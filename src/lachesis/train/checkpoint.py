@@ -9,7 +9,8 @@ A resumable checkpoint is a directory::
         manifest.json         sizes and CRC-32 of the others, and which save this was
 
 That of a sharded policy has in place of ``weights.safetensors`` the directory ``parts/``, in which each rank has
-written its own rows of all tensors (:mod:`lachesis.train.distributed.parts`); ``state.pt`` then has their names.
+written its own rows of all tensors (:mod:`lachesis.train.distributed.sharded_checkpoint`); ``state.pt`` then has their
+names.
 
 It is written under a hidden name, forced to disk and renamed; only then are older ones deleted. A kill at any
 moment leaves the last good checkpoint.
@@ -42,7 +43,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lachesis.common.errors import CheckpointError, LachesisError, first_line
 from lachesis.common.files import atomic_directory, clean_leftovers, crc32_of, restore_replaced
-from lachesis.train.distributed.parts import INDEX, WEIGHTS, Written, read_whole, saved_tensors
+from lachesis.train.distributed.sharded_checkpoint import INDEX, WEIGHTS, Written, read_whole, saved_tensors
 
 logger = logging.getLogger("lachesis")
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lachesis.train.distributed.parts import (
+from lachesis.train.distributed.sharded_checkpoint import (
     REFERENCE,
     WEIGHTS,
     PartsSave,

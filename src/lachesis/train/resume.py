@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import CheckpointError, ConfigError, LachesisError
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.train.checkpoint import Checkpoint, CheckpointManager, capture_rng, restore_rng
-from lachesis.train.distributed.parts import host_copy
+from lachesis.train.distributed.sharded_checkpoint import host_copy
 
 if TYPE_CHECKING:
     from lachesis.pipeline.feed import Feed
@@ -115,11 +116,14 @@ class SaveInParts(Save):
             return self._policy.parts_written()
 
     def finish(self) -> None:
-        pause, longest = _LOOK_S
-        # No rank waits for the slowest in a collective, which has a time limit.
-        while not self.written():
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+        # No rank waits for the slowest in a collective, which has a time limit. A disk has none.
+        wait = Deadline("the trainer waiting for all ranks to write their parts of a checkpoint", None)
+        first_s, longest_s = _LOOK_S
+        with wait.waiting():
+            wait_until(
+                lambda: "" if self.written() else "parts are being written",
+                Retry(wait, first_s=first_s, longest_s=longest_s),
+            )
         with self._open:
             self._draft.describe(parts=self._policy.finish_parts())
 

@@ -12,7 +12,7 @@ import pytest
 from lachesis.bridges import external
 from lachesis.bridges.external import OwnedEngine
 from lachesis.bridges.extract import lora_tensors
-from lachesis.bridges.saved import AdapterFiles, SavedBridge, adapter_config, load_adapter
+from lachesis.bridges.saved import AdapterWriter, SavedBridge, adapter_config, load_adapter
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, StaleWeights
 from lachesis.config.schema import LoraSwapBridgeConfig
@@ -35,7 +35,7 @@ def adapters_to(engine: FakeHttpEngine, tmp_path: Path, **options: Any) -> Saved
         capabilities=LoraSwapBridgeConfig.capabilities,
         directory=tmp_path / "adapters",
         keep_last=1,
-        save=AdapterFiles(
+        save=AdapterWriter(
             tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
         ),
         load=load_adapter,
@@ -341,7 +341,7 @@ def test_a_server_with_other_weights_is_left_out_until_it_has_the_trainers(tmp_p
         capabilities=LoraSwapBridgeConfig.capabilities,
         directory=tmp_path / "adapters",
         keep_last=1,
-        save=AdapterFiles(
+        save=AdapterWriter(
             tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
         ),
         load=load_adapter,

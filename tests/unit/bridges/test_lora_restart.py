@@ -9,7 +9,7 @@ import pytest
 
 from lachesis.bridges.external import OwnedEngine
 from lachesis.bridges.extract import lora_tensors
-from lachesis.bridges.saved import AdapterFiles, SavedBridge, adapter_config, load_adapter
+from lachesis.bridges.saved import AdapterWriter, SavedBridge, adapter_config, load_adapter
 from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.config.schema import LoraRestartBridgeConfig
 from lachesis.engines.serving.served import Refused
@@ -41,7 +41,7 @@ class Built:
             capabilities=LoraRestartBridgeConfig.capabilities,
             directory=self.directory,
             keep_last=1,
-            save=AdapterFiles(
+            save=AdapterWriter(
                 tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
             ),
             load=load_adapter,

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 
 from lachesis.bridges.extract import lora_tensors
 from lachesis.bridges.saved import (
-    AdapterFiles,
+    AdapterWriter,
     SavedBridge,
     VersionedDirectories,
     adapter_config,
@@ -50,7 +50,7 @@ def build(tmp_path: Path, *servers: FakeServer, **options: Any) -> tuple[SavedBr
         servers_of(FakeHttpEngine(*(servers or (FakeServer(),))), options),
         capabilities=LoraSwapBridgeConfig.capabilities,
         directory=tmp_path / "adapters",
-        save=AdapterFiles(
+        save=AdapterWriter(
             tensors=lambda policy: lora_tensors(policy.model), config=lambda policy: adapter_config(policy.model)
         ),
         load=load_adapter,

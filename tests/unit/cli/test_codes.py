@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from lachesis.cli import base
-from lachesis.cli.told import exit_codes, told
+from lachesis.cli.codes import exit_codes, meaning
 from lachesis.common import errors
 from lachesis.metrics.health.monitor import RULES
 from tests.paths import DOCS
@@ -29,13 +29,13 @@ def test_each_exit_code_has_its_place_on_the_page_and_no_other_has():
 def test_each_error_class_is_told_with_its_code():
     assert exit_codes()[errors.StaleWeights.exit_code].startswith("StaleWeights: The engine's weights")
     assert {70, 130, 143, 0, 1} < exit_codes().keys()
-    assert [*told("6")][-1].endswith("docs/errors.md#exit-code-6")
-    assert [*told("99")] == [*told("learning_rate")] == []
+    assert [*meaning("6")][-1].endswith("docs/errors.md#exit-code-6")
+    assert [*meaning("99")] == [*meaning("learning_rate")] == []
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_each_health_rule_is_told_with_its_anchor(name: str):
-    first, said, where = told(name)
+    first, said, where = meaning(name)
     assert first == f"{name}: a health rule" and len(said.split()) > 3 and where.endswith(f"docs/metrics.md#{name}")
 
 

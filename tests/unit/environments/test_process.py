@@ -12,7 +12,7 @@ import pytest
 from lachesis.common.errors import DataError
 from lachesis.environments.client import InferenceClient
 from lachesis.environments.process import free_name, process, render
-from lachesis.environments.records import ScoredGroup
+from lachesis.environments.records import UsableGroup
 from lachesis.environments.settings import EnvironmentConfig, ServerConfig
 from tests.unit.environments.servers import inference
 from tests.unit.environments.test_runner import TOKENIZER, Numbers
@@ -71,7 +71,7 @@ def test_texts_of_models_are_escaped():
         "tokens": [[0, 1, 2, 3]], "masks": [[-100, 1, -100, 3]], "scores": [0.5],
         "inference_logprobs": [[1.0, -0.1, 1.0, -9.0]], "overrides": [{"finish_reason": EVIL}],
     }  # fmt: skip
-    page = render([ScoredGroup(**group)], pieces=lambda ids: [EVIL for _ in ids], title=EVIL)
+    page = render([UsableGroup(**group)], pieces=lambda ids: [EVIL for _ in ids], title=EVIL)
     assert "<script>alert" not in page and "<img" not in page and "{{ 7*7 }}" in page
     assert "default-src 'none'" in page and "http" not in page.replace("http-equiv", "")
 
@@ -82,7 +82,7 @@ def test_tokens_are_coloured_by_mask_and_probability():
         "inference_logprobs": [[1.0, -0.01, 1.0, -1.5]],
         "overrides": [{"weight_version": {"first": 3, "last": 4}}],
     }  # fmt: skip
-    page = render([ScoredGroup(**group)], pieces=lambda ids: [f"t{token}" for token in ids], title="x")
+    page = render([UsableGroup(**group)], pieces=lambda ids: [f"t{token}" for token in ids], title="x")
     assert '<pre class="prompt">t10</pre>' in page
     assert '<span title="11: p = 0.99, logprob -0.010">t11</span>' in page
     assert '<span class="given" title="12: given, not trained">t12</span>' in page

@@ -8,7 +8,7 @@ import pytest
 
 from lachesis.common.errors import DataError
 from lachesis.common.types import Completion, VersionSpan
-from lachesis.environments.records import ScoredGroup, Trajectory, scored_group
+from lachesis.environments.records import Trajectory, UsableGroup, scored_group
 from lachesis.environments.tokenizer import chat_prompt
 from tests.tiny import tiny_tokenizer
 
@@ -50,7 +50,7 @@ SOUND = {
 
 
 def test_sound_group():
-    group = ScoredGroup(**SOUND)
+    group = UsableGroup(**SOUND)
     assert (group.size, group.longest, group.trained) == (2, 2, 2)
 
 
@@ -74,7 +74,7 @@ def test_sound_group():
 )
 def test_faults(changes, fault):
     with pytest.raises(DataError) as caught:
-        ScoredGroup(**SOUND | changes)
+        UsableGroup(**SOUND | changes)
     assert fault in caught.value.message
 
 

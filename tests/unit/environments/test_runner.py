@@ -24,7 +24,7 @@ from lachesis.environments import runner as runner_module
 from lachesis.environments.base import SingleTurn
 from lachesis.environments.client import InferenceClient
 from lachesis.environments.outputs import Counters, Outputs
-from lachesis.environments.records import ScoredGroup
+from lachesis.environments.records import UsableGroup
 from lachesis.environments.rollout_api import Membership, QueueStatus, RolloutApi, Sender
 from lachesis.environments.runner import Runner, Summary
 from lachesis.environments.settings import EnvironmentConfig, ServerConfig
@@ -325,7 +325,7 @@ def test_a_full_queue_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatc
 def test_groups_that_do_not_fit_together_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is queued is no batch yet, so that the trainer cannot make room for all the others at once."""
     monkeypatch.setattr(backlog, "RETRY_AFTER_S", 0)
-    limit, group = 200, ScoredGroup(**FOUR)
+    limit, group = 200, UsableGroup(**FOUR)
     with rollout_api(max_queued_tokens=limit) as server:
         server.start(batch_size=8)
 
@@ -352,15 +352,15 @@ def test_groups_that_do_not_fit_together_go_one_by_one(monkeypatch: pytest.Monke
 
 
 def test_what_the_api_sets_aside_is_counted(serve: Serve, api: Api) -> None:
-    class Ragged(ScoredGroup):
+    class Ragged(UsableGroup):
         def document(self, *, env_id: int | None = None) -> dict[str, Any]:
-            return ScoredGroup.document(self, env_id=env_id) | {"masks": [[1]] * self.size}
+            return UsableGroup.document(self, env_id=env_id) | {"masks": [[1]] * self.size}
 
     class Careless(Numbers):
-        async def collect_trajectories(self, item: int) -> ScoredGroup | None:
+        async def collect_trajectories(self, item: int) -> UsableGroup | None:
             group = await super().collect_trajectories(item)
             assert group is not None
-            kind = Ragged if item == 2 else ScoredGroup
+            kind = Ragged if item == 2 else UsableGroup
             return kind(
                 tokens=group.tokens, masks=group.masks, scores=group.scores,
                 inference_logprobs=group.inference_logprobs,
@@ -405,11 +405,11 @@ def test_failures_are_counted_and_many_in_a_row_end_it(serve: Serve, api: Api, r
 
 def test_a_group_that_takes_too_long_is_given_up(serve: Serve, api: Api) -> None:
     class Slow(Numbers):
-        async def collect_trajectories(self, item: int) -> ScoredGroup | None:
+        async def collect_trajectories(self, item: int) -> UsableGroup | None:
             if item == 1:
                 await asyncio.Event().wait()
             # Made without a wait, so that it cannot take too long on any machine.
-            return ScoredGroup(**FOUR)
+            return UsableGroup(**FOUR)
 
     api.start(batch_size=8)
     serving = serve(api.url, kind=Slow, max_num=2, worker_timeout=0.1)

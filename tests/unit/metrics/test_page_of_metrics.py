@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from lachesis.cli.told import summary
+from lachesis.cli.codes import summary
 from lachesis.metrics.health.monitor import RULES
 from lachesis.metrics.names import METRICS
 from tests.paths import DOCS

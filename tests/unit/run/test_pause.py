@@ -10,7 +10,7 @@ import pytest
 from lachesis.common.deadline import paused_s, waits_now
 from lachesis.common.errors import StopRequested
 from lachesis.run.directory import RunDirectory, claim_run
-from lachesis.run.pause import Pause
+from lachesis.run.pause import RequestedPause
 from lachesis.run.requests import ask, is_asked, take
 from lachesis.run.status import read_status, status_lines
 
@@ -29,7 +29,7 @@ def nothing() -> None:
 
 
 def test_who_is_not_asked_goes_on_at_once(run: RunDirectory):
-    Pause(run, watch=pytest.fail, look_s=0.0)(3, pytest.fail)  # type: ignore[arg-type]
+    RequestedPause(run, watch=pytest.fail, look_s=0.0)(3, pytest.fail)  # type: ignore[arg-type]
     assert read_status(run.path).state == "running"
 
 
@@ -47,7 +47,7 @@ def test_it_lasts_until_it_is_taken_back_and_says_so(run: RunDirectory, caplog: 
 
     ask(run.path, "pause")
     with caplog.at_level(logging.WARNING, logger="lachesis"):
-        Pause(run, watch=nothing, look_s=0.01)(3, look)
+        RequestedPause(run, watch=nothing, look_s=0.01)(3, look)
     assert [lines["state"] for lines in looks] == ["paused, step 3 of 10"] * 2
     assert read_status(run.path).state == "running" and paused_s() > before
     first, last = (record.getMessage() for record in caplog.records)
@@ -61,7 +61,7 @@ def test_a_request_to_stop_ends_it(run: RunDirectory):
 
     ask(run.path, "pause")
     with pytest.raises(StopRequested):
-        Pause(run, watch=stop, look_s=0.0)(3, nothing)
+        RequestedPause(run, watch=stop, look_s=0.0)(3, nothing)
     assert is_asked(run.path, "pause") and waits_now() == ()
     at = paused_s()
     assert paused_s() == at, "time passes again for deadlines"

@@ -21,7 +21,7 @@ from lachesis.common.errors import CheckpointError
 from lachesis.config.schema import OptimizerConfig
 from lachesis.train import checkpoint
 from lachesis.train.checkpoint import CheckpointManager, capture_rng, restore_rng, save_model
-from lachesis.train.distributed.parts import Written
+from lachesis.train.distributed.sharded_checkpoint import Written
 from lachesis.train.optim.optimizer import build_optimizer
 
 

@@ -16,8 +16,7 @@ from lachesis.common.sandbox.commands import Command, run_inside
 from lachesis.common.sandbox.link import LinkClosed, receive, send
 from lachesis.common.sandbox.records import Ending, FunctionTests, Limits, Outcome, Program, SandboxError, Verdict, Wall
 from lachesis.common.sandbox.warden import keep
-from lachesis.common.workers import ChildProcess
-from lachesis.common.workers import Limits as ProcessLimits
+from lachesis.common.workers import ChildProcess, ProcessLimits
 
 _START_S = 60.0
 # How much later than its limit a program's end may be reported, on a machine that is busy.

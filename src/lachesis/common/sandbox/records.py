@@ -106,7 +106,7 @@ class Wall:
     """What stands between a program and this machine.
 
     Args:
-        name: of the backend.
+        name: of the kind of wall.
         layers: what it is made of, as ``user namespace`` or ``seccomp``.
     """
 

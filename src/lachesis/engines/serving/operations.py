@@ -205,7 +205,7 @@ class LoraStatus(Answer):
     max_lora_rank: int
 
 
-class Receiver(BaseModel):
+class ReceiverReport(BaseModel):
     """Where the receiver stands, and what it was started with."""
 
     status: ReceiverState
@@ -231,14 +231,14 @@ class Receiver(BaseModel):
         return known | spec | told
 
 
-class Receiving(Receiver, Answer):
+class Receiving(ReceiverReport, Answer):
     """The same with the stamp."""
 
 
 class Debug(ServerInfo):
     """What :class:`ServerInfo` says, the receiver, and the documented variables as this server sees them."""
 
-    receiver: Receiver
+    receiver: ReceiverReport
     adapter_roots: list[Path]
     variables: dict[str, str | None]
 

@@ -34,7 +34,7 @@ class TokenLogprob(BaseModel):
     logprob: float
 
 
-class TokenLogprobs(BaseModel):
+class ChoiceLogprobs(BaseModel):
     content: list[TokenLogprob]
 
 
@@ -43,7 +43,7 @@ class TokensChoice(BaseModel):
 
     index: int
     token_ids: tuple[int, ...]
-    logprobs: TokenLogprobs
+    logprobs: ChoiceLogprobs
     finish_reason: str
 
 
@@ -79,6 +79,6 @@ def token_choice(completion: Completion, *, index: int) -> TokensChoice:
     return TokensChoice(
         index=index,
         token_ids=completion.token_ids,
-        logprobs=TokenLogprobs(content=content),
+        logprobs=ChoiceLogprobs(content=content),
         finish_reason=completion.finish_reason,
     )

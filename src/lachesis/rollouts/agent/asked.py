@@ -37,7 +37,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AssistantCall:
     """A call of a tool in a turn."""
 
     id: str
@@ -51,11 +51,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class AssistantTurn:
     """What the model said, and how many tokens that took."""
 
     content: str
-    calls: tuple[Call, ...]
+    calls: tuple[AssistantCall, ...]
     finish_reason: FinishReason
     prompt_tokens: int
     tokens: int

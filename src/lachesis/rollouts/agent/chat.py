@@ -9,9 +9,9 @@ from typing import Any
 from lachesis.common.types import Message
 from lachesis.rollouts.agent.asked import (
     Asked,
+    AssistantTurn,
     BadRequest,
     Event,
-    Turn,
     arguments_of,
     assistant,
     limit_of,
@@ -62,7 +62,7 @@ def message(one: Mapping[str, Any]) -> Message:
     raise BadRequest(f"a message has the role {role!r}")
 
 
-def answer(turn: Turn) -> dict[str, Any]:
+def answer(turn: AssistantTurn) -> dict[str, Any]:
     """The document of a turn."""
     said: dict[str, Any] = {"role": "assistant", "content": turn.content or (None if turn.calls else "")}
     if turn.calls:
@@ -74,7 +74,7 @@ def answer(turn: Turn) -> dict[str, Any]:
     return _envelope(turn, "chat.completion") | {"choices": [choice], "usage": _usage(turn)}
 
 
-def events(turn: Turn) -> Iterator[Event]:
+def events(turn: AssistantTurn) -> Iterator[Event]:
     """The same as a stream, in as few events as clients need."""
 
     def chunk(delta: dict[str, Any], reason: str | None = None) -> Event:
@@ -91,15 +91,15 @@ def events(turn: Turn) -> Iterator[Event]:
     yield "", _envelope(turn, "chat.completion.chunk") | {"choices": [], "usage": _usage(turn)}
 
 
-def _reason(turn: Turn) -> str:
+def _reason(turn: AssistantTurn) -> str:
     return "tool_calls" if turn.calls else turn.finish_reason
 
 
-def _envelope(turn: Turn, kind: str) -> dict[str, Any]:
+def _envelope(turn: AssistantTurn, kind: str) -> dict[str, Any]:
     return {"id": f"chatcmpl-{turn.id}", "object": kind, "created": int(time.time()), "model": turn.model}
 
 
-def _usage(turn: Turn) -> dict[str, int]:
+def _usage(turn: AssistantTurn) -> dict[str, int]:
     return {
         "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": turn.tokens,

@@ -8,9 +8,9 @@ from typing import Any
 from lachesis.common.types import Message
 from lachesis.rollouts.agent.asked import (
     Asked,
+    AssistantTurn,
     BadRequest,
     Event,
-    Turn,
     arguments_of,
     assistant,
     limit_of,
@@ -74,7 +74,7 @@ def _messages(one: Mapping[str, Any]) -> Iterator[Message]:
         yield {"role": "user", "content": text_of(texts)}
 
 
-def answer(turn: Turn) -> dict[str, Any]:
+def answer(turn: AssistantTurn) -> dict[str, Any]:
     """The document of a turn."""
     return _begun(turn) | {
         "content": list(_blocks(turn)),
@@ -83,13 +83,13 @@ def answer(turn: Turn) -> dict[str, Any]:
     }
 
 
-def events(turn: Turn) -> Iterator[Event]:
+def events(turn: AssistantTurn) -> Iterator[Event]:
     """The same as a stream, in as few events as clients need."""
     for name, data in _events(turn):
         yield name, {"type": name} | data
 
 
-def _events(turn: Turn) -> Iterator[Event]:
+def _events(turn: AssistantTurn) -> Iterator[Event]:
     yield "message_start", {"message": _begun(turn)}
     for index, block in enumerate(_blocks(turn)):
         if block["type"] == "text":
@@ -105,20 +105,20 @@ def _events(turn: Turn) -> Iterator[Event]:
     yield "message_stop", {}
 
 
-def _blocks(turn: Turn) -> Iterator[dict[str, Any]]:
+def _blocks(turn: AssistantTurn) -> Iterator[dict[str, Any]]:
     if turn.content or not turn.calls:
         yield {"type": "text", "text": turn.content}
     for call in turn.calls:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}
 
 
-def _reason(turn: Turn) -> str:
+def _reason(turn: AssistantTurn) -> str:
     if turn.calls:
         return "tool_use"
     return "max_tokens" if turn.finish_reason == "length" else "end_turn"
 
 
-def _begun(turn: Turn) -> dict[str, Any]:
+def _begun(turn: AssistantTurn) -> dict[str, Any]:
     return {
         "id": f"msg_{turn.id}",
         "type": "message",

@@ -14,9 +14,9 @@ from typing import Literal
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.types import Prompt, SamplingParams
-from lachesis.rollouts.agent.process import AgentCommand, Ended, run_agent
+from lachesis.rollouts.agent.process import AgentCommand, AgentExit, run_agent
 from lachesis.rollouts.agent.proxy import AgentProxy
-from lachesis.rollouts.agent.session import Session
+from lachesis.rollouts.agent.session import AgentSession
 from lachesis.rollouts.failures import note_failure
 from lachesis.rollouts.generation import TextDecoder, request_seed
 from lachesis.rollouts.kept import KeptGroup, KeptRollout
@@ -29,11 +29,11 @@ _LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class AgentRun:
     """A rollout that came to an end."""
 
-    session: Session
-    ended: Ended
+    session: AgentSession
+    ended: AgentExit
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class AgentRollouts:
         seed = request_seed(group_seed, number)
         for attempt in range(self.retries + 1):
             outcome = self._attempt(prompt, request_seed(seed, attempt), params, deadline, over)
-            if isinstance(outcome, Played):
+            if isinstance(outcome, AgentRun):
                 rollout = self._finished(number, outcome, params)
                 note(rollout)
                 return rollout
@@ -166,7 +166,7 @@ class AgentRollouts:
 
     def _attempt(
         self, prompt: Prompt, seed: int, params: SamplingParams, deadline: Deadline, over: Callable[[], bool]
-    ) -> Played | Failed:
+    ) -> AgentRun | Failed:
         key, session = self.proxy.open(seed=seed, params=params)
         started = time.monotonic()
         try:
@@ -188,9 +188,9 @@ class AgentRollouts:
             return Failed("crash", f"{where} ended with {ended.exit_code}{tail}")
         if not session.trajectories:
             return Failed("silent", f"{where} never asked the model{tail}")
-        return Played(session, ended)
+        return AgentRun(session, ended)
 
-    def _finished(self, number: int, played: Played, params: SamplingParams) -> KeptRollout:
+    def _finished(self, number: int, played: AgentRun, params: SamplingParams) -> KeptRollout:
         """The samples of a rollout, and the columns that reward functions get, with a value per sample."""
         session, ended = played.session, played.ended
         self._count(turns=session.turns, tool_calls=session.calls)

@@ -53,7 +53,7 @@ class AgentCommand:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class AgentExit:
     """How a rollout's command ended. ``reward`` is what it wrote into its reward file, as text."""
 
     exit_code: int | None
@@ -64,7 +64,7 @@ class Ended:
 
 def run_agent(
     agent: AgentCommand, prompt: Prompt, *, url: str, key: str, stop: Callable[[], bool], limit_s: float | None
-) -> Ended:
+) -> AgentExit:
     """Run the command to its end, or to its limit, or until ``stop`` says so; its group has ended then.
 
     It finds the task in ``LACHESIS_TASK``, a file of JSON with the prompt and all columns, and may write a number into
@@ -106,7 +106,7 @@ def run_agent(
         process.stop()
         if agent.container is not None and timed_out:
             agent.container.remove(name)
-        return Ended(process.exit_code, timed_out, _tail(scratch / "output"), _content(reward))
+        return AgentExit(process.exit_code, timed_out, _tail(scratch / "output"), _content(reward))
 
 
 def task_of(prompt: Prompt) -> dict[str, Any]:

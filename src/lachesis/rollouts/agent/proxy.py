@@ -21,12 +21,14 @@ from lachesis.common.errors import EngineError, LachesisError
 from lachesis.common.hosts import OwnHostOnly
 from lachesis.common.types import SamplingParams
 from lachesis.rollouts.agent import chat, messages, responses
-from lachesis.rollouts.agent.asked import Asked, BadRequest, Dialect, Event, Turn
-from lachesis.rollouts.agent.session import Recorder, Session
+from lachesis.rollouts.agent.asked import Asked, AssistantTurn, BadRequest, Dialect, Event
+from lachesis.rollouts.agent.session import AgentSession, Recorder
 from lachesis.rollouts.gathered import GatheredCalls
 
 _START_S = 20.0
-_ANSWERS: Mapping[Dialect, tuple[Callable[[Turn], dict[str, Any]], Callable[[Turn], Iterator[Event]]]] = {
+_ANSWERS: Mapping[
+    Dialect, tuple[Callable[[AssistantTurn], dict[str, Any]], Callable[[AssistantTurn], Iterator[Event]]]
+] = {
     "chat": (chat.answer, chat.events),
     "responses": (responses.answer, responses.events),
     "messages": (messages.answer, messages.events),
@@ -45,7 +47,7 @@ class AgentProxy:
     def __init__(self, make_calls: Callable[[], GatheredCalls], recorder: Recorder, *, host: str = "127.0.0.1") -> None:
         self.failure: LachesisError | None = None
         self._recorder = recorder
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, AgentSession] = {}
         self._make_calls = make_calls
         self.calls: GatheredCalls | None = None
         self._listener = socket.create_server((host, 0))
@@ -82,9 +84,9 @@ class AgentProxy:
             self.calls.close()
         self._listener.close()
 
-    def open(self, *, seed: int, params: SamplingParams) -> tuple[str, Session]:
+    def open(self, *, seed: int, params: SamplingParams) -> tuple[str, AgentSession]:
         """A key for a new rollout, and what will be recorded of it."""
-        key, session = f"sk-{secrets.token_hex(16)}", Session(seed=seed, params=params)
+        key, session = f"sk-{secrets.token_hex(16)}", AgentSession(seed=seed, params=params)
         self._sessions[key] = session
         return key, session
 
@@ -138,7 +140,7 @@ class AgentProxy:
         self._session(request)
         return JSONResponse({"input_tokens": len(self._recorder.render(messages.read(await _body(request))))})
 
-    async def _turn(self, session: Session, asked: Asked, dialect: Dialect) -> Response:
+    async def _turn(self, session: AgentSession, asked: Asked, dialect: Dialect) -> Response:
         assert self.calls is not None, "made before the first request is taken"
         prepared = self._recorder.prepare(session, asked)
         completion = await self.calls.complete(prepared.request)
@@ -150,7 +152,7 @@ class AgentProxy:
             return JSONResponse(document(turn))
         return StreamingResponse(_stream(events(turn), dialect), media_type="text/event-stream")
 
-    def _session(self, request: Request) -> Session:
+    def _session(self, request: Request) -> AgentSession:
         """By the key, as either API's clients send it. Raises BadRequest for one that is not known, or no more."""
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ").strip()
         session = self._sessions.get(request.headers.get("x-api-key") or bearer)

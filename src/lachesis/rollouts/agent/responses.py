@@ -9,10 +9,10 @@ from typing import Any
 from lachesis.common.types import Message
 from lachesis.rollouts.agent.asked import (
     Asked,
+    AssistantCall,
+    AssistantTurn,
     BadRequest,
-    Call,
     Event,
-    Turn,
     arguments_of,
     assistant,
     limit_of,
@@ -80,7 +80,7 @@ def _calls_of(message: Message) -> list[tuple[str, str, Mapping[str, Any]]]:
     ]
 
 
-def answer(turn: Turn) -> dict[str, Any]:
+def answer(turn: AssistantTurn) -> dict[str, Any]:
     """The document of a turn."""
     cut = turn.finish_reason == "length"
     return _envelope(turn) | {
@@ -97,13 +97,13 @@ def answer(turn: Turn) -> dict[str, Any]:
     }
 
 
-def events(turn: Turn) -> Iterator[Event]:
+def events(turn: AssistantTurn) -> Iterator[Event]:
     """The same as a stream, in as few events as clients need."""
     for number, (name, data) in enumerate(_events(turn)):
         yield name, {"type": name, "sequence_number": number} | data
 
 
-def _events(turn: Turn) -> Iterator[Event]:
+def _events(turn: AssistantTurn) -> Iterator[Event]:
     begun = _envelope(turn) | {"status": "in_progress", "output": []}
     yield "response.created", {"response": begun}
     yield "response.in_progress", {"response": begun}
@@ -117,7 +117,7 @@ def _events(turn: Turn) -> Iterator[Event]:
     yield f"response.{whole['status']}", {"response": whole}
 
 
-def _text_events(turn: Turn, place: dict[str, Any]) -> Iterator[Event]:
+def _text_events(turn: AssistantTurn, place: dict[str, Any]) -> Iterator[Event]:
     place = place | {"content_index": 0}
     part = {"type": "output_text", "text": turn.content, "annotations": []}
     yield "response.content_part.added", place | {"part": part | {"text": ""}}
@@ -126,12 +126,12 @@ def _text_events(turn: Turn, place: dict[str, Any]) -> Iterator[Event]:
     yield "response.content_part.done", place | {"part": part}
 
 
-def _call_events(call: Call, place: dict[str, Any]) -> Iterator[Event]:
+def _call_events(call: AssistantCall, place: dict[str, Any]) -> Iterator[Event]:
     yield "response.function_call_arguments.delta", place | {"delta": call.json}
     yield "response.function_call_arguments.done", place | {"arguments": call.json, "name": call.name}
 
 
-def _output(turn: Turn) -> Iterator[tuple[Call | None, dict[str, Any]]]:
+def _output(turn: AssistantTurn) -> Iterator[tuple[AssistantCall | None, dict[str, Any]]]:
     """What is said, unless that is nothing and there are calls; then the calls."""
     if turn.content or not turn.calls:
         part = {"type": "output_text", "text": turn.content, "annotations": []}
@@ -157,7 +157,7 @@ def _output(turn: Turn) -> Iterator[tuple[Call | None, dict[str, Any]]]:
         )
 
 
-def _envelope(turn: Turn) -> dict[str, Any]:
+def _envelope(turn: AssistantTurn) -> dict[str, Any]:
     return {
         "id": f"resp_{turn.id}",
         "object": "response",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lachesis.common.types import Completion, GenerationRequest, Message, SamplingParams
-from lachesis.rollouts.agent.asked import Asked, BadRequest, Call, Turn, assistant
+from lachesis.rollouts.agent.asked import Asked, AssistantCall, AssistantTurn, BadRequest, assistant
 from lachesis.rollouts.generation import request_seed
 from lachesis.rollouts.tools.conversation import Conversation
 from lachesis.rollouts.tools.parsers import ToolParser
@@ -37,7 +37,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedTurn:
     """A turn that is about to be sampled: of a new trajectory, or after ``added`` tokens of one that goes on."""
 
     asked: Asked
@@ -48,7 +48,7 @@ class Prepared:
 
 
 @dataclass(slots=True)
-class Session:
+class AgentSession:
     """One rollout, by its key. Requests may overlap; what is recorded is what the model completed."""
 
     seed: int
@@ -86,7 +86,7 @@ class Recorder:
         self._max_context = max_context
         self._continuations: dict[str, Continuation] = {}
 
-    def prepare(self, session: Session, asked: Asked) -> Prepared:
+    def prepare(self, session: AgentSession, asked: Asked) -> PreparedTurn:
         """The engine's request for a turn. Raises BadRequest where it cannot be rendered, or has no room."""
         if not asked.messages:
             raise BadRequest("there are no messages")
@@ -109,9 +109,9 @@ class Recorder:
         seed = request_seed(session.seed, session.begun)
         session.begun += 1
         request = GenerationRequest(prompt, SamplingParams(**fields), 1, seed, conversation=f"agent {session.seed}")
-        return Prepared(asked, trajectory, added, request, new)
+        return PreparedTurn(asked, trajectory, added, request, new)
 
-    def record(self, session: Session, prepared: Prepared, completion: Completion) -> Turn:
+    def record(self, session: AgentSession, prepared: PreparedTurn, completion: Completion) -> AssistantTurn:
         """Take a turn into its trajectory; where that has gone on meanwhile, into one of its own."""
         trajectory, asked = prepared.trajectory, prepared.asked
         before = len(prepared.request.prompt_ids) - len(prepared.added)
@@ -128,7 +128,7 @@ class Recorder:
         trajectory.known.append(assistant(content, [(call.id, call.name, call.arguments) for call in calls]))
         trajectory.conversation.calls += len(calls)
         session.turns += 1
-        turn = Turn(
+        turn = AssistantTurn(
             content=content,
             calls=calls,
             finish_reason=completion.finish_reason,
@@ -152,7 +152,7 @@ class Recorder:
             raise BadRequest(f"the chat template cannot render these messages: {error}") from error
         return list(self._tokenizer(str(text), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
 
-    def _place(self, session: Session, asked: Asked) -> tuple[Trajectory | None, tuple[int, ...]]:
+    def _place(self, session: AgentSession, asked: Asked) -> tuple[Trajectory | None, tuple[int, ...]]:
         """The trajectory that a request goes on with, and the tokens that are new; none where it begins another."""
         for trajectory in reversed(session.trajectories):
             known = trajectory.known
@@ -181,8 +181,8 @@ class Recorder:
         return self._kwargs | ({"tools": [dict(tool) for tool in asked.tools]} if asked.tools else {})
 
     def _read(
-        self, session: Session, completion: Completion, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, tuple[Call, ...]]:
+        self, session: AgentSession, completion: Completion, tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, tuple[AssistantCall, ...]]:
         """What a turn says and calls; a call that is none is a part of what it says, as agents know no such thing."""
         ids = list(completion.token_ids)
         if ids and ids[-1] == self._tokenizer.eos_token_id:
@@ -192,7 +192,10 @@ class Recorder:
         if any(call.error for call in parsed.calls):
             return text, ()
         first, session.calls = session.calls, session.calls + len(parsed.calls)
-        calls = [Call(call_id(first + number), call.name, call.arguments) for number, call in enumerate(parsed.calls)]
+        calls = [
+            AssistantCall(call_id(first + number), call.name, call.arguments)
+            for number, call in enumerate(parsed.calls)
+        ]
         return parsed.content, tuple(calls)
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedProblem:
     """A problem that is ready, and where it stands in the dataset, for messages."""
 
     place: str
@@ -41,8 +41,8 @@ def key_of(parts: Mapping[str, Any]) -> str:
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     """Differs between tokenizers that make other tokens of some text, or another text of a conversation."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    content = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     identity = [
         type(tokenizer).__name__,
         content,
@@ -52,7 +52,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(identity, default=repr).encode()).hexdigest()
 
 
-def load_prepared(directory: Path, key: str) -> list[Prepared] | None:
+def load_prepared(directory: Path, key: str) -> list[PreparedProblem] | None:
     """What was kept under ``key``; ``None`` where nothing was, or where it is damaged (which is logged)."""
     path = _path(directory, key)
     try:
@@ -68,7 +68,7 @@ def load_prepared(directory: Path, key: str) -> list[Prepared] | None:
     return list(map(_parsed, body.splitlines()))
 
 
-def save_prepared(directory: Path, key: str, prepared: Sequence[Prepared]) -> None:
+def save_prepared(directory: Path, key: str, prepared: Sequence[PreparedProblem]) -> None:
     """Keep the problems, unless a column holds what JSON cannot give back unchanged (which is logged).
 
     Raises:
@@ -97,7 +97,7 @@ def _header(body: bytes) -> bytes:
     return json.dumps({"problems": body.count(b"\n"), "sha256": hashlib.sha256(body).hexdigest()}).encode()
 
 
-def _as_line(one: Prepared) -> bytes | None:
+def _as_line(one: PreparedProblem) -> bytes | None:
     """A line of JSON, ``None`` where reading that would give another problem."""
     try:
         text = json.dumps({"place": one.place} | {name: getattr(one.prompt, name) for name in Prompt.__slots__})
@@ -106,6 +106,6 @@ def _as_line(one: Prepared) -> bytes | None:
     return text.encode() if _parsed(text) == one else None
 
 
-def _parsed(line: str | bytes) -> Prepared:
+def _parsed(line: str | bytes) -> PreparedProblem:
     record = json.loads(line)
-    return Prepared(record["place"], decode_prompt(record))
+    return PreparedProblem(record["place"], decode_prompt(record))

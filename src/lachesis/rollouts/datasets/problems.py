@@ -18,7 +18,7 @@ from lachesis.common.given import given, is_given
 from lachesis.common.procedural import PREFIX
 from lachesis.common.types import Prompt
 from lachesis.rollouts.datasets.formats import Format, Problem, detect_format, to_problems
-from lachesis.rollouts.datasets.prepared import Prepared, key_of, load_prepared, save_prepared, tokenizer_digest
+from lachesis.rollouts.datasets.prepared import PreparedProblem, key_of, load_prepared, save_prepared, tokenizer_digest
 from lachesis.rollouts.datasets.rendering import Rendered, check_template_kwargs, render, tokenize
 from lachesis.rollouts.datasets.rows import (
     Row,
@@ -132,7 +132,7 @@ def load_problems(
         prepared_path=None if prepared_path is None else Path(prepared_path),
         processes=processes or 1,
     )
-    prepared: list[Prepared] = []
+    prepared: list[PreparedProblem] = []
     for index, dataset in enumerate([first, *more]):
         prepared += _renumbered(_prepare(dataset, index, preparation), after=prepared)
     return _with_all_columns(_within_limit(prepared, max_prompt_length, overlong, first.path))
@@ -154,7 +154,7 @@ def read_rows(dataset: Dataset) -> tuple[list[Row], str]:
     return rows, hashlib.sha256(read_bytes(path)).hexdigest()
 
 
-def _prepare(dataset: Dataset, index: int, preparation: Preparation) -> list[Prepared]:
+def _prepare(dataset: Dataset, index: int, preparation: Preparation) -> list[PreparedProblem]:
     """One dataset, from where it is kept or made anew; ids are indices in this dataset."""
     rows, digest = read_rows(dataset)
     named = None
@@ -181,7 +181,9 @@ def _prepare(dataset: Dataset, index: int, preparation: Preparation) -> list[Pre
     return made
 
 
-def _make(dataset: Dataset, rows: list[Row], named: TransformSpec | None, preparation: Preparation) -> list[Prepared]:
+def _make(
+    dataset: Dataset, rows: list[Row], named: TransformSpec | None, preparation: Preparation
+) -> list[PreparedProblem]:
     tokenizer = preparation.tokenizer
     if named is not None:
         rows = aligned(_mapped(partial(transform_rows, named=named, tokenizer=tokenizer), rows, preparation.processes))
@@ -193,7 +195,7 @@ def _make(dataset: Dataset, rows: list[Row], named: TransformSpec | None, prepar
     problems = [problem for _, problem, _ in done]
     token_ids = tokenize([problem.place for problem in problems], [rendered for _, _, rendered in done], tokenizer)
     return [
-        Prepared(
+        PreparedProblem(
             problem.place,
             Prompt(
                 id=f"{number}{FOLLOW_UP}{problem.turn}" if problem.turn else str(number),
@@ -243,7 +245,7 @@ def _mapped(work: Callable[[Sequence[In]], list[Out]], items: Sequence[In], proc
             ) from error
 
 
-def _renumbered(found: Sequence[Prepared], *, after: Sequence[Prepared]) -> list[Prepared]:
+def _renumbered(found: Sequence[PreparedProblem], *, after: Sequence[PreparedProblem]) -> list[PreparedProblem]:
     """The problems of a further dataset, with ids that go on where those before it end."""
     if not after:
         return list(found)
@@ -253,10 +255,10 @@ def _renumbered(found: Sequence[Prepared], *, after: Sequence[Prepared]) -> list
         number, mark, turn = prompt_id.partition(FOLLOW_UP)
         return f"{int(number) + offset}{mark}{turn}"
 
-    return [Prepared(one.place, replace(one.prompt, id=renamed(one.prompt.id))) for one in found]
+    return [PreparedProblem(one.place, replace(one.prompt, id=renamed(one.prompt.id))) for one in found]
 
 
-def _with_all_columns(prepared: Sequence[Prepared]) -> list[Prompt]:
+def _with_all_columns(prepared: Sequence[PreparedProblem]) -> list[Prompt]:
     prompts = [one.prompt for one in prepared]
     names = list(dict.fromkeys(name for prompt in prompts for name in prompt.columns))
     return [
@@ -268,8 +270,8 @@ def _with_all_columns(prepared: Sequence[Prepared]) -> list[Prompt]:
 
 
 def _within_limit(
-    prepared: list[Prepared], limit: int | None, overlong: Literal["error", "drop"], path: str
-) -> list[Prepared]:
+    prepared: list[PreparedProblem], limit: int | None, overlong: Literal["error", "drop"], path: str
+) -> list[PreparedProblem]:
     if limit is None:
         return prepared
     long = [one for one in prepared if len(one.prompt.token_ids) > limit]

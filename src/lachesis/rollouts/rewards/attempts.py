@@ -8,16 +8,17 @@ from typing import Any, Literal, TypeAlias
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import RewardError, nearest
+from lachesis.common.json_values import own
 from lachesis.common.types import Group, Prompt
 from lachesis.rollouts.rewards.functions import (
     HANG_REMEDY,
     VALUE_REMEDY,
     Answer,
     BadValue,
-    Call,
     CallLog,
     Excluded,
     Failure,
+    RewardCall,
     Signature,
     TrainerState,
     shorten,
@@ -206,7 +207,9 @@ def _shards(items: Sequence[Item], width: int) -> list[Sequence[Item]]:
     return [items[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 
 
-def _call(items: Sequence[Item], signature: Signature, state: TrainerState, text_completions: TextCompletions) -> Call:
+def _call(
+    items: Sequence[Item], signature: Signature, state: TrainerState, text_completions: TextCompletions
+) -> RewardCall:
     """One call. Lists and what is in them are made for this call: a function may change them."""
     groups = [item.group for item in items]
 
@@ -240,24 +243,13 @@ def _call(items: Sequence[Item], signature: Signature, state: TrainerState, text
         arguments["trainer_state"] = state
     for name in CallLog.NAMES:
         arguments.pop(name, None)
-    return Call(arguments, len(samples), tuple(filter(signature.takes, CallLog.NAMES)))
+    return RewardCall(arguments, len(samples), tuple(filter(signature.takes, CallLog.NAMES)))
 
 
 def _completion(prompt: Prompt, text: str, text_completions: TextCompletions) -> str | list[dict[str, str]]:
     """A message to a conversation; to a text what is asked for."""
     as_text = prompt.messages is None and text_completions == "text"
     return text if as_text else [{"role": "assistant", "content": text}]
-
-
-def own(value: Any) -> Any:
-    """The value in lists and mappings of its own, at any depth: the dataset's stay as they are for the next call."""
-    if isinstance(value, dict):  # most entries of messages are texts, and all rollouts' messages come here
-        copy = dict(value)
-        for name, entry in value.items():
-            if type(entry) is not str:
-                copy[name] = own(entry)
-        return copy
-    return [entry if type(entry) is str else own(entry) for entry in value] if isinstance(value, list) else value
 
 
 def _parts(items: Sequence[Item]) -> Iterator[tuple[Item, slice]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from lachesis.common.imports import describe_exception
-from lachesis.common.threads import Outcome
+from lachesis.common.threads import CallOutcome
 from lachesis.common.types import LARGEST_NUMBER
 
 HANG_REMEDY = "make it faster or give what it waits for a timeout, or raise rewards.timeout_s"
@@ -118,7 +118,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RewardCall:
     """Arguments of one call on ``count`` completions, and what it may log (names of ``CallLog.NAMES``)."""
 
     arguments: Mapping[str, Any]
@@ -168,8 +168,8 @@ class BadValue:
 
 def answer_of(
     function: Callable[..., Any],
-    call: Call,
-    invoke: Callable[[Mapping[str, Any]], Outcome],
+    call: RewardCall,
+    invoke: Callable[[Mapping[str, Any]], CallOutcome],
     *,
     timeout_s: float = math.inf,
 ) -> Answer:

@@ -9,12 +9,12 @@ from functools import cache
 from typing import Any, Protocol
 
 from lachesis.common.errors import RewardError
-from lachesis.common.threads import Caller, CallThread, Outcome
+from lachesis.common.threads import Caller, CallOutcome, CallThread
 from lachesis.common.workers import WorkerError, WorkerPool
 from lachesis.rollouts.rewards.functions import (
     Answer,
-    Call,
     Failure,
+    RewardCall,
     Signature,
     answer_of,
     hung,
@@ -34,7 +34,7 @@ class RewardRunner(Protocol):
     @property
     def signature(self) -> Signature: ...
 
-    def run(self, calls: Sequence[Call], *, timeout_s: float) -> list[Answer]:
+    def run(self, calls: Sequence[RewardCall], *, timeout_s: float) -> list[Answer]:
         """An answer for each of at most ``width`` calls, which run at once and have ``timeout_s`` each."""
         ...
 
@@ -49,8 +49,8 @@ class ThreadRunner:
         self._function = function
         self._thread = thread
 
-    def run(self, calls: Sequence[Call], *, timeout_s: float) -> list[Answer]:
-        def invoke(arguments: Mapping[str, Any]) -> Outcome:
+    def run(self, calls: Sequence[RewardCall], *, timeout_s: float) -> list[Answer]:
+        def invoke(arguments: Mapping[str, Any]) -> CallOutcome:
             return self._thread.call(self._function, arguments, timeout_s=timeout_s)
 
         return [answer_of(self._function, call, invoke, timeout_s=timeout_s) for call in calls]
@@ -76,7 +76,7 @@ class RewardWorkers:
             self.pool = WorkerPool(count, _signatures, self._functions, name="reward workers", start_s=start_s)
         self.signatures: tuple[Signature, ...] = self.pool.initialized
 
-    def run(self, index: int, calls: Sequence[Call], *, timeout_s: float) -> list[Answer]:
+    def run(self, index: int, calls: Sequence[RewardCall], *, timeout_s: float) -> list[Answer]:
         """An answer for each call of function ``index``; the calls, at most ``count``, run at once.
 
         A process whose call takes longer than ``timeout_s`` is killed, and another one takes its place before
@@ -105,7 +105,7 @@ class WorkerRunner:
         self._workers = workers
         self._index = index
 
-    def run(self, calls: Sequence[Call], *, timeout_s: float) -> list[Answer]:
+    def run(self, calls: Sequence[RewardCall], *, timeout_s: float) -> list[Answer]:
         return self._workers.run(self._index, calls, timeout_s=timeout_s)
 
 
@@ -147,15 +147,15 @@ def _signatures(paths: Sequence[ImportPath]) -> tuple[Signature, ...]:
     return tuple(signature_of(_load(path)) for path in paths)
 
 
-def _call_imported(path: ImportPath, call: Call) -> Answer:
+def _call_imported(path: ImportPath, call: RewardCall) -> Answer:
     """In a worker process: call a function. Its exception stays here, as the type may not be known elsewhere."""
     function = _load(path)
 
-    def invoke(arguments: Mapping[str, Any]) -> Outcome:
+    def invoke(arguments: Mapping[str, Any]) -> CallOutcome:
         try:
-            return Outcome(result=_caller().call(function, arguments))
+            return CallOutcome(result=_caller().call(function, arguments))
         except BaseException as error:
-            return Outcome(error=error)
+            return CallOutcome(error=error)
 
     answer = answer_of(function, call, invoke)
     return replace(answer, failure=answer.failure and replace(answer.failure, cause=None))

@@ -14,11 +14,11 @@ from lachesis.common.threads import CallThread
 from lachesis.rollouts.datasets.rows import read_file
 from lachesis.rollouts.episodes import PolicyAccess
 from lachesis.rollouts.rewards.rewarder import Rewarder
-from lachesis.rollouts.steps.game import Calls, Game, Row
+from lachesis.rollouts.steps.game import EnvironmentCalls, Game, Row
 from lachesis.rollouts.steps.gymnasium import GymnasiumGame
 from lachesis.rollouts.steps.observations import Rendering
 from lachesis.rollouts.steps.openenv import OpenEnvGame, find_server, is_address
-from lachesis.rollouts.steps.players import MakeGame, StepPlayers, TurnLimits
+from lachesis.rollouts.steps.players import EpisodeLimits, MakeGame, StepPlayers
 from lachesis.rollouts.steps.tinker import TinkerGame
 from lachesis.rollouts.steps.tools import ToolGame, owns_reward, tool_names, tool_schemas
 from lachesis.rollouts.tools.parsers import load_parser
@@ -82,7 +82,7 @@ def step_players(policy: PolicyAccess, settings: StepSettings, *, rewarder: Rewa
         rows=rows,
         make=_games(settings, maker, interface, schemas, policy),
         rendering=Rendering(policy.tokenizer, {**settings.template_kwargs, **told}),
-        limits=TurnLimits(settings.max_turns, settings.turn_tokens),
+        limits=EpisodeLimits(settings.max_turns, settings.turn_tokens),
         eval_tasks=settings.eval_tasks,
         rewarder=rewarder,
         owned=owned,
@@ -109,7 +109,7 @@ def _over_server(
         rows=rows,
         make=make,
         rendering=Rendering(policy.tokenizer, settings.template_kwargs),
-        limits=TurnLimits(settings.max_turns, settings.turn_tokens),
+        limits=EpisodeLimits(settings.max_turns, settings.turn_tokens),
         eval_tasks=settings.eval_tasks,
         rewarder=rewarder,
     )
@@ -197,7 +197,7 @@ def _games(
     what = settings.environment
 
     async def make(row: Row) -> Game:
-        calls = Calls(what)
+        calls = EnvironmentCalls(what)
         try:
             env = await calls(maker, row)
         except BaseException:

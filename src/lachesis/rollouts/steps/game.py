@@ -57,7 +57,7 @@ class Seen:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-class Calls:
+class EnvironmentCalls:
     """Calls into one environment: coroutine functions on the loop of the rollouts, all others on one thread.
 
     The thread is the environment's own from its making to its end, and a daemon: one that hangs is left behind.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lachesis.rollouts.episodes import RolloutFailed
-from lachesis.rollouts.steps.game import Action, Calls, Game, Row, Seen, named_arguments, number, shown
+from lachesis.rollouts.steps.game import Action, EnvironmentCalls, Game, Row, Seen, named_arguments, number, shown
 
 
 class GymnasiumGame(Game):
@@ -15,7 +15,7 @@ class GymnasiumGame(Game):
     latter are all other columns.
     """
 
-    def __init__(self, env: Any, row: Row, calls: Calls, *, what: str) -> None:
+    def __init__(self, env: Any, row: Row, calls: EnvironmentCalls, *, what: str) -> None:
         self.subject = env
         self._calls = calls
         self._row = row

@@ -14,7 +14,7 @@ from lachesis.rollouts.generation import request_seed, text_decoder
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.rollouts.steps.game import Action, Game, Row, Seen
 from lachesis.rollouts.steps.observations import Rendering
-from lachesis.rollouts.steps.scoring import Ended, scored
+from lachesis.rollouts.steps.scoring import EpisodeEnd, scored
 from lachesis.rollouts.turns import Turn, joined
 
 MakeGame = Callable[[Row], Awaitable[Game]]
@@ -22,7 +22,7 @@ MakeGame = Callable[[Row], Awaitable[Game]]
 
 
 @dataclass(frozen=True, slots=True)
-class TurnLimits:
+class EpisodeLimits:
     """Most turns of an episode, and most tokens of one of them (``None``: any)."""
 
     turns: int
@@ -66,7 +66,7 @@ class StepPlayers(TaskPlayers):
     rows: Sequence[Row]
     make: MakeGame
     rendering: Rendering
-    limits: TurnLimits
+    limits: EpisodeLimits
     eval_tasks: int = 0
     rewarder: Rewarder | None = None
     owned: bool = True
@@ -107,7 +107,9 @@ class StepPlayers(TaskPlayers):
         played = Played(
             tuple(replace(sample, reward=reward, rewards=(reward,)) for sample in samples),
             metrics=dict(episode.metrics),
-            state=None if self.rewarder is None else Ended(prompt, game.subject, episode.start, tuple(episode.said)),
+            state=None
+            if self.rewarder is None
+            else EpisodeEnd(prompt, game.subject, episode.start, tuple(episode.said)),
         )
         return await self._judged(played, prompt) if greedy else played
 

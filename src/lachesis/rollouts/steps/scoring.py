@@ -18,7 +18,7 @@ COLUMN = "environments"
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class EpisodeEnd:
     """What is left of an episode: its task, the environment, what it showed first, and all messages after that."""
 
     prompt: Prompt
@@ -36,7 +36,7 @@ async def scored(played: Sequence[Played], rewarder: Rewarder, *, owned: bool) -
     Raises:
         RewardError: a function failed, unless ``rewards.on_error`` drops the group: then none is left.
     """
-    ended: list[Ended] = [one.state for one in played]
+    ended: list[EpisodeEnd] = [one.state for one in played]
     asked = ended[0].prompt
     extras: dict[str, Any] = {COLUMN: [one.subject for one in ended]}
     if ended[0].start:  # an environment of tokens has no messages

@@ -8,7 +8,7 @@ from typing import Any
 
 from lachesis.common.types import Message
 from lachesis.rollouts.episodes import RolloutFailed
-from lachesis.rollouts.steps.game import Action, Calls, Game, Seen, number, shown
+from lachesis.rollouts.steps.game import Action, EnvironmentCalls, Game, Seen, number, shown
 
 
 class TinkerGame(Game):
@@ -17,7 +17,7 @@ class TinkerGame(Game):
     Where a next prompt begins with all tokens before it, as renderers that extend make it, the episode is one sequence.
     """
 
-    def __init__(self, env: Any, calls: Calls, *, what: str) -> None:
+    def __init__(self, env: Any, calls: EnvironmentCalls, *, what: str) -> None:
         self.subject = env
         self._calls = calls
         self._what = what

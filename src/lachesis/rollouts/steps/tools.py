@@ -9,7 +9,7 @@ from typing import Any
 from lachesis.common.errors import ConfigError
 from lachesis.common.types import Message
 from lachesis.rollouts.episodes import RolloutFailed
-from lachesis.rollouts.steps.game import Action, Calls, Game, Row, Seen, number, shown
+from lachesis.rollouts.steps.game import Action, EnvironmentCalls, Game, Row, Seen, number, shown
 from lachesis.rollouts.tools.parsers import ToolParser
 from lachesis.rollouts.tools.template import answer_message
 from lachesis.rollouts.tools.toolbox import Tool, Toolbox, described
@@ -46,7 +46,7 @@ class ToolGame(Game):
         self,
         env: Any,
         row: Row,
-        calls: Calls,
+        calls: EnvironmentCalls,
         *,
         schemas: Mapping[str, Mapping[str, Any]],
         parse: ToolParser,

@@ -108,10 +108,10 @@ def short_token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) ->
     One after the other where that can be: a batch goes to threads of the library's, and to wait for these takes longer
     than a few short texts, the more so on a machine that does other work.
     """
-    backend: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
-    if backend is None or backend.truncation is not None or backend.padding is not None:
+    fast: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
+    if fast is None or fast.truncation is not None or fast.padding is not None:
         return tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[return-value]
-    return [backend.encode(text, add_special_tokens=False).ids for text in texts]
+    return [fast.encode(text, add_special_tokens=False).ids for text in texts]
 
 
 def answer_message(content: str, calls: Sequence[tuple[str, Mapping[str, Any]]], *, first: int = 0) -> Message:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import load_function
-from lachesis.common.threads import DaemonThread, Line, Outcome
-from lachesis.rollouts.rewards.attempts import own
+from lachesis.common.json_values import own
+from lachesis.common.threads import CallOutcome, DaemonThread, Line
 from lachesis.rollouts.tools.mcp_server import McpServer, ToolError, ToolServerLost
 from lachesis.rollouts.tools.parsers import ToolCall
 
@@ -195,11 +195,11 @@ class Toolbox:
         """What the calls of a line gave; of those that had not returned by then, that they are late."""
         over = begun.line.wait(max(0.0, end - time.monotonic()))
         outcomes = list(begun.line.outcomes)  # before it is abandoned, which cancels a coroutine
-        outcomes += [Outcome(hung=True)] * (len(begun.calls) - len(outcomes))
+        outcomes += [CallOutcome(hung=True)] * (len(begun.calls) - len(outcomes))
         self._idle.append(begun.thread) if over else begun.thread.abandon()
         return [self._observation(call, outcome) for call, outcome in zip(begun.calls, outcomes, strict=True)]
 
-    def _observation(self, call: ToolCall, outcome: Outcome) -> Observation:
+    def _observation(self, call: ToolCall, outcome: CallOutcome) -> Observation:
         if outcome.hung:
             return Observation(call, f"error: the call took longer than {self._timeout_s:g} s", failed=True)
         error = outcome.error

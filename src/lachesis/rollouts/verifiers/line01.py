@@ -18,8 +18,8 @@ from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.types import Prompt
 from lachesis.rollouts.episodes import Played, RolloutFailed, cause_of, held_out_last
 from lachesis.rollouts.turns import MODEL, SESSION, joined
-from lachesis.rollouts.verifiers.raised01 import note_errors, take_error
 from lachesis.rollouts.verifiers.renderer import ListRenderer
+from lachesis.rollouts.verifiers.rubrics01 import note_errors, take_error
 from lachesis.rollouts.verifiers.settings import (
     Environment,
     VerifiersSettings,

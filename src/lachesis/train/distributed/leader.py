@@ -22,7 +22,7 @@ from lachesis.metrics.values import MetricValue, merge_metrics
 from lachesis.train.batch import Batch, collect, deal, split
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
-from lachesis.train.distributed.parts import Written
+from lachesis.train.distributed.sharded_checkpoint import Written
 from lachesis.train.policy import Policy
 
 # Turns that are no methods of a policy: the first, which builds it of a configuration, and the last.

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 
 from lachesis.common.errors import CheckpointError
 from lachesis.config.schema import OptimizerConfig
-from lachesis.train.distributed.parts import NOISE, OPTIMIZER, sharded_as
+from lachesis.train.distributed.sharded_checkpoint import NOISE, OPTIMIZER, sharded_as
 from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.optim.optimizer import PolicyOptimizer, build_optimizer, global_norm
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lachesis.rollouts.agent import chat, messages, responses
-from lachesis.rollouts.agent.asked import Asked, BadRequest, Call, Turn
+from lachesis.rollouts.agent.asked import Asked, AssistantCall, AssistantTurn, BadRequest
 
-CALL = Call("call00000", "add", {"a": 1})
+CALL = AssistantCall("call00000", "add", {"a": 1})
 ASKED = {
     "role": "assistant",
     "content": "Wait.",
@@ -19,7 +19,7 @@ ASKED = {
 ANSWERED = {"role": "tool", "content": "2", "tool_call_id": "c1"}
 
 
-def turn(**fields: Any) -> Turn:
+def turn(**fields: Any) -> AssistantTurn:
     options: dict[str, Any] = {
         "content": "Wait.",
         "calls": (CALL,),
@@ -27,7 +27,7 @@ def turn(**fields: Any) -> Turn:
         "prompt_tokens": 7,
         "tokens": 3,
     }
-    return Turn(**(options | fields))
+    return AssistantTurn(**(options | fields))
 
 
 def test_chat_is_read_as_templates_have_it():
@@ -129,7 +129,7 @@ def test_what_cannot_be_done_is_refused(read: Callable[[Mapping[str, Any]], Aske
         (turn(calls=(), finish_reason="length"), ("length", "incomplete", "max_tokens")),
     ],
 )
-def test_each_api_says_in_its_own_words_why_a_turn_ended(made: Turn, reasons: tuple[str, str, str]):
+def test_each_api_says_in_its_own_words_why_a_turn_ended(made: AssistantTurn, reasons: tuple[str, str, str]):
     found = (
         chat.answer(made)["choices"][0]["finish_reason"],
         responses.answer(made)["status"],

@@ -16,8 +16,15 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from lachesis.common.errors import CheckpointError
 from lachesis.common.files import crc32_of
-from lachesis.train.distributed import parts
-from lachesis.train.distributed.parts import INDEX, PartsSave, read_parts, read_whole, saved_tensors, sharded_as
+from lachesis.train.distributed import sharded_checkpoint
+from lachesis.train.distributed.sharded_checkpoint import (
+    INDEX,
+    PartsSave,
+    read_parts,
+    read_whole,
+    saved_tensors,
+    sharded_as,
+)
 from tests.waiting import until
 
 
@@ -104,7 +111,7 @@ def test_an_index_and_what_ranks_are_told_call_nothing(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_bytes(pickle.dumps(Calling()))
     with pytest.raises(CheckpointError, match=r"posix.mkdir is no record of a checkpoint"):
         saved_tensors(tmp_path)
-    for received in (lambda: parts._gathered(Calling()), lambda: parts._dealt([Calling()])):
+    for received in (lambda: sharded_checkpoint._gathered(Calling()), lambda: sharded_checkpoint._dealt([Calling()])):
         with pytest.raises(pickle.UnpicklingError, match=r"posix.mkdir is no record"):
             received()
     assert not (tmp_path / "called").exists()
@@ -112,6 +119,11 @@ def test_an_index_and_what_ranks_are_told_call_nothing(tmp_path: Path) -> None:
 
 def test_records_are_classes_and_dtypes_alone() -> None:
     """But for one function of torch, which looks up a memory layout by its name."""
-    for module, name in parts._RECORDS - {("torch.serialization", "_get_layout"), ("pathlib._local", "PosixPath")}:
-        found = parts._RecordsUnpickler.find_class(pickle.Unpickler.__new__(parts._RecordsUnpickler), module, name)
+    for module, name in sharded_checkpoint._RECORDS - {
+        ("torch.serialization", "_get_layout"),
+        ("pathlib._local", "PosixPath"),
+    }:
+        found = sharded_checkpoint._RecordsUnpickler.find_class(
+            pickle.Unpickler.__new__(sharded_checkpoint._RecordsUnpickler), module, name
+        )
         assert isinstance(found, type), (module, name)

@@ -52,20 +52,20 @@ def serve_embedded(options: ServeOptions, *, on_ready: Callable[[str], None] | N
     _check(options)
     listener = _listen(options)
     session: Session | None = None
-    backend: ServedEmbedded | None = None
+    served: ServedEmbedded | None = None
     try:
         session = new_session(
             host=options.host,
             port=listener.getsockname()[1],
             adapter_roots=options.adapter_roots,
         )
-        backend = build_backend(options, session=session)
+        served = build_served(options, session=session)
         if (path := asked_at_start()) is not None:
-            asyncio.run(backend.export_shared(path))
+            asyncio.run(served.export_shared(path))
         write_session(session)
         if on_ready is not None:
             on_ready(session.url)
-        app = build_app(backend, session=session, allowed_hosts=(options.host, *options.allowed_hosts))
+        app = build_app(served, session=session, allowed_hosts=(options.host, *options.allowed_hosts))
         config = uvicorn.Config(
             app, log_config=None, access_log=False, http="httptools", ws="none",
             timeout_keep_alive=_KEEP_ALIVE_S, timeout_graceful_shutdown=_SHUTDOWN_S, server_header=False,
@@ -73,13 +73,13 @@ def serve_embedded(options: ServeOptions, *, on_ready: Callable[[str], None] | N
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         listener.close()
-        if backend is not None:
-            backend.close()
+        if served is not None:
+            served.close()
         if session is not None:
             remove_session(session)
 
 
-def build_backend(options: ServeOptions, *, session: Session) -> ServedEmbedded:
+def build_served(options: ServeOptions, *, session: Session) -> ServedEmbedded:
     """Load the model, and an engine around it.
 
     Raises:
@@ -145,8 +145,8 @@ def _run_first_token(engine: EmbeddedEngine, model: str) -> None:
         ) from error
 
 
-def build_app(backend: ServedEmbedded, *, session: Session, allowed_hosts: Sequence[str] = ()) -> Starlette:
-    """The application over a backend; when it ends, so do the backend and the session.
+def build_app(served: ServedEmbedded, *, session: Session, allowed_hosts: Sequence[str] = ()) -> Starlette:
+    """The application over a served engine; when it ends, so do the engine and the session.
 
     Args:
         allowed_hosts: names that requests may ask for it by, beside addresses and this machine's own.
@@ -159,7 +159,7 @@ def build_app(backend: ServedEmbedded, *, session: Session, allowed_hosts: Seque
         finally:
             # Here, for after this uvicorn raises the signal anew, which ends the process.
             remove_session(session)
-            backend.close()
+            served.close()
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -169,8 +169,8 @@ def build_app(backend: ServedEmbedded, *, session: Session, allowed_hosts: Seque
 
     return Starlette(
         routes=[
-            *engine_routes(backend, session=session, adapter_roots=session.adapter_roots),
-            *OpenAIRoutes(backend).routes(),
+            *engine_routes(served, session=session, adapter_roots=session.adapter_roots),
+            *OpenAIRoutes(served).routes(),
         ],
         lifespan=lifespan,
         middleware=[Middleware(OwnHostOnly, allowed=allowed_hosts)],

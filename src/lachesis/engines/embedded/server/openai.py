@@ -120,8 +120,8 @@ class _Asked:
 class OpenAIRoutes:
     """``/v1/models``, completions, chats (also with the prompt as tokens) and ``/tokenize``, over an engine."""
 
-    def __init__(self, backend: ServedEmbedded) -> None:
-        self._backend = backend
+    def __init__(self, served: ServedEmbedded) -> None:
+        self._served = served
         self._created = int(time.time())
 
     def routes(self) -> list[Route]:
@@ -135,7 +135,7 @@ class OpenAIRoutes:
         ]
 
     async def _models(self, request: HttpRequest) -> Response:
-        info, adapter = self._backend.model_info(), self._backend.adapter()
+        info, adapter = self._served.model_info(), self._served.adapter()
         names = [*info.served_names, POLICY, *([adapter.name] if adapter else [])]
         cards = [
             {
@@ -159,7 +159,7 @@ class OpenAIRoutes:
 
     async def _chat(self, request: HttpRequest) -> Response:
         body = await self._parsed(_ChatBody, request)
-        return await self._turn(request, body, render_chat(body, self._backend.tokenizer))
+        return await self._turn(request, body, render_chat(body, self._served.tokenizer))
 
     async def _chat_tokens(self, request: HttpRequest) -> Response:
         body = await self._parsed(_TokensChatBody, request)
@@ -171,19 +171,19 @@ class OpenAIRoutes:
 
     async def _tokenize(self, request: HttpRequest) -> Response:
         body = parse(_TokenizeBody, await read_body(request))
-        info, tokenizer = self._backend.model_info(), self._backend.tokenizer
-        check_model(body.model, info=info, adapter=self._backend.adapter())
+        info, tokenizer = self._served.model_info(), self._served.tokenizer
+        check_model(body.model, info=info, adapter=self._served.adapter())
         tokens = _tokenized(body, tokenizer)
         strings = tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         document = {"count": len(tokens), "max_model_len": info.max_model_len, "tokens": tokens}
         return JSONResponse(document | {"token_strs": strings})
 
     async def _parsed(self, kind: type[B], request: HttpRequest) -> B:
-        return parse_sampled(kind, await read_body(request), sampling_fields=self._backend.sampling_fields)
+        return parse_sampled(kind, await read_body(request), sampling_fields=self._served.sampling_fields)
 
     def _asked(self, body: _OpenAIBody, prompts: Sequence[str | tuple[int, ...]], *, top: int | None) -> _Asked:
-        info = self._backend.model_info()
-        check_model(body.model, info=info, adapter=self._backend.adapter())
+        info = self._served.model_info()
+        check_model(body.model, info=info, adapter=self._served.adapter())
         sampling = body.sampling
         if isinstance(body, _ChatBody) and "max_tokens" not in sampling:
             sampling["max_tokens"] = max(1, info.max_model_len - max(map(len, prompts)))
@@ -209,7 +209,7 @@ class OpenAIRoutes:
                 raise Refused("several prompts cannot be streamed at once", remedy="send one prompt, or stream: false")
             events = self._events(asked)
             return event_stream(await while_connected(request, anext(events)), events)
-        work = asyncio.gather(*(self._backend.generate(one) for one in asked.requests))
+        work = asyncio.gather(*(self._served.generate(one) for one in asked.requests))
         return JSONResponse(self._document(asked, await while_connected(request, work)))
 
     def _document(self, asked: _Asked, results: Sequence[GenerateResult]) -> dict[str, Any]:
@@ -231,7 +231,7 @@ class OpenAIRoutes:
     async def _events(self, asked: _Asked) -> AsyncIterator[str]:
         envelope = _envelope(asked, chunk=True)
         prompt, tokens, started = 0, 0, set()
-        async with aclosing(self._backend.stream(asked.requests[0])) as chunks:
+        async with aclosing(self._served.stream(asked.requests[0])) as chunks:
             async for chunk in chunks:
                 choice = {"index": chunk.index, **self._choice(asked, chunk, delta=True)}
                 if asked.chat and chunk.index not in started:
@@ -273,7 +273,7 @@ class OpenAIRoutes:
         }
 
     def _token_text(self, token: int) -> str:
-        return str(self._backend.tokenizer.decode([token]))
+        return str(self._served.tokenizer.decode([token]))
 
 
 def _token_id(token: int) -> str:
