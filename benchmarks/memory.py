@@ -1,7 +1,7 @@
 """What training takes of a GPU's memory, beside what `lachesis plan` says of the same configuration.
 
     PYTHONPATH=src python benchmarks/memory.py [--tiny] [--only NAME ...] [--budget-s 380] [--out FILE.json]
-    PYTHONPATH=src python benchmarks/memory.py --again FILE.json     # what was measured, beside what is planned now
+    PYTHONPATH=src python benchmarks/memory.py --again FILE.json ... # what was measured, beside what is planned now
     PYTHONPATH=src torchrun --nproc-per-node 2 benchmarks/memory.py [--out FILE.json]     # sharded over two GPUs
 
 Models have random weights, made on the device from their shapes. A row is two or three optimizer steps of two
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -24,6 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import transformers
+from memory_rows import MODELS, compared, configured, line, read
 from needs_gpu import require_gpu
 from torch import nn
 
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.common.world import find_world
 from lachesis.config.architectures import known_architecture
-from lachesis.config.plan import plan
 from lachesis.config.schema import DistributedConfig, LachesisConfig
 from lachesis.train.batch import split
 from lachesis.train.distributed.fsdp2 import Fsdp2
@@ -47,15 +49,6 @@ from lachesis.train.model.loading import LoadedModel, empty_transformer, made_tr
 from lachesis.train.model.quantized import settle
 from lachesis.train.policy import Policy
 
-GB = 1e9
-MODELS = {
-    "1.5B": "Qwen/Qwen2.5-1.5B",
-    "3B": "Qwen/Qwen2.5-3B",
-    "8B": "Qwen/Qwen3-8B",
-    "14B": "Qwen/Qwen3-14B",
-    "24B": "mistralai/Mistral-Small-24B-Base-2501",
-    "32B": "Qwen/Qwen3-32B",
-}
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
         "intermediate_size": 128, "vocab_size": 512, "head_dim": 16}  # fmt: skip
 LORA = {"adapter": {"kind": "lora", "r": 16, "alpha": 32}}
@@ -161,17 +154,6 @@ def workload(config: LachesisConfig, *, vocab_size: int) -> list[Group]:
         )
         groups.append(Group(prompt=Prompt(id=str(number), token_ids=prompt, text=""), samples=(sample,)))
     return groups
-
-
-def configured(fields: dict[str, Any], sections: dict[str, Any], *, directory: str) -> LachesisConfig:
-    """The configuration of a model whose ``config.json`` is written into the directory."""
-    (Path(directory) / "config.json").write_text(json.dumps(fields))
-    basic: dict[str, Any] = {
-        "run": {"steps": 10},
-        "data": {"path": "none.jsonl"},
-        "rewards": {"functions": ["none.none"]},
-    }
-    return LachesisConfig.model_validate({**basic, **sections, "model": {**sections["model"], "path": directory}})
 
 
 # --- models -------------------------------------------------------------------------------------------------
@@ -398,25 +380,6 @@ def run(
     return {**row, "measured": measured, "took_s": round(time.perf_counter() - started, 1)}
 
 
-def planned(row: dict[str, Any]) -> int:
-    """Bytes of tensors that `lachesis plan` says a row's trainer holds at most."""
-    with tempfile.TemporaryDirectory() as directory:
-        config = configured(row["architecture"], row["sections"], directory=directory)
-        return plan(config, device="cuda", devices=row["devices"]).peak("trainer")
-
-
-def line(row: dict[str, Any]) -> str:
-    """One row of the table."""
-    measured, expected = row["measured"], planned(row)
-    error = f"{expected / measured['peak'] - 1:+7.1%}" if measured["peak"] else "      -"
-    seconds = min(measured["seconds"], default=0.0)
-    return (
-        f"{row['name']:48s} {measured['peak'] / GB:7.2f} GB, reserved {measured['reserved'] / GB:7.2f}, process "
-        f"{measured['process'] / GB:7.2f}; planned {expected / GB:7.2f} {error}  {seconds:7.3f} s of "
-        f"{measured['tokens']:,} tokens"
-    )
-
-
 def release(device: torch.device) -> None:
     """Let go of all that a row has left."""
     torch.compiler.reset()
@@ -435,13 +398,20 @@ def surroundings(device: torch.device) -> dict[str, Any]:
         "context_bytes": meter.used(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
+        "bitsandbytes": importlib.metadata.version("bitsandbytes") if has_bitsandbytes() else None,
+        "date": datetime.now(UTC).date().isoformat(),
     }
 
 
+def has_bitsandbytes() -> bool:
+    """Rows of quantized weights need it."""
+    return importlib.util.find_spec("bitsandbytes") is not None
+
+
 def chosen_cases(options: argparse.Namespace, *, ranks: int) -> Iterator[Case]:
-    has_bitsandbytes = importlib.util.find_spec("bitsandbytes") is not None
+    quantizes = has_bitsandbytes()
     for case in sharded_cases() if ranks > 1 else cases():
-        if "QLoRA" in case.method and not has_bitsandbytes:
+        if "QLoRA" in case.method and not quantizes:
             sys.stdout.write(f"{case.name:48s} left out: bitsandbytes is not installed\n")
         elif any(part in case.name for part in options.only):
             yield case
@@ -484,12 +454,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="the largest models take 2 at most")
     parser.add_argument("--only", nargs="*", default=[""], help="run only rows whose names contain one of these")
     parser.add_argument("--budget-s", type=float, default=370.0, help="begin no row after so many seconds")
-    parser.add_argument("--again", type=Path, help="measure nothing: a file of an earlier --out")
+    parser.add_argument("--again", type=Path, nargs="+", help="measure nothing: files of earlier --out")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.again:
-        for row in json.loads(options.again.read_text())["rows"]:
-            sys.stdout.write(line(row) + "\n")
+        sys.stdout.writelines(f"{text}\n" for text in compared([read(path) for path in options.again]))
         return
     require_gpu(tiny=options.tiny)
     device = torch.device("cpu" if options.tiny else "cuda")

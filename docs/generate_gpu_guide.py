@@ -1,10 +1,9 @@
-"""Writes gpu-guide.md from benchmarks/memory.json and `lachesis plan`: ``python docs/generate_gpu_guide.py``."""
+"""Writes gpu-guide.md from benchmarks/memory*.json and `lachesis plan`: ``python docs/generate_gpu_guide.py``."""
 
 from __future__ import annotations
 
-import json
-import tempfile
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,13 @@ from lachesis.config.model_shape import FoundShape, find_shape
 from lachesis.config.plan import plan
 from lachesis.config.schema import LachesisConfig
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
+from memory_rows import MODELS, Measurement, error, kept, largest_error, planned  # noqa: E402
+
 TARGET = Path(__file__).with_name("gpu-guide.md")
-MEASURED = Path(__file__).parents[1] / "benchmarks" / "memory.json"
-RESULTS = MEASURED.with_name("RESULTS.md")
+RESULTS = BENCHMARKS / "RESULTS.md"
 BEGIN, END = "<!-- by docs/generate_gpu_guide.py: -->", "<!-- :by docs/generate_gpu_guide.py -->"
-MODELS = {
-    "1.5B": "Qwen/Qwen2.5-1.5B",
-    "3B": "Qwen/Qwen2.5-3B",
-    "8B": "Qwen/Qwen3-8B",
-    "14B": "Qwen/Qwen3-14B",
-    "24B": "mistralai/Mistral-Small-24B-Base-2501",
-    "32B": "Qwen/Qwen3-32B",
-}
 # Of a context: prompt, completion, tokens of a micro-batch.
 CONTEXTS = {1024: (128, 896, 4096), 8192: (1024, 7168, 8192)}
 VLLM, SERVER = {"kind": "vllm"}, {"kind": "vllm", "devices": "1"}
@@ -42,10 +36,18 @@ APART: dict[str, dict[str, Any]] = {
     "QLoRA": {"engine": SERVER, "bridge": {"kind": "lora_nccl"}, "adapter": LORA},
 }
 
+# Layouts of the table of cards: on how many, and by method of the guide which of memory.py's it is.
+LAYOUTS: dict[str, tuple[int, dict[str, str | None]]] = {
+    "one card, shared": (1, {"full": "full, shared", "LoRA": "LoRA, shared", "QLoRA": None}),
+    "one each": (1, {"full": "full", "LoRA": "LoRA", "QLoRA": "QLoRA"}),
+    "two": (2, {"full": "full", "LoRA": "LoRA"}),
+    "four": (4, {"full": "full", "LoRA": "LoRA"}),
+}
+
 INTRODUCTION = """\
 # GPU guide: what fits
 
-<!-- Written by docs/generate_gpu_guide.py from benchmarks/memory.json and lachesis plan; do not edit. -->
+<!-- Written by docs/generate_gpu_guide.py from benchmarks/memory*.json and lachesis plan; do not edit. -->
 
 `lachesis plan config.yaml` says of your own configuration which cards it fits on, by phase and part;
 `lachesis plan config.yaml --fit 40` what to change for a card of 40 GB, and what each change saves. It loads nothing;
@@ -59,9 +61,13 @@ AFTER_MEASURED = """
 Peak of the trainer's tensors over a step, and what its process takes of the card (the allocator's blocks and CUDA's
 context included), beside what `plan` says of the same configuration. Every sequence has the context's whole length, a
 step has two micro-batches, layers are compiled; "shared" trains on weights that another process has, as vLLM's. Seconds
-are the fastest step after the first.
+are the fastest step after the first. Of rows with several GPUs, sharded by FSDP2, bytes and tokens are those of one.
 """
 
+NOT_MEASURED_TEXT = """
+Sizes and layouts that are not here are planned and not measured. Of [the table of cards](#which-card) these have no
+row, at either context:
+"""
 CARDS_TEXT = """
 ## Which card
 
@@ -110,42 +116,51 @@ def configured(method: str, context: int, sections: dict[str, Any], *, checkpoin
     )
 
 
-def planned_tensors(row: dict[str, Any]) -> int:
-    """What plan says of a measured row, in bytes of tensors."""
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(row["architecture"]))
-        data: dict[str, Any] = {"run": {"steps": 10}, "rewards": {"functions": ["none.none"]}, **row["sections"]}
-        data["model"] = {**data["model"], "path": directory}
-        return plan(LachesisConfig.model_validate(data), device="cuda", devices=row["devices"]).peak("trainer")
+def sources(measurements: Sequence[Measurement], *, directory: str) -> Iterator[str]:
+    """Where and when each file was measured, and how far plan is from all of them."""
+    for number, one in enumerate(measurements, 1):
+        yield f"{number}. [{one.path.name}]({directory}{one.path.name}): {one.machine}, rows: {len(one.rows)}"
+    rows = [row for one in measurements for row in one.rows]
+    yield f"\nThe largest error of `plan` over these {len(rows)} rows is {largest_error(rows):.1%}."
 
 
-def measured_rows(record: dict[str, Any]) -> Iterator[str]:
+def measured_rows(measurements: Sequence[Measurement]) -> Iterator[str]:
     """The table of what was measured."""
-    yield "| model | method | context | | measured: tensors | plan | error | process | plan | a step |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "| model | method | GPUs | context | | measured: tensors | plan | error | process | plan | a step | run |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|---|"
     order = list(MODELS)
-    for row in sorted(record["rows"], key=lambda row: (order.index(row["size"]), row["devices"])):
-        measured, expected = row["measured"], planned_tensors(row)
-        process = measured["reserved"] + record["context_bytes"]
-        also = ", ".join(filter(None, (row["also"], "each of two" if row["devices"] == 2 else "")))
+    rows = [(row, number) for number, one in enumerate(measurements) for row in one.rows]
+    for row, number in sorted(rows, key=lambda pair: (order.index(pair[0]["size"]), pair[0]["devices"])):
+        measured, expected = row["measured"], planned(row)
+        process = measured["reserved"] + measurements[number].context_bytes
         cells = (
             row["size"],
             row["method"],
+            str(row["devices"]),
             f"{row['context']:,}",
-            also,
+            row["also"],
             f"{measured['peak'] / GB:.1f} GB",
             f"{expected / GB:.1f}",
-            f"{expected / measured['peak'] - 1:+.1%}",
+            f"{error(row):+.1%}",
             f"{process / GB:.1f} GB",
             f"{process_bytes(expected) / GB:.1f}",
             f"{min(measured['seconds']):.2f} s of {measured['tokens']:,} tokens",
+            str(number + 1),
         )
         yield f"| {' | '.join(cells)} |"
 
 
-def largest_error(record: dict[str, Any]) -> float:
-    """Of tensors, over all rows."""
-    return max(abs(planned_tensors(row) / row["measured"]["peak"] - 1) for row in record["rows"])
+def not_measured(measurements: Sequence[Measurement]) -> Iterator[str]:
+    """By layout the sizes and methods that no row has, at either context."""
+    found = {(row["size"], row["method"], row["devices"]) for one in measurements for row in one.rows}
+    for layout, (devices, methods) in LAYOUTS.items():
+        sizes: list[str] = []
+        for size in MODELS:
+            missing = [method for method, measured in methods.items() if (size, measured, devices) not in found]
+            if missing:
+                sizes.append(size if len(missing) == len(methods) else f"{size} {' and '.join(missing)}")
+        if sizes:
+            yield f"- {layout}: {'all' if sizes == list(MODELS) else ', '.join(sizes)}"
 
 
 def smallest(size: int) -> str:
@@ -224,18 +239,17 @@ def proposals() -> Iterator[str]:
 
 def render() -> str:
     """The whole page."""
-    record = json.loads(MEASURED.read_text())
-    error = largest_error(record)
-    machine = f"{record['gpu']}, torch {record['torch']}, transformers {record['transformers']}, 2026-11-22"
+    measurements = kept()
     return "\n".join(
         [
             INTRODUCTION,
             "## Measured\n",
-            f"`benchmarks/memory.py` on {machine}.",
-            f"The largest error of `plan` over these {len(record['rows'])} rows is {error:.1%}.",
-            "Sizes and layouts that are not here, several GPUs among them, are planned and not measured.",
+            "`benchmarks/memory.py`, in runs of their own:\n",
+            *sources(measurements, directory="../benchmarks/"),
             AFTER_MEASURED,
-            *measured_rows(record),
+            *measured_rows(measurements),
+            NOT_MEASURED_TEXT,
+            *not_measured(measurements),
             CARDS_TEXT,
             *card_rows(),
             PROPOSALS_TEXT,
@@ -248,10 +262,11 @@ def render() -> str:
 
 
 def with_measured(results: str) -> str:
-    """The page of results with the table of what was measured."""
-    record = json.loads(MEASURED.read_text())
+    """The page of results with what was measured."""
+    measurements = kept()
     before, rest = results.split(BEGIN)
-    return "\n".join([before + BEGIN, *measured_rows(record), END + rest.split(END)[1]])
+    block = [*sources(measurements, directory=""), "", *measured_rows(measurements)]
+    return "\n".join([before + BEGIN, *block, END + rest.split(END)[1]])
 
 
 if __name__ == "__main__":

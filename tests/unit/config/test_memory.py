@@ -1,4 +1,4 @@
-"""Bytes that plan counts, held against what torch keeps; measured steps of a GPU are in benchmarks/memory.json."""
+"""Bytes that plan counts, held against what torch keeps; measured steps of GPUs are in benchmarks/memory*.json."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lachesis.engines import build as engines
 from lachesis.train.model import head
 from lachesis.train.optim import weight_update
 from lachesis.transport import layout
+from tests.paths import BENCHMARKS
 
 TOKENS = 64
 FIELDS: dict[str, Any] = {
@@ -159,16 +160,21 @@ def test_the_lines_of_the_cards(build, tmp_path: Path):
     assert "fits" in lines[-1] and "engine 64.5 GB" in lines[-1]  # 0.45 of 141, and the graphs
 
 
-MEASURED = json.loads((Path(__file__).parents[3] / "benchmarks" / "memory.json").read_text())
+MEASURED = {path.name: json.loads(path.read_text()) for path in sorted(BENCHMARKS.glob("memory*.json"))}
+ROWS = [
+    pytest.param(row, record["context_bytes"], id=f"{file}: {row['name']}")
+    for file, record in MEASURED.items()
+    for row in record["rows"]
+]
 
 
-@pytest.mark.parametrize("row", MEASURED["rows"], ids=lambda row: row["name"])
-def test_what_was_measured_on_a_gpu_is_planned(tmp_path: Path, build, row: dict[str, Any]):
+@pytest.mark.parametrize(("row", "context_bytes"), ROWS)
+def test_what_was_measured_on_a_gpu_is_planned(tmp_path: Path, build, row: dict[str, Any], context_bytes: int):
     """Tensors of a whole step, and the process with its context: each within a tenth of what was measured."""
     (tmp_path / "config.json").write_text(json.dumps(row["architecture"]))
     sections = row["sections"]
     config = build(**{**sections, "model": {**sections["model"], "path": str(tmp_path)}})
     planned = plan(config, device="cuda", devices=row["devices"])
     assert planned.peak("trainer") == pytest.approx(row["measured"]["peak"], rel=0.1)
-    measured = row["measured"]["reserved"] + MEASURED["context_bytes"]
+    measured = row["measured"]["reserved"] + context_bytes
     assert cards.process_bytes(planned.peak("trainer")) == pytest.approx(measured, rel=0.1)
