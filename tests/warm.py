@@ -151,7 +151,8 @@ def _become(
         sys.stderr.flush()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error
         traceback.print_exc()
     _end(code)
 

@@ -6,6 +6,9 @@ import asyncio
 import json
 import logging
 import re
+import signal
+import subprocess
+import sys
 import threading
 from ast import PyCF_ALLOW_TOP_LEVEL_AWAIT
 from pathlib import Path
@@ -20,6 +23,8 @@ import lachesis
 from lachesis.cli.doctor import write_proof
 from lachesis.metrics.sinks.tape import read_groups
 from lachesis.run.requests import ask, is_asked
+from tests import warm
+from tests.e2e.runs import environment
 from tests.e2e.test_quickstart import load
 from tests.paths import EXAMPLES, ROOT
 from tests.waiting import LONG_S
@@ -168,6 +173,66 @@ def test_what_goes_wrong_is_ours_and_raised_by_who_waits(keys: dict[str, Any], c
         raise RuntimeError("of the block")
     with pytest.raises(lachesis.ConfigError, match="was not started by this handle"):
         lachesis.load(**keys).wait()
+
+
+# A program that begins a run, and does not wait for it. Processes that a reward forks end without waiting, too.
+PROGRAM = """
+import multiprocessing
+import lachesis
+
+def share_of_a(completions, **columns):
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    return [completion[0]["content"].count("a") / 6 for completion in completions]
+
+rows = [{{"prompt": f"{{a}}{{b}}"}} for a in "abcd" for b in "abcd"]
+sampling = {{"num_generations": 4, "max_completion_length": 6}}
+run, checkpoint = {{"steps": {steps}, "name": "{name}"}}, {{"every_steps": 500}}
+lachesis.train(model="model", data=rows, rewards=share_of_a, run=run, sampling=sampling, checkpoint=checkpoint)
+{end}
+"""
+
+
+def test_a_script_that_ends_waits_for_its_run(model: Path):
+    Path("script.py").write_text(PROGRAM.format(steps=2, name="waited", end=""))
+    words = [sys.executable, "script.py"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=LONG_S, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert "the program has ended, and waits for its run" in done.stderr
+    run = lachesis.load("runs/waited")
+    assert (run.status.state, run.status.step) == ("finished", 2)
+    assert run.model.is_dir()
+
+
+def test_a_script_that_an_error_ends_stops_its_run(model: Path):
+    code = PROGRAM.format(steps=500, name="stopped", end="1 / 0")
+    done = warm.run([sys.executable, "-c", code], env=environment(), timeout=LONG_S)
+    assert done.returncode == 1
+    assert re.search(
+        "ZeroDivisionError has ended the program: its run .*/runs/stopped stops after its step", done.stderr
+    )
+    _is_stopped("stopped")
+
+
+def test_ctrl_c_at_the_end_of_a_script_stops_its_run(model: Path):
+    words = [sys.executable, "-c", PROGRAM.format(steps=500, name="asked", end="")]
+    with warm.Popen(words, env=environment(), stderr=subprocess.PIPE, text=True) as script:
+        assert script.stderr is not None
+        said = next(line for line in script.stderr if "the program has ended" in line)
+        assert "Ctrl-C stops it after its step" in said
+        script.send_signal(signal.SIGINT)
+        rest = script.stderr.read()
+        assert script.wait(LONG_S) == 0
+    assert "the run stops after its step, with a checkpoint" in rest and "Traceback" not in rest
+    _is_stopped("asked")
+
+
+def _is_stopped(name: str) -> None:
+    status = lachesis.load(f"runs/{name}").status
+    assert status.state == "stopped" and 0 < status.step < 500
+    assert Path(f"runs/{name}/checkpoints/step_{status.step:06d}").is_dir()
 
 
 @pytest.mark.parametrize(

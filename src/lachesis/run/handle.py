@@ -26,6 +26,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.report.page import write_report
 from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
 from lachesis.metrics.sinks.tape import read_groups, tape_files, tape_path
+from lachesis.run.at_exit import hold_exit, say
 from lachesis.run.directory import claim_run
 from lachesis.run.status import RunStatus, read_status
 
@@ -47,6 +48,8 @@ class Run:
     All that it shows is read from its directory, so a handle on a run of another process shows that. Its methods may
     be called from any thread, also from one with a running event loop, as in Jupyter; there ``await run`` waits
     without blocking the loop.
+
+    A program that ends while its run goes on waits for it; one that an error has ended stops it, with a checkpoint.
 
     Args:
         loaded: the configuration.
@@ -93,13 +96,14 @@ class Run:
         self._asked_to_stop.clear()
         self._ended = Future()
         options = {"resume": resume, "overwrite": overwrite, "console": console}
+        hold_exit(self)
         threading.Thread(target=self._train, args=(self._ended, options), name="lachesis run").start()
         return self
 
     def _train(self, ended: Future[RunSummary], options: dict[str, Any]) -> None:
-        from lachesis.run.train import train
-
         try:
+            from lachesis.run.train import train
+
             summary = train(self._loaded, stop_requested=self._asked_to_stop.is_set, **options)
         except BaseException as error:  # whatever it is, it belongs to whoever waits
             _ONE_AT_A_TIME.release()
@@ -117,6 +121,11 @@ class Run:
             ConfigError: it was not started.
             LachesisError: one of its subclasses, where the run failed.
         """
+        self.join(timeout_s)
+        return self._require_started().result()
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """As :meth:`wait`, but a run that failed raises nothing: :attr:`error` has what ended it."""
         ended = self._require_started()
         limit = None if timeout_s is None else time.monotonic() + timeout_s
         interrupted = False
@@ -131,8 +140,7 @@ class Run:
                     raise
                 interrupted = True
                 self.stop()
-                logger.warning("stopping after this step, with a checkpoint; once more waits no longer")
-        return ended.result()
+                say("the run stops after its step, with a checkpoint; Ctrl-C once more waits no longer")
 
     def __await__(self) -> Generator[Any, None, RunSummary]:
         return asyncio.wrap_future(self._require_started()).__await__()
