@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,8 @@ def datum(tokens: Sequence[int], *, prompt: int = 1, **inputs: Sequence[float]) 
     )
 
 
+SAMPLED = datum([2, 3, 4], logprobs=[-1, -1], advantages=[1, 1])
+GSPO = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
 DATA = [datum([2, 3, 4, 5, 1], weights=[1, 1, 1, 1]), datum([5, 4, 2], weights=[1, 0.5])]
 
 
@@ -235,12 +238,46 @@ def test_a_loss_of_the_client_is_the_same_as_the_server_s(served: Served):
         ours.optim_step(ADAM).result()
 
 
+def test_dro_and_gspo_go_through_the_client(served: Served):
+    """Two data in a request, of which each has a ratio of its own: the loss is that of the logprobs that come back."""
+    run = served.run()
+    sequences, old, advantages = [[2, 3, 4, 5], [4, 2, 3]], [[-1.0, -2.0, -1.5], [-2.0, -0.5]], [1.0, -2.0]
+
+    def data(**more: float) -> list[Any]:
+        return [
+            datum(
+                tokens, logprobs=q, advantages=[a] * len(q), **{name: [value] * len(q) for name, value in more.items()}
+            )
+            for tokens, q, a in zip(sequences, old, advantages, strict=True)
+        ]
+
+    dro = run.forward_backward(data(), "dro", {"beta": 0.1}).result()
+    assert run.optim_step(ADAM).result().metrics["grad_norm"] > 0
+    gspo = run.forward(data(sequence_ratio_mask=1.0), "gspo", GSPO).result()
+    losses = {"dro": 0.0, "gspo": 0.0}
+    for index, (q, a) in enumerate(zip(old, advantages, strict=True)):
+        new = np.array(dro.loss_fn_outputs[index]["logprobs"].data)
+        losses["dro"] -= float(np.sum(a * new - 0.05 * (new - q) ** 2))
+        ratio = math.exp(np.mean(np.array(gspo.loss_fn_outputs[index]["logprobs"].data) - q))
+        losses["gspo"] -= len(q) * min(ratio * a, min(max(ratio, 0.9), 1.1) * a)
+    assert dro.metrics["loss:sum"] == pytest.approx(losses["dro"], rel=1e-5)
+    assert gspo.metrics["loss:sum"] == pytest.approx(losses["gspo"], rel=1e-5)
+
+
 IMAGE = types.Datum(
     model_input=types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")]),
     loss_fn_inputs={"target_tokens": np.array([2])},
 )
 BAD_DATA: list[tuple[Any, str, dict[str, float], str]] = [
-    (DATA[0], "gspo", {}, "'gspo' is not served here"),
+    (DATA[0], "stable_reinforce", {}, "'stable_reinforce' is not served here"),
+    (SAMPLED, "dro", {}, "dro needs beta in loss_fn_config"),
+    (SAMPLED, "gspo", GSPO, "has no 'sequence_ratio_mask' in loss_fn_inputs"),
+    (
+        datum([2, 3, 4], logprobs=[-1, -1], advantages=[1, 1], sequence_ratio_mask=[0, 0]),
+        "gspo",
+        GSPO,
+        "a sequence_ratio_mask that marks no token",
+    ),
     (DATA[0], "cross_entropy", {"clip_low_threshold": 1.0}, "does not take"),
     (DATA[0], "ppo", {}, "has no 'logprobs' in loss_fn_inputs"),
     (datum([2, 99], weights=[1]), "cross_entropy", {}, "outside of 0 to 5 in target_tokens"),

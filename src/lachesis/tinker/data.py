@@ -61,6 +61,8 @@ def _wrong(datum: Datum, *, names: Sequence[str], vocab_size: int, max_context: 
             return f"has {name} of shape {list(values.shape)} for {length} tokens"
         if not np.isfinite(values).all():
             return f"has values in {name} that are not finite"
+    if "sequence_ratio_mask" in names and not datum.inputs["sequence_ratio_mask"].any():
+        return "has a sequence_ratio_mask that marks no token: its ratio is that of none"
     return ""
 
 

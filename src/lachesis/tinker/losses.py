@@ -1,12 +1,13 @@
-"""The protocol's loss functions: a formula for a token each, summed over all tokens of a request.
+"""The protocol's loss functions: a formula for the tokens of a datum each, summed over all tokens of a request.
 
 Nothing is divided by a count: whoever wants a mean scales weights or advantages. π is the adapter's policy, q what the
-client says that the sampler's was, r = π/q. tests/unit/tinker/test_losses.py holds ``ppo`` and ``cispo`` against
-:mod:`lachesis.train.losses.loss`.
+client says that the sampler's was, r = π/q, A the advantage; no gradient goes through sg. The formulas are those of the
+service's documentation (tinker-docs.thinkingmachines.ai/tinker/losses).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -40,12 +41,42 @@ def cispo(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
     return -_clip(_ratio(logprobs, inputs), options).detach() * inputs["advantages"] * logprobs
 
 
+def dro(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
+    """-(A·log π - β/2·(log π - log q)²) (DRO, arXiv 2405.19107). [T]"""
+    drift = logprobs - inputs["logprobs"]
+    return -(inputs["advantages"] * logprobs - 0.5 * options["beta"] * drift**2)
+
+
+def gspo(logprobs: Tensor, inputs: Inputs, options: Options) -> Tensor:
+    """-min(s·A, clip(s, low, high)·A), s = sg(exp(mean log r))·π/sg(π) (GSPO-token, arXiv 2507.18071). [T]
+
+    The mean is over the tokens of the datum whose ``sequence_ratio_mask`` is not 0.
+    """
+    sampled = inputs["sequence_ratio_mask"] != 0
+    log_ratio = (logprobs.detach() - inputs["logprobs"])[sampled].mean()
+    ratio = (log_ratio + logprobs - logprobs.detach()).exp()
+    return -torch.minimum(ratio * inputs["advantages"], _clip(ratio, options) * inputs["advantages"])
+
+
 class Loss(NamedTuple):
-    """``inputs`` that each datum has beside its targets, and ``options`` with their defaults."""
+    """``inputs`` that each datum has beside its targets, and ``options`` with their defaults.
+
+    An option whose default is None has to be given: that of the service is not documented.
+    """
 
     per_token: Callable[[Tensor, Inputs, Options], Tensor]
     inputs: Sequence[str]
-    options: Options
+    options: Mapping[str, float | None]
+
+    def summed(self, logprobs: Tensor, inputs: Inputs, options: Options, *, lengths: Sequence[int]) -> Tensor:
+        """Over all tokens of the data that follow one another, each of ``lengths`` tokens. [T] -> []"""
+        own = {name: values.split([*lengths]) for name, values in inputs.items()}
+        return torch.stack(
+            [
+                self.per_token(part, {name: values[index] for name, values in own.items()}, options).sum()
+                for index, part in enumerate(logprobs.split([*lengths]))
+            ]
+        ).sum()
 
 
 _POLICY = ("logprobs", "advantages")
@@ -54,6 +85,8 @@ LOSSES: Mapping[str, Loss] = {
     "importance_sampling": Loss(importance_sampling, _POLICY, {}),
     "ppo": Loss(ppo, _POLICY, {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
     "cispo": Loss(cispo, _POLICY, {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    "dro": Loss(dro, _POLICY, {"beta": None}),
+    "gspo": Loss(gspo, (*_POLICY, "sequence_ratio_mask"), {"clip_low_threshold": None, "clip_high_threshold": None}),
 }
 
 
@@ -68,7 +101,11 @@ def loss_named(name: str) -> Loss:
 
 
 def options_of(name: str, given: Options) -> Options:
-    """The loss function's options with those given. Raises DataError for one that it does not have."""
+    """The loss function's options with those given.
+
+    Raises:
+        DataError: one is not finite, it does not have one of them, or one without a default is missing.
+    """
     known = loss_named(name).options
     for option in given:
         if option not in known:
@@ -77,7 +114,15 @@ def options_of(name: str, given: Options) -> Options:
                 f"loss_fn_config has {option!r}, which {name} does not take",
                 remedy=f"did you mean {near!r}?" if near else f"it takes {', '.join(known) or 'none'}",
             )
-    return {**known, **given}
+        if not math.isfinite(given[option]):
+            raise DataError(f"{option} of loss_fn_config is {given[option]:g}", remedy="give a finite number")
+    options = {**known, **given}
+    if missing := [option for option, value in options.items() if value is None]:
+        raise DataError(
+            f"{name} needs {' and '.join(missing)} in loss_fn_config, for which it has no default here",
+            remedy=f"pass loss_fn_config={{{missing[0]!r}: ...}} to forward_backward",
+        )
+    return {option: value for option, value in options.items() if value is not None}
 
 
 def _ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:

@@ -84,7 +84,8 @@ class TrainingRun:
             here = micro.to(self._base.device)
             logprobs = target_logprobs(self._base.bank.model, here, plan=self._plan).logprobs
             inputs = loss_inputs(part, names=loss.inputs, device=self._base.device)
-            value = loss.per_token(logprobs, inputs, options).sum()
+            lengths = [datum.tokens.size for datum in part]
+            value = loss.summed(logprobs, inputs, options, lengths=lengths)
             if not math.isfinite(summed := value.item()) or not bool(logprobs.isfinite().all()):
                 raise TrainingError(
                     f"the {asked.loss} of this run is not finite (loss {summed:g})",
@@ -93,8 +94,7 @@ class TrainingRun:
             if not asked.forward_only:
                 value.backward()
             total += summed
-            ends = np.cumsum([datum.tokens.size for datum in part])[:-1]
-            found += np.split(logprobs.detach().float().cpu().numpy(), ends)
+            found += np.split(logprobs.detach().float().cpu().numpy(), np.cumsum(lengths)[:-1])
         return PassResult(found, total)
 
     def step(self, adam: AdamStep) -> dict[str, float]:
