@@ -37,7 +37,34 @@ models: the memory of a rank, and how long loading, a transfer of the weights an
 - **Two GPUs**: one each, `engine: {kind: vllm, devices: '1'}` with `broadcast`, or with `lora_nccl` and an adapter.
 - **One node**: `torchrun --nproc-per-node N` for the ranks, and `engine.devices` for the engine's GPUs;
   `engine.data_parallel_size` makes several engines of them, `engine.tensor_parallel_size` larger ones.
-- **Several nodes**: the ranks by torchrun over them, the engines as servers (`engine: {kind: http, urls: [...]}`).
+- **Several nodes**: `lachesis cluster slurm CONFIG` prints the job ([below](#several-nodes)); or the ranks by torchrun
+  over them, and the engines as servers (`engine: {kind: http, urls: [...]}`).
+
+## Several nodes
+
+The configuration is the one of a single machine; which node does what is derived from it.
+
+```bash
+lachesis cluster slurm config.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00 > job.sh
+sbatch job.sh
+```
+
+- **Who does what.** The servers of `engine.kind: vllm` get the last nodes, as many as `engine.data_parallel_size` of
+  `engine.tensor_parallel_size` GPUs take, on the ports from `engine.port` on; the other nodes train, with a rank for
+  each GPU. On one node the run starts its engine itself, on the GPUs of `engine.devices`. With environments the ranks
+  run `lachesis run`, and the rollout API and the environment of `services` are on the node of rank 0. What does not go
+  together (one copy of the weights on two nodes, an engine larger than a node) is refused before anything is printed.
+- **Secrets** of ranks and engines are drawn when the job starts; the file has none.
+- **When something fails.** A server that ends is started again on its node, and the ranks go on with the others
+  meanwhile. Where a rank is killed, an engine is lost for good or a deadline passes, the job is queued again, three
+  times (`--restarts`), and goes on from the last checkpoint: set `checkpoint.every_steps`. 300 s (`--notice`) before
+  the time limit the run is asked to stop with a checkpoint, and is queued again as often as it takes. slurm cannot
+  bring an engine up on another node.
+- **Logs** of the engines are in `runs/NAME-slurm/JOB/`; `lachesis status runs/NAME` says how the run stands.
+- The run directory, the configuration, Python and its packages have to be on a disk that all nodes share.
+
+None of this has run on a real cluster: a test runs the file with an `srun` that starts two ranks and an engine as
+processes of one machine, which train. Ray (`cluster.kind: ray`) is not there.
 
 ## Loading and saving
 

@@ -171,7 +171,7 @@ def test_commands_parse(code: Code, line: str, monkeypatch: pytest.MonkeyPatch):
         words = words[1:]
     name, words = words[0], words[1:]
     command = commands()[name]
-    if name in ("data", "rewards") and words:
+    if name in ("data", "rewards", "cluster") and words:
         command, words = command.commands[words[0]], words[1:]
     if name == "env":
         check_environment(words)

@@ -255,6 +255,22 @@ def _serve_command(config: LachesisConfig, *, port: int) -> str:
 
 def check_services(config: LachesisConfig) -> None:
     """Raise ConfigError or EngineError for what can be known to fail before anything is started."""
+    check_service_keys(config)
+    assert isinstance(config.source, AtroposSourceConfig), "its keys are checked"
+    if config.services.api is None:
+        return
+    url = api_url(config.source.url)
+    try:
+        check_port_free(url)
+    except EngineError as error:
+        raise EngineError(
+            f"the rollout API is to be started at {url}: {error.message}",
+            remedy="stop that process if it is yours, or choose another port with --api-port (source.url)",
+        ) from error
+
+
+def check_service_keys(config: LachesisConfig) -> None:
+    """Raise ConfigError for what is wrong whatever runs on this machine."""
     if not isinstance(config.source, AtroposSourceConfig):
         raise ConfigError(
             f"`lachesis run` is for environments, and source.kind is {config.source.kind}",
@@ -266,21 +282,13 @@ def check_services(config: LachesisConfig) -> None:
             remedy="set engine.kind: vllm or embedded_server, with a bridge such as shared_vllm",
         )
     services = config.services
-    url = api_url(config.source.url)
     if services.api is not None:
-        host = urlsplit(url).hostname
+        host = urlsplit(api_url(config.source.url)).hostname
         if host not in _LOCAL_HOSTS:
             raise ConfigError(
                 f"the rollout API is to be started here, and source.url is at {host}",
                 remedy="set services.api: null if it runs there already",
             )
-        try:
-            check_port_free(url)
-        except EngineError as error:
-            raise EngineError(
-                f"the rollout API is to be started at {url}: {error.message}",
-                remedy="stop that process if it is yours, or choose another port with --api-port (source.url)",
-            ) from error
     if services.environment is not None:
         command = environment_command(config, services.environment)
         parse_options(command[command.index("serve") + 1 :], env_class=find(services.environment.name).config_class)

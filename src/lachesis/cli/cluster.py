@@ -1,0 +1,72 @@
+"""The commands ``lachesis cluster slurm`` and their like: files that start a run on several nodes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lachesis.cli.base import Overrides, app, console
+from lachesis.config.load import load_config, log_findings
+from lachesis.config.rules import check
+from lachesis.config.schema import LachesisConfig
+from lachesis.run.cluster.layout import Layout, Machines, derive_layout
+
+cluster_app = typer.Typer(help="A run on several nodes.", no_args_is_help=True)
+app.add_typer(cluster_app, name="cluster")
+
+Config = Annotated[Path, typer.Argument(help="YAML file with the configuration, on a disk that all nodes share.")]
+Nodes = Annotated[int, typer.Option(min=1, help="Machines, those of the engines among them.")]
+Gpus = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each; 0 with model.device: cpu.")]
+Ranks = Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="Of a run on the CPU; 1 if unset.")]
+MasterPort = Annotated[int, typer.Option(min=1, max=65535, help="Port on which ranks meet.")]
+
+
+@cluster_app.command()
+def slurm(
+    config: Config,
+    overrides: Overrides = None,
+    nodes: Nodes = 1,
+    gpus: Gpus = 0,
+    ranks: Ranks = None,
+    time: Annotated[str | None, typer.Option(help="Time limit, as HH:MM:SS or D-HH:MM:SS.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Partition of the nodes.")] = None,
+    account: Annotated[str | None, typer.Option(help="Whom the job is charged to.")] = None,
+    master_port: MasterPort = 29500,
+    notice: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="So long before the limit the run saves a checkpoint.")
+    ] = 300,
+    restarts: Annotated[int, typer.Option(min=0, help="How often a job that failed is queued again.")] = 3,
+    sbatch: Annotated[
+        list[str] | None, typer.Option(help="A further option of sbatch, as in --sbatch=--qos=high; may be repeated.")
+    ] = None,
+) -> None:
+    """Print a file for sbatch: ranks and engines on their nodes; queued again, it goes on from the last checkpoint."""
+    from lachesis.run.cluster.slurm import SlurmJob, render_slurm
+
+    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks))
+    job = SlurmJob(
+        config_path=config.absolute(),
+        overrides=tuple(overrides or []),
+        directory=Path.cwd(),
+        python=sys.executable,
+        time=time,
+        partition=partition,
+        account=account,
+        master_port=master_port,
+        notice_s=notice,
+        restarts=restarts,
+        more=tuple(sbatch or []),
+    )
+    console.file.write(render_slurm(loaded, layout, job))
+
+
+def _derived(path: Path, overrides: list[str] | None, machines: Machines) -> tuple[LachesisConfig, Layout]:
+    """The configuration, checked, and what its nodes do; warnings go to standard error."""
+    layout = derive_layout(load_config(path, overrides=overrides or []).config, machines)
+    # Files of Axolotl and TRL multiply batches by the ranks.
+    loaded = load_config(path, overrides=overrides or [], processes=layout.ranks if layout.ranks > 1 else None)
+    log_findings([*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)])
+    return loaded.config, layout
