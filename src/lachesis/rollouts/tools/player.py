@@ -243,7 +243,8 @@ class ToolTurns:
         named = [
             message | {"tool_call_id": call["id"]} for message, call in zip(messages, answer["tool_calls"], strict=True)
         ]
-        return Told(answer, named, ended=conversation.token_ids[-1] == self._end_token)
+        ended = conversation.token_ids[-1] == self._end_token
+        return Told(answer, named, ended=ended, ids=[call["id"] for call in answer["tool_calls"]])
 
     def _end(self, live: Sequence[_Live], on: Sequence[_Live], params: SamplingParams) -> None:
         """Those that do not go on have ended; one that failed is counted by its cause, as if it had never been."""

@@ -21,11 +21,15 @@ _ASKED: Message = {"role": "user", "content": "?"}
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What the model is told after its turn ``answer``; ``ended`` where that was sampled with its end token."""
+    """What the model is told after its turn ``answer``; ``ended`` where that was sampled with its end token.
+
+    ``ids`` are those that :func:`call_id` gave to its calls: most templates do not write them.
+    """
 
     answer: Message
     messages: Sequence[Message]
     ended: bool
+    ids: Sequence[str] = ()
 
 
 class Continuation:
@@ -34,7 +38,8 @@ class Continuation:
     The template's text of a small conversation with the messages is compared with that without: what is more is what
     the template writes for them. So no token that was sampled is ever made anew from text.
 
-    The rollouts of a prompt often ask the same of the same tool: what was rendered last is kept.
+    The rollouts of a prompt often ask the same of the same tool, turn after turn: what was rendered last is kept, and
+    how the texts are tokenized.
 
     Args:
         kwargs: further variables of the template.
@@ -44,7 +49,9 @@ class Continuation:
         self._tokenizer = tokenizer
         self._kwargs = dict(kwargs)
         self._end = str(tokenizer.eos_token or "")
-        self._rendered = Remembered(self._tokenized, most=_KEPT)
+        self._rendered = Remembered(self._written, most=_KEPT)
+        self._tokenized = Remembered(self._token_ids, most=_KEPT)
+        self._writes_ids = False  # as far as has been seen
 
     def tokens(self, answer: Message, messages: Sequence[Message], *, ended: bool) -> list[int]:
         """What follows the turn ``answer``: its end, ``messages``, and the beginning of the model's next turn.
@@ -59,13 +66,22 @@ class Continuation:
         return list(found)
 
     def tokens_of(self, told: Sequence[Told]) -> list[tuple[int, ...]]:
-        """:meth:`tokens` of many turns; what is equal is rendered once."""
-        return self._rendered(told, keys=[_key(one) for one in told])
+        """:meth:`tokens` of many turns; what is equal, but for ids that are not written, is rendered once."""
+        if not self._writes_ids:
+            texts = self._rendered(told, keys=[_key(one, but=one.ids) for one in told])
+            if not self._writes_ids:  # which is known once any that has them is rendered, here or in another thread
+                return self._tokenized(texts)
+        return self._tokenized(self._rendered(told, keys=[_key(one) for one in told]))
 
-    def _tokenized(self, told: Sequence[Told]) -> list[tuple[int, ...]]:
+    def _written(self, told: Sequence[Told]) -> list[str]:
         before = self._render([[_ASKED, one.answer] for one in told], going_on=False)
         after = self._render([[_ASKED, one.answer, *one.messages] for one in told], going_on=True)
         texts = [self._added(*texts, ended=one.ended) for *texts, one in zip(before, after, told, strict=True)]
+        if any(name in text for text, one in zip(texts, told, strict=True) for name in one.ids):
+            self._writes_ids = True
+        return texts
+
+    def _token_ids(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         return [tuple(ids) for ids in short_token_ids(self._tokenizer, texts)]
 
     def _added(self, before: str, after: str, *, ended: bool) -> str:
@@ -93,13 +109,19 @@ class Continuation:
         return [str(text) for text in texts]
 
 
-def _key(told: Told) -> bytes | str:
-    """What is equal for equal messages; arguments of tools may be of any type."""
+def _key(told: Told, *, but: Sequence[str] = ()) -> bytes | str:
+    """What is equal for equal messages, and for those that differ in the ids ``but`` alone.
+
+    Arguments of tools may be of any type.
+    """
     messages: Any = (told.answer, *told.messages, told.ended)
     try:
-        return marshal.dumps(messages, 2)  # a version that does not tell strings apart by their places in memory
+        key = marshal.dumps(messages, 2)  # a version that does not tell strings apart by their places in memory
     except ValueError:
         return repr(messages)
+    for number, name in enumerate(but):
+        key = key.replace(name.encode(), f"{number:0{len(name)}}".encode())
+    return key
 
 
 def short_token_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -21,6 +21,7 @@ from lachesis.rollouts.tools.parsers import ToolCall
 if TYPE_CHECKING:
     from lachesis.config.schema import McpServerConfig
 
+# How many slow calls run at the same time.
 _AT_ONCE = 32
 # Longer than this a call is slow. A thread may wait so long for its turn alone (``sys.getswitchinterval``).
 _QUICK_S = 0.005
@@ -132,7 +133,7 @@ class Toolbox:
 
     def __init__(self, tools: Sequence[Tool], *, timeout_s: float) -> None:
         self.tools = tuple(tools)
-        self._by_name = {tool.name: tool for tool in tools}
+        self._functions = {tool.name: _with_own_arguments(tool.function) for tool in tools}
         self._signatures = {tool.name: inspect.signature(tool.function) for tool in tools}
         self._timeout_s = timeout_s
         self._idle: list[DaemonThread] = []
@@ -148,10 +149,12 @@ class Toolbox:
         """What the calls give, in their order. Whatever a tool does, there is an observation for it."""
         problems = [call.error or self._misuse(call) for call in calls]
         sound = [call for call, problem in zip(calls, problems, strict=True) if not problem]
-        parts = (sound[start : start + _AT_ONCE] for start in range(0, len(sound), _AT_ONCE))
-        found = (observation for part in parts for observation in self._call_some(part))
+        found: list[Observation] = []
+        while len(found) < len(sound):
+            found += self._call_some(sound[len(found) :])
+        in_order = iter(found)
         return [
-            Observation(call, f"error: {problem}", failed=True) if problem else next(found)
+            Observation(call, f"error: {problem}", failed=True) if problem else next(in_order)
             for call, problem in zip(calls, problems, strict=True)
         ]
 
@@ -162,10 +165,11 @@ class Toolbox:
         close_servers(self.tools)
 
     def _call_some(self, calls: Sequence[ToolCall]) -> list[Observation]:
+        """What the first of the calls give: all, if they are quick, or those up to a slow one and a few after it."""
         begun = [self._begin(calls)]
         if not self._quick(begun[0].line):
             kept = begun[0].line.cut()
-            begun += [self._begin([call]) for call in calls[kept:]]
+            begun += [self._begin([call]) for call in calls[kept : kept + _AT_ONCE - 1]]
             begun[0] = begun[0]._replace(calls=calls[:kept])
         end = time.monotonic() + self._timeout_s
         return [observation for one in begun for observation in self._finish(one, end=end)]
@@ -187,8 +191,7 @@ class Toolbox:
 
     def _begin(self, calls: Sequence[ToolCall]) -> _Begun:
         thread = self._thread()
-        # Equal calls may share their arguments, and what a function is given is its own.
-        line = thread.submit_all([(self._by_name[call.name].function, own(call.arguments)) for call in calls])
+        line = thread.submit_all([(self._functions[call.name], call.arguments) for call in calls])
         return _Begun(calls, thread, line)
 
     def _finish(self, begun: _Begun, *, end: float) -> list[Observation]:
@@ -215,8 +218,8 @@ class Toolbox:
         return Observation(call, f"error: {said}"[:_LONGEST_ERROR], failed=True)
 
     def _misuse(self, call: ToolCall) -> str:
-        if call.name not in self._by_name:
-            return f"there is no tool {call.name!r}; there are {', '.join(self._by_name)}"
+        if call.name not in self._functions:
+            return f"there is no tool {call.name!r}; there are {', '.join(self._functions)}"
         return self._unfit(call.name, tuple(call.arguments))
 
     def _misfit(self, name: str, arguments: tuple[str, ...]) -> str:
@@ -233,6 +236,15 @@ class _Begun(NamedTuple):
     calls: Sequence[ToolCall]
     thread: DaemonThread
     line: Line
+
+
+def _with_own_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with arguments that it may change: equal calls may share theirs."""
+
+    def call(**arguments: Any) -> Any:
+        return function(**own(arguments))
+
+    return call
 
 
 def _as_text(value: object) -> str:

@@ -32,6 +32,7 @@ TEMPLATE = """
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<eos>
 {%- else %}{{ message.content }}{% endif %};{% endfor %}
 {%- if add_generation_prompt %}[assistant]{% endif %}"""
+WITH_IDS = TEMPLATE.replace("{%- else %}", "{%- else %}{{ message.tool_call_id }}")
 CALL = '<tool_call>{"name": "double", "arguments": {"x": %s}}</tool_call>'
 QUESTION: Message = {"role": "user", "content": "twice 4?"}
 
@@ -189,14 +190,17 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: Any):
         Continuation(tokenizer, {}).tokens(answer_message("a", []), [{"role": "tool", "content": "b"}], ended=True)
 
 
+class Counting(Continuation):
+    """How many conversations were rendered."""
+
+    rendered = 0
+
+    def _render(self, conversations: Any, *, going_on: bool) -> list[str]:
+        self.rendered += len(conversations)
+        return super()._render(conversations, going_on=going_on)
+
+
 def test_what_a_group_is_told_alike_is_rendered_once(tokenizer: Any):
-    class Counting(Continuation):
-        rendered = 0
-
-        def _render(self, conversations: Any, *, going_on: bool) -> list[str]:
-            self.rendered += len(conversations)
-            return super()._render(conversations, going_on=going_on)
-
     turns, _ = build(tokenizer, [[f"{CALL % 4}{EOS}"], [f"ok{EOS}"]])
     turns.continuation = counting = Counting(tokenizer, {})
     samples = play(turns, tokenizer, n=8).group.samples
@@ -204,6 +208,19 @@ def test_what_a_group_is_told_alike_is_rendered_once(tokenizer: Any):
     assert {tokenizer.decode(sample.completion_ids) for sample in samples} == {
         f"{CALL % 4}{EOS};[tool]8;[assistant]ok{EOS}"
     }
+
+
+@pytest.mark.parametrize(("template", "rendered"), [(TEMPLATE, 2), (WITH_IDS, 8)], ids=["without", "with"])
+def test_turns_that_differ_in_the_ids_of_calls_are_rendered_once_where_these_are_not_written(
+    tokenizer: Any, template: str, rendered: int
+):
+    tokenizer.chat_template = template
+    turns, _ = build(tokenizer, [[f"{CALL % 4}{EOS}"]] * 3 + [[f"ok{EOS}"]])
+    turns.continuation = counting = Counting(tokenizer, {})
+    text = play(turns, tokenizer).group.samples[0].text
+    assert counting.rendered == rendered, "two texts of a turn; with ids those of the first twice, to see them"
+    ids = ("call00000", "call00001", "call00002") if template == WITH_IDS else ("", "", "")
+    assert text == "".join(f"{CALL % 4};[tool]{name}8;[assistant]" for name in ids) + "ok"
 
 
 def test_answers_that_differ_at_all_are_rendered_each(tokenizer: Any):

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,9 +97,35 @@ def test_quick_calls_take_turns_on_one_thread(monkeypatch: pytest.MonkeyPatch):
     def note() -> None:
         threads.append(threading.get_ident())
 
-    box = Toolbox([tool(note)], timeout_s=5)
+    class Counting(Toolbox):
+        handed_over = 0
+
+        def _begin(self, calls: Any) -> Any:
+            self.handed_over += 1
+            return super()._begin(calls)
+
+    box = Counting([tool(note)], timeout_s=5)
     box.call_all([ToolCall("note")] * 100)
-    assert (len(threads), len(set(threads))) == (100, 1)
+    assert (len(threads), len(set(threads)), box.handed_over) == (100, 1, 1)
+    box.close()
+
+
+def test_no_more_slow_calls_at_once_than_there_may_be(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lachesis.rollouts.tools.toolbox._AT_ONCE", 4)
+    under_way: set[int] = set()
+    most: list[int] = []
+
+    def slow(number: int) -> int:
+        under_way.add(number)
+        most.append(len(under_way))
+        time.sleep(0.02)
+        under_way.remove(number)
+        return number
+
+    box = Toolbox([tool(slow)], timeout_s=5)
+    found = box.call_all([ToolCall("slow", {"number": number}) for number in range(10)])
+    assert [one.text for one in found] == [str(number) for number in range(10)]
+    assert 1 < max(most) <= 4
     box.close()
 
 
