@@ -63,8 +63,25 @@ sbatch job.sh
 - **Logs** of the engines are in `runs/NAME-slurm/JOB/`; `lachesis status runs/NAME` says how the run stands.
 - The run directory, the configuration, Python and its packages have to be on a disk that all nodes share.
 
-None of this has run on a real cluster: a test runs the file with an `srun` that starts two ranks and an engine as
-processes of one machine, which train. Ray (`cluster.kind: ray`) is not there.
+`lachesis cluster kubernetes` prints manifests of the same: an indexed Job with a pod for each node of ranks, a
+StatefulSet with a pod for each engine, headless Services, the configuration as a ConfigMap, and a Secret with two
+tokens (`--secret NAME` takes one that is there, so that the text has none). It takes Kubernetes 1.29 or newer.
+
+```bash
+lachesis cluster kubernetes config.yaml --nodes 4 --gpus-per-node 8 --image registry/lachesis:1 --claim data \\
+    --set run.dir=/shared/runs > run.yaml
+kubectl apply -f run.yaml
+```
+
+The claim is of a volume that all pods write to, at `/shared` (`--mount`); `run.dir` has to be below, and files that the
+configuration names by their paths have to be there, or in the image. A pod that fails is replaced, three times
+(`--restarts`), on another node where need be, and the run goes on from its last checkpoint; with an error that would
+come again, as one of the configuration, the Job fails at once. Once it is complete, `kubectl delete -f run.yaml` takes
+the engines away.
+
+None of this has run on a real cluster: tests run slurm's file with an `srun` that starts two ranks and an engine as
+processes of one machine, which train, and hold the manifests against the published schema of Kubernetes' API. Ray
+(`cluster.kind: ray`) is not there.
 
 ## Loading and saving
 

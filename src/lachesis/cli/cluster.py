@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated
 
 import typer
 
-from lachesis.cli.base import Overrides, app, console
+from lachesis.cli.base import Overrides, Overwrite, Resume, app, console
 from lachesis.config.load import load_config, log_findings
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
@@ -61,6 +62,47 @@ def slurm(
         more=tuple(sbatch or []),
     )
     console.file.write(render_slurm(loaded, layout, job))
+
+
+@cluster_app.command()
+def kubernetes(
+    config: Config,
+    image: Annotated[str, typer.Option(help="With lachesis, and for engines vLLM, in its `python`.")],
+    claim: Annotated[str, typer.Option(help="PersistentVolumeClaim that all pods can write to.")],
+    overrides: Overrides = None,
+    nodes: Nodes = 1,
+    gpus: Gpus = 0,
+    ranks: Ranks = None,
+    mount: Annotated[str, typer.Option(help="Where the volume is in each pod; run.dir has to be below.")] = "/shared",
+    namespace: Annotated[str | None, typer.Option(help="Of all objects; kubectl's own if unset.")] = None,
+    secret: Annotated[
+        str | None, typer.Option(help="A Secret that is there, with both tokens; if unset a new one is printed.")
+    ] = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    master_port: MasterPort = 29500,
+    notice: Annotated[
+        int, typer.Option(min=1, metavar="SECONDS", help="How long a pod may take to save a checkpoint and end.")
+    ] = 300,
+    restarts: Annotated[int, typer.Option(min=0, help="How often a pod of ranks is replaced.")] = 3,
+) -> None:
+    """Print manifests: a Job of ranks, a StatefulSet of engines, their Services, configuration and tokens."""
+    from lachesis.run.cluster.kubernetes import JOB_TOKEN, SESSION_TOKEN, KubernetesJob, render_kubernetes
+
+    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks))
+    job = KubernetesJob(
+        image=image,
+        claim=claim,
+        mount=PurePosixPath(mount),
+        namespace=namespace,
+        secret=secret,
+        tokens=None if secret else {name: secrets.token_hex(32) for name in (JOB_TOKEN, SESSION_TOKEN)},
+        options=(*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])),
+        master_port=master_port,
+        grace_s=notice,
+        restarts=restarts,
+    )
+    console.file.write(render_kubernetes(loaded, layout, job))
 
 
 def _derived(path: Path, overrides: list[str] | None, machines: Machines) -> tuple[LachesisConfig, Layout]:
