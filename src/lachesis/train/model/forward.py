@@ -29,6 +29,9 @@ from lachesis.train.model.head import (
 AttentionKind = Literal["flash", "bucketed", "padded"]
 HeadKind = Literal["chunked", "model"]
 Packing = Literal["auto", "packed", "padded"]
+# Of the probe: rows that run beside each other, and what of a logprob may be rounding at most.
+_COPIES = 8
+_MOST_ROUNDING = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,10 @@ class ForwardPlan:
     @property
     def packed(self) -> bool:
         return self.attention != "padded"
+
+    @property
+    def words(self) -> str:
+        return f"attention {self.attention}, head {self.head}"
 
 
 def target_logprobs(
@@ -163,11 +170,13 @@ def plan_forward(model: PreTrainedModel, *, packing: Packing, device: torch.devi
     assert before is not None, "transformers chooses one when it makes a model"
     device = device or model.device
     probe = _probe(model, device)
+    differences: dict[str, str] = {}
     takes_attention = any(getattr(model, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
     if packing != "padded" and takes_attention:
         attention.install(model)
         for plan in _candidates(model, device, packed=True):
-            if _agrees(model, plan, probe, device):
+            differences[plan.words] = difference = _difference(model, plan, probe, device)
+            if not difference:
                 return plan
         model.set_attn_implementation(before)
     if packing == "packed":
@@ -177,10 +186,12 @@ def plan_forward(model: PreTrainedModel, *, packing: Packing, device: torch.devi
             remedy="set model.packing: auto (or padded), which trains on padded rows",
         )
     for plan in _candidates(model, device, packed=False):
-        if _agrees(model, plan, probe, device):
+        differences[plan.words] = difference = _difference(model, plan, probe, device)
+        if not difference:
             return plan
+    tried = "; ".join(f"{words}: {difference}" for words, difference in differences.items())
     raise ModelError(
-        f"the logits of {type(model).__name__} could not be reproduced, packed or padded",
+        f"the logits of {type(model).__name__} could not be reproduced, packed or padded ({tried})",
         remedy="check that the model is a causal language model of transformers",
     )
 
@@ -194,29 +205,52 @@ def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool) -
     return chunked + [ForwardPlan(attention=kind, head="model") for kind in kinds]
 
 
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """Groups whose behaviour logprobs are the model's own, and how near another way of running it has to come."""
+
+    groups: list[Group]
+    tolerance: float
+
+
 @torch.no_grad()
-def _probe(model: PreTrainedModel, device: torch.device) -> list[Group]:
-    """Two prompts, the first with two completions that share it; behaviour logprobs are the model's own."""
+def _probe(model: PreTrainedModel, device: torch.device) -> _Probe:
+    """Two prompts, the first with two completions that share it, each sequence run by itself.
+
+    How far 16-bit logprobs go by rounding alone is seen where a sequence runs beside copies of itself: for so many
+    rows matrices are multiplied in another order, and 4-bit ones by another kernel.
+    """
     vocab_size = model.config.get_text_config().vocab_size
     ids = tuple((5 * i + 3) % vocab_size for i in range(16))
-    groups = []
+    groups, rounding = [], 0.0
     for prompt, completion in ((ids[:4], ids[4:7]), (ids[:4], ids[7:9]), (ids[9:12], ids[12:16])):
         inputs = torch.tensor([prompt + completion], device=device)
-        log_p = model(input_ids=inputs, use_cache=False).logits[0].float().log_softmax(-1)
-        own = log_p[len(prompt) - 1 : -1].gather(1, inputs[0, len(prompt) :, None]).squeeze(1)
+        own = _completion_logprobs(model, inputs, start=len(prompt))[0]
+        if model.dtype != torch.float32:
+            copies = _completion_logprobs(model, inputs.expand(_COPIES, -1), start=len(prompt))
+            rounding = max(rounding, float((copies - own).abs().max()))
         sample = Sample(prompt, completion, tuple(own.tolist()), "stop", VersionSpan(0, 0), advantage=1.0)
         groups.append(Group(Prompt(id="probe", token_ids=prompt, text=""), (sample,)))
-    return groups
+    if model.dtype == torch.float32:
+        return _Probe(groups, tolerance=1e-4)
+    return _Probe(groups, tolerance=min(max(0.15, 4 * rounding), _MOST_ROUNDING))
+
+
+def _completion_logprobs(model: PreTrainedModel, inputs: Tensor, *, start: int) -> Tensor:
+    """[B, T - start] of the tokens from ``start`` on, by the model as transformers calls it."""
+    log_p = model(input_ids=inputs, use_cache=False).logits.float().log_softmax(-1)
+    return log_p[:, start - 1 : -1].gather(2, inputs[:, start:, None]).squeeze(2)
 
 
 @torch.no_grad()
-def _agrees(model: PreTrainedModel, plan: ForwardPlan, probe: list[Group], device: torch.device) -> bool:
-    (micro,) = pack(probe, max_tokens=1 << 20, share_prefixes=plan.packed).micro_batches
+def _difference(model: PreTrainedModel, plan: ForwardPlan, probe: _Probe, device: torch.device) -> str:
+    """What is not the model's own where it runs by this plan, in words; empty where nothing is."""
+    (micro,) = pack(probe.groups, max_tokens=1 << 20, share_prefixes=plan.packed).micro_batches
     try:
         found = target_logprobs(model, micro.to(device), plan=plan).logprobs
-    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):
+    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError) as error:
         # An architecture that does not take these arguments is what the probe is there to find out.
-        return False
-    tolerance = 1e-4 if model.dtype == torch.float32 else 0.15
+        return f"{type(error).__name__}: {error}"
     expected = micro.sampling_logprobs.to(found.device)
-    return bool((found.float() - expected).abs().max() < tolerance)
+    largest = float((found.float() - expected).abs().max())
+    return "" if largest < probe.tolerance else f"logprobs differ by {largest:.3g}, where {probe.tolerance:.3g} may be"

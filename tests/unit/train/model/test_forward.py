@@ -127,3 +127,31 @@ def test_attention_that_mixes_sequences_is_found_out(monkeypatch):
 
     monkeypatch.setattr(attention, "packed_attention", ignores_segments)
     assert not plan_forward(tiny_model("llama"), packing="auto").packed
+
+
+def rounds_by_rows(model, *, scale: float) -> None:
+    """Few rows go through another kernel than many, and come out a little different."""
+
+    def other_kernel(layer, inputs, output):
+        few = inputs[0].shape[:-1].numel() < 8
+        return output * (1 + scale) if few else output
+
+    model.lm_head.register_forward_hook(other_kernel)
+
+
+@torch.no_grad()
+def test_what_is_rounding_is_seen_in_the_model_itself():
+    model = tiny_model("llama").to(torch.bfloat16)
+    rounds_by_rows(model, scale=0.05)  # about 0.2 of a logprob: more than the probe lets pass elsewhere
+    assert plan_forward(model, packing="auto").packed
+    assert plan_forward(tiny_model("llama").to(torch.bfloat16), packing="auto").packed
+
+
+@torch.no_grad()
+def test_more_than_rounding_is_refused_with_what_was_tried():
+    model = tiny_model("llama").to(torch.bfloat16)
+    rounds_by_rows(model, scale=0.3)
+    with pytest.raises(
+        ModelError, match=r"padded \(attention bucketed, head chunked: logprobs differ by .*, where 0\.6"
+    ):
+        plan_forward(model, packing="auto")
