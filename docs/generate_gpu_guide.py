@@ -61,7 +61,8 @@ AFTER_MEASURED = """
 Peak of the trainer's tensors over a step, and what its process takes of the card (the allocator's blocks and CUDA's
 context included), beside what `plan` says of the same configuration. Every sequence has the context's whole length, a
 step has two micro-batches, layers are compiled; "shared" trains on weights that another process has, as vLLM's. Seconds
-are the fastest step after the first. Of rows with several GPUs, sharded by FSDP2, bytes and tokens are those of one.
+are the fastest step after the first. A process without a figure was read too late. Of rows with several GPUs, sharded
+by FSDP2, bytes and tokens are those of one.
 """
 
 NOT_MEASURED_TEXT = """
@@ -132,7 +133,8 @@ def measured_rows(measurements: Sequence[Measurement]) -> Iterator[str]:
     rows = [(row, number) for number, one in enumerate(measurements) for row in one.rows]
     for row, number in sorted(rows, key=lambda pair: (order.index(pair[0]["size"]), pair[0]["devices"])):
         measured, expected = row["measured"], planned(row)
-        process = measured["reserved"] + measurements[number].context_bytes
+        reserved = measured["reserved"]  # null where it was read after the canary had given memory back
+        process = "" if reserved is None else f"{(reserved + measurements[number].context_bytes) / GB:.1f} GB"
         cells = (
             row["size"],
             row["method"],
@@ -142,7 +144,7 @@ def measured_rows(measurements: Sequence[Measurement]) -> Iterator[str]:
             f"{measured['peak'] / GB:.1f} GB",
             f"{expected / GB:.1f}",
             f"{error(row):+.1%}",
-            f"{process / GB:.1f} GB",
+            process,
             f"{process_bytes(expected) / GB:.1f}",
             f"{min(measured['seconds']):.2f} s of {measured['tokens']:,} tokens",
             str(number + 1),
