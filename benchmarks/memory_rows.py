@@ -97,6 +97,11 @@ def largest_error(rows: Iterable[dict[str, Any]]) -> float:
     return max((abs(error(row)) for row in rows if row["measured"]["peak"]), default=0.0)
 
 
+def _gb(size: int | None) -> str:
+    """Of some rows it was read too late, and is null."""
+    return "      -" if size is None else f"{size / GB:7.2f}"
+
+
 def line(row: dict[str, Any]) -> str:
     """One row in words."""
     measured = row["measured"]
@@ -104,8 +109,8 @@ def line(row: dict[str, Any]) -> str:
     share = f"{error(row):+7.1%}" if measured["peak"] else "      -"
     seconds = min(measured["seconds"], default=0.0)
     return (
-        f"{row['name'] + gpus:48s} {measured['peak'] / GB:7.2f} GB, reserved {measured['reserved'] / GB:7.2f}, process "
-        f"{measured['process'] / GB:7.2f}; planned {planned(row) / GB:7.2f} {share}  {seconds:7.3f} s of "
+        f"{row['name'] + gpus:48s} {measured['peak'] / GB:7.2f} GB, reserved {_gb(measured['reserved'])}, process "
+        f"{_gb(measured['process'])}; planned {planned(row) / GB:7.2f} {share}  {seconds:7.3f} s of "
         f"{measured['tokens']:,} tokens"
     )
 
