@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import torch
 
 from lachesis.common.device import resolve_device
+from lachesis.common.world import world_size
 from lachesis.config.cards import GB, SHARED_GPU_UTILIZATION, card_use, process_bytes
 from lachesis.config.model_shape import find_shape
 from lachesis.config.plan import plan
@@ -22,16 +24,20 @@ def with_share(config: LachesisConfig) -> LachesisConfig:
         return config
     if resolve_device(config.model.device).type != "cuda":
         return config
-    share = share_beside_trainer(config, card_bytes=torch.cuda.get_device_properties(0).total_memory)
+    card = torch.cuda.get_device_properties(0).total_memory
+    share = share_beside_trainer(config, card_bytes=card, devices=world_size(os.environ))
     return config.model_copy(update={"engine": engine.model_copy(update={"gpu_memory_utilization": share})})
 
 
-def share_beside_trainer(config: LachesisConfig, *, card_bytes: int) -> float:
-    """The usual share where it fits by what ``plan`` counts, else what the trainer leaves, which is said."""
+def share_beside_trainer(config: LachesisConfig, *, card_bytes: int, devices: int = 1) -> float:
+    """The usual share where it fits by what ``plan`` counts, else what the trainer leaves, which is said.
+
+    ``devices`` train together, of which the server is beside the first.
+    """
     found = find_shape(config.model.path, revision=config.model.revision)
     if found is None:
         return SHARED_GPU_UTILIZATION
-    planned = plan(config, device="cuda", found=found)
+    planned = plan(config, device="cuda", devices=devices, found=found)
     share = card_use(config, planned, card_gb=card_bytes / GB).share or SHARED_GPU_UTILIZATION
     if share != SHARED_GPU_UTILIZATION:
         logger.info(

@@ -37,6 +37,13 @@ def test_what_the_trainer_leaves_is_said(caplog: pytest.LogCaptureFixture):
     assert f"vLLM gets {share:.2f} of the GPU (engine.gpu_memory_utilization)" in said
 
 
+def test_one_of_two_ranks_leaves_more():
+    """7B, all weights: one process holds 129 GB and leaves a quarter of 180 GB, each of two holds 72 GB."""
+    config = configured("Qwen/Qwen2.5-7B", model={"gradient_checkpointing": True}, bridge={"kind": "broadcast"})
+    shares = [share_beside_trainer(config, card_bytes=180 * 10**9, devices=devices) for devices in (1, 2)]
+    assert shares[0] < 0.3 and shares[1] == 0.45
+
+
 def test_what_is_said_and_what_has_no_gpu_stays():
     """There is none here."""
     for engine in ({"kind": "vllm"}, {"kind": "vllm", "gpu_memory_utilization": 0.3}, {"kind": "vllm", "devices": "1"}):
