@@ -25,6 +25,7 @@ KINDS = {
         "tutorials/from-verifiers",
         "tutorials/agent",
         "tutorials/code",
+        "tutorials/two-gpus",
         "tutorials/does-not-learn",
         "python",
     ],

@@ -21,6 +21,7 @@ QUESTIONS = {
     "broadcast": "engines",
     "Axolotl": "migration",
     "not learn": "tutorials/does-not-learn",
+    "two GPUs": "tutorials/two-gpus",
     "entry point": "custom",
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import FORKING, Main, Outcome, command
+from tests.e2e.runs import FORKING, Main, Outcome, command, torchrun
 from tests.paths import DOCS
 from tests.walls import needs_namespaces
 
@@ -24,12 +24,17 @@ _FILE = re.compile(r"# ([\w./-]+\.(?:py|ya?ml))\n")
 
 def run(line: str, *, main: Main, folder: Path) -> Outcome:
     program, *words = shlex.split(line, comments=True)
+    if program == "torchrun":
+        option, ranks, *module = words[:4]
+        assert (option, module) == ("--nproc-per-node", ["-m", "lachesis"]), line
+        return torchrun(int(ranks), "tests.e2e.forking", *words[4:])
     if program == "python":
         runpy.run_path(str(folder / words[0]), run_name="__main__")
         return Outcome(0, "", "")
     assert program == "lachesis", line
     # What starts processes of its own is one, too.
-    return command(*words, code=FORKING, cwd=folder) if words[0] == "run" else main(*words)
+    starts = words[0] == "run" or "engine={kind: embedded_server}" in words
+    return command(*words, code=FORKING, cwd=folder) if starts else main(*words)
 
 
 def assert_said(expected: str, out: str) -> None:
@@ -80,5 +85,5 @@ def test_the_axolotl_file_of_the_modes_runs(main: Main, tmp_path: Path, monkeypa
 def test_the_first_page_is_first_and_each_kind_is_there():
     assert {page.stem for page in PAGES} == {
         *("first-run", "own-reward", "from-axolotl", "from-trl", "from-atropos", "from-verifiers"),
-        *("agent", "code", "does-not-learn"),
+        *("agent", "code", "two-gpus", "does-not-learn"),
     }

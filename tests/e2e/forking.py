@@ -1,0 +1,8 @@
+"""`lachesis` as torchrun starts it with `-m`, whose servers are forked as it is itself."""
+
+from lachesis.cli import main
+from tests import warm
+
+if __name__ == "__main__":  # what it starts imports it, too
+    warm.fork_servers()
+    main()
