@@ -136,6 +136,7 @@ MEASURED = {
 # A part of the sentence with its figures, and where the number is set: "file: line" of the source, or a test.
 RESIDUAL = "tests/contracts/formats/test_residual.py"
 PROOF, RULES = "src/lachesis/bridges/proof.py", "src/lachesis/metrics/health/rules.py"
+CHECKUP = "src/lachesis/run/checkup"
 SET = {
     "checked against TRL's own values to 1e-6": (f"tests/{LOSS}", "TOLERANCE = {torch.float64: 1e-6"),
     "shows it to 1e-9": ("tests/unit/train/test_policy.py", "1e-9"),
@@ -162,6 +163,13 @@ SET = {
     "of less than fifty lines": ("tests/unit/train/test_loop.py", "def test_it_is_as_short_as_the_readme_says"),
     "falls by a factor of 1.25": (RESIDUAL, "(1.0, 1.25, 1.0), (10.0, 1.7, 1.3)"),
     "where the stream is ten times": (RESIDUAL, "(1.0, 1.25, 1.0), (10.0, 1.7, 1.3)"),
+    "5 s, all at once": (f"{CHECKUP}/network.py", "LIMIT_S = 5.0"),
+    "this machine's, to 30 s": (f"{CHECKUP}/network.py", "CLOCK_S = 30.0"),
+    "a file of 268 MB": (f"{CHECKUP}/disk.py", "BYTES, LIMIT_S = 256 * 2**20, 8.0"),
+    "8 s of writing": (f"{CHECKUP}/disk.py", "BYTES, LIMIT_S = 256 * 2**20, 8.0"),
+    "60 s for both": (f"{CHECKUP}/ranks.py", "LIMIT_S = 60.0"),
+    "start 60 s, vLLM 600 s": (f"{CHECKUP}/transfer.py", "START_S, VLLM_START_S, SYNC_S = 60.0, 600.0, 30.0"),
+    "transfer 30 s": (f"{CHECKUP}/transfer.py", "START_S, VLLM_START_S, SYNC_S = 60.0, 600.0, 30.0"),
     "every two seconds": ("src/lachesis/metrics/report/templates/watch.js", "setTimeout(follow, 2000)"),
 }
 # Of the table below it.

@@ -1,4 +1,4 @@
-"""What `lachesis doctor` checks: the installation, the devices, a configuration, and that training learns."""
+"""What `lachesis doctor` checks: installation, devices, a configuration, what it needs, and that training learns."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import yaml
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from lachesis import __version__
 from lachesis.common.errors import LachesisError
@@ -26,6 +25,9 @@ from lachesis.common.sandbox.records import SandboxError
 from lachesis.config.load import load_config
 from lachesis.config.rules import check
 from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.run.checkup.checks import Check
+from lachesis.run.checkup.tiny_model import write_tiny_model
+from lachesis.run.checkup.trials import trials
 from lachesis.run.train import train
 
 logger = logging.getLogger("lachesis")
@@ -44,15 +46,6 @@ def share_of_a(completions, **columns):
     texts = [completion[0]["content"] for completion in completions]
     return [text.count("a") / max(len(text), 1) for text in texts]
 """
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of the doctor's answer."""
-
-    subject: str
-    message: str
-    failed: bool = False
 
 
 def inspect_installation() -> list[Check]:
@@ -127,18 +120,31 @@ def inspect_config(path: Path) -> list[Check]:
     return [Check(str(path), "valid"), *missing, *(Check(finding.rule, finding.message) for finding in findings)]
 
 
+def try_config(path: Path) -> list[Check]:
+    """Try what a valid configuration needs of this machine and of others: disk, servers, ports, ranks, a transfer."""
+    with quiet():
+        return list(trials(load_config(path).config))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within it a run's log is not written: what it warns of (a high learning rate, no saved weights) is meant here."""
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = False
+
+
 def prove_learning() -> Check:
     """Train a small random model for about half a minute; its reward must rise by PROOF_RISE."""
     with tempfile.TemporaryDirectory(prefix="lachesis-doctor-") as directory:
         config = write_proof(Path(directory))
-        # What a run's log warns of (a high learning rate, no saved weights) is meant here.
-        logger.disabled = True
         try:
-            summary = train(load_config(config))
+            with quiet():
+                summary = train(load_config(config))
         except LachesisError as error:
             return Check("learning", str(error), failed=True)
-        finally:
-            logger.disabled = False
         steps = read_metrics(summary.run_dir / "metrics.jsonl").steps
     rewards = [line.values["reward"] for line in steps]
     first, last = sum(rewards[:3]) / 3, sum(rewards[-3:]) / 3
@@ -148,28 +154,7 @@ def prove_learning() -> Check:
 
 def write_proof(directory: Path) -> Path:
     """Write model, problems, reward and configuration of the proof; returns the configuration's path."""
-    torch.manual_seed(0)
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *"abcd"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>").save_pretrained(
-        directory / "model"
-    )
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(vocabulary),
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            intermediate_size=64,
-            max_position_embeddings=32,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=1,
-        )
-    )
-    model.save_pretrained(directory / "model")
+    write_tiny_model(directory / "model")
     prompts = [f"{a}{b}" for a in "abcd" for b in "abcd"]
     (directory / "problems.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     (directory / "share.py").write_text(_REWARD)

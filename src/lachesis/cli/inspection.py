@@ -136,23 +136,35 @@ def translate_command(
 @app.command()
 def doctor(
     config: Annotated[Path | None, typer.Argument(help="A configuration to check as well.")] = None,
+    trials: Annotated[
+        bool,
+        typer.Option("--trials/--no-trials", help="Try what CONFIG needs: servers, ports, disk, ranks, a transfer."),
+    ] = True,
     proof: Annotated[bool, typer.Option("--proof/--no-proof", help="Train a small model for about a minute.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="All of it as JSON, for a report of a fault.")] = False,
 ) -> None:
-    """Check the installation, the devices and the sandbox, and prove in about a minute that training learns."""
+    """Check the installation, the devices and the sandbox, and prove in about a minute that training learns.
+
+    Of CONFIG it tries what a run needs: servers that answer, clocks that agree, free ports, the disk, two ranks, and a
+    transfer of a tiny model's weights over its bridge.
+    """
     from lachesis.cli import doctor as checks
 
     hide_progress_bars()
     findings = checks.inspect_installation() + checks.inspect_sandbox()
     if config is not None:
-        findings += checks.inspect_config(config)
+        of_config = checks.inspect_config(config)
+        if trials and not any(finding.failed for finding in of_config):
+            with busy("trying what the configuration needs"):
+                of_config += checks.try_config(config)
+        findings += of_config
     if proof and not any(finding.failed for finding in findings):
         with busy("training a small model"):
             findings.append(checks.prove_learning())
     if as_json:
         console.print(checks.as_json(findings))
     for finding in () if as_json else findings:
-        mark = ("fail", "red") if finding.failed else ("ok  ", "green")
+        mark = ("fail", "red") if finding.failed else ("ok  ", "green") if finding.applies else ("n/a ", "dim")
         console.print(Text.assemble(mark, f"  {finding.subject:<14}  {finding.message}"))
     if any(finding.failed for finding in findings):
         raise typer.Exit(1)

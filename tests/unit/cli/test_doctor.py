@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import logging
 import shutil
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from lachesis import cli
 from lachesis.cli import doctor
 from lachesis.cli.doctor import (
     Check,
@@ -20,9 +24,11 @@ from lachesis.cli.doctor import (
     prove_learning,
     write_proof,
 )
-from lachesis.common.errors import ModelError
+from lachesis.common.errors import EngineError, ModelError
 from lachesis.config.load import load_config
 from lachesis.config.rules import check
+from lachesis.run.checkup.checks import failure
+from tests.logs import handlers_kept
 
 
 def by_subject(checks: list[Check]) -> dict[str, Check]:
@@ -137,6 +143,51 @@ class TestConfiguration:
         (found,) = inspect_config(tmp_path / "none.yaml")
         assert found.failed
         assert "no configuration file" in found.message
+
+
+class TestTrials:
+    """What is tried is in tests/unit/run/checkup and tests/processes; here, what becomes of it."""
+
+    @pytest.fixture
+    def answer(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> Callable[..., tuple[int, str]]:
+        monkeypatch.setenv("LACHESIS_SANDBOX", "none")
+        path = write_proof(tmp_path)
+
+        def run(*options: str, checks: Sequence[Check] = ()) -> tuple[int, str]:
+            monkeypatch.setattr(doctor, "trials", lambda config: checks)
+            monkeypatch.setattr(sys, "argv", ["lachesis", "doctor", str(path), "--no-proof", *options])
+            with handlers_kept(), pytest.raises(SystemExit) as exit_:
+                cli.main()
+            return int(exit_.value.code or 0), capsys.readouterr().out
+
+        return run
+
+    def test_each_is_a_line_and_one_that_failed_is_the_exit_code(self, answer: Callable[..., tuple[int, str]]):
+        checks = [
+            Check("disk speed", "fast"),
+            Check("ports", "none", applies=False),
+            Check("bridge", "no", failed=True),
+        ]
+        code, out = answer(checks=checks)
+        assert code == 1
+        assert [line.split() for line in out.splitlines()[-3:]] == [
+            ["ok", "disk", "speed", "fast"], ["n/a", "ports", "none"], ["fail", "bridge", "no"]
+        ]  # fmt: skip
+        assert answer(checks=checks[:2])[0] == 0
+
+    def test_the_json_has_them(self, answer: Callable[..., tuple[int, str]]):
+        found = json.loads(answer("--json", checks=[Check("ports", "none", applies=False)])[1])
+        assert found["checks"][-1] == {"subject": "ports", "message": "none", "failed": False, "applies": False}
+
+    def test_they_can_be_left_out(self, answer: Callable[..., tuple[int, str]]):
+        code, out = answer("--no-trials", checks=[Check("bridge", "no", failed=True)])
+        assert code == 0 and "bridge" not in out
+
+    def test_an_error_with_a_log_in_it_is_one_line(self):
+        error = EngineError("it ended; the end of its log a.log:\n  | first\n  | out of memory", remedy="read it")
+        assert failure("bridge", error).message == "it ended; the end of its log a.log: … out of memory -> read it"
 
 
 class TestProof:

@@ -1,0 +1,35 @@
+"""One line of an answer of `lachesis doctor`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lachesis.common.errors import LachesisError
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What was looked at and how it was.
+
+    ``applies`` is False where there was nothing to try: the message says why.
+    """
+
+    subject: str
+    message: str
+    failed: bool = False
+    applies: bool = True
+
+
+def attempted(subject: str, trial: Callable[[], Check]) -> Check:
+    """The check that a trial makes, or why it could not: no error of one keeps the others from being tried."""
+    try:
+        return trial()
+    except LachesisError as error:
+        return failure(subject, error)
+
+
+def failure(subject: str, error: LachesisError) -> Check:
+    """In one line: of a message with the end of a log in it, what it is and the last words."""
+    first, *rest = str(error).splitlines()
+    return Check(subject, f"{first} … {rest[-1].lstrip(' |')}" if rest else first, failed=True)
