@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lachesis.api.batching import GroupQueue, released
-from lachesis.api.environments import Environment, Environments
+from lachesis.api.environments import Environments, RegisteredEnvironment
 from lachesis.api.stored import NOT_QUEUED, Change, HeldGroup, StoredGroup
 from lachesis.api.wire import Refusal
 
@@ -46,7 +46,7 @@ class SetAside:
         self.count = 0
         self.last: deque[Misfit] = deque(maxlen=_KEPT)
 
-    def add(self, group: StoredGroup, reason: str, environment: Environment | None) -> None:
+    def add(self, group: StoredGroup, reason: str, environment: RegisteredEnvironment | None) -> None:
         """Set a group aside. It counts for its environment, where one registered."""
         self.count += 1
         name = environment.name if environment else "no environment" if group.env_id is None else f"#{group.env_id}"
@@ -98,7 +98,7 @@ class Backlog:
         replies = [self._accept(group, added, placed, now) for group in groups]
         return replies, Change(added=tuple(added), placed=tuple(placed.items()))
 
-    def leave(self, environment: Environment) -> tuple[int, ...]:
+    def leave(self, environment: RegisteredEnvironment) -> tuple[int, ...]:
         """Set aside what is buffered for an environment that has left: nothing will complete it. Their numbers."""
         buffer = self.buffers.pop(environment.id, [])
         for held in buffer:
@@ -137,7 +137,7 @@ class Backlog:
         added.append(self._enqueue(held))
         return {"status": "received"}
 
-    def _problem(self, group: StoredGroup, environment: Environment | None) -> str:
+    def _problem(self, group: StoredGroup, environment: RegisteredEnvironment | None) -> str:
         if self._strict and group.env_id is not None and environment is None:
             return f"env_id {group.env_id} was never registered"
         if self._strict and group.problem:
@@ -146,7 +146,7 @@ class Backlog:
         return "" if group.sequences else "tokens is empty"
 
     def _buffer(
-        self, held: HeldGroup, environment: Environment, added: list[HeldGroup], placed: dict[int, int]
+        self, held: HeldGroup, environment: RegisteredEnvironment, added: list[HeldGroup], placed: dict[int, int]
     ) -> dict[str, Any]:
         buffer = self.buffers.setdefault(environment.id, [])
         buffer.append(held)

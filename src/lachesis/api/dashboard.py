@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from starlette.responses import HTMLResponse, Response
 
-from lachesis.api.environments import Environment
+from lachesis.api.environments import RegisteredEnvironment
 from lachesis.api.metrics import History
 from lachesis.api.scored_group import UNTRAINED
 from lachesis.api.state import RolloutState
@@ -163,7 +163,7 @@ class Dashboard:
             "delivered": state.delivered.batches,
         }
 
-    def _environment(self, env: Environment, now: float) -> dict[str, Any]:
+    def _environment(self, env: RegisteredEnvironment, now: float) -> dict[str, Any]:
         backlog, present = self._state.backlog, self._state.environments.present(now)
         shares = sum(other.share for other in present)
         return {

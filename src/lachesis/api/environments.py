@@ -15,7 +15,7 @@ _SMOOTHING = 0.05
 
 
 @dataclass(slots=True)
-class Environment:
+class RegisteredEnvironment:
     """One registration. ``last_seen`` and ``last_post`` are seconds on the server's monotonic clock.
 
     ``reason`` is what ended one that has left, where it said so.
@@ -56,27 +56,27 @@ class Environments:
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._all: list[Environment] = []
+        self._all: list[RegisteredEnvironment] = []
 
-    def __iter__(self) -> Iterator[Environment]:
+    def __iter__(self) -> Iterator[RegisteredEnvironment]:
         return iter(self._all)
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def get(self, env_id: int | None) -> Environment | None:
+    def get(self, env_id: int | None) -> RegisteredEnvironment | None:
         """The environment, None where nothing registered under that id."""
         return self._all[env_id] if env_id is not None and 0 <= env_id < len(self._all) else None
 
-    def add(self, asked: EnvRegistration, *, now: float) -> Environment:
+    def add(self, asked: EnvRegistration, *, now: float) -> RegisteredEnvironment:
         """Register: ids count up, and names too within a desired name."""
         namesakes = sum(environment.asked.desired_name == asked.desired_name for environment in self._all)
         name = f"{asked.desired_name}_{namesakes}"
-        environment = Environment(id=len(self._all), name=name, asked=asked, last_seen=now, last_post=now)
+        environment = RegisteredEnvironment(id=len(self._all), name=name, asked=asked, last_seen=now, last_post=now)
         self._all.append(environment)
         return environment
 
-    def present(self, now: float) -> list[Environment]:
+    def present(self, now: float) -> list[RegisteredEnvironment]:
         """Those that count."""
         return [env for env in self._all if env.connected and now - env.last_seen <= self._timeout_s]
 
@@ -99,7 +99,7 @@ class Environments:
             sizes=frozenset(env.asked.group_size for env in present if now - env.last_post <= self._timeout_s),
         )
 
-    def status(self, env: Environment, queue: GroupQueue, *, batch_size: int, now: float) -> dict[str, Any]:
+    def status(self, env: RegisteredEnvironment, queue: GroupQueue, *, batch_size: int, now: float) -> dict[str, Any]:
         """The figures of GET /status-env by which environments throttle themselves.
 
         ``queue_size`` is in groups of the caller: its own sequences, and of others those beyond their minimum.
@@ -137,6 +137,8 @@ class Environments:
         self._all = []
         for index, record in enumerate(records):
             asked = EnvRegistration(**record["asked"])
-            environment = Environment(id=index, name=record["name"], asked=asked, last_seen=now, last_post=now)
+            environment = RegisteredEnvironment(
+                id=index, name=record["name"], asked=asked, last_seen=now, last_post=now
+            )
             environment.connected = record["connected"]
             self._all.append(environment)

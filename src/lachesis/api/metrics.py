@@ -76,7 +76,7 @@ def _labels(labels: dict[str, str]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ThroughputReading:
     """Totals and the queue's length at one moment of the monotonic clock."""
 
     at: float
@@ -90,7 +90,7 @@ class History:
     """Samples of a state, taken every :data:`INTERVAL_S` seconds; a reset begins anew."""
 
     def __init__(self) -> None:
-        self._samples: deque[Sample] = deque(maxlen=_SAMPLES)
+        self._samples: deque[ThroughputReading] = deque(maxlen=_SAMPLES)
         self._epoch = -1
 
     def sample(self, state: RolloutState, now: float) -> None:
@@ -127,8 +127,8 @@ class History:
         }
 
 
-def _sample(state: RolloutState, now: float) -> Sample:
-    return Sample(
+def _sample(state: RolloutState, now: float) -> ThroughputReading:
+    return ThroughputReading(
         at=now,
         groups=state.backlog.received.groups,
         tokens=state.backlog.received.tokens,

@@ -14,7 +14,16 @@ from rich.text import Text
 
 from lachesis.cli.base import app, console
 from lachesis.common.errors import ConfigError
-from lachesis.metrics.rollout_search import Hit, Query, Turn, compare_steps, failures, read_sample, read_steps, search
+from lachesis.metrics.rollout_search import (
+    Hit,
+    Query,
+    SearchedTurn,
+    compare_steps,
+    failures,
+    read_sample,
+    read_steps,
+    search,
+)
 from lachesis.web.tokens import colour
 
 # The colours of tokens on the pages, from likely to unlikely, as terminals have them.
@@ -64,7 +73,7 @@ def _list(run_dir: Path, query: Query, *, limit: int) -> None:
     console.print(f"{len(hits)} rollouts{', and more (--limit)' if more else ''}", style="dim")
 
 
-def _show(hit: Hit, turns: list[Turn]) -> None:
+def _show(hit: Hit, turns: list[SearchedTurn]) -> None:
     versions = "-".join(str(version) for version in dict.fromkeys(hit.versions))
     console.print(
         f"{hit.place}  prompt {hit.prompt_id}  reward {_number(hit.reward)}  advantage {_number(hit.advantage)}  "
@@ -79,14 +88,14 @@ def _show(hit: Hit, turns: list[Turn]) -> None:
             console.print(f"  calls: {' '.join(call.split())}", style="yellow")
 
 
-def _coloured(turn: Turn) -> Text:
+def _coloured(turn: SearchedTurn) -> Text:
     if turn.sequence is None or not turn.sampled:
         return Text(turn.text, style="" if turn.sampled else "dim")
     pairs = zip(turn.sequence["pieces"], turn.sequence["logprobs"], strict=True)
     return Text.assemble(*((text, "" if p is None else _COLOURS[int(colour(p)[1:])]) for text, p in pairs))
 
 
-def _probability(turn: Turn) -> str:
+def _probability(turn: SearchedTurn) -> str:
     known = [value for value in (turn.sequence or {})["logprobs"] if value is not None]
     if not known:
         return ""

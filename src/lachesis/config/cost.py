@@ -41,7 +41,7 @@ _CACHE_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class GpuSplit:
     """GPUs that train and GPUs that generate, the latter as engines of ``tensor_parallel`` each."""
 
     nodes: int
@@ -66,7 +66,7 @@ class Scale:
     asynchronous checkpoint, and ``copy_s`` for how long training is held up by that.
     """
 
-    layout: Layout
+    layout: GpuSplit
     rank: int
     engine: int
     card: int
@@ -110,7 +110,7 @@ def scale(
     results = [
         _scale(
             config,
-            Layout(nodes, gpus // nodes, number, _split(config, found, card, most=min(gpus - number, gpus // nodes))),
+            GpuSplit(nodes, gpus // nodes, number, _split(config, found, card, most=min(gpus - number, gpus // nodes))),
             card,
             found,
         )
@@ -138,7 +138,7 @@ def _split(config: LachesisConfig, found: FoundShape, card: int, *, most: int) -
     return next((ways for ways in possible if weights / ways <= room), possible[-1])
 
 
-def _scale(config: LachesisConfig, layout: Layout, card: int, found: FoundShape) -> Scale:
+def _scale(config: LachesisConfig, layout: GpuSplit, card: int, found: FoundShape) -> Scale:
     shape = found.shape
     width = weight_bytes(config, shape, device="cuda")
     planned = plan(config, device="cuda", devices=layout.train, found=found)
@@ -166,14 +166,14 @@ def _scale(config: LachesisConfig, layout: Layout, card: int, found: FoundShape)
     )
 
 
-def _save_s(config: LachesisConfig, size: int, layout: Layout, *, in_parts: bool) -> float:
+def _save_s(config: LachesisConfig, size: int, layout: GpuSplit, *, in_parts: bool) -> float:
     """In parts all nodes that train write at once; otherwise rank 0 alone, what it has gathered if it is sharded."""
     if in_parts:
         return size / WRITE_BYTES_S / -(-layout.train // layout.per_node)
     return size / WRITE_BYTES_S + (_gather_s(size, layout) if config.distributed.strategy == "shard" else 0.0)
 
 
-def _gather_s(size: int, layout: Layout) -> float:
+def _gather_s(size: int, layout: GpuSplit) -> float:
     """Until every rank has had all of it once; a single one has it."""
     if layout.train == 1:
         return 0.0
@@ -181,7 +181,7 @@ def _gather_s(size: int, layout: Layout) -> float:
     return size * (layout.train - 1) / layout.train / rate
 
 
-def _send_s(size: int, layout: Layout) -> float:
+def _send_s(size: int, layout: GpuSplit) -> float:
     """From rank 0 to all engines at once, which receive the same."""
     return size / (SEND_WITHIN_NODE if layout.nodes == 1 else SEND_BETWEEN_NODES)
 

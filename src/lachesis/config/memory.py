@@ -37,7 +37,7 @@ _SHARDED = ("weights", "gradients", "adapter", "optimizer states", "reference", 
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemoryPart:
     """One use of memory, and the phases in which it is held."""
 
     name: str
@@ -77,7 +77,7 @@ def memory_parts(
     device: str,
     devices: int = 1,
     teacher: ModelShape | None = None,
-) -> list[Part]:
+) -> list[MemoryPart]:
     """What the trainer and the engine hold, and when, on one of ``devices``; ``device`` is ``cuda`` or ``cpu``.
 
     Args:
@@ -94,39 +94,39 @@ def memory_parts(
     return _sharded([part for part in parts if part.bytes], config, shape, devices=devices, width=width)
 
 
-def _held_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device: str) -> Iterator[Part]:
+def _held_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device: str) -> Iterator[MemoryPart]:
     """What the trainer has from start to end."""
     trained = trainable_parameters(config, shape)
     if not shares_weights(config):
-        yield Part("weights", "trainer", ALWAYS, held_weights_bytes(config, shape, width=width))
+        yield MemoryPart("weights", "trainer", ALWAYS, held_weights_bytes(config, shape, width=width))
     if config.adapter.kind == "lora":
-        yield Part("adapter", "trainer", ALWAYS, trained * width)
-    yield Part("optimizer states", "trainer", ALWAYS, _optimizer_bytes(config, shape, trained, width, device))
-    yield Part("reference", "trainer", ALWAYS, _reference_bytes(config, shape, width=width))
-    yield Part("gradients", "trainer", TRAINING, trained * width)
+        yield MemoryPart("adapter", "trainer", ALWAYS, trained * width)
+    yield MemoryPart("optimizer states", "trainer", ALWAYS, _optimizer_bytes(config, shape, trained, width, device))
+    yield MemoryPart("reference", "trainer", ALWAYS, _reference_bytes(config, shape, width=width))
+    yield MemoryPart("gradients", "trainer", TRAINING, trained * width)
 
 
 def _pass_parts(
     config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int, device: str
-) -> Iterator[Part]:
+) -> Iterator[MemoryPart]:
     """What forward and backward need for a micro-batch."""
     layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device)
     stream = max(width, 4) if config.model.residual_dtype == "float32" else width
     recomputed = config.model.gradient_checkpointing
     kept = shape.layers * shape.hidden * stream + layer if recomputed else shape.layers * layer
     kept += _outside_activations(config, shape, width=width)
-    yield Part("activations", "trainer", ("passes",), round(lengths.microbatch * kept))
+    yield MemoryPart("activations", "trainer", ("passes",), round(lengths.microbatch * kept))
     head = _head_bytes(config, shape, tokens=lengths.microbatch, width=width, device=device)
     backward = _backward_bytes(config, shape, tokens=lengths.microbatch, width=width)
     if head >= backward:  # the head's backward pass is over when that of the layers begins
-        yield Part("logits chunk", "trainer", ("passes",), head)
+        yield MemoryPart("logits chunk", "trainer", ("passes",), head)
     else:
-        yield Part("backward pass", "trainer", ("passes",), backward)
+        yield MemoryPart("backward pass", "trainer", ("passes",), backward)
     if config.model.quantization != "none":
         largest = max((rows * columns for rows, columns in shape.quantizable), default=0)
-        yield Part("dequantized matrix", "trainer", ("passes",), largest * width)
+        yield MemoryPart("dequantized matrix", "trainer", ("passes",), largest * width)
     if device == "cuda":
-        yield Part("workspace", "trainer", ALWAYS, _CUBLAS_BYTES)
+        yield MemoryPart("workspace", "trainer", ALWAYS, _CUBLAS_BYTES)
 
 
 def layer_activations(config: LachesisConfig, shape: ModelShape, *, keys: float, width: int, device: str) -> float:
@@ -186,7 +186,7 @@ def _backward_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, w
     return flowing + trained * width
 
 
-def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device: str) -> Iterator[Part]:
+def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device: str) -> Iterator[MemoryPart]:
     """What the optimizer and the transfer need for a moment."""
     trained = trainable_parameters(config, shape)
     whole = config.adapter.kind == "none" and config.model.train_layers is None
@@ -207,24 +207,26 @@ def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, devi
     sent = 2 * TRANSFER_BYTES if config.bridge.kind in ("broadcast", "lora_nccl") else 0
     if config.adapter.kind == "lora":
         sent = min(sent, 2 * trained * width)
-    yield Part("update", "trainer", ("update",), max(moment, sent))
+    yield MemoryPart("update", "trainer", ("update",), max(moment, sent))
 
 
-def _sharded(parts: list[Part], config: LachesisConfig, shape: ModelShape, *, devices: int, width: int) -> list[Part]:
+def _sharded(
+    parts: list[MemoryPart], config: LachesisConfig, shape: ModelShape, *, devices: int, width: int
+) -> list[MemoryPart]:
     """What each of several devices holds of the trainer's parts, and the first of them of an engine in its process."""
     distributed = config.distributed
     if devices == 1 or distributed.strategy == "replicate":
         return parts
     ways = min(devices, distributed.shard_size or devices)
-    found: list[Part] = []
+    found: list[MemoryPart] = []
     for part in parts:
         if part.place != "trainer" or part.name not in _SHARDED:
             found.append(part)
         elif not distributed.cpu_offload:
-            found.append(Part(part.name, part.place, part.phases, -(-part.bytes // ways)))
-    found.append(Part("gathered weights", "trainer", ("passes",), _gathered_bytes(config, shape, width=width)))
+            found.append(MemoryPart(part.name, part.place, part.phases, -(-part.bytes // ways)))
+    found.append(MemoryPart("gathered weights", "trainer", ("passes",), _gathered_bytes(config, shape, width=width)))
     if config.engine.place == "trainer":
-        found.append(Part("weights", "engine", ALWAYS, shape.parameters * width))
+        found.append(MemoryPart("weights", "engine", ALWAYS, shape.parameters * width))
     return found
 
 
@@ -321,7 +323,7 @@ def _reference_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -
 
 def _teacher_parts(
     config: LachesisConfig, shape: ModelShape, teacher: ModelShape | None, *, lengths: Lengths, device: str
-) -> Iterator[Part]:
+) -> Iterator[MemoryPart]:
     """A frozen model beside the policy, and what it says of each token: twice for a moment, while it is put together.
 
     Its own pass keeps nothing for a backward pass, and is over before that of the policy begins.
@@ -330,17 +332,19 @@ def _teacher_parts(
     if options is None:
         return
     if teacher is not None:
-        yield Part("teacher", "trainer", ALWAYS, teacher.parameters * weight_bytes(config, teacher, device=device))
+        yield MemoryPart(
+            "teacher", "trainer", ALWAYS, teacher.parameters * weight_bytes(config, teacher, device=device)
+        )
     if options.kind == "rollouts":
         return  # how many logprobs they bring is the environments' affair, and few beside the rest
     if options.estimate == "exact":
         known, each = shape.vocab, 2 * 4
         if options.top_k is not None and options.top_k < known:
             known, each = options.top_k, 2 * (4 + 8)
-        yield Part("teacher's logprobs", "trainer", ("passes",), lengths.microbatch * known * each)
+        yield MemoryPart("teacher's logprobs", "trainer", ("passes",), lengths.microbatch * known * each)
 
 
-def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int) -> list[Part]:
+def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int) -> list[MemoryPart]:
     """Of one GPU of the engine: its weights, unless they are the trainer's, and its cache for all that is in flight."""
     ways = config.engine.tensor_parallel_size if config.engine.kind == "vllm" else 1
     phases = ("generation",) if sleeps(config) else ALWAYS
@@ -348,8 +352,8 @@ def _engine_parts(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths
     # Heads of keys and values are split as far as there are any.
     kept = 1 if config.engine.kind == "vllm" and config.engine.kv_cache_dtype != "auto" else width
     cache = shape.kv_elements_per_token * kept * lengths.in_flight // min(ways, shape.kv_heads)
-    parts = [Part("KV cache", "engine", ("generation",), cache)]
-    return parts if config.engine.place == "trainer" else [Part("weights", "engine", phases, held), *parts]
+    parts = [MemoryPart("KV cache", "engine", ("generation",), cache)]
+    return parts if config.engine.place == "trainer" else [MemoryPart("weights", "engine", phases, held), *parts]
 
 
 def _engine_weights(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:

@@ -10,7 +10,7 @@ from lachesis.config.memory import (
     ALWAYS,
     TRAINING,
     Lengths,
-    Part,
+    MemoryPart,
     Phase,
     Place,
     checkpoint_bytes,
@@ -71,7 +71,7 @@ class Plan:
     device: str
     shape: ModelShape | None
     trained: int | None
-    memory: tuple[Part, ...]
+    memory: tuple[MemoryPart, ...]
     checkpoint: int | None
     export: int | None
     exports_kept: int

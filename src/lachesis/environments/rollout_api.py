@@ -38,7 +38,7 @@ _TOKENS_A_POST = 500_000
 _UNREGISTERED = "was never registered"
 
 
-class NotRegistered(EngineError):
+class EnvironmentNotRegistered(EngineError):
     """The API does not know this environment, for example because it was started again: register anew."""
 
 
@@ -51,7 +51,7 @@ class QueueFull(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class EnvironmentRegistration:
     """What the API tells an environment that it took up. ``batch_size`` and ``max_token_len`` are the trainer's.
 
     ``takes_larger``: groups that are larger than a batch go out alone; the original keeps them for ever.
@@ -98,7 +98,7 @@ class RolloutApi:
         )  # fmt: skip
         self.retries = 0
 
-    async def register(self, asked: EnvRegistration) -> Registered:
+    async def register(self, asked: EnvRegistration) -> EnvironmentRegistration:
         """Register, once a trainer has registered and asked for a batch.
 
         Raises:
@@ -121,7 +121,7 @@ class RolloutApi:
                 break
             await asyncio.sleep(retry.after(f"the API says {reply.get('status')!r}"))
         batch_size, max_token_len = await self.trainer()
-        return Registered(
+        return EnvironmentRegistration(
             env_id=reply["env_id"],
             name=reply["wandb_name"],
             step=reply["starting_step"],
@@ -225,7 +225,7 @@ class RolloutApi:
         status = response.status_code
         lost = status in unknown or (bool(unknown) and status == 500 and attempts + 1 >= _UNKNOWN_AFTER)
         if lost:
-            raise NotRegistered(f"the rollout API at {self.url} does not know this environment: {reason}")
+            raise EnvironmentNotRegistered(f"the rollout API at {self.url} does not know this environment: {reason}")
         if status < 500 and status not in (408, 425, 429, 499):
             kind = PostRefused if status in (413, 422) else DataError
             path = response.request.url.path
@@ -263,9 +263,9 @@ class Membership:
             min_batch_allocation=config.min_batch_allocation,
         )
         self._lock = asyncio.Lock()
-        self.current: Registered | None = None
+        self.current: EnvironmentRegistration | None = None
 
-    async def join(self, *, lost: Registered | None = None) -> Registered:
+    async def join(self, *, lost: EnvironmentRegistration | None = None) -> EnvironmentRegistration:
         """Register; where several notice that the registration ``lost`` is gone, one does it for all."""
         async with self._lock:
             # Not by its id: an API that was started again gives the same ids.

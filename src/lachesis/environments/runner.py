@@ -15,10 +15,10 @@ from lachesis.environments.base import Environment
 from lachesis.environments.outputs import Counters, Outputs
 from lachesis.environments.rollout_api import (
     SETTING,
+    EnvironmentNotRegistered,
+    EnvironmentRegistration,
     Membership,
-    NotRegistered,
     QueueStatus,
-    Registered,
     RolloutApi,
     Sender,
 )
@@ -108,7 +108,7 @@ class Runner:
         member = await self._join()
         return await self._keep_filled(member, self._sender.start())
 
-    async def _keep_filled(self, member: Registered, sending: asyncio.Task[None]) -> str:
+    async def _keep_filled(self, member: EnvironmentRegistration, sending: asyncio.Task[None]) -> str:
         idle = self._idle()
         while True:
             if member is not self._membership.current:
@@ -118,7 +118,7 @@ class Runner:
             pending = self._sender.pending
             try:
                 status = await self._api.status(member.env_id)
-            except NotRegistered as error:
+            except EnvironmentNotRegistered as error:
                 logger.info(f"{error.message}; registering again")
                 member = await self._join(lost=member)
                 continue
@@ -135,7 +135,7 @@ class Runner:
             self._check_idle(idle, status)
             await self._next_event(sending)
 
-    async def _look(self, member: Registered) -> Registered:
+    async def _look(self, member: EnvironmentRegistration) -> EnvironmentRegistration:
         """From time to time see whether another trainer has come, which may want other batches."""
         if time.monotonic() - self._looked < _LOOK_S:
             return member
@@ -147,7 +147,7 @@ class Runner:
             self._check_size(now)
         return now
 
-    def _check_size(self, member: Registered) -> None:
+    def _check_size(self, member: EnvironmentRegistration) -> None:
         """Raises ConfigError where no batch could hold a group."""
         size, batch = self._config.group_size, member.batch_size
         if 0 < batch < size and member.takes_larger:
@@ -179,7 +179,7 @@ class Runner:
             self._evaluation.result()
             self._evaluation = None
 
-    async def _join(self, *, lost: Registered | None = None) -> Registered:
+    async def _join(self, *, lost: EnvironmentRegistration | None = None) -> EnvironmentRegistration:
         first = not self._joined
         member = await self._membership.join(lost=lost)
         self._check_size(member)
@@ -226,14 +226,14 @@ class Runner:
         self._outputs.evaluation(self._name, result)
         logger.info(f"step {result.step}: held-out accuracy {result.accuracy:.3f} ({result.problems} problems)")
 
-    def _room(self, status: QueueStatus, member: Registered) -> int:
+    def _room(self, status: QueueStatus, member: EnvironmentRegistration) -> int:
         if member.batch_size < 1:
             raise DataError(
                 f"the rollout API at {self._api.url} knows no batch size", remedy="register the trainer again"
             )
         return room_for_groups(status, self._config, batch_size=member.batch_size)
 
-    def _has_all(self, member: Registered) -> bool:
+    def _has_all(self, member: EnvironmentRegistration) -> bool:
         """Whether the trainer has taken all its batches, and for a while asked for no further one."""
         total = self._config.total_steps if self._config.total_steps >= 0 else member.num_steps
         lingered = time.monotonic() - self._progress.changed >= self._config.linger

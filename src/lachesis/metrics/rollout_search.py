@@ -60,7 +60,7 @@ class Hit:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class FailedRollout:
     """A rollout without a reward. ``step`` is that in whose time it failed; ``None`` where no step has ended since."""
 
     step: int | None
@@ -70,7 +70,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SearchedTurn:
     """A part of a conversation that the model sampled, or that it was given; ``calls`` are the tools it asks for.
 
     ``sequence`` has the tokens for the viewer (:func:`~lachesis.web.tokens.token_spans`), ``None`` where their texts
@@ -145,7 +145,7 @@ def _excerpt(text: str, at: int) -> str:
     return ("… " if start else "") + part + (" …" if start + _EXCERPT < len(text) else "")
 
 
-def failures(run_dir: Path, *, cause: str | None = None) -> list[Failure]:
+def failures(run_dir: Path, *, cause: str | None = None) -> list[FailedRollout]:
     """The failed rollouts that a run has kept, the latest first; of one cause, where it is given.
 
     Raises:
@@ -155,14 +155,14 @@ def failures(run_dir: Path, *, cause: str | None = None) -> list[Failure]:
     if not paths["failures"].exists():
         return []
     ended = read_metrics(paths["metrics"]).steps if paths["metrics"].exists() else ()
-    found: list[Failure] = []
+    found: list[FailedRollout] = []
     for number, text in enumerate(paths["failures"].read_text(encoding="utf-8").splitlines(keepends=True), start=1):
         if not text.endswith("\n"):  # torn by a kill, or being written
             break
         try:
             line = json.loads(text)
             step = next((one.step for one in ended if one.time >= line["time"]), None)
-            found.append(Failure(step, line["cause"], line["prompt"], line["message"]))
+            found.append(FailedRollout(step, line["cause"], line["prompt"], line["message"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{paths['failures']}, line {number}: no failed rollout ({error})", remedy="remove the line"
@@ -170,7 +170,7 @@ def failures(run_dir: Path, *, cause: str | None = None) -> list[Failure]:
     return [one for one in reversed(found) if cause in (None, one.cause)]
 
 
-def read_sample(run_dir: Path, place: str) -> tuple[Hit, list[Turn]]:
+def read_sample(run_dir: Path, place: str) -> tuple[Hit, list[SearchedTurn]]:
     """A sample by its place, STEP:GROUP:NUMBER, and its conversation: the prompt's messages, then turn by turn.
 
     Raises:
@@ -199,17 +199,19 @@ def _known_texts(lines: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     }
 
 
-def conversation(prompt: Mapping[str, Any], sample: Mapping[str, Any], *, texts: Mapping[int, str]) -> list[Turn]:
+def conversation(
+    prompt: Mapping[str, Any], sample: Mapping[str, Any], *, texts: Mapping[int, str]
+) -> list[SearchedTurn]:
     """The messages before, and the turns of a sample: runs of tokens that were sampled, or given in between."""
     messages = prompt.get("messages")
     if isinstance(messages, list):
-        turns = [Turn(str(one.get("role", "prompt")), str(one.get("content", "")), False) for one in messages]
+        turns = [SearchedTurn(str(one.get("role", "prompt")), str(one.get("content", "")), False) for one in messages]
     else:
-        turns = [Turn("prompt", prompt["text"], False)]
+        turns = [SearchedTurn("prompt", prompt["text"], False)]
     ids = sample["completion_ids"]
     pieces = sample.get("pieces") or [texts.get(token) for token in ids]
     if None in pieces or len(pieces) != len(ids):
-        return [*turns, Turn("assistant", sample["text"], True, _calls(sample["text"]))]
+        return [*turns, SearchedTurn("assistant", sample["text"], True, _calls(sample["text"]))]
     mask = sample["mask"] or [1] * len(ids)
     for counted, run in groupby(range(len(ids)), key=lambda i: bool(mask[i])):
         places = [*run]
@@ -217,7 +219,7 @@ def conversation(prompt: Mapping[str, Any], sample: Mapping[str, Any], *, texts:
         text = "".join(own)
         role = "assistant" if counted else next(iter(_ROLE.findall(text)), "given")
         sequence = token_spans(own, [sample["logprobs"][i] for i in places], given=[not counted] * len(places))
-        turns.append(Turn(role, text, counted, _calls(text) if counted else (), sequence))
+        turns.append(SearchedTurn(role, text, counted, _calls(text) if counted else (), sequence))
     return turns
 
 

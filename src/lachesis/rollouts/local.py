@@ -31,7 +31,7 @@ _FEWEST = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RolloutPart:
     """Groups of a call that were scored together; ``places`` are those of their draws, dropped ones included."""
 
     places: Sequence[int]
@@ -100,7 +100,7 @@ class LocalSource(GroupwiseSource):
             for _ in range(MOST_EMPTY_BATCHES):
                 draws = self.draw(count)
                 taken += [draw.prompt for draw in draws]
-                parts: list[Part] = []
+                parts: list[RolloutPart] = []
                 self._roll_out(draws, deadline=deadline, done=parts.append)
                 placed = sorted((entry for part in parts for entry in part.groups()), key=lambda entry: entry[0])
                 if placed:
@@ -114,7 +114,7 @@ class LocalSource(GroupwiseSource):
             raise
 
     def roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Done) -> None:
-        def tell(part: Part) -> None:
+        def tell(part: RolloutPart) -> None:
             dropped = [(place, part.scored.errors[-1]) for place in part.dropped()]
             with ExitStack() as telling:  # of all, also where one is answered that the run has ended
                 for place, outcome in reversed([*part.groups(), *dropped]):
@@ -122,7 +122,7 @@ class LocalSource(GroupwiseSource):
 
         self._roll_out(draws, deadline=deadline, done=tell)
 
-    def _roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Callable[[Part], None]) -> None:
+    def _roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Callable[[RolloutPart], None]) -> None:
         """Generate, then score; ``done`` is told of all in one part, or of several as they are done."""
         with self._generating.span():
             owned = [replace(draw, prompt=self.stream.own(draw.prompt)) for draw in draws]
@@ -133,7 +133,7 @@ class LocalSource(GroupwiseSource):
         self._count_part(part)
         done(part)
 
-    def _scored(self, items: Sequence[Item], places: Sequence[int]) -> Part:
+    def _scored(self, items: Sequence[Item], places: Sequence[int]) -> RolloutPart:
         """The rewards of all groups, without what could not be judged.
 
         Groups of which too few rollouts are left, before or after that, count as dropped. ``places`` are the items'.
@@ -154,7 +154,7 @@ class LocalSource(GroupwiseSource):
             extras=[judged[index].logged for index in kept],
             metrics=scored.metrics,
         )
-        return Part(places, tokens_in(groups), left)
+        return RolloutPart(places, tokens_in(groups), left)
 
     def _judged(self, group: Group, excluded: Mapping[int, Excluded]) -> Group:
         """The group without the samples that could not be judged, which are counted by their causes."""
@@ -189,7 +189,7 @@ class LocalSource(GroupwiseSource):
         with self._counting:
             self._counts.update(amounts)  # type: ignore[arg-type]
 
-    def _count_part(self, part: Part) -> None:
+    def _count_part(self, part: RolloutPart) -> None:
         scored = part.scored
         for error in scored.errors:
             note_failure(error.message, cause="reward")

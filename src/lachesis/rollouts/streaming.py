@@ -16,7 +16,7 @@ from lachesis.common.threads import DaemonThread
 from lachesis.common.types import Completion, Prompt
 from lachesis.rollouts.base import Draw
 from lachesis.rollouts.generation import generation_requests, read_groups
-from lachesis.rollouts.local import LocalSource, Part
+from lachesis.rollouts.local import LocalSource, RolloutPart
 from lachesis.rollouts.rewards.attempts import Item
 
 ItemT = TypeVar("ItemT")
@@ -118,7 +118,7 @@ class StreamingSource(LocalSource):
         """Also ``hidden_reward_time``: the seconds of ``reward_time`` in which others of the call were generated."""
         return (*super()._counted, "hidden_reward_time")
 
-    def _roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Callable[[Part], None]) -> None:
+    def _roll_out(self, draws: Sequence[Draw], *, deadline: Deadline, done: Callable[[RolloutPart], None]) -> None:
         prompts, seeds = [self.stream.own(draw.prompt) for draw in draws], self._seeds(draws)
 
         def score(answers: Sequence[Answer]) -> list[int]:
@@ -140,7 +140,7 @@ class StreamingSource(LocalSource):
         hidden = scoring.seconds(until=generated)
         self._count(reward_time=scoring.seconds(), hidden_reward_time=hidden)
 
-    def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> Part:
+    def _score(self, prompts: Sequence[Prompt], answers: Sequence[Answer]) -> RolloutPart:
         places = [place for place, _ in answers]
         groups = read_groups(
             [prompts[place] for place in places],

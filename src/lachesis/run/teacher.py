@@ -28,7 +28,7 @@ _COMPARED = 4096
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Asked:
+class RemoteTeacher:
     """A teacher behind an address.
 
     Attributes:
@@ -101,7 +101,7 @@ def build_teach(config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, c
     deadline = Deadline(f"the first answer of the teacher at {server.url}", min(limit_s, _FIRST_ANSWER_S), _SETTING)
     encode = partial(tokenizer.encode, add_special_tokens=False)
     server.check_tokenizer(_texts(tokenizer), encode=encode, deadline=deadline)
-    return Asked(server, options, top_k, limit_s).teach
+    return RemoteTeacher(server, options, top_k, limit_s).teach
 
 
 def _texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -28,7 +28,7 @@ class Evaluation(Protocol):
     def maybe_run(self, step: int) -> EvalResult | None: ...
 
 
-class Pause(Protocol):
+class PausePoint(Protocol):
     """Returns at once, unless somebody wants the run to wait; then it calls ``meanwhile`` until it may go on."""
 
     def __call__(self, step: int, meanwhile: Callable[[], None]) -> None: ...
@@ -45,7 +45,7 @@ class Trainer:
     checkpoints: RunCheckpoints
     telemetry: HubTelemetry
     stop_requested: Callable[[], bool]
-    pause: Pause
+    pause: PausePoint
 
     def train(self, *, start: int, steps: int) -> int:
         """Train from step ``start`` (the number already done) to ``steps``; returns the last step done."""

@@ -176,5 +176,6 @@ def test_what_was_measured_on_a_gpu_is_planned(tmp_path: Path, build, row: dict[
     config = build(**{**sections, "model": {**sections["model"], "path": str(tmp_path)}})
     planned = plan(config, device="cuda", devices=row["devices"])
     assert planned.peak("trainer") == pytest.approx(row["measured"]["peak"], rel=0.1)
-    measured = row["measured"]["reserved"] + context_bytes
-    assert cards.process_bytes(planned.peak("trainer")) == pytest.approx(measured, rel=0.1)
+    reserved = row["measured"]["reserved"]  # null where the benchmark, then, read it too late
+    if reserved is not None:
+        assert cards.process_bytes(planned.peak("trainer")) == pytest.approx(reserved + context_bytes, rel=0.1)

@@ -485,7 +485,7 @@ class TestTheOriginalsAnswers:
             calls.append(request)
             return httpx.Response(500, text="Internal Server Error")
 
-        with pytest.raises(api_module.NotRegistered):
+        with pytest.raises(api_module.EnvironmentNotRegistered):
             self.call(reply, lambda api: api.status(3))
         assert len(calls) == 3
 

@@ -22,7 +22,7 @@ _MOST_TOOL_SETS = 32
 
 
 @dataclass(slots=True)
-class Trajectory:
+class ContinuedTurns:
     """Turns whose prompts continue each other. ``known`` are all messages so far, the first ``given`` of them given."""
 
     conversation: Conversation
@@ -41,7 +41,7 @@ class PreparedTurn:
     """A turn that is about to be sampled: of a new trajectory, or after ``added`` tokens of one that goes on."""
 
     asked: Asked
-    trajectory: Trajectory
+    trajectory: ContinuedTurns
     added: tuple[int, ...]
     request: GenerationRequest
     new: bool
@@ -53,7 +53,7 @@ class AgentSession:
 
     seed: int
     params: SamplingParams
-    trajectories: list[Trajectory] = field(default_factory=list[Trajectory])
+    trajectories: list[ContinuedTurns] = field(default_factory=list[ContinuedTurns])
     responses: dict[str, tuple[Message, ...]] = field(default_factory=dict[str, tuple[Message, ...]])
     turns: int = 0
     calls: int = 0
@@ -94,7 +94,7 @@ class Recorder:
         new = trajectory is None
         if trajectory is None:
             rendered = tuple(self.render(asked))
-            trajectory = Trajectory(Conversation(rendered), asked.tools, list(asked.messages), len(asked.messages))
+            trajectory = ContinuedTurns(Conversation(rendered), asked.tools, list(asked.messages), len(asked.messages))
         prompt = trajectory.conversation.next_prompt + added
         room = self._max_context - len(prompt)
         if room < 1:
@@ -116,7 +116,7 @@ class Recorder:
         trajectory, asked = prepared.trajectory, prepared.asked
         before = len(prepared.request.prompt_ids) - len(prepared.added)
         if prepared.new or len(trajectory.conversation.next_prompt) != before:
-            trajectory = Trajectory(
+            trajectory = ContinuedTurns(
                 Conversation(prepared.request.prompt_ids), asked.tools, list(asked.messages), len(asked.messages)
             )
             session.trajectories.append(trajectory)
@@ -152,7 +152,7 @@ class Recorder:
             raise BadRequest(f"the chat template cannot render these messages: {error}") from error
         return list(self._tokenizer(str(text), add_special_tokens=False)["input_ids"])  # type: ignore[arg-type]
 
-    def _place(self, session: AgentSession, asked: Asked) -> tuple[Trajectory | None, tuple[int, ...]]:
+    def _place(self, session: AgentSession, asked: Asked) -> tuple[ContinuedTurns | None, tuple[int, ...]]:
         """The trajectory that a request goes on with, and the tokens that are new; none where it begins another."""
         for trajectory in reversed(session.trajectories):
             known = trajectory.known

@@ -26,7 +26,7 @@ _FIRST_PAUSE_S = 0.1
 _PATIENCE_S = 600.0
 
 
-class NotRegistered(EngineError):
+class TrainerNotRegistered(EngineError):
     """The API knows no trainer: it was started anew, or reset."""
 
 
@@ -35,7 +35,7 @@ class Replaced(EngineError):
 
 
 @dataclass(frozen=True, slots=True)
-class Registered:
+class TrainerRegistration:
     """How the API took a trainer up. ``acknowledges``: batches are the API's until they are acknowledged.
 
     ``outstanding`` are the ids of batches that a trainer before had and did not acknowledge.
@@ -97,7 +97,7 @@ class RolloutApiClient:
                 remedy=start_remedy(self.url),
             )
 
-    def register(self, asked: Registration, *, deadline: Deadline) -> Registered:
+    def register(self, asked: Registration, *, deadline: Deadline) -> TrainerRegistration:
         """Register as the trainer, with acknowledgements where the API knows them.
 
         Raises:
@@ -110,14 +110,14 @@ class RolloutApiClient:
                 f"the rollout API at {self.url} did not register the trainer: {reply}", remedy=start_remedy(self.url)
             )
         outstanding = reply.get("outstanding")
-        return Registered(int(reply["uuid"]), outstanding is not None, tuple(outstanding or ()))
+        return TrainerRegistration(int(reply["uuid"]), outstanding is not None, tuple(outstanding or ()))
 
     def queued(self, *, deadline: Deadline) -> int:
         """How many groups wait for a trainer. Raises DeadlineExceeded where the API does not answer."""
         return int(self._ask("GET", "/status", deadline=deadline).get("queue_size", 0))
 
     def next_batch(
-        self, trainer: Registered, *, holds: Collection[int], deadline: Deadline
+        self, trainer: TrainerRegistration, *, holds: Collection[int], deadline: Deadline
     ) -> tuple[Delivery | None, str]:
         """A batch, or None and what the API says it is waiting for, which may be nothing.
 
@@ -134,12 +134,12 @@ class RolloutApiClient:
             headers = {TRAINER_HEADER: str(trainer.uuid), HOLDS_HEADER: ",".join(map(str, sorted(holds)))}
         reply = self._ask("GET", "/batch", deadline=deadline, headers=headers)
         if reply.get("status") == "error":
-            raise NotRegistered(f"the rollout API at {self.url} says: {reply.get('message')}")
+            raise TrainerNotRegistered(f"the rollout API at {self.url} says: {reply.get('message')}")
         if reply.get("batch") is None:
             return None, str(reply.get("waiting") or "")
         return Delivery(reply["batch"], reply.get("batch_id")), ""
 
-    def acknowledge(self, trainer: Registered, ids: Sequence[int], *, deadline: Deadline) -> None:
+    def acknowledge(self, trainer: TrainerRegistration, ids: Sequence[int], *, deadline: Deadline) -> None:
         """Tell the API that these batches are the trainer's for good.
 
         Raises:
@@ -156,7 +156,7 @@ class RolloutApiClient:
         except (httpx.TransportError, ValueError, KeyError, TypeError):
             return []
 
-    def leave(self, trainer: Registered, *, limit_s: float) -> None:
+    def leave(self, trainer: TrainerRegistration, *, limit_s: float) -> None:
         """Say goodbye, so that what this trainer asked for binds no environment; an API that is away needs none."""
         try:
             timeout = httpx.Timeout(limit_s)

@@ -20,10 +20,10 @@ from lachesis.config.schema import AtroposSourceConfig, LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.rollouts.atropos.client import (
     Delivery,
-    NotRegistered,
-    Registered,
     Replaced,
     RolloutApiClient,
+    TrainerNotRegistered,
+    TrainerRegistration,
 )
 from lachesis.rollouts.atropos.convert import Conversion, Unusable, convert_group
 from lachesis.rollouts.base import RolloutSource
@@ -75,7 +75,7 @@ class AtroposSource(RolloutSource):
     first_word_s: float = _FIRST_WORD_S
 
     def __post_init__(self) -> None:
-        self._trainer: Registered | None = None
+        self._trainer: TrainerRegistration | None = None
         self._step = self.registration.starting_step
         self._current: tuple[Delivery, list[Group]] | None = None
         self._trained: dict[int, str] = {}  # batches trained on and not acknowledged, with the digest of each
@@ -128,7 +128,7 @@ class AtroposSource(RolloutSource):
             trainer = self._trainer or self._register(deadline)
             try:
                 delivery, waiting = self.client.next_batch(trainer, holds=self._trained, deadline=deadline)
-            except NotRegistered as error:
+            except TrainerNotRegistered as error:
                 logger.warning("%s; what it had queued is lost with it, registering again", error.message)
                 self._trainer = None
                 deadline.check(error.message)
@@ -146,7 +146,7 @@ class AtroposSource(RolloutSource):
         reason = situation if not waiting or "no environment" in situation else waiting
         logger.warning(f"waiting for {seconds:.0f} s for a batch of {size} sequences from {url}: {reason}")
 
-    def _register(self, deadline: Deadline) -> Registered:
+    def _register(self, deadline: Deadline) -> TrainerRegistration:
         asked = self.registration.model_copy(update={"starting_step": self._step})
         self._trainer = trainer = self.client.register(asked, deadline=deadline)
         # Ids of an API that was started anew mean other batches.

@@ -17,8 +17,8 @@ from lachesis.rollouts.rewards.functions import (
     BadValue,
     CallLog,
     Excluded,
-    Failure,
     RewardCall,
+    RewardFailure,
     Signature,
     TrainerState,
     shorten,
@@ -143,7 +143,7 @@ class _Attempt:
         for item in items:
             if costly == _MOST_HANGS:
                 what = f"was not called any more, after {costly} calls in a row that hung or crashed,"
-                self._note(Failure(what, HANG_REMEDY), f"on {_describe(item.group, None)}")
+                self._note(RewardFailure(what, HANG_REMEDY), f"on {_describe(item.group, None)}")
                 judged.append(None)
                 continue
             (answer,) = self._run([[item]])
@@ -171,13 +171,13 @@ class _Attempt:
                 rewards: list[float | Excluded | None] = [value for value in values if not isinstance(value, BadValue)]
                 judged.append(Judged(rewards, {name: v[part] for name, v in answer.logged.extras.items()}))
             else:
-                self._note(Failure(bad[1].what, VALUE_REMEDY), f"on {_describe(item.group, bad[0])}")
+                self._note(RewardFailure(bad[1].what, VALUE_REMEDY), f"on {_describe(item.group, bad[0])}")
                 judged.append(None)
         for name, numbers in answer.logged.metrics.items():
             self.metrics.setdefault(name, []).extend(numbers)
         return judged
 
-    def _blame(self, item: Item, failure: Failure) -> None:
+    def _blame(self, item: Item, failure: RewardFailure) -> None:
         """Report the failure of a group; in the first one the sample to blame is looked for too."""
         culprit = self._culprit(item) if failure.traceable and self.failures == 0 else None
         self.failures += 1
@@ -192,7 +192,7 @@ class _Attempt:
                 return index
         return None
 
-    def _note(self, failure: Failure, where: str) -> None:
+    def _note(self, failure: RewardFailure, where: str) -> None:
         error = RewardError(f"reward function {self.name!r} {failure.what} {where}", remedy=failure.remedy)
         error.__cause__ = failure.cause
         self.errors.append(error)

@@ -103,7 +103,7 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class RewardFailure:
     """Why a call gave no list of rewards; ``what`` continues "reward function 'accuracy' ...".
 
     ``costly``: it took its time or its process, so it should not be repeated without need. ``traceable``: the
@@ -131,7 +131,7 @@ class Answer:
     """What came of a call: a value per completion, or a failure."""
 
     values: Sequence[float | BadValue | Excluded | None] = ()
-    failure: Failure | None = None
+    failure: RewardFailure | None = None
     logged: Logged = field(default_factory=Logged)
 
 
@@ -182,19 +182,19 @@ def answer_of(
         return Answer(failure=raised(function, outcome.error))
     values = read_rewards(outcome.result, call.count)
     if isinstance(values, BadValue):
-        return Answer(failure=Failure(values.what, VALUE_REMEDY))
+        return Answer(failure=RewardFailure(values.what, VALUE_REMEDY))
     return Answer(values=values, logged=log.logged())
 
 
-def hung(timeout_s: float) -> Failure:
+def hung(timeout_s: float) -> RewardFailure:
     """The call did not return in time."""
-    return Failure(f"did not return within {timeout_s:g} s", HANG_REMEDY, costly=True)
+    return RewardFailure(f"did not return within {timeout_s:g} s", HANG_REMEDY, costly=True)
 
 
-def raised(function: Callable[..., Any], error: BaseException) -> Failure:
+def raised(function: Callable[..., Any], error: BaseException) -> RewardFailure:
     """The call raised; the innermost line of the function's own file is named."""
     remedy = next((remedy for text, remedy in _REMEDIES.items() if text in str(error)), RAISE_REMEDY)
-    return Failure(
+    return RewardFailure(
         f"raised {describe_exception(error, function)}",
         remedy,
         traceable=True,

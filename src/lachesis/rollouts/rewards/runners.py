@@ -13,8 +13,8 @@ from lachesis.common.threads import Caller, CallOutcome, CallThread
 from lachesis.common.workers import WorkerError, WorkerPool
 from lachesis.rollouts.rewards.functions import (
     Answer,
-    Failure,
     RewardCall,
+    RewardFailure,
     Signature,
     answer_of,
     hung,
@@ -109,17 +109,17 @@ class WorkerRunner:
         return self._workers.run(self._index, calls, timeout_s=timeout_s)
 
 
-def _failure(error: WorkerError, timeout_s: float) -> Failure:
+def _failure(error: WorkerError, timeout_s: float) -> RewardFailure:
     if error.reason == "timeout":
         return hung(timeout_s)
     if error.reason == "died":
-        return Failure(error.message, _DEATH_REMEDY, costly=True, traceable=True)
+        return RewardFailure(error.message, _DEATH_REMEDY, costly=True, traceable=True)
     if error.reason == "arguments":
-        return Failure(
+        return RewardFailure(
             f"cannot be given its arguments in another process ({error.message})",
             "keep plain values in the columns, or set rewards.num_workers to 0",
         )
-    return Failure(
+    return RewardFailure(
         f"logged something that cannot leave its process ({error.message})", "log plain values: numbers, texts, lists"
     )
 

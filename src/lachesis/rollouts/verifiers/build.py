@@ -11,7 +11,7 @@ from lachesis.common.errors import DependencyError, first_line
 from lachesis.rollouts.episodes import PolicyAccess, TaskPlayers
 from lachesis.rollouts.generation import text_decoder
 from lachesis.rollouts.turns import TurnServer
-from lachesis.rollouts.verifiers.settings import NEEDS, Environment, VerifiersSettings, installed_line, own_signals
+from lachesis.rollouts.verifiers.settings import NEEDS, VerifiersPlayers, VerifiersSettings, installed_line, own_signals
 
 
 def verifiers_players(
@@ -51,7 +51,7 @@ def verifiers_players(
     return players
 
 
-def load_players() -> Callable[[VerifiersSettings], Environment]:
+def load_players() -> Callable[[VerifiersSettings], VerifiersPlayers]:
     """The players of the line that is installed. Raises DependencyError where none is, or not whole."""
     line = installed_line()
     try:

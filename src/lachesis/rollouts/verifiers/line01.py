@@ -21,7 +21,7 @@ from lachesis.rollouts.turns import MODEL, SESSION, joined
 from lachesis.rollouts.verifiers.renderer import ListRenderer
 from lachesis.rollouts.verifiers.rubrics01 import note_errors, take_error
 from lachesis.rollouts.verifiers.settings import (
-    Environment,
+    VerifiersPlayers,
     VerifiersSettings,
     environment_id,
     kept_turns,
@@ -31,7 +31,7 @@ _NO_KEY = "LACHESIS_NO_KEY"
 _PARSERS = ("tool_parser", "reasoning_parser")
 
 
-class EnvironmentPlayers(Environment):
+class EnvironmentPlayers(VerifiersPlayers):
     """Plays the rollouts of one environment, as its own ``run_rollout`` and ``run_group`` do.
 
     Raises:

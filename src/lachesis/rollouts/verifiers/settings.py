@@ -48,7 +48,7 @@ class VerifiersSettings:
     eval_tasks: int = 0
 
 
-class Environment(TaskPlayers):
+class VerifiersPlayers(TaskPlayers):
     """The players of one environment, over a server in front of the engine."""
 
     def __init__(self, settings: VerifiersSettings) -> None:

@@ -25,7 +25,7 @@ from lachesis.rollouts.episodes import Played, RolloutFailed, cause_of, held_out
 from lachesis.rollouts.turns import MODEL, joined
 from lachesis.rollouts.verifiers import harness
 from lachesis.rollouts.verifiers.settings import (
-    Environment,
+    VerifiersPlayers,
     VerifiersSettings,
     environment_id,
     kept_turns,
@@ -38,7 +38,7 @@ _SHELL = "bash"
 _NO_KEY = "LACHESIS_NO_KEY"  # of a variable that is not set: the port is this process's own
 
 
-class TodaysPlayers(Environment):
+class TodaysPlayers(VerifiersPlayers):
     """Plays the episodes of one environment.
 
     Raises:

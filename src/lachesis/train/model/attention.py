@@ -31,7 +31,7 @@ _VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class SegmentBucket:
     """B segments of similar length. ``q_index`` [B*Q] and ``k_index`` [B*K] are stream positions, padded with 0.
 
     ``mask`` is bool [B, 1, Q, K], or ``None`` where plain causal attention is the same.
@@ -42,16 +42,18 @@ class Bucket:
     k_index: Tensor
     mask: Tensor | None
 
-    def to(self, device: torch.device) -> Bucket:
+    def to(self, device: torch.device) -> SegmentBucket:
         mask = None if self.mask is None else self.mask.to(device)
-        return Bucket(size=self.size, q_index=self.q_index.to(device), k_index=self.k_index.to(device), mask=mask)
+        return SegmentBucket(
+            size=self.size, q_index=self.q_index.to(device), k_index=self.k_index.to(device), mask=mask
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
     """All buckets of a micro-batch; ``unpad`` [T] finds each stream position in their concatenated output."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[SegmentBucket, ...]
     unpad: Tensor
 
 
@@ -188,7 +190,7 @@ def _cut(order: Tensor, len_q: Tensor, len_k: Tensor) -> list[Tensor]:
     return [cut for cut in cuts if cut.numel()]
 
 
-def _bucket(micro: MicroBatch, members: Tensor, len_q: Tensor, len_k: Tensor) -> tuple[Bucket, Tensor]:
+def _bucket(micro: MicroBatch, members: Tensor, len_q: Tensor, len_k: Tensor) -> tuple[SegmentBucket, Tensor]:
     """One bucket, and which of its query places [B*Q] are real."""
     size, max_q, max_k = members.numel(), int(len_q.max()), int(len_k.max())
     q_place, k_place = torch.arange(max_q), torch.arange(max_k)
@@ -204,10 +206,10 @@ def _bucket(micro: MicroBatch, members: Tensor, len_q: Tensor, len_k: Tensor) ->
         # Query i of a segment sees the context before the segment and keys up to its own place. A padded
         # query has rows beyond the end: it sees all keys, and is thrown away afterwards.
         mask = (k_place <= (offset[:, None] + q_place)[:, :, None]).unsqueeze(1)
-    return Bucket(size=size, q_index=q_index.flatten(), k_index=k_index.flatten(), mask=mask), q_valid.flatten()
+    return SegmentBucket(size=size, q_index=q_index.flatten(), k_index=k_index.flatten(), mask=mask), q_valid.flatten()
 
 
-def _window(bucket: Bucket, len_q: int, len_k: int, sliding_window: int | None) -> Tensor | None:
+def _window(bucket: SegmentBucket, len_q: int, len_k: int, sliding_window: int | None) -> Tensor | None:
     """The bucket's mask, narrowed to a sliding window where the layer has one."""
     if sliding_window is None or len_k <= sliding_window:
         return bucket.mask

@@ -21,7 +21,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DataError, DeadlineExceeded, EngineError, StopRequested
 from lachesis.common.types import Group
 from lachesis.config.schema import LachesisConfig
-from lachesis.rollouts.atropos.client import Registered, RolloutApiClient
+from lachesis.rollouts.atropos.client import RolloutApiClient, TrainerRegistration
 from lachesis.rollouts.atropos.convert import Conversion
 from lachesis.rollouts.atropos.source import AtroposSource, build_atropos_source, keep_given_advantages
 from tests.ports import free_port
@@ -431,7 +431,7 @@ def test_an_api_that_takes_requests_and_does_not_answer_can_be_left(make: Make):
         source = make(url, watch=stop)
         with pytest.raises(StopRequested):
             take(source)
-        source._trainer = Registered(uuid=1, acknowledges=True)
+        source._trainer = TrainerRegistration(uuid=1, acknowledges=True)
         with pytest.raises(StopRequested):
             source._wait_for_batch(deadline())
         source._safe = {0}
