@@ -54,6 +54,11 @@ sbatch job.sh
   each GPU. On one node the run starts its engine itself, on the GPUs of `engine.devices`. With environments the ranks
   run `lachesis run`, and the rollout API and the environment of `services` are on the node of rank 0. What does not go
   together (one copy of the weights on two nodes, an engine larger than a node) is refused before anything is printed.
+- **Before it starts** `lachesis cluster preflight` says within 30 s (`--preflight`; 0 leaves it out) what does not fit,
+  naming the node: nodes that do not come, other versions of Python, torch, transformers, vLLM or Lachesis than on the
+  node of rank 0, too few GPUs, ports of engines that are taken or not reached, an all-reduce over the ranks that fails,
+  a run directory that cannot be written, has too little room for the checkpoints of `lachesis plan` or is not shared
+  where it has to be, and clocks that are apart. By itself it looks at the node where it is started.
 - **Secrets** of ranks and engines are drawn when the job starts; the file has none.
 - **When something fails.** A server that ends is started again on its node, and the ranks go on with the others
   meanwhile. Where a rank is killed, an engine is lost for good or a deadline passes, the job is queued again, three
@@ -80,8 +85,8 @@ come again, as one of the configuration, the Job fails at once. Once it is compl
 the engines away.
 
 None of this has run on a real cluster: tests run slurm's file with an `srun` that starts two ranks and an engine as
-processes of one machine, which train, and hold the manifests against the published schema of Kubernetes' API. Ray
-(`cluster.kind: ray`) is not there.
+processes of one machine, which pass the preflight and train, and hold the manifests against the published schema of
+Kubernetes' API. Ray (`cluster.kind: ray`) is not there.
 
 ## Loading and saving
 

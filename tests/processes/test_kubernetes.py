@@ -24,6 +24,7 @@ PROGRAM = """#!/bin/bash
 told="$(dirname "$0")/$3-${RANK:-$HOSTNAME}"
 printf '%s\\n' "${@:3}" >"$told"
 env >"$told.env"
+[[ $3 != cluster ]] || exit 0
 """
 
 
@@ -73,6 +74,11 @@ def test_the_environment_of_each_rank_is_what_ranks_take(tmp_path: Path):
     assert [pod(tmp_path, job, index) for index in range(2)] == [0, 0]
     ranks = [told(tmp_path, f"train-{rank}") for rank in range(6)]
     assert [find_world(environment) for _, environment in ranks] == [World(rank, 6, rank % 3, 3) for rank in range(6)]
+    looked = [told(tmp_path, f"cluster-{rank}") for rank in range(6)]
+    assert [find_world(environment) for _, environment in looked] == [find_world(one) for _, one in ranks]
+    assert {tuple(words) for words, _ in looked} == {
+        ("cluster", "preflight", "/etc/lachesis/config.yaml", "--within", "600")
+    }
     for words, environment in ranks:
         assert words == ["train", "/etc/lachesis/config.yaml"]
         assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("it-ranks-0.it-ranks", "29500")
@@ -89,6 +95,16 @@ def test_an_engine_answers_by_its_name_in_the_service(tmp_path: Path):
     assert environment["LACHESIS_ALLOWED_HOSTS"] == "it-engine-1.it-engines"
     assert pod(tmp_path, found["Job"]) == 0
     assert told(tmp_path, "run-0")[0][0] == "run"
+
+
+def test_where_pods_do_not_fit_together_nothing_is_trained(tmp_path: Path):
+    job = manifests(tmp_path, CPU, Machines(1))["Job"]
+    words = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    words[2] = "python() { return $(( ${#3} > 5 )); }\n" + words[2]  # `cluster` fails, and `train` would not
+    assert pod(tmp_path, job) == 1
+    assert not (tmp_path / "train-0").exists()
+    assert pod(tmp_path, manifests(tmp_path, CPU, Machines(1), preflight_s=0)["Job"]) == 0
+    assert not (tmp_path / "cluster-0").exists()
 
 
 @pytest.mark.parametrize("saved", [True, False])

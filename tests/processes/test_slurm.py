@@ -21,6 +21,7 @@ told="$(dirname "$0")/$3-${SLURM_RESTART_COUNT:-0}-${SLURMD_NODENAME:-batch}-${S
 env >"$told.env"
 printf '%s\\n' "${@:3}" >"$told"
 case $3 in
+    cluster) [[ $RANK != 0 || ! -e $(dirname "$0")/unfit ]] || { sleep 0.3; exit 1; }; exit 0 ;;
     status) exit 1 ;;
     vllm-serve) exec sleep 600 ;;
 esac
@@ -72,6 +73,20 @@ def test_ranks_have_what_torchrun_would_set_and_engines_their_gpus(tmp_path: Pat
         assert words[8:] == ["--set", "engine.host=0.0.0.0", "--port", str(9001 + local)]
         tokens.add(environment["LACHESIS_SESSION_TOKEN"])
     assert tokens == {told(tmp_path, "train-0-127.0.0.1-0")[1]["LACHESIS_SESSION_TOKEN"]}
+
+
+def test_all_nodes_are_looked_at_before(tmp_path: Path):
+    """As many processes on those of the engines as on the others; where they do not fit nothing else is started."""
+    (tmp_path / "unfit").touch()
+    assert_ended(run(tmp_path, APART | CPU, Machines(3, 0, ranks=2)), 1, restarts=0)
+    names = [f"127.0.0.{number}" for number in (1, 2, 3)]
+    for rank in range(6):
+        words, environment = told(tmp_path, f"cluster-0-{names[rank // 2]}-{rank % 2}")
+        assert find_world(environment) == World(rank, 6, rank % 2, 2)
+        assert words[:3] == ["cluster", "preflight", str(tmp_path / "a b.yaml")]
+        assert words[3:7] == ["--ranks", "4", "--servers", "3"]
+        assert words[7:] == ["--node-names", ",".join(names), "--within", "30", "--set", "a=b c"]
+    assert not list(tmp_path.glob("train-*")) and not list(tmp_path.glob("vllm-serve-*"))
 
 
 def test_with_environments_ranks_start_the_services(tmp_path: Path):

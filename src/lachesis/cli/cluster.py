@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lachesis.cli.base import Overrides, Overwrite, Resume, app, console
+from lachesis.cli.base import Overrides, Overwrite, Resume, app, console, print_findings
 from lachesis.config.load import load_config, log_findings
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.run.cluster.layout import Layout, Machines, derive_layout
+
+if TYPE_CHECKING:
+    from lachesis.run.cluster.preflight import Verdict
 
 cluster_app = typer.Typer(help="A run on several nodes.", no_args_is_help=True)
 app.add_typer(cluster_app, name="cluster")
@@ -22,6 +28,10 @@ Config = Annotated[Path, typer.Argument(help="YAML file with the configuration, 
 Nodes = Annotated[int, typer.Option(min=1, help="Machines, those of the engines among them.")]
 Gpus = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each; 0 with model.device: cpu.")]
 Ranks = Annotated[int | None, typer.Option("--ranks-per-node", min=1, help="Of a run on the CPU; 1 if unset.")]
+PreflightS = Annotated[
+    int,
+    typer.Option("--preflight", min=0, metavar="SECONDS", help="Limit of the look at all nodes before; 0: none."),
+]
 MasterPort = Annotated[int, typer.Option(min=1, max=65535, help="Port on which ranks meet.")]
 
 
@@ -40,6 +50,7 @@ def slurm(
         int, typer.Option(min=1, metavar="SECONDS", help="So long before the limit the run saves a checkpoint.")
     ] = 300,
     restarts: Annotated[int, typer.Option(min=0, help="How often a job that failed is queued again.")] = 3,
+    preflight_s: PreflightS = 30,
     sbatch: Annotated[
         list[str] | None, typer.Option(help="A further option of sbatch, as in --sbatch=--qos=high; may be repeated.")
     ] = None,
@@ -59,6 +70,7 @@ def slurm(
         master_port=master_port,
         notice_s=notice,
         restarts=restarts,
+        preflight_s=preflight_s,
         more=tuple(sbatch or []),
     )
     console.file.write(render_slurm(loaded, layout, job))
@@ -85,6 +97,7 @@ def kubernetes(
         int, typer.Option(min=1, metavar="SECONDS", help="How long a pod may take to save a checkpoint and end.")
     ] = 300,
     restarts: Annotated[int, typer.Option(min=0, help="How often a pod of ranks is replaced.")] = 3,
+    preflight_s: PreflightS = 600,
 ) -> None:
     """Print manifests: a Job of ranks, a StatefulSet of engines, their Services, configuration and tokens."""
     from lachesis.run.cluster.kubernetes import JOB_TOKEN, SESSION_TOKEN, KubernetesJob, render_kubernetes
@@ -101,8 +114,57 @@ def kubernetes(
         master_port=master_port,
         grace_s=notice,
         restarts=restarts,
+        preflight_s=preflight_s,
     )
     console.file.write(render_kubernetes(loaded, layout, job))
+
+
+@cluster_app.command()
+def preflight(
+    config: Config,
+    overrides: Overrides = None,
+    ranks: Annotated[int | None, typer.Option(min=1, help="How many of the processes train; all if unset.")] = None,
+    servers: Annotated[int, typer.Option(min=0, help="Inference servers on each node after those.")] = 0,
+    node_names: Annotated[str | None, typer.Option(help="Names of all nodes in order, with commas.")] = None,
+    within: Annotated[float, typer.Option(min=1, metavar="SECONDS", help="All of it takes no longer.")] = 30,
+) -> None:
+    """Say what does not fit on the nodes of a run: started on each as its ranks are; rank 0 says it.
+
+    Versions, GPUs, ports, an all-reduce, disk, clocks. Exit code 1 where there is a problem.
+    """
+    from lachesis.run.cluster.preflight import find_place, preflight
+    from lachesis.train.distributed.job import TOKEN_VARIABLE
+
+    loaded = load_config(config, overrides=overrides or []).config
+    ports = [port + number for port in [getattr(loaded.engine, "port", 0)] for number in range(servers)]
+    names = node_names.split(",") if node_names else ()
+    place = find_place(os.environ, ranks=ranks, engine_ports=ports, nodes=names)
+    verdict = preflight(loaded, place, within_s=within, token=os.environ.get(TOKEN_VARIABLE, ""))
+    failed = False
+    if verdict is not None:
+        for line in preflight_lines(verdict):
+            console.print(line)
+        failed = any(finding.level == "problem" for finding in verdict.findings)
+        with suppress(typer.Exit):
+            print_findings(verdict.findings)
+    if place.world.size > 1:  # an all-reduce that hangs would keep the process
+        console.file.flush()
+        os._exit(int(failed))
+    raise typer.Exit(int(failed))
+
+
+def preflight_lines(verdict: Verdict) -> Iterator[str]:
+    """A line for each node that came, and one for the all-reduce."""
+    for node in dict.fromkeys(one.node for one in verdict.facts):
+        of_node = [one for one in verdict.facts if one.node == node]
+        versions = ", ".join(f"{name} {version}" for name, version in of_node[0].versions.items() if version)
+        role = "engines" if of_node[0].engine else f"{len(of_node)} rank(s)"
+        free = of_node[0].free_bytes / 1e9
+        yield f"{node}  {role}, {of_node[0].gpus} GPU(s), {free:.1f} GB free in run.dir; {versions}"
+    if verdict.collective_s is not None:
+        yield f"all-reduce of 16 MiB over the ranks: {verdict.collective_s * 1000:.1f} ms"
+    if not verdict.findings:
+        yield "the nodes fit together"
 
 
 def _derived(path: Path, overrides: list[str] | None, machines: Machines) -> tuple[LachesisConfig, Layout]:

@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, Command] = {
     "grpo": Command("grpo", "Train with the Atropos trainer's flags."),
     "status": Command("inspection", "Say how a run stands and what it waits for."),
     "fleet": Command("fleet", "Add an inference server to a run that goes on, or take one away: fleet add, drain."),
-    "cluster": Command("cluster", "Print the files that start a run on several nodes: cluster slurm, kubernetes."),
+    "cluster": Command("cluster", "Files that start a run on several nodes: cluster slurm, kubernetes; and preflight."),
     "report": Command("inspection", "Write report.html of a run anew."),
     "watch": Command("inspection", "Show runs while they go on, and those that have ended, on a live page."),
     "compare": Command("inspection", "Write a page that shows runs side by side."),

@@ -49,13 +49,20 @@ if [[ -e $seen && -f $run_dir/state.json ]]; then
 fi
 mkdir -p "$seen"
 pids=()
-for ((local = 0; local < LOCAL_WORLD_SIZE; local++)); do
-    RANK=$((GROUP_RANK * LOCAL_WORLD_SIZE + local)) LOCAL_RANK=$local \\
-        python -m lachesis {command} {config} "$@" &
-    pids+=($!)
-done
 stopping=''
 trap 'stopping=1; kill -TERM "${{pids[@]}}" 2>/dev/null' TERM
+each() {{  # a process for each rank of this pod
+    pids=()
+    for ((local = 0; local < LOCAL_WORLD_SIZE; local++)); do
+        RANK=$((GROUP_RANK * LOCAL_WORLD_SIZE + local)) LOCAL_RANK=$local python -m lachesis "$@" &
+        pids+=($!)
+    done
+}}
+if (({preflight_s} > 0)); then
+    each cluster preflight {config} --within {preflight_s}
+    for pid in "${{pids[@]}}"; do wait "$pid" || exit $?; done
+fi
+each {command} {config} "$@"
 code=0
 while ((code == 0)) && [[ $(jobs -p) ]]; do
     wait -n || code=$?
@@ -81,6 +88,7 @@ class KubernetesJob:
         options: of the first start, as `--resume`.
         grace_s: how long a pod that is to end may take, for a step and a checkpoint.
         restarts: how often a pod of ranks is replaced.
+        preflight_s: how long the look at all nodes may take that comes first; 0 leaves it out. Pods come minutes apart.
     """
 
     image: str
@@ -93,6 +101,7 @@ class KubernetesJob:
     master_port: int = 29500
     grace_s: int = 300
     restarts: int = 3
+    preflight_s: int = 600
 
 
 def render_kubernetes(config: LachesisConfig, layout: Layout, job: KubernetesJob) -> str:
@@ -173,6 +182,7 @@ def _ranks(config: LachesisConfig, layout: Layout, job: KubernetesJob, *, run_di
         command=layout.command,
         config=_CONFIG_DIR / "config.yaml",
         alone_s=_ALONE_S,
+        preflight_s=job.preflight_s,
     )
     pod = _pod(config.run.name, job, role="ranks", script=script, gpus=layout.gpus, environment=environment)
     pod["spec"] |= {"subdomain": name, "restartPolicy": "Never"}

@@ -33,6 +33,7 @@ class SlurmJob:
         time: as sbatch takes it; the partition's own limit if None.
         notice_s: so long before the time limit the run is asked to stop.
         restarts: how often the job is queued again after a failure.
+        preflight_s: how long the look at all nodes may take that comes first; 0 leaves it out.
         more: further options of sbatch, as they are.
     """
 
@@ -46,6 +47,7 @@ class SlurmJob:
     master_port: int = 29500
     notice_s: int = 300
     restarts: int = 3
+    preflight_s: int = 30
     more: tuple[str, ...] = ()
 
 
@@ -74,6 +76,7 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
         master_port=job.master_port,
         notice_s=job.notice_s,
         passing=_PASSING,
+        preflight_s=job.preflight_s,
     )
 
 

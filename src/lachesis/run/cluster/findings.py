@@ -1,0 +1,172 @@
+"""What is wrong with the nodes of a run, from what each of them says of itself: pure functions, no network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from lachesis.common.types import Finding, Level
+
+# More than networks and schedulers delay an answer.
+CLOCKS_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a process says of its node before any other is asked.
+
+    Args:
+        engine: it is of a node of inference servers; else a rank.
+        versions: of packages; None where one is not installed.
+        gpus: that torch sees.
+        free_bytes: on the disk of the run directory.
+        unwritable: why nothing can be written there; empty where it can.
+        taken: ports that something else listens on, with who it is.
+        listening: addresses at which this process listens in the place of servers.
+    """
+
+    rank: int
+    local_rank: int
+    node: str
+    engine: bool
+    versions: Mapping[str, str | None]
+    gpus: int
+    free_bytes: int
+    unwritable: str = ""
+    taken: Sequence[str] = ()
+    listening: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a process found out with the others.
+
+    Args:
+        clock: its time when rank 0 gave the sign, seconds since 1970.
+        sees_run_dir: it sees what rank 0 has written there.
+        unreachable: addresses of servers that it does not reach.
+        failure: why the all-reduce failed; empty where it did not.
+        seconds: that one all-reduce took.
+    """
+
+    rank: int
+    clock: float
+    sees_run_dir: bool
+    unreachable: Sequence[str] = ()
+    failure: str = ""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What the run asks of its nodes.
+
+    Args:
+        nodes: the node of each process, by rank; of those that have not come, too.
+        ranks: how many of them train; on GPUs unless ``on_cpu``.
+        engine_packages: what nodes of servers have to have.
+        checkpoint_bytes: on the disk at a time; None where it is not known.
+        shared: why all nodes have to see the run directory; empty where they need not.
+        limit_s: how long processes were waited for.
+    """
+
+    nodes: Sequence[str]
+    ranks: int
+    on_cpu: bool
+    engine_packages: Sequence[str]
+    checkpoint_bytes: int | None
+    shared: str
+    limit_s: float
+
+
+def judge(facts: Sequence[Facts], outcomes: Sequence[Outcome], needs: Needs) -> list[Finding]:
+    """Everything that does not fit, each naming its node and what to do; each once."""
+    found = [
+        *_absent(facts, outcomes, needs),
+        *_versions(facts, needs),
+        *_gpus(facts, needs),
+        *_ports(facts, outcomes, needs),
+        *_disk(facts, outcomes, needs),
+        *_clocks(outcomes, needs),
+        *_collective(outcomes, needs),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _finding(level: Level, rule: str, message: str) -> Finding:
+    return Finding(level=level, rule=rule, message=message)
+
+
+def _absent(facts: Sequence[Facts], outcomes: Sequence[Outcome], needs: Needs) -> Iterator[Finding]:
+    came, answered = {one.rank for one in facts}, {one.rank for one in outcomes}
+    for rank, node in enumerate(needs.nodes):
+        if rank not in came:
+            message = f"{node}: process {rank} has not come within {needs.limit_s:.0f} s"
+            yield _finding("problem", "absent", f"{message}: see its log, and whether it reaches rank 0")
+        elif rank not in answered:
+            message = f"{node}: process {rank} has come, and has given no answer after that"
+            yield _finding("problem", "absent", f"{message}: see its log")
+
+
+def _versions(facts: Sequence[Facts], needs: Needs) -> Iterator[Finding]:
+    """What is installed has to be the same as on the node of rank 0; engines' packages on those of engines."""
+    first = facts[0]
+    for one in facts:
+        for package, version in one.versions.items():
+            expected = first.versions.get(package)
+            if one.engine and package in needs.engine_packages and version is None:
+                message = f"{one.node}: {package} is not installed, and the engine is there: install it"
+                yield _finding("problem", "versions", message)
+            elif version is not None and expected is not None and version != expected:
+                message = f"{one.node}: {package} is {version}, and {expected} on {first.node}"
+                yield _finding("problem", "versions", f"{message}: install the same on both")
+
+
+def _gpus(facts: Sequence[Facts], needs: Needs) -> Iterator[Finding]:
+    for one in facts:
+        if not needs.on_cpu and not one.engine and one.local_rank >= one.gpus:
+            message = f"{one.node}: torch sees {one.gpus} GPU(s), and a rank is to have number {one.local_rank}"
+            yield _finding("problem", "gpus", f"{message}: ask for more of them, or see its driver")
+
+
+def _ports(facts: Sequence[Facts], outcomes: Sequence[Outcome], needs: Needs) -> Iterator[Finding]:
+    for one in facts:
+        for port in one.taken:
+            yield _finding("problem", "ports", f"{one.node}: {port}: stop it, or choose another port")
+    for outcome in outcomes:
+        for address in outcome.unreachable:
+            message = f"{needs.nodes[outcome.rank]}: does not reach {address}, where an engine will be"
+            yield _finding("problem", "ports", f"{message}: see the firewall between them")
+
+
+def _disk(facts: Sequence[Facts], outcomes: Sequence[Outcome], needs: Needs) -> Iterator[Finding]:
+    for one in facts:
+        if one.unwritable:
+            message = f"{one.node}: the run directory cannot be written ({one.unwritable}): choose another run.dir"
+            yield _finding("problem", "disk", message)
+    first = facts[0]
+    if needs.checkpoint_bytes is not None and first.free_bytes < needs.checkpoint_bytes:
+        have, need = first.free_bytes / 1e9, needs.checkpoint_bytes / 1e9
+        message = f"{first.node}: {have:.1f} GB are free for the run directory, and its checkpoints take {need:.1f} GB"
+        yield _finding("problem", "disk", f"{message}: free some, or lower checkpoint.keep_last")
+    for outcome in outcomes:
+        if needs.shared and not outcome.sees_run_dir:
+            message = f"{needs.nodes[outcome.rank]}: does not see what {first.node} writes to the run directory"
+            yield _finding("problem", "disk", f"{message}, and {needs.shared}: put run.dir on a shared disk")
+
+
+def _clocks(outcomes: Sequence[Outcome], needs: Needs) -> Iterator[Finding]:
+    for outcome in outcomes:
+        apart = outcome.clock - outcomes[0].clock
+        if abs(apart) > CLOCKS_S:
+            words = f"its clock is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} that of {needs.nodes[0]}"
+            message = f"{needs.nodes[outcome.rank]}: {words}: see its time service; logs would not fit together"
+            yield _finding("warning", "clocks", message)
+
+
+def _collective(outcomes: Sequence[Outcome], needs: Needs) -> Iterator[Finding]:
+    for outcome in outcomes:
+        if outcome.failure:
+            message = f"{needs.nodes[outcome.rank]}: the all-reduce over {needs.ranks} ranks failed: {outcome.failure}"
+            advice = "see whether the nodes' network lets them talk (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME)"
+            yield _finding("problem", "collective", f"{message}: {advice}")
