@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.device import resolve_device
-from lachesis.common.errors import DependencyError, EngineError, StaleWeights
+from lachesis.common.errors import DependencyError, LachesisError, StaleWeights
 from lachesis.common.http import free_port
 from lachesis.config.schema import (
     CustomEngineConfig,
@@ -46,7 +46,7 @@ def try_transfer(config: LachesisConfig) -> Check:
     """
     engine, words = engine_for_trial(config)
     start_s = VLLM_START_S if engine["kind"] == "vllm" else START_S
-    with _directory() as directory:
+    with trial_directory() as directory:
         write_tiny_model(directory / "model", hidden_size=_HIDDEN_SIZE)
         started = time.monotonic()
         with parts(sections(config, engine, directory=directory, start_s=start_s)) as run:
@@ -60,14 +60,14 @@ def try_transfer(config: LachesisConfig) -> Check:
 
 
 @contextmanager
-def _directory() -> Iterator[Path]:
-    """For a trial; after an error of the engine it stays, for the error names a log in it."""
+def trial_directory() -> Iterator[Path]:
+    """Gone afterwards, but where an error names a log in it."""
     directory = Path(tempfile.mkdtemp(prefix="lachesis-doctor-"))
     stays = False
     try:
         yield directory
-    except EngineError:
-        stays = True
+    except LachesisError as error:
+        stays = str(directory) in str(error)
         raise
     finally:
         if not stays:
@@ -123,6 +123,10 @@ def sections(config: LachesisConfig, engine: dict[str, Any], *, directory: Path,
     bridge = config.bridge.model_dump(exclude_defaults=True) | {"kind": config.bridge.kind, "proof": True}
     for one_of_the_run in ("init_method", "config_path", "keep_last"):
         bridge.pop(one_of_the_run, None)
+    if bridge.get("transport") == "nccl" and engine.get("devices") is None:
+        bridge.pop(
+            "transport"
+        )  # NCCL refuses two processes of one GPU, and the engine of the trial has none of its own
     if "every_steps" in type(config.bridge).model_fields:
         bridge["every_steps"] = 1
     lora = isinstance(config.adapter, LoraAdapterConfig)
