@@ -42,7 +42,8 @@ models: the memory of a rank, and how long loading, a transfer of the weights an
 
 ## Several nodes
 
-The configuration is the one of a single machine; which node does what is derived from it.
+The configuration is the one of a single machine; which node does what is derived from it. The
+[tutorial](tutorials/cluster.md) goes through it on a CPU.
 
 ```bash
 lachesis cluster slurm config.yaml --nodes 4 --gpus-per-node 8 --time 24:00:00 > job.sh

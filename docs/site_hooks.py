@@ -26,6 +26,7 @@ KINDS = {
         "tutorials/agent",
         "tutorials/code",
         "tutorials/two-gpus",
+        "tutorials/cluster",
         "tutorials/does-not-learn",
         "python",
     ],

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import FORKING, Main, Outcome, command, torchrun
+from tests.e2e.runs import FORKING, Main, Outcome, command, environment, torchrun
 from tests.paths import DOCS
+from tests.slurm import sbatch
+from tests.waiting import LONG_S
 from tests.walls import needs_namespaces
 
 PAGES = sorted((DOCS / "tutorials").glob("*.md"))
@@ -28,6 +30,8 @@ def run(line: str, *, main: Main, folder: Path) -> Outcome:
         option, ranks, *module = words[:4]
         assert (option, module) == ("--nproc-per-node", ["-m", "lachesis"]), line
         return torchrun(int(ranks), "tests.e2e.forking", *words[4:])
+    if program == "sbatch":
+        return submitted(folder / words[0])
     if program == "python":
         runpy.run_path(str(folder / words[0]), run_name="__main__")
         return Outcome(0, "", "")
@@ -35,6 +39,16 @@ def run(line: str, *, main: Main, folder: Path) -> Outcome:
     # What starts processes of its own is one, too.
     starts = words[0] == "run" or "engine={kind: embedded_server}" in words
     return command(*words, code=FORKING, cwd=folder) if starts else main(*words)
+
+
+def submitted(job: Path) -> Outcome:
+    """A job that a slurm of this machine runs to its end."""
+    (job.parent / "bin").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(GLOO_SOCKET_IFNAME="lo").items():
+            patch.setenv(name, value)
+        ended = sbatch(job, bin_dir=job.parent / "bin", timeout_s=4 * LONG_S)
+    return Outcome(ended.code, ended.output, ended.output)
 
 
 def assert_said(expected: str, out: str) -> None:
@@ -85,5 +99,5 @@ def test_the_axolotl_file_of_the_modes_runs(main: Main, tmp_path: Path, monkeypa
 def test_the_first_page_is_first_and_each_kind_is_there():
     assert {page.stem for page in PAGES} == {
         *("first-run", "own-reward", "from-axolotl", "from-trl", "from-atropos", "from-verifiers"),
-        *("agent", "code", "two-gpus", "does-not-learn"),
+        *("agent", "code", "two-gpus", "cluster", "does-not-learn"),
     }

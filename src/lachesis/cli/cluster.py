@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lachesis.cli.base import Overrides, Overwrite, Resume, app, console, print_findings
+from lachesis.cli.base import Overrides, Overwrite, Resume, app, console, print_findings, shown
+from lachesis.common.files import write_atomic
 from lachesis.config.load import load_config, log_findings
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
@@ -32,6 +33,7 @@ PreflightS = Annotated[
     int,
     typer.Option("--preflight", min=0, metavar="SECONDS", help="Limit of the look at all nodes before; 0: none."),
 ]
+Out = Annotated[Path | None, typer.Option(help="The file to write; printed if unset.")]
 MasterPort = Annotated[int, typer.Option(min=1, max=65535, help="Port on which ranks meet.")]
 
 
@@ -51,6 +53,7 @@ def slurm(
     ] = 300,
     restarts: Annotated[int, typer.Option(min=0, help="How often a job that failed is queued again.")] = 3,
     preflight_s: PreflightS = 30,
+    out: Out = None,
     sbatch: Annotated[
         list[str] | None, typer.Option(help="A further option of sbatch, as in --sbatch=--qos=high; may be repeated.")
     ] = None,
@@ -73,7 +76,7 @@ def slurm(
         preflight_s=preflight_s,
         more=tuple(sbatch or []),
     )
-    console.file.write(render_slurm(loaded, layout, job))
+    _write(render_slurm(loaded, layout, job), layout, out)
 
 
 @cluster_app.command()
@@ -98,6 +101,7 @@ def kubernetes(
     ] = 300,
     restarts: Annotated[int, typer.Option(min=0, help="How often a pod of ranks is replaced.")] = 3,
     preflight_s: PreflightS = 600,
+    out: Out = None,
 ) -> None:
     """Print manifests: a Job of ranks, a StatefulSet of engines, their Services, configuration and tokens."""
     from lachesis.run.cluster.kubernetes import JOB_TOKEN, SESSION_TOKEN, KubernetesJob, render_kubernetes
@@ -116,7 +120,7 @@ def kubernetes(
         restarts=restarts,
         preflight_s=preflight_s,
     )
-    console.file.write(render_kubernetes(loaded, layout, job))
+    _write(render_kubernetes(loaded, layout, job), layout, out, mode=0o666 if secret else 0o600)
 
 
 @cluster_app.command()
@@ -165,6 +169,14 @@ def preflight_lines(verdict: Verdict) -> Iterator[str]:
         yield f"all-reduce of 16 MiB over the ranks: {verdict.collective_s * 1000:.1f} ms"
     if not verdict.findings:
         yield "the nodes fit together"
+
+
+def _write(text: str, layout: Layout, out: Path | None, *, mode: int = 0o666) -> None:
+    if out is None:
+        console.file.write(text)
+        return
+    write_atomic(out, text, mode=mode)
+    console.print(f"wrote {shown(out)}: {layout.summary}")
 
 
 def _derived(path: Path, overrides: list[str] | None, machines: Machines) -> tuple[LachesisConfig, Layout]:

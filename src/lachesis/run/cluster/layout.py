@@ -69,6 +69,14 @@ class Layout:
         """All there are."""
         return self.rank_nodes + (self.servers.nodes if self.servers else 0)
 
+    @property
+    def summary(self) -> str:
+        """In a line."""
+        words = f"{self.ranks} rank(s) on {self.rank_nodes} node(s)"
+        if self.servers is not None:
+            words += f", {self.servers.count} inference server(s) on {self.servers.nodes} more"
+        return words
+
 
 def derive_layout(config: LachesisConfig, machines: Machines) -> Layout:
     """What each node does.

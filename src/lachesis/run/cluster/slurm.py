@@ -61,7 +61,7 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
     engine = config.engine
     return _template().render(
         name=config.run.name,
-        summary=_summary(layout),
+        summary=layout.summary,
         options=_sbatch_options(layout, job, run_dir=run_dir),
         run_dir=str(run_dir),
         python=job.python,
@@ -78,13 +78,6 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
         passing=_PASSING,
         preflight_s=job.preflight_s,
     )
-
-
-def _summary(layout: Layout) -> str:
-    words = f"{layout.ranks} rank(s) on {layout.rank_nodes} node(s)"
-    if layout.servers is not None:
-        words += f", {layout.servers.count} inference server(s) on {layout.servers.nodes} more"
-    return words
 
 
 def _logs(run_dir: Path) -> Path:
