@@ -83,6 +83,13 @@ class Plan:
         """Bytes of tensors at the worst moment of the trainer, the engine, or both together."""
         return max(sum(self.at(phase, *places)) for phase in ALWAYS)
 
+    @property
+    def on_disk(self) -> int | None:
+        """Bytes of all that lies in the run directory at a time; None without a config.json."""
+        if self.checkpoint is None or self.export is None:
+            return None
+        return self.checkpoint * self.checkpoints_kept + self.export * (1 + self.exports_kept)
+
     def at(self, phase: Phase, *places: Place) -> list[int]:
         """Bytes of each part that is held in a phase."""
         return [part.bytes for part in self.memory if part.place in places and phase in part.phases]

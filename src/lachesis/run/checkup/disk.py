@@ -45,14 +45,13 @@ def try_disk(config: LachesisConfig) -> Check:
         f"{directory}: {speed.write / _MB:,.0f} MB/s written, {speed.read / _MB:,.0f} MB/s read, of "
         f"{speed.bytes / _MB:,.0f} MB (limit {LIMIT_S:.0f} s)"
     )
-    if planned.checkpoint is None:
+    if planned.checkpoint is None or planned.on_disk is None:
         return Check("disk speed", f"{message}; how large a checkpoint is follows from the model's config.json")
-    kept = planned.checkpoint * planned.checkpoints_kept
     message += f"; a checkpoint of {planned.checkpoint / _GB:.3g} GB takes {planned.checkpoint / speed.write:.1f} s"
-    if kept > room:
+    if planned.on_disk > room:
         raise ConfigError(
-            f"{message}; the {planned.checkpoints_kept} that are kept need {kept / _GB:.3g} GB, of which "
-            f"{room / _GB:.3g} are free",
+            f"{message}; what a run keeps there needs {planned.on_disk / _GB:.3g} GB, of which {room / _GB:.3g} are "
+            "free",
             remedy="make room, lower checkpoint.keep_last, or give another run.dir",
         )
     return Check("disk speed", message)

@@ -22,12 +22,11 @@ from lachesis.engines.build import server_urls
 from lachesis.engines.http.control import ServerControl, tls
 from lachesis.rollouts.atropos.client import RolloutApiClient, api_url
 from lachesis.run.checkup.checks import Check, attempted, failure
+from lachesis.run.cluster.findings import CLOCKS_S
 from lachesis.transport.rendezvous import address_towards, listen
 
 # Of one server to answer; all are asked at once.
 LIMIT_S = 5.0
-# More than a slow answer and a clock that is set by hand once in a while explain.
-CLOCK_S = 30.0
 _AT_ONCE = 32
 _KEY_WANTED = (401, 403)
 
@@ -176,15 +175,16 @@ def _clocks(answers: list[ServerAnswer]) -> Iterator[Check]:
         subject, ahead = f"clock of {host}", of_hosts.get(host)
         if ahead is None:
             yield Check(subject, "no answer from there says its time", applies=False)
-        elif abs(ahead) > CLOCK_S:
+        elif abs(ahead) > CLOCKS_S:
             yield Check(
                 subject,
-                f"{abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'} this machine's (at most {CLOCK_S:.0f} s) "
+                f"{abs(ahead):,.0f} s {'ahead of' if ahead > 0 else 'behind'} this machine's "
+                f"(at most {CLOCKS_S:.0f} s) "
                 "-> set both by NTP, as `timedatectl set-ntp true` does: logs and timelines of the two disagree",
                 failed=True,
             )
         else:
-            yield Check(subject, f"within {abs(ahead) + 0.5:.1f} s of this machine's (at most {CLOCK_S:.0f} s)")
+            yield Check(subject, f"within {abs(ahead) + 0.5:.1f} s of this machine's (at most {CLOCKS_S:.0f} s)")
 
 
 def try_ports(config: LachesisConfig) -> Iterator[Check]:
