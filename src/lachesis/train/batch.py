@@ -19,9 +19,10 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
+from itertools import accumulate, compress, repeat, zip_longest
 from typing import Any, Literal, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,7 +98,9 @@ class MicroBatch:
         return self.input_ids.numel()
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on another device. To a GPU the tensors go without waiting; what comes from one is there."""
+        """The same on a device. To a GPU the tensors go without waiting; what comes from one is there."""
+        if self.input_ids.device == device:  # all are on one
+            return self
         ahead = device.type != "cpu"  # on the way to a CPU they would be read before they have arrived
         moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=ahead)
@@ -354,44 +357,46 @@ class _Stream:
         Predictions at the first ``overlap`` of them may be those of other sequences too: ``known`` has their numbers.
         """
         sample, before = sequence.rows[0].sample, sequence.prompt_tokens - 1
-        counted = [i for i, counts in enumerate(sample.loss_mask()) if counts]
+        mask = sample.loss_mask()
+        counted = [*compress(range(len(mask)), mask)]
+        places, targets = [*compress(path[before:], mask)], [*compress(sample.completion_ids, mask)]
         # Greedy samples (temperature 0) have the logprobs of temperature 1.
         inverse = 1.0 / (sample.temperature or 1.0)
         number_shared = bisect_left(counted, overlap - before)
         numbers: list[int] = []
-        for i in counted[:number_shared]:
-            prediction = (path[before + i], sample.completion_ids[i], inverse)
-            numbers.append(known.setdefault(prediction, len(self.predict)))
+        for i, place, target in zip(counted[:number_shared], places, targets, strict=False):
+            numbers.append(known.setdefault((place, target, inverse), len(self.predict)))
             if numbers[-1] == len(self.predict):
-                self._predict([prediction[0]], [prediction[1]], inverse)
+                self._predict([place], [target], inverse)
                 self.taught.append((sample.taught, i))
         own = counted[number_shared:]
         numbers.extend(range(len(self.predict), len(self.predict) + len(own)))
-        self._predict([path[before + i] for i in own], [sample.completion_ids[i] for i in own], inverse)
-        self.taught.extend((sample.taught, i) for i in own)
+        self._predict(places[number_shared:], targets[number_shared:], inverse)
+        self.taught.extend(zip(repeat(sample.taught), own))
         for row in sequence.rows:
-            self._add_row(row, counted, numbers)
+            self._add_row(row, mask, numbers)
 
     def _predict(self, positions: Sequence[int], targets: Sequence[int], inverse_temperature: float) -> None:
         self.predict.extend(positions)
         self.targets.extend(targets)
         self.inverse_temperature.extend([inverse_temperature] * len(positions))
 
-    def _add_row(self, row: _Row, counted: Sequence[int], numbers: Sequence[int]) -> None:
-        """Append a sample whose ``counted`` tokens are the predictions ``numbers``."""
+    def _add_row(self, row: _Row, mask: Sequence[int], numbers: Sequence[int]) -> None:
+        """Append a sample of which the tokens that the ``mask`` counts are the predictions ``numbers``."""
         sample = row.sample
         self.expand.extend(numbers)
-        self.row.extend([len(self.advantages)] * len(counted))
+        self.row.extend([len(self.advantages)] * len(numbers))
         span = sample.versions
         self.versions.append(span.first if span.first == span.last else UNKNOWN_VERSIONS.first)
-        sampled = [sample.logprobs[i] for i in counted]
+        sampled = [*compress(sample.logprobs, mask)]
         self.sampling_logprobs.extend(sampled)
-        self.old_logprobs.extend(sampled if row.old_logprobs == "sampler" else [math.nan] * len(counted))
+        self.old_logprobs.extend(sampled if row.old_logprobs == "sampler" else [math.nan] * len(numbers))
         self.teacher_weights.append(row.shares.teacher)
         advantage, added = sample.advantage or 0.0, sample.token_advantages
         self.by_token |= added is not None
         self.advantages.append(row.shares.reward * advantage)
-        self.token_advantages.extend(row.shares.reward * (advantage + (added[i] if added else 0.0)) for i in counted)
+        counted = compress(added, mask) if added else [0.0] * len(numbers)
+        self.token_advantages.extend([row.shares.reward * (advantage + value) for value in counted])
 
 
 def _leaf(parts: Sequence[_Part], place: int) -> int:
@@ -438,7 +443,7 @@ def idle_micro_batch() -> MicroBatch:
 
 
 def _tensors(stream: _Stream) -> MicroBatch:
-    long = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
+    long, real = partial(_tensor, dtype=np.int64), partial(_tensor, dtype=np.float32)
     shared = len(stream.key_index) != len(stream.input_ids)
     duplicated = len(stream.expand) != len(stream.predict)  # each prediction is of some loss token
     return MicroBatch(
@@ -451,20 +456,25 @@ def _tensors(stream: _Stream) -> MicroBatch:
         max_k=max(stream.len_k),
         predict=long(stream.predict),
         targets=long(stream.targets),
-        inverse_temperature=torch.tensor(stream.inverse_temperature, dtype=torch.float32),
+        inverse_temperature=real(stream.inverse_temperature),
         expand=long(stream.expand) if duplicated else None,
         row=long(stream.row),
         versions=long(stream.versions),
-        sampling_logprobs=torch.tensor(stream.sampling_logprobs, dtype=torch.float32),
-        old_logprobs=torch.tensor(stream.old_logprobs, dtype=torch.float32),
-        advantages=torch.tensor(stream.token_advantages if stream.by_token else stream.advantages, dtype=torch.float32),
-        teacher_weights=torch.tensor(stream.teacher_weights, dtype=torch.float32),
+        sampling_logprobs=real(stream.sampling_logprobs),
+        old_logprobs=real(stream.old_logprobs),
+        advantages=real(stream.token_advantages if stream.by_token else stream.advantages),
+        teacher_weights=real(stream.teacher_weights),
         **taught_tensors(stream.taught),
     )
 
 
+def _tensor(values: Sequence[float], *, dtype: type[np.number]) -> Tensor:
+    """Of a list; by way of numpy, as ``torch.tensor`` takes three times as long."""
+    return torch.from_numpy(np.array(values, dtype=dtype))
+
+
 def _cumulative(lengths: Sequence[int]) -> Tensor:
-    return torch.nn.functional.pad(torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
+    return _tensor([0, *accumulate(lengths)], dtype=np.int32)
 
 
 # --- several ranks -----------------------------------------------------------------------------------------

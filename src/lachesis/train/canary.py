@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class CanaryReader:
         self._device = device
         self._seen: tuple[int, ...] | None = None
         self._captured: _Captured | None = None
+        self._micro = lru_cache(1)(lambda tokens: plain_micro_batch(tokens).to(device))
         self._capture = capture and not looks_at_inputs(transformer)
 
     @torch.no_grad()
@@ -49,7 +51,7 @@ class CanaryReader:
         tokens = tuple(token_ids)
         captured = self._graph(tokens) if self._capture and self._device.type == "cuda" else None
         if captured is None:
-            return self._run(plain_micro_batch(tokens).to(self._device)).tolist()
+            return self._run(self._micro(tokens)).tolist()
         captured.graph.replay()
         return captured.logprobs.tolist()
 
@@ -59,7 +61,7 @@ class CanaryReader:
             # The first run of a shape may compile or load kernels, which a graph cannot hold.
             self._seen, self._captured = tokens, None
         elif self._captured is None or self._captured.places != self._places():
-            self._captured = self._try_capture(plain_micro_batch(tokens).to(self._device))
+            self._captured = self._try_capture(self._micro(tokens))
         return self._captured
 
     def _run(self, micro: MicroBatch) -> Tensor:

@@ -154,8 +154,9 @@ def generation_mode(model: nn.Module) -> Iterator[None]:
     Not ``inference_mode``: what a module caches in there (rotary tables) could not be used in training.
     Layers that training compiled run as they stand, since a growing cache would compile them again and again.
     """
-    training = [module for module in model.modules() if module.training]
-    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules())
+    modules = [*model.modules()]  # to walk through a model takes as long as a layer of a small one
+    training = [module for module in modules if module.training]
+    compiled = any(getattr(module, "_compiled_call_impl", None) is not None for module in modules)
     for module in training:
         module.training = False
     try:

@@ -41,7 +41,7 @@ def advantage_function(algorithm: AlgorithmConfig, *, weights: Sequence[float] |
             scale_rewards=algorithm.scale_rewards,
             aggregation=algorithm.aggregation,
         )
-        return [float(value) for value in advantages]
+        return advantages.numpy().tolist()
 
     return compute
 
@@ -111,10 +111,11 @@ def group_advantages(
 
     if aggregation == "sum_then_normalize":
         total = _weighted_sum(rewards, weights, unscored)
-        advantages = total - moments(total, index).mean
+        of_group = moments(total, index)
+        advantages = total - of_group.mean
         if scale_rewards != "none":
-            over = index if scale_rewards == "group" else whole_batch
-            advantages = advantages / (moments(total, over).std + EPSILON)
+            std = of_group.std if scale_rewards == "group" else moments(total, whole_batch).std
+            advantages = advantages / (std + EPSILON)
     else:
         total = _weighted_sum(standardized(rewards, index), weights, unscored)
         advantages = standardized(total, whole_batch)
