@@ -40,4 +40,6 @@ def own(value: Any) -> Any:
             if type(entry) is not str:
                 copy[name] = own(entry)
         return copy
-    return [entry if type(entry) is str else own(entry) for entry in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [entry if type(entry) is str else own(entry) for entry in value]
+    return value

@@ -11,9 +11,8 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from lachesis.common.errors import EngineError
 
@@ -38,8 +37,7 @@ def call_watched(call: Callable[[], T], *, watch: Watch, every_s: float = 0.2) -
     return outcome.result()
 
 
-@dataclass(frozen=True, slots=True)
-class CallOutcome:
+class CallOutcome(NamedTuple):
     """What became of a call: a result, the exception it raised, or neither within the deadline."""
 
     result: Any = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
@@ -14,16 +14,37 @@ from lachesis.engines.base import Engine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TextDecoder: TypeAlias = Callable[[list[list[int]]], list[str]]
+TextDecoder: TypeAlias = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
-def text_decoder(tokenizer: PreTrainedTokenizerBase) -> TextDecoder:
-    """Token ids to texts, without special tokens and with every other character as it was sampled."""
+def text_decoder(tokenizer: PreTrainedTokenizerBase, *, as_sampled: bool = True) -> TextDecoder:
+    """Token ids to texts: without special tokens and with every other character as it was sampled.
 
-    def decode(token_ids: list[list[int]]) -> list[str]:
-        return tokenizer.batch_decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    Args:
+        as_sampled: ``False`` keeps special tokens, and leaves it to the tokenizer whether it takes spaces away.
+    """
+    clean_up = False if as_sampled else tokenizer.clean_up_tokenization_spaces
+    backend = None if clean_up else _backend(tokenizer)
+
+    def decode(token_ids: Sequence[Sequence[int]]) -> list[str]:
+        if backend is not None:
+            return [backend.decode(ids, skip_special_tokens=as_sampled) for ids in token_ids]
+        return tokenizer.batch_decode(
+            [list(ids) for ids in token_ids], skip_special_tokens=as_sampled, clean_up_tokenization_spaces=clean_up
+        )
 
     return decode
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """What makes a tokenizer's texts, where that is all that does; transformers looks at each token id before."""
+    from transformers import PreTrainedTokenizerFast
+
+    plain = isinstance(tokenizer, PreTrainedTokenizerFast) and all(
+        getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name)
+        for name in ("batch_decode", "decode", "_decode")
+    )
+    return tokenizer.backend_tokenizer if plain else None
 
 
 def request_seed(run_seed: int, number: int) -> int:

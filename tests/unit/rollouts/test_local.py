@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import CheckpointError, DataError, DeadlineExceeded, EngineError, RewardError
@@ -20,7 +21,7 @@ from lachesis.rollouts.local import LocalSource
 from lachesis.rollouts.rewards.functions import Excluded
 from lachesis.rollouts.rewards.rewarder import NamedReward, Rewarder
 from tests.fakes import FakeEngine, random_tokens
-from tests.tiny import BOS_ID, EOS_ID, tiny_tokenizer
+from tests.tiny import BOS_ID, EOS, EOS_ID, tiny_tokenizer
 
 FOREVER = Deadline("test", None)
 PARAMS = SamplingParams(max_tokens=6, temperature=0.7, top_p=0.9)
@@ -301,3 +302,23 @@ def test_texts_have_no_special_tokens_and_all_others_as_they_are():
     text = " 1 + 2 ,\n it 's"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert text_decoder(tokenizer)([[BOS_ID, *ids, EOS_ID], [EOS_ID], []]) == [text, "", ""]
+    as_it_is = text_decoder(tokenizer, as_sampled=False)
+    assert as_it_is([[*ids, EOS_ID], ids]) == [f"{text}{EOS}", text]
+
+
+def test_a_tokenizer_that_decodes_in_a_way_of_its_own_is_asked_itself():
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *arguments: Any, **named: Any) -> str:
+            return super()._decode(*arguments, **named).upper()
+
+    tokenizer = Shouting(tokenizer_object=tiny_tokenizer().backend_tokenizer)
+    ids = tokenizer("it 's", add_special_tokens=False)["input_ids"]
+    assert text_decoder(tokenizer)([ids]) == ["IT 'S"]
+
+
+def test_spaces_are_taken_away_only_where_that_is_left_to_a_tokenizer_that_does():
+    tokenizer = tiny_tokenizer()
+    tokenizer.clean_up_tokenization_spaces = True
+    ids = tokenizer("it 's", add_special_tokens=False)["input_ids"]
+    assert text_decoder(tokenizer)([ids]) == ["it 's"]
+    assert text_decoder(tokenizer, as_sampled=False)([ids]) == [tokenizer.decode(ids)] == ["it's"]

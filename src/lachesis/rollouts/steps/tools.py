@@ -80,7 +80,7 @@ class ToolGame(Game):
         failed = 0
         for call, written in zip(turn.calls, answer["tool_calls"], strict=True):  # one by one: they share a state
             (observed,) = await self._calls(self._toolbox.call_all, [call])
-            told.append(observed.message() | {"tool_call_id": written["id"]})
+            told.append(observed.message(tool_call_id=written["id"]))
             failed += observed.failed
         self._called += len(turn.calls)
         metrics = {"tool_calls": float(len(told)), "tool_errors": float(failed)}

@@ -16,7 +16,7 @@ from lachesis.common.remembered import Remembered
 from lachesis.common.types import Completion, GenerationRequest, Message, Prompt, SamplingParams
 from lachesis.engines.base import Engine
 from lachesis.rollouts.failures import note_failure
-from lachesis.rollouts.generation import TextDecoder, request_seed
+from lachesis.rollouts.generation import TextDecoder, request_seed, text_decoder
 from lachesis.rollouts.kept import KeptGroup, KeptRollout
 from lachesis.rollouts.local import item_of
 from lachesis.rollouts.rewards.attempts import TURNS, Item
@@ -77,6 +77,22 @@ class _Group:
         self._note(rollout)
 
 
+class _Said:
+    """What a turn of the model says; equal turns of all rollouts share it, and its messages, which nobody changes."""
+
+    def __init__(self, turn: ParsedTurn) -> None:
+        self.calls = turn.calls
+        self._content = turn.content
+        self._messages: dict[int, Message] = {}
+
+    def message(self, first: int) -> Message:
+        """The turn as a message, whose calls are numbered from ``first`` on."""
+        if (known := self._messages.get(first)) is not None:
+            return known
+        calls = [(call.name, call.arguments) for call in self.calls]
+        return self._messages.setdefault(first, answer_message(self._content, calls, first=first))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Live:
     """A rollout that goes on."""
@@ -110,6 +126,7 @@ class ToolTurns:
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._end_token = self.tokenizer.eos_token_id  # looked up by the library each time that it is asked for
+        self._decoded = text_decoder(self.tokenizer, as_sampled=False)
         # Rollouts of a prompt often say the same, and are told the same.
         self._parsed = Remembered(self._turns, most=_KEPT)
         self._shortened = Remembered(self._cut, most=_KEPT)
@@ -186,11 +203,12 @@ class ToolTurns:
     def _answer(self, live: Sequence[_Live], *, params: SamplingParams, started: float) -> list[_Live]:
         """Call the tools that the last turns ask for; returns the rollouts that go on."""
         late = self.limits.seconds is not None and time.monotonic() - started > self.limits.seconds
-        asked: list[tuple[_Live, ParsedTurn]] = []
+        asked: list[tuple[_Live, _Said]] = []
         for one, turn in zip(live, self._read([one.conversation for one in live]), strict=True):
             conversation = one.conversation
             last = late or conversation.turns == self.limits.turns or conversation.finish_reason != "stop"
-            conversation.messages.append(self._message(turn, conversation))
+            conversation.messages.append(turn.message(conversation.calls))
+            conversation.calls += len(turn.calls)
             if turn.calls and not last:
                 asked.append((one, turn))
         observations = self.toolbox.call_all([call for _, turn in asked for call in turn.calls])
@@ -203,30 +221,23 @@ class ToolTurns:
             one.conversation.failed = next((text for observation, text in seen if observation.lost), "")
             if not one.conversation.failed:
                 answered.append(one)
-                told.append(self._told(one.conversation, [observation.message(text) for observation, text in seen]))
+                told.append(self._told(one.conversation, seen))
         return [
             one
             for one, what, tokens in zip(answered, told, self.continuation.tokens_of(told), strict=True)
             if _tell(one.conversation, what, tokens, most=params.max_tokens)
         ]
 
-    def _read(self, conversations: Sequence[Conversation]) -> list[ParsedTurn]:
+    def _read(self, conversations: Sequence[Conversation]) -> list[_Said]:
         """The last turns."""
         end = self._end_token
         turns = [one.last_turn for one in conversations]
         return self._parsed([ids[:-1] if ids and ids[-1] == end else ids for ids in turns])
 
-    def _turns(self, turns: Sequence[Sequence[int]]) -> list[ParsedTurn]:
+    def _turns(self, turns: Sequence[Sequence[int]]) -> list[_Said]:
         """Special tokens are part of the text, as some models write calls with them."""
         schemas = self.toolbox.schemas
-        return [self.parse(text, schemas) for text in self._decoded(turns)]
-
-    def _decoded(self, turns: Sequence[Sequence[int]]) -> list[str]:
-        return [str(self.tokenizer.decode(list(ids), skip_special_tokens=False)) for ids in turns]
-
-    def _message(self, turn: ParsedTurn, conversation: Conversation) -> Message:
-        first, conversation.calls = conversation.calls, conversation.calls + len(turn.calls)
-        return answer_message(turn.content, [(call.name, call.arguments) for call in turn.calls], first=first)
+        return [_Said(self.parse(text, schemas)) for text in self._decoded(turns)]
 
     def _cut(self, texts: Sequence[str]) -> list[str]:
         """Answers of no more tokens than a tool's may have."""
@@ -237,14 +248,14 @@ class ToolTurns:
             for text, ids in zip(texts, tokenized, strict=True)
         ]
 
-    def _told(self, conversation: Conversation, messages: Sequence[dict[str, str]]) -> Told:
-        """The answers to the calls of a conversation's last message."""
+    def _told(self, conversation: Conversation, seen: Sequence[tuple[Observation, str]]) -> Told:
+        """The answers to the calls of a conversation's last message, with the texts that there is room for."""
         answer = conversation.messages[-1]
+        ids = [call["id"] for call in answer["tool_calls"]]
         named = [
-            message | {"tool_call_id": call["id"]} for message, call in zip(messages, answer["tool_calls"], strict=True)
+            observation.message(text, tool_call_id=name) for (observation, text), name in zip(seen, ids, strict=True)
         ]
-        ended = conversation.token_ids[-1] == self._end_token
-        return Told(answer, named, ended=ended, ids=[call["id"] for call in answer["tool_calls"]])
+        return Told(answer, named, ended=conversation.token_ids[-1] == self._end_token, ids=ids)
 
     def _end(self, live: Sequence[_Live], on: Sequence[_Live], params: SamplingParams) -> None:
         """Those that do not go on have ended; one that failed is counted by its cause, as if it had never been."""

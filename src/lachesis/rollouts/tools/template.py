@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.remembered import Remembered
@@ -19,8 +18,7 @@ _KEPT = 4096
 _ASKED: Message = {"role": "user", "content": "?"}
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(NamedTuple):
     """What the model is told after its turn ``answer``; ``ended`` where that was sampled with its end token.
 
     ``ids`` are those that :func:`call_id` gave to its calls: most templates do not write them.

@@ -40,8 +40,7 @@ class Tool:
     server: McpServer | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """What a call gave, as the model reads it; ``failed`` where that is an error.
 
     ``lost`` where the tool's server broke off: the rollout knows nothing of what became of its call, and cannot go on.
@@ -52,9 +51,9 @@ class Observation:
     failed: bool = False
     lost: bool = False
 
-    def message(self, text: str | None = None) -> dict[str, str]:
+    def message(self, text: str | None = None, **more: str) -> dict[str, str]:
         """The message that answers the call, with ``text`` in place of its own."""
-        return {"role": "tool", "name": self.call.name, "content": self.text if text is None else text}
+        return {"role": "tool", "name": self.call.name, "content": self.text if text is None else text, **more}
 
 
 def load_tools(specs: Sequence[str | McpServerConfig], base_dir: Path | None = None) -> list[Tool]:

@@ -265,6 +265,25 @@ def test_rewards_get_all_messages_and_the_counts(tokenizer: Any):
     source.close()
 
 
+def test_what_a_reward_changes_is_no_other_rollouts(tokenizer: Any):
+    turns, _ = build(tokenizer, [[f"{CALL % 4}{EOS}"], [f"8{EOS}"]])
+    seen: list[Any] = []
+
+    def reward(completions: Any) -> list[float]:
+        for messages in completions:
+            seen.append(messages[0]["tool_calls"][0]["function"]["arguments"].pop("x"))
+            messages[0]["tool_calls"].clear()
+            messages[1]["content"] += "!"
+            seen.append(messages[1]["content"])
+        return [1.0, 0.0]
+
+    source = tool_source(turns, tokenizer, reward)
+    for _ in range(2):  # the second time what was read and told before is remembered
+        source.next_groups(1, deadline=Deadline("test", 10))
+    assert seen == [4, "8!"] * 4
+    source.close()
+
+
 def test_a_rollout_whose_tool_server_died_is_left_out_of_its_group(tokenizer: Any):
     turns, _ = build(tokenizer, [[f"{CALL % 4}{EOS}", f"{CALL % 5}{EOS}", f"no{EOS}"], [f"ok{EOS}"]])
 
