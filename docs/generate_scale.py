@@ -55,6 +55,7 @@ sbatch job.sh
   each GPU. On one node the run starts its engine itself, on the GPUs of `engine.devices`. With environments the ranks
   run `lachesis run`, and the rollout API and the environment of `services` are on the node of rank 0. What does not go
   together (one copy of the weights on two nodes, an engine larger than a node) is refused before anything is printed.
+  A job of slurm has its nodes for itself (`--exclusive`).
 - **Before it starts** `lachesis cluster preflight` says within 30 s (`--preflight`; 0 leaves it out) what does not fit,
   naming the node: nodes that do not come, other versions of Python, torch, transformers, vLLM or Lachesis than on the
   node of rank 0, too few GPUs, ports of engines that are taken or not reached, an all-reduce over the ranks that fails,

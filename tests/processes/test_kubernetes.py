@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,15 @@ def test_a_pod_that_replaces_another_goes_on(tmp_path: Path, saved: bool):
     assert told(tmp_path, "train-0")[0][-1] == ("--resume" if saved else "--overwrite")
 
 
+def test_an_older_run_is_not_taken_for_that_of_the_job(tmp_path: Path):
+    (tmp_path / "it" / "checkpoints" / "step_000001").mkdir(parents=True)
+    (tmp_path / "it" / "state.json").touch()
+    job = manifests(tmp_path, CPU, Machines(1), options=("--overwrite",))["Job"]
+    for _ in range(2):  # the first ends before its run has begun
+        assert pod(tmp_path, job) == 0
+        assert told(tmp_path, "train-0")[0][-1] == "--overwrite"
+
+
 def test_one_rank_that_fails_ends_the_pod_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("lachesis.run.cluster.kubernetes._ALONE_S", 0.1)
     job = manifests(tmp_path, CPU, Machines(1, 0, ranks=2))["Job"]
@@ -136,5 +146,6 @@ def test_a_pod_that_is_to_end_lets_rank_0_save(tmp_path: Path):
     until(lambda: (tmp_path / "up").exists())
     os.kill(container.pid, signal.SIGTERM)
     assert container.wait(LONG_S) == 143
-    os.killpg(container.pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # what the rank was waiting for, where it had begun to
+        os.killpg(container.pid, signal.SIGKILL)
     assert (tmp_path / "saved").exists()

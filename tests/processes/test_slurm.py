@@ -110,9 +110,30 @@ def test_a_killed_rank_queues_the_job_again(tmp_path: Path, saved: bool):
     assert told(tmp_path, "train-1-127.0.0.2-0")[0][-1] == ("--resume" if saved else "--overwrite")
 
 
-@pytest.mark.parametrize(("code", "restarts"), [(2, 0), (143, 0), (6, 3), (137, 3)])
+@pytest.mark.parametrize(("code", "restarts"), [(2, 0), (10, 0), (6, 3), (137, 3)])
 def test_failures_that_come_back_are_not_tried_for_ever(tmp_path: Path, code: int, restarts: int):
     assert_ended(run(tmp_path, CPU, Machines(1), rank=f"exit {code}"), code, restarts=restarts)
+
+
+def test_ranks_that_are_ended_with_rank_0_do_not_hide_why_it_failed(tmp_path: Path):
+    """srun gives the highest code, which is that of a rank that it has killed."""
+    rank = "[[ $RANK == 0 ]] || exec sleep 600; sleep 0.2; exit 2"
+    assert_ended(run(tmp_path, CPU, Machines(2), rank=rank), 137, restarts=0)
+
+
+def test_an_older_run_is_not_taken_for_that_of_the_job(tmp_path: Path):
+    """The first attempt ends before its run has begun."""
+    (tmp_path / "it's" / "checkpoints" / "step_000001").mkdir(parents=True)
+    (tmp_path / "it's" / "state.json").touch()
+    assert_ended(run(tmp_path, CPU, Machines(1), rank="[[ -n ${SLURM_RESTART_COUNT:-} ]] || kill -9 $$"), 0, restarts=1)
+    assert told(tmp_path, "train-1-127.0.0.1-0")[0][-1] == "a=b c"
+
+
+def test_a_signal_that_ends_the_step_lets_rank_0_save(tmp_path: Path):
+    rank = f"trap 'touch {tmp_path}/saved; exit 143' TERM; kill -TERM $PPID $$; sleep 0.2"
+    ended = run(tmp_path, CPU, Machines(1), rank=f"[[ -z ${{SLURM_RESTART_COUNT:-}} ]] || exit 0; {rank}")
+    assert_ended(ended, 0, restarts=1)
+    assert (tmp_path / "saved").exists()
 
 
 def test_before_the_time_limit_the_run_is_asked_to_stop_and_goes_on(tmp_path: Path):

@@ -15,39 +15,31 @@ from typing import Any
 
 import yaml
 
-from lachesis.common.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    DependencyError,
-    ModelError,
-    RewardError,
-)
+from lachesis.common.errors import ConfigError
 from lachesis.config.load import dump_config
 from lachesis.config.schema import HttpEngineConfig, LachesisConfig, VllmEngineConfig
-from lachesis.run.cluster.layout import Layout, Servers
+from lachesis.run.cluster.layout import FINAL, Layout, Servers
 
 JOB_TOKEN, SESSION_TOKEN = "LACHESIS_JOB_TOKEN", "LACHESIS_SESSION_TOKEN"
 _CONFIG_DIR = PurePosixPath("/etc/lachesis")
 _LABEL = "app.kubernetes.io/instance"
-# With these it would end as it did: the Job fails at once.
-_FINAL = sorted(
-    kind.exit_code for kind in (ConfigError, DataError, RewardError, ModelError, CheckpointError, DependencyError)
-)
 # How long ranks may take to end by themselves after another has failed.
 _ALONE_S = 10
 # Of names of objects, which become names of hosts: the suffixes of ours included.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,48}[a-z0-9])?")
 
 # The arguments are those of the first start. A pod that comes after another of the same Job goes on from the last
-# checkpoint; where there is none yet, from the start. Bash gives SIGTERM on, with which rank 0 saves a checkpoint.
+# checkpoint; where there is none yet, from the start. An older run in its place is none of the Job's. SIGTERM is
+# passed on, with which rank 0 saves a checkpoint.
 _RANKS = """\
 run_dir={run_dir}
-seen=$run_dir-kubernetes/$JOB_UID
-if [[ -e $seen && -f $run_dir/state.json ]]; then
-    if compgen -G "$run_dir/checkpoints/step_*" >/dev/null; then set -- --resume; else set -- --overwrite; fi
+begun=$run_dir-kubernetes/$JOB_UID
+if [[ ! -e $begun ]]; then
+    mkdir -p "$run_dir-kubernetes"
+    : >"$begun"
+elif [[ $run_dir/state.json -nt $begun ]]; then
+    if compgen -G "$run_dir/checkpoints/step_[0-9]*[0-9]" >/dev/null; then set -- --resume; else set -- --overwrite; fi
 fi
-mkdir -p "$seen"
 pids=()
 stopping=''
 trap 'stopping=1; kill -TERM "${{pids[@]}}" 2>/dev/null' TERM
@@ -186,7 +178,7 @@ def _ranks(config: LachesisConfig, layout: Layout, job: KubernetesJob, *, run_di
     )
     pod = _pod(config.run.name, job, role="ranks", script=script, gpus=layout.gpus, environment=environment)
     pod["spec"] |= {"subdomain": name, "restartPolicy": "Never"}
-    final = {"containerName": "ranks", "operator": "In", "values": _FINAL}
+    final = {"containerName": "ranks", "operator": "In", "values": FINAL}
     return _object(
         "batch/v1",
         "Job",

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
 
-from lachesis.common.errors import ConfigError
+from lachesis.common.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DependencyError,
+    ModelError,
+    RewardError,
+)
 from lachesis.config.rules.distributed import require_distributable
 from lachesis.config.schema import (
     SERVERS_FILE,
@@ -17,6 +24,10 @@ from lachesis.config.schema import (
     VllmEngineConfig,
 )
 
+# Exit codes of failures that would come again: nothing is started anew for them.
+FINAL = sorted(
+    kind.exit_code for kind in (ConfigError, DataError, RewardError, ModelError, CheckpointError, DependencyError)
+)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 

@@ -13,7 +13,7 @@ import jinja2
 
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
-from lachesis.run.cluster.layout import Layout
+from lachesis.run.cluster.layout import FINAL, Layout
 
 _TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
 # Ended by a signal as shells and srun report it; a fault of a library may be one of a machine.
@@ -76,6 +76,7 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
         master_port=job.master_port,
         notice_s=job.notice_s,
         passing=_PASSING,
+        final=FINAL,
         preflight_s=job.preflight_s,
     )
 
