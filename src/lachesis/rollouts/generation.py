@@ -24,11 +24,11 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase, *, as_sampled: bool = True)
         as_sampled: ``False`` keeps special tokens, and leaves it to the tokenizer whether it takes spaces away.
     """
     clean_up = False if as_sampled else tokenizer.clean_up_tokenization_spaces
-    backend = None if clean_up else _backend(tokenizer)
+    fast = None if clean_up else _fast(tokenizer)
 
     def decode(token_ids: Sequence[Sequence[int]]) -> list[str]:
-        if backend is not None:
-            return [backend.decode(ids, skip_special_tokens=as_sampled) for ids in token_ids]
+        if fast is not None:
+            return [fast.decode(ids, skip_special_tokens=as_sampled) for ids in token_ids]
         return tokenizer.batch_decode(
             [list(ids) for ids in token_ids], skip_special_tokens=as_sampled, clean_up_tokenization_spaces=clean_up
         )
@@ -36,7 +36,7 @@ def text_decoder(tokenizer: PreTrainedTokenizerBase, *, as_sampled: bool = True)
     return decode
 
 
-def _backend(tokenizer: PreTrainedTokenizerBase) -> Any:
+def _fast(tokenizer: PreTrainedTokenizerBase) -> Any:
     """What makes a tokenizer's texts, where that is all that does; transformers looks at each token id before."""
     from transformers import PreTrainedTokenizerFast
 
