@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, str | None]]] = {
 }
 
 INTRODUCTION = """\
-# GPU guide: what fits
+# GPU guide: what fits, how much memory it takes
 
 <!-- Written by docs/generate_gpu_guide.py from benchmarks/memory*.json and lachesis plan; do not edit. -->
 

@@ -19,6 +19,7 @@ KINDS = {
     "Tutorials": [
         "tutorials/first-run",
         "tutorials/own-reward",
+        "tutorials/after-the-run",
         "tutorials/from-axolotl",
         "tutorials/from-trl",
         "tutorials/from-atropos",
@@ -50,6 +51,20 @@ KINDS = {
 }
 # Where a page goes that nobody has put anywhere.
 OTHERS = "How-to guides"
+# What weight the search gives a page, if not 1: who asks something wants a page that answers it before one that only
+# has its words, as a history, a table of measurements or a list of all keys.
+SEARCH_BOOST = {
+    "repository/": 0.2,
+    "index": 0.3,
+    "architecture": 0.5,
+    "configuration": 0.5,
+    "defects": 0.3,
+    "metrics": 0.5,
+    "migration": 0.5,
+    "public-files": 0.3,
+    "troubleshooting": 2.0,
+    "tutorials/": 1.5,
+}
 PROJECT = ["CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "benchmarks/README.md"]
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^\s*```.*?^\s*```\s*$", re.DOTALL | re.MULTILINE)
@@ -130,7 +145,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links as they are in the site."""
+    """Links as they are in the site, and what weight the search gives the page."""
     uri = page.file.src_uri
+    for beginning, boost in SEARCH_BOOST.items():
+        if uri.startswith(beginning):
+            page.meta["search"] = {"boost": boost}
     path = "README.md" if uri == "index.md" else uri.removeprefix("repository/")
     return relinked(markdown, page=path if uri.startswith("repository/") or uri == "index.md" else f"docs/{uri}")

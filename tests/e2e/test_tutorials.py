@@ -99,5 +99,5 @@ def test_the_axolotl_file_of_the_modes_runs(main: Main, tmp_path: Path, monkeypa
 def test_the_first_page_is_first_and_each_kind_is_there():
     assert {page.stem for page in PAGES} == {
         *("first-run", "own-reward", "from-axolotl", "from-trl", "from-atropos", "from-verifiers"),
-        *("agent", "code", "two-gpus", "cluster", "does-not-learn"),
+        *("after-the-run", "agent", "code", "two-gpus", "cluster", "does-not-learn"),
     }

@@ -20,7 +20,7 @@ from lachesis.config.cards import (
     process_bytes,
 )
 from lachesis.config.memory import export_bytes, held_weights_bytes, weight_bytes
-from lachesis.config.model_shape import FoundShape
+from lachesis.config.model_shape import FoundShape, unknown_shape
 from lachesis.config.plan import plan
 from lachesis.config.schema import LachesisConfig
 
@@ -195,10 +195,8 @@ def scale_lines(
         ConfigError: as :func:`scale`, or the model's shape is not known.
     """
     if found is None:
-        raise ConfigError(
-            f"{config.model.path} has no config.json here and the hub has not given one, so memory is not known",
-            remedy="download its config.json, or name a local directory",
-        )
+        reason, remedy = unknown_shape(config)
+        raise ConfigError(f"{reason}, so memory is not known", remedy=remedy)
     answer = scale(config, gpus=gpus, nodes=nodes, card_gb=card_gb, found=found, train=train)
     layout = answer.layout
     engines = "engine" if layout.engines == 1 else "engines"

@@ -18,7 +18,7 @@ from lachesis.config.cards import (
     beside_trainer,
     card_use,
 )
-from lachesis.config.model_shape import FoundShape, find_shape
+from lachesis.config.model_shape import FoundShape, find_shape, unknown_shape
 from lachesis.config.plan import plan
 from lachesis.config.rules import check
 from lachesis.config.rules.distributed import require_distributable
@@ -82,10 +82,8 @@ def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1, found: Foun
     """
     shape = found or find_shape(config.model.path, revision=config.model.revision)
     if shape is None:
-        raise ConfigError(
-            f"{config.model.path} has no config.json here and the hub has not given one, so memory is not known",
-            remedy="download its config.json, or name a local directory",
-        )
+        reason, remedy = unknown_shape(config)
+        raise ConfigError(f"{reason}, so memory is not known", remedy=remedy)
     use = _Uses(card_gb, devices, shape)
     taken: list[Change] = []
     current = config

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from lachesis.common.errors import ConfigError, first_line
 from lachesis.common.json_values import is_object
 from lachesis.config.architectures import known_architecture
+from lachesis.config.schema import LachesisConfig
 
 _log = logging.getLogger("lachesis")
 # The longest that the hub may take to answer for a file of 1 kB, in seconds.
@@ -138,6 +139,20 @@ def find_shape(model: str, *, revision: str | None = None, ask_hub: bool = False
         return FoundShape(_parse(asked, where=f"config.json of {model} on the hub"), "hub")
     known = known_architecture(model)
     return None if known is None else FoundShape(_shape(known, dtype=str(known["dtype"])), "table")
+
+
+def unknown_shape(config: LachesisConfig) -> tuple[str, str]:
+    """Why nothing says the shape of the model of a run, and what to do."""
+    path = config.model.path
+    if config.run.setup is not None:
+        return (
+            f"{path} is made by run.setup ({config.run.setup}) when the run begins, and is not there yet",
+            "ask again once the run has begun",
+        )
+    return (
+        f"{path} has no config.json here and the hub has not given one",
+        "name a local directory, or download its config.json where there is a network",
+    )
 
 
 def _read(path: Path) -> ModelShape:

@@ -18,7 +18,7 @@ from lachesis.config.memory import (
     memory_parts,
     trainable_parameters,
 )
-from lachesis.config.model_shape import FoundShape, ModelShape, find_shape, read_shape
+from lachesis.config.model_shape import FoundShape, ModelShape, find_shape, read_shape, unknown_shape
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import (
     nearest_divisors,
@@ -261,10 +261,8 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found:
     if batches.steps is None:
         yield "the steps of run.epochs follow from the number of problems, which is known once the data is read"
     if found is None:
-        yield (
-            f"{config.model.path} has no config.json here and the hub has not given one, so memory and disk are not "
-            "known; name a local directory, or download it where there is a network"
-        )
+        reason, remedy = unknown_shape(config)
+        yield f"{reason}, so memory and disk are not known; {remedy}"
     elif found.source == "table":
         yield f"{config.model.path} has no config.json here: its shape is that of the table of known models"
 

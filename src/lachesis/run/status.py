@@ -117,6 +117,7 @@ class RunStatus:
         remaining_s: expected, from the last steps; of a run that goes on.
         silent_s: since the run last wrote anything.
         values: all metrics of the last step.
+        model: the directory of the trained model or adapter, once the run has saved it at its end.
         waits: under way, the outermost first; the last ones of a run that is gone.
         engines: where there are several; as they were when the run last wrote it.
     """
@@ -136,6 +137,7 @@ class RunStatus:
     values: Mapping[str, float]
     findings: tuple[Finding, ...]
     checkpoint: Path | None
+    model: Path | None
     waits: tuple[NamedWait, ...] | None
     logs: tuple[Path, ...]
     engines: tuple[NamedEngine, ...] = ()
@@ -185,6 +187,7 @@ def read_status(run_dir: Path, *, now: float | None = None) -> RunStatus:
         values=values,
         findings=_findings(lines),
         checkpoint=_last_checkpoint(files["checkpoints"]),
+        model=files["final"] if files["final"].is_dir() else None,
         waits=None if live is None else live.waits,
         logs=tuple(sorted(files["logs"].glob("*.log"))),
         engines=() if live is None else live.engines,
@@ -303,6 +306,7 @@ def fact_lines(status: RunStatus) -> list[tuple[str, str]]:
     lines += [("seconds", text) for text in [_seconds(status.values)] if text]
     lines += _titled("health", [finding.line for finding in status.findings])
     lines.append(("checkpoint", "none yet" if status.checkpoint is None else str(status.checkpoint)))
+    lines += [("model", str(path)) for path in [status.model] if path is not None]
     return lines
 
 

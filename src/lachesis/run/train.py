@@ -180,7 +180,7 @@ def _train_once(
     run = claim_run(directory, resume=resume, overwrite=overwrite)
     stop_requested = either(stop_requested, partial(is_asked, run.path, "stop"))
     seed_everything(config.run.seed)
-    set_up(config)
+    set_up(config, console=console)
     check_custom_parts(config)
     with ExitStack() as closing:
         leadership = None if world is None else closing.enter_context(leading(world, config))

@@ -106,6 +106,9 @@ def test_the_batches(build, tmp_path, monkeypatch):
     assert planned.shape is None and planned.memory == () and planned.checkpoint is None
     (note,) = planned.notes
     assert "org/model has no config.json here and the hub has not given one" in note
+    made = config.model_copy(update={"run": config.run.model_copy(update={"setup": "first/model.py:build"})})
+    (note,) = plan(made, device="cpu").notes
+    assert "org/model is made by run.setup (first/model.py:build) when the run begins" in note and "hub" not in note
     capped = config.model_copy(update={"batch": config.batch.model_copy(update={"micro_batch_size": 2})})
     assert plan(capped, device="cpu").batches.micro_batches == 16
     assert plan(capped, device="cpu").lengths.microbatch == 1024

@@ -124,7 +124,11 @@ class TestALiveRun:
         status = read_status(path)
         assert (status.state, status.step, status.weight_version) == ("loading", 0, None)
         assert (status.remaining_s, status.checkpoint, status.waits) == (None, None, None)
-        assert "checkpoint none yet" in text(status)
+        assert "checkpoint none yet" in text(status) and status.model is None
+
+    def test_where_the_trained_model_is_stands_below(self, path: Path):
+        (path / "final").mkdir()
+        assert f"model      {path / 'final'}" in text(read_status(path, now=NOW))
 
     def test_what_it_waits_for_is_named_with_its_deadline(self, path: Path):
         generation = {"name": "generation of a batch", "since": NOW - 30, "background": True}
