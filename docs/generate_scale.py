@@ -63,10 +63,10 @@ sbatch job.sh
   where it has to be, and clocks that are apart. By itself it looks at the node where it is started.
 - **Secrets** of ranks and engines are drawn when the job starts; the file has none.
 - **When something fails.** A server that ends is started again on its node, and the ranks go on with the others
-  meanwhile. Where a rank is killed, an engine is lost for good or a deadline passes, the job is queued again, three
-  times (`--restarts`), and goes on from the last checkpoint: set `checkpoint.every_steps`. 300 s (`--notice`) before
-  the time limit the run is asked to stop with a checkpoint, and is queued again as often as it takes. slurm cannot
-  bring an engine up on another node.
+  meanwhile; without others the run ends. Where it does, a rank is killed or a deadline passes, the job is queued again,
+  three times (`--restarts`), and goes on from the last checkpoint: set `checkpoint.every_steps`. 300 s (`--notice`)
+  before the time limit the run is asked to stop with a checkpoint, and is queued again as often as it takes. slurm
+  cannot bring an engine up on another node.
 - **Logs** of the engines are in `runs/NAME-slurm/JOB/`; `lachesis status runs/NAME` says how the run stands.
 - The run directory, the configuration, Python and its packages have to be on a disk that all nodes share.
 

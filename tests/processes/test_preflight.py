@@ -107,7 +107,7 @@ def test_each_finding_names_its_node(tmp_path: Path):
 def test_a_rank_that_does_not_come_is_named_in_time(tmp_path: Path):
     first, engine = processes(tmp_path, {0: Coming(), 2: Coming()}, "--within", "4", engine_port=free_port())
     assert (first.code, engine.code) == (1, 0), first
-    assert "problem   127.0.0.2: process 1 has not come within 4 s" in first.out
+    assert "problem   127.0.0.2: process 1 has not come within 2 s" in first.out
 
 
 def test_a_stranger_is_told_from_a_rank(tmp_path: Path):

@@ -65,7 +65,7 @@ class Needs:
         nodes: the node of each process, by rank; of those that have not come, too.
         ranks: how many of them train; on GPUs unless ``on_cpu``.
         engine_packages: what nodes of servers have to have.
-        checkpoint_bytes: on the disk at a time; None where it is not known.
+        needed_bytes: of all that lies in the run directory at a time; None where it is not known.
         shared: why all nodes have to see the run directory; empty where they need not.
         limit_s: how long processes were waited for.
     """
@@ -74,7 +74,7 @@ class Needs:
     ranks: int
     on_cpu: bool
     engine_packages: Sequence[str]
-    checkpoint_bytes: int | None
+    needed_bytes: int | None
     shared: str
     limit_s: float
 
@@ -145,12 +145,12 @@ def _disk(facts: Sequence[Facts], outcomes: Sequence[Outcome], needs: Needs) -> 
             message = f"{one.node}: the run directory cannot be written ({one.unwritable}): choose another run.dir"
             yield _finding("problem", "disk", message)
     first = facts[0]
-    if needs.checkpoint_bytes is not None and first.free_bytes < needs.checkpoint_bytes:
-        have, need = first.free_bytes / 1e9, needs.checkpoint_bytes / 1e9
-        message = f"{first.node}: {have:.1f} GB are free for the run directory, and its checkpoints take {need:.1f} GB"
+    if needs.needed_bytes is not None and first.free_bytes < needs.needed_bytes:
+        have, need = first.free_bytes / 1e9, needs.needed_bytes / 1e9
+        message = f"{first.node}: {have:.1f} GB are free in run.dir, and what is kept there takes {need:.1f} GB"
         yield _finding("problem", "disk", f"{message}: free some, or lower checkpoint.keep_last")
     for outcome in outcomes:
-        if needs.shared and not outcome.sees_run_dir:
+        if needs.shared and not first.unwritable and not outcome.sees_run_dir:
             message = f"{needs.nodes[outcome.rank]}: does not see what {first.node} writes to the run directory"
             yield _finding("problem", "disk", f"{message}, and {needs.shared}: put run.dir on a shared disk")
 

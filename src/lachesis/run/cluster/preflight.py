@@ -140,7 +140,7 @@ def preflight(config: LachesisConfig, place: Place, *, within_s: float, token: s
             outcome = _try_out(config, place, meeting, sign, clock=time.time(), end=end)
             meeting.say("outcome", asdict(outcome))
             outcomes = [Outcome(**one) for one in meeting.collect("outcome", limit_s=end - time.monotonic())]
-        needs = _needs(config, place, facts, limit_s=within_s)
+        needs = _needs(config, place, facts, limit_s=within_s / 2)
         seconds = [one.seconds for one in outcomes if one.seconds is not None]
         meeting.give_end()
         return Verdict(facts, judge(facts, outcomes, needs), max(seconds, default=None))
@@ -356,15 +356,12 @@ def _needs(config: LachesisConfig, place: Place, facts: Sequence[Facts], *, limi
     on_cpu = config.model.device == "cpu"
     found = find_shape(config.model.path, revision=config.model.revision)
     planned = plan(config, device="cpu" if on_cpu else "cuda", devices=place.ranks, found=found)
-    needed = planned.checkpoint
-    if needed is not None:
-        needed = needed * planned.checkpoints_kept + (planned.export or 0)
     return Needs(
         nodes=place.names(facts),
         ranks=place.ranks,
         on_cpu=on_cpu,
         engine_packages=("vllm",) if isinstance(config.engine, VllmEngineConfig) else (),
-        checkpoint_bytes=needed,
+        needed_bytes=planned.on_disk,
         shared=_shared(config, place),
         limit_s=limit_s,
     )

@@ -71,15 +71,20 @@ def test_gpus_and_disk():
         ("problem", "a: torch sees 1 GPU(s), and a rank is to have number 1: ask for more of them, or see its driver")
     ]
     assert said(few, needs=replace(NEEDS, on_cpu=True)) == []
-    assert said(needs=replace(NEEDS, checkpoint_bytes=2 * 10**12)) == [
+    assert said(needs=replace(NEEDS, needed_bytes=2 * 10**12)) == [
         (
             "problem",
-            "a: 1000.0 GB are free for the run directory, and its checkpoints take 2000.0 GB: free some, or lower "
+            "a: 1000.0 GB are free in run.dir, and what is kept there takes 2000.0 GB: free some, or lower "
             "checkpoint.keep_last",
         )
     ]
     unseen = {1: replace(OUTCOMES[1], sees_run_dir=False)}
     assert said(outcomes=unseen, needs=replace(NEEDS, shared="")) == []
+    blind = {rank: replace(one, sees_run_dir=False) for rank, one in enumerate(OUTCOMES)}
+    full = {0: replace(FACTS[0], unwritable="No space left on device")}
+    assert said(full, blind) == [
+        ("problem", "a: the run directory cannot be written (No space left on device): choose another run.dir")
+    ]
 
 
 def test_those_that_have_not_come_are_named():
