@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.given import is_given
 from lachesis.common.threads import CallThread
-from lachesis.common.types import Group, Sample
+from lachesis.common.types import Group
 from lachesis.rollouts.rewards.attempts import Extras, Item, Judged, RewardAttempts, TextCompletions
 from lachesis.rollouts.rewards.functions import Excluded, TrainerState
 from lachesis.rollouts.rewards.loading import ImportPath, load_named, needs_main_thread
@@ -285,7 +285,7 @@ class Rewarder:
     def _with_rewards(self, group: Group, table: Sequence[Judged]) -> Group:
         """``table[k].rewards[i]`` is the reward of sample i by function k."""
         samples = [
-            _rewarded(sample, rewards, _total(rewards, self._weights))
+            sample.judged(rewards=rewards, reward=_total(rewards, self._weights), advantage=sample.advantage)
             for sample, given in zip(group.samples, zip(*(one.rewards for one in table), strict=True), strict=True)
             for rewards in [_unless_excluded(given)]
         ]
@@ -316,25 +316,6 @@ def _start_workers(functions: Sequence[NamedReward], num_workers: int) -> Reward
     if not remote:
         return None
     return RewardWorkers(remote, count=max(1, num_workers))
-
-
-def _rewarded(sample: Sample, rewards: tuple[float | None, ...], reward: float | None) -> Sample:
-    """The sample with its rewards. ``dataclasses.replace`` takes twice as long, for every sample of a run."""
-    return Sample(
-        prompt_ids=sample.prompt_ids,
-        completion_ids=sample.completion_ids,
-        logprobs=sample.logprobs,
-        finish_reason=sample.finish_reason,
-        versions=sample.versions,
-        text=sample.text,
-        mask=sample.mask,
-        temperature=sample.temperature,
-        rewards=rewards,
-        reward=reward,
-        advantage=sample.advantage,
-        token_advantages=sample.token_advantages,
-        taught=sample.taught,
-    )
 
 
 def _unless_excluded(rewards: Sequence[float | Excluded | None]) -> tuple[float | None, ...]:

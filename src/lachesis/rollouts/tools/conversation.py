@@ -36,12 +36,14 @@ class Conversation:
 
     def sample(self, completion: Completion) -> None:
         """Add a turn of the model, exactly as it was sampled."""
-        first = completion.versions.first if self.turns == 0 else self.versions.first
+        if self.turns == 0:
+            self.versions = completion.versions
+        elif self.versions.last != completion.versions.last:
+            self.versions = VersionSpan(self.versions.first, completion.versions.last)
         self.last_turn = completion.token_ids
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.mask += [1] * len(completion.token_ids)
-        self.versions = VersionSpan(first, completion.versions.last)
         self.finish_reason = completion.finish_reason
         self.turns += 1
 

@@ -6,8 +6,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from lachesis.common.deadline import Deadline
@@ -166,6 +167,7 @@ class ToolTurns:
         ]
         begun = [group for group in groups if group.missing]
         live: list[_Live] = []
+        with_room = cache(partial(_with_room, params))
         if begun:
             answers = self._generate([group.first_turn(params) for group in begun], deadline)
             live = [one for group, found in zip(begun, answers, strict=True) for one in group.begin(found)]
@@ -174,7 +176,7 @@ class ToolTurns:
             self._end(live, on, params)
             live = on
             if live:
-                turns = self._generate(_next_turns(live, params), deadline)
+                turns = self._generate(_next_turns(live, params.max_tokens, with_room), deadline)
                 for one, completions in zip(live, turns, strict=True):
                     one.conversation.sample(completions[0])
         return [item_of(group.prompt, group.ended, columns=(TURNS, *self.columns)) for group in groups]
@@ -292,18 +294,23 @@ class ToolTurns:
             self._counts.update(amounts)
 
 
-def _next_turns(live: Sequence[_Live], params: SamplingParams) -> list[GenerationRequest]:
-    rooms = [params.max_tokens - len(one.conversation.token_ids) for one in live]
-    left = {room: replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room)) for room in set(rooms)}
+def _with_room(params: SamplingParams, room: int) -> SamplingParams:
+    """For a turn of at most ``room`` tokens."""
+    return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+
+
+def _next_turns(
+    live: Sequence[_Live], max_tokens: int, with_room: Callable[[int], SamplingParams]
+) -> list[GenerationRequest]:
     return [
         GenerationRequest(
             one.conversation.next_prompt,
-            left[room],
+            with_room(max_tokens - len(one.conversation.token_ids)),
             n=1,
             seed=request_seed(one.seed, one.conversation.turns),
             conversation=one.conversation.name,
         )
-        for one, room in zip(live, rooms, strict=True)
+        for one in live
     ]
 
 

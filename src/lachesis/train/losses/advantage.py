@@ -65,7 +65,13 @@ def assign_advantages(groups: Sequence[Group], *, compute: AdvantageFunction | N
     number = [i for i, group in enumerate(groups) for _ in group.samples]
     advantages = iter([value for _, value in zip(number, compute(rewards, number), strict=True)])
     return [
-        replace(group, samples=tuple(replace(sample, advantage=next(advantages)) for sample in group.samples))
+        replace(
+            group,
+            samples=tuple(
+                sample.judged(rewards=sample.rewards, reward=sample.reward, advantage=next(advantages))
+                for sample in group.samples
+            ),
+        )
         for group in groups
     ]
 
