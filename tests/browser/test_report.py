@@ -181,6 +181,17 @@ def test_slider_changes_the_rollouts(page: Page) -> None:
     assert page.ask("Number(document.querySelector('#step').value)") == 1
 
 
+def test_how_rewards_are_spread_stands_beside_the_rollouts(page: Page) -> None:
+    counts = page.ask("report.rollouts.at(-1).rewards.counts")
+    heights = page.ask("[...document.querySelectorAll('#spread rect')].map((bar) => bar.height.baseVal.value)")
+    assert [height * max(counts) / 40 for height in heights] == pytest.approx(counts)
+    assert f"rewards of {sum(counts)} completions" in page.text("#spread figcaption")
+    page.driver.execute_script("page.showStep(1)")
+    assert page.text("#spread figcaption").startswith(
+        f"rewards of {sum(page.ask('report.rollouts[0].rewards.counts'))} "
+    )
+
+
 def test_clicking_a_chart_opens_its_rollouts(page: Page) -> None:
     page.hover("[data-chart=reward] svg", x=0.5)
     step = int(page.text("[data-chart=reward] .flag text"))

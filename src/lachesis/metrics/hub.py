@@ -10,10 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from lachesis.common.errors import LachesisError
 from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, StepRecord
 from lachesis.metrics.health.monitor import HealthMonitor
+from lachesis.metrics.names import BY_ENVIRONMENT
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum, merge_metrics, reduce_metrics
 
 logger = logging.getLogger("lachesis")
@@ -204,7 +206,16 @@ def group_metrics(groups: Sequence[Group], *, reward_names: Sequence[str], versi
         metrics[f"rewards/{name}/mean"] = Mean(sum(values), len(values))
         if len(values) > 1:
             metrics[f"rewards/{name}/std"] = Mean(statistics.stdev(values))
-    return metrics
+    return metrics | _rewards_by_environment(groups)
+
+
+def _rewards_by_environment(groups: Sequence[Group]) -> dict[str, MetricValue]:
+    """The mean reward of each environment of the rollout API that groups of this batch came from."""
+    rewards: dict[Any, list[float]] = {}
+    for group in groups:
+        if (environment := group.prompt.columns.get("env_id")) is not None:
+            rewards.setdefault(environment, []).extend(known for known in group.rewards if known is not None)
+    return {f"{BY_ENVIRONMENT}{name}": Mean(sum(values), len(values)) for name, values in rewards.items()}
 
 
 def _deviation(group: Group) -> float | None:

@@ -12,6 +12,9 @@ from typing import Literal
 
 from lachesis.common.types import EvalResult
 
+# Beginning of the name of the mean reward of one environment of the rollout API; its number there follows.
+BY_ENVIRONMENT = "reward_of_environment/"
+
 Unit = Literal["", "share", "tokens", "tokens/s", "s", "GB", "nats", "sequences", "groups", "versions"]
 
 
@@ -213,7 +216,10 @@ METRICS: Mapping[str, Metric] = {
 
 
 def describe(name: str) -> Metric:
-    """The entry of a metric; ``rewards/NAME/mean|std``, ``staleness/N`` and unknown names get one of the name."""
+    """The entry of a metric.
+
+    ``rewards/NAME/mean|std``, ``staleness/N``, ``reward_of_environment/N`` and unknown names get one of the name.
+    """
     known = METRICS.get(name)
     if known is not None:
         return known
@@ -221,6 +227,9 @@ def describe(name: str) -> Metric:
     if name.startswith("staleness/") and distance.isdecimal():
         what = f"Share of the completions whose first token is {distance} updates behind the policy."
         return Metric(name, f"Staleness {distance}", "share", what)
+    if name.startswith(BY_ENVIRONMENT):
+        environment = name.removeprefix(BY_ENVIRONMENT)
+        return Metric(name, f"Environment {environment}", "", f"Mean reward of what environment {environment} sent.")
     function, _, statistic = name.removeprefix("rewards/").rpartition("/")
     if name.startswith("rewards/") and function and statistic == "mean":
         return Metric(name, f"Reward {function}", "", f"Mean reward of the function {function}.", (0.15, None))

@@ -15,7 +15,14 @@ import yaml
 from lachesis.common.errors import DataError
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import LEVELS, UNKNOWN_VERSIONS, EvalResult
-from lachesis.metrics.names import describe, format_number, format_seconds, format_share, reward_functions
+from lachesis.metrics.names import (
+    BY_ENVIRONMENT,
+    describe,
+    format_number,
+    format_seconds,
+    format_share,
+    reward_functions,
+)
 from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine, read_metrics
 from lachesis.metrics.sinks.tape import read_lines, tape_files
 from lachesis.web.tokens import best_and_worst, token_spans
@@ -53,8 +60,6 @@ LABELS = {
     "gpu_memory_gb": "used",
     "gpu_memory_reserved_gb": "reserved",
 }
-
-
 LOGGED = "reward_metrics/"
 
 
@@ -92,6 +97,7 @@ CHARTS = (
     ChartPlan(("learning_rate",), exact=True, floor=0.0),
     ChartPlan(("generation_tokens_per_s", "train_tokens_per_s"), title="Speed", floor=0.0),
     ChartPlan(("zero_std_fraction",), floor=0.0, ceiling=1.0),
+    ChartPlan(("staleness",), floor=0.0, least=1.0),
     ChartPlan(("loss",), least=1e-4),
     ChartPlan(("truncated_fraction",), floor=0.0, least=0.01),
     ChartPlan(("logprob_diff_mean", "logprob_diff_max"), title="Trainer against engine", log=True),
@@ -269,7 +275,10 @@ def charts(log: MetricsLog) -> list[dict[str, Any]]:
     """All charts that have data."""
     functions = reward_functions(log.steps[-1].values) if log.steps else []
     by_function = ChartPlan(tuple(f"rewards/{name}/mean" for name in functions), title="Rewards by function")
-    plans = (*CHARTS[:2], by_function, *CHARTS[2:]) if len(functions) > 1 else CHARTS
+    environments = sorted({name for line in log.steps for name in line.values if name.startswith(BY_ENVIRONMENT)})
+    by_environment = ChartPlan(tuple(environments), title="Rewards by environment")
+    several = [plan for plan in (by_function, by_environment) if len(plan.names) > 1]
+    plans = (*CHARTS[:2], *several, *CHARTS[2:])
     # What reward functions gave to log_metric.
     logged = sorted({name for line in log.steps for name in line.values if name.startswith(LOGGED)})
     plans = (*plans, *(ChartPlan((name,), title=name.removeprefix(LOGGED)) for name in logged))

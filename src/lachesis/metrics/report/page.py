@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from lachesis.common.types import StepRecord
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.report import data as report_data
 from lachesis.metrics.report.data import read_run, result_sentence, run_seconds, setting
+from lachesis.metrics.sinks.jsonl import StepLine
 from lachesis.web.pages import render_page
 
 TEMPLATE = Path(__file__).parent / "templates" / "report.html.j2"
@@ -97,6 +100,12 @@ def report_values(run_dir: Path) -> dict[str, Any]:
         "data": {
             "charts": report_data.charts(run.log),
             "timing": report_data.timing(steps),
-            "rollouts": report_data.rollouts(run_paths(run_dir)["rollouts"], groups=groups),
+            "rollouts": _with_rewards(report_data.rollouts(run_paths(run_dir)["rollouts"], groups=groups), steps),
         },
     }
+
+
+def _with_rewards(rollouts: list[dict[str, Any]], steps: Sequence[StepLine]) -> list[dict[str, Any]]:
+    """Beside the rollouts of a step how the rewards of all its completions are spread, where that was written."""
+    spread = {line.step: asdict(line.rewards) for line in steps if line.rewards is not None}
+    return [entry | {"rewards": spread.get(entry["step"])} for entry in rollouts]

@@ -13,17 +13,22 @@ from typing import Any
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.types import EvalResult, Finding, StepRecord
+from lachesis.metrics.histogram import Histogram, histogram
 from lachesis.metrics.hub import Sink
 
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """One step as metrics.jsonl has it. Values that were not finite are read back as NaN."""
+    """One step as metrics.jsonl has it. Values that were not finite are read back as NaN.
+
+    ``rewards`` is how the rewards of its completions are spread; None in files from before there was such a thing.
+    """
 
     step: int
     time: float
     values: Mapping[str, float]
     findings: tuple[Finding, ...] = ()
+    rewards: Histogram | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,7 @@ class JsonlSink(Sink):
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: StepRecord) -> None:
+        rewards = histogram(reward for group in record.groups for reward in group.generated.rewards)
         self._append(
             {
                 "type": "step",
@@ -62,6 +68,7 @@ class JsonlSink(Sink):
                 "values": {name: value if math.isfinite(value) else None for name, value in record.values.items()},
                 "findings": [_fields(finding) for finding in record.findings],
                 "evaluation": None if record.evaluation is None else asdict(record.evaluation),
+                **({} if rewards is None else {"rewards": asdict(rewards)}),
             }
         )
 
@@ -107,11 +114,13 @@ def read_metrics(path: Path) -> MetricsLog:
 
 
 def _step_line(line: Mapping[str, Any]) -> StepLine:
+    rewards = line.get("rewards")
     return StepLine(
         step=line["step"],
         time=line["time"],
         values={name: math.nan if value is None else value for name, value in line["values"].items()},
         findings=tuple(Finding(**finding) for finding in line.get("findings", ())),
+        rewards=None if rewards is None else Histogram(**(rewards | {"counts": tuple(rewards["counts"])})),
     )
 
 

@@ -203,6 +203,29 @@ def test_downsampling_keeps_spikes_ends_and_order() -> None:
     assert downsample([1.0, 2.0], limit=2000) == [0, 1]
 
 
+def test_rewards_of_all_completions_are_spread_over_ranges(tmp_path: Path, make_group: MakeGroup) -> None:
+    groups = [make_group((0.0, 0.0, 0.04, 1.0)), make_group((0.5, 1.0)), make_group((None, 0.0))]
+    run = write_run(tmp_path, steps=1, groups=groups)
+    (entry,) = data_of(write_report(run))["rollouts"]
+    assert len(entry["groups"]) == 2, "the histogram is of those too that are not shown"
+    assert (entry["rewards"]["low"], entry["rewards"]["high"]) == (0.0, 1.0)
+    filled = {at: count for at, count in enumerate(entry["rewards"]["counts"]) if count}
+    assert filled == {0: 4, 10: 1, 19: 2}
+    older = run / "metrics.jsonl"
+    lines = [json.loads(line) for line in older.read_text().splitlines()]
+    older.write_text("".join(json.dumps({k: v for k, v in line.items() if k != "rewards"}) + "\n" for line in lines))
+    assert data_of(write_report(run))["rollouts"][0]["rewards"] is None
+
+
+def test_environments_and_staleness_have_their_charts(tmp_path: Path) -> None:
+    values = {"reward": 0.5, "staleness": 2.0, "reward_of_environment/0": 0.2, "reward_of_environment/1": 0.8}
+    charts = {
+        chart["title"]: chart for chart in data_of(write_report(write_run(tmp_path, steps=2, values=values)))["charts"]
+    }
+    assert [line["label"] for line in charts["Rewards by environment"]["series"]] == ["Environment 0", "Environment 1"]
+    assert charts["Staleness"]["series"][0]["y"] == [2.0, 2.0]
+
+
 def test_long_runs_are_cut_to_size(tmp_path: Path, make_group: MakeGroup) -> None:
     long = [tuple(range(index, index + 400)) for index in range(10)]
     group = make_group([float(index) for index in range(10)], completions=long)

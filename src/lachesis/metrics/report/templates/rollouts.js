@@ -23,6 +23,24 @@ function sampleCard(sample, scale) {
   return card;
 }
 
+/* How the rewards of all completions of a step are spread: a bar a range. */
+function spread(rewards) {
+  if (!rewards) return [];
+  const { low, high, counts } = rewards, most = Math.max(...counts), bar = 12, height = 40;
+  const at = (index) => significant(low + ((high - low) * index) / counts.length);
+  const svg = shape("svg", { viewBox: `0 0 ${bar * counts.length} ${height}`, width: bar * counts.length, height });
+  counts.forEach((count, index) => {
+    const tall = (height * count) / most;
+    const range = low === high ? significant(low) : `${at(index)} to ${at(index + 1)}`;
+    const drawn = shape("rect", { x: bar * index, y: height - tall, width: bar - 1, height: tall });
+    drawn.append(shape("title", {}, `${range}: ${plural(count, "completion")}`));
+    svg.append(drawn);
+  });
+  const all = plural(counts.reduce((sum, count) => sum + count, 0), "completion");
+  const range = low === high ? `all ${significant(low)}` : `${significant(low)} to ${significant(high)}`;
+  return [svg, make("figcaption", {}, `rewards of ${all}: ${range}`)];
+}
+
 /* Which is shown: of a page whose rollouts grow, the latest until somebody chooses another step. */
 const kept = { step: null, group: 0 };
 function startRollouts(rollouts) {
@@ -53,6 +71,7 @@ function startRollouts(rollouts) {
     slider.setAttribute("aria-valuetext", `step ${step}`);
     byId("step-label").textContent = `step ${step}`;
     byId("rollout-facts").textContent = factsAt(step);
+    byId("spread").replaceChildren(...spread(rollouts[chosen.index].rewards));
     hideTip();
     showGroup();
   }
