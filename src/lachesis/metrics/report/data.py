@@ -282,6 +282,8 @@ def charts(log: MetricsLog) -> list[dict[str, Any]]:
     # What reward functions gave to log_metric.
     logged = sorted({name for line in log.steps for name in line.values if name.startswith(LOGGED)})
     plans = (*plans, *(ChartPlan((name,), title=name.removeprefix(LOGGED)) for name in logged))
+    if not any(line.values.get("staleness", 0.0) > 0 for line in log.steps):  # as in runs that take turns
+        plans = tuple(plan for plan in plans if "staleness" not in plan.names)
     return [chart for plan in plans if (chart := _chart(plan, log))["series"]]
 
 

@@ -224,6 +224,9 @@ def test_environments_and_staleness_have_their_charts(tmp_path: Path) -> None:
     }
     assert [line["label"] for line in charts["Rewards by environment"]["series"]] == ["Environment 0", "Environment 1"]
     assert charts["Staleness"]["series"][0]["y"] == [2.0, 2.0]
+    for index, none in enumerate((0.0, -math.inf)):  # no sample is older than the weights, or no age is known
+        run = write_run(tmp_path / str(index), steps=2, values=values | {"staleness": none})
+        assert "Staleness" not in {chart["title"] for chart in data_of(write_report(run))["charts"]}
 
 
 def test_long_runs_are_cut_to_size(tmp_path: Path, make_group: MakeGroup) -> None:
