@@ -254,6 +254,16 @@ def test_fits_the_screen_in_both_schemes(page: Page, report: Path, width: int, d
     assert overflowing == []
 
 
+def test_advantages_are_whole_in_a_wide_font_too(page: Page) -> None:
+    page.driver.execute_script("document.body.style.letterSpacing = '4px'")
+    cut = (
+        "[...document.querySelectorAll('.sample header b')].filter((value) => value.getBoundingClientRect().right"
+        " > value.closest('.sample').getBoundingClientRect().right - 2).map((value) => value.textContent)"
+    )
+    assert page.ask("document.querySelectorAll('.sample header b').length") > 4
+    assert page.ask(cut) == []
+
+
 def test_theme_button_overrides_the_system(page: Page) -> None:
     before = page.ask("getComputedStyle(document.body).backgroundColor")
     for _ in range(2):
