@@ -6,6 +6,9 @@ import os
 import signal
 import sys
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -24,11 +27,9 @@ class Started(Protocol):
 
     def stop(self) -> None: ...
 
-    def join(self) -> None:
-        """Return when it has ended, however it did; Ctrl-C stops it, and a second is a KeyboardInterrupt."""
-        ...
 
-
+STOPS = "the run stops after its step, with a checkpoint; Ctrl-C once more waits no longer"
+_LOOK_S = 0.2
 _started: WeakSet[Started] = WeakSet()
 
 
@@ -59,17 +60,46 @@ def _register() -> None:
 
 def _finish() -> None:
     for run in [run for run in _started if not run.done]:
-        error = _ended_by()
-        if error is None:
-            say(f"the program has ended, and waits for its run {run.directory}; Ctrl-C stops it after its step")
-        else:
-            name = type(error).__name__
-            say(f"{name} has ended the program: its run {run.directory} stops after its step, with a checkpoint")
+        with _interrupts_counted() as interrupts:
+            _see_to_its_end(run, interrupts)
+
+
+def _see_to_its_end(run: Started, interrupts: list[int]) -> None:
+    """Return when the run has ended: by itself, or stopped by an error of the program's or by Ctrl-C."""
+    error = _ended_by()
+    stopped = error is not None
+    if stopped:
+        name = type(error).__name__
+        say(f"{name} has ended the program: its run {run.directory} stops after its step, with a checkpoint")
+        run.stop()
+    else:
+        say(f"the program has ended, and waits for its run {run.directory}; Ctrl-C stops it after its step")
+    while not run.done:
+        if interrupts and not stopped:
+            stopped = True
             run.stop()
-        try:
-            run.join()
-        except KeyboardInterrupt:
+            say(STOPS)
+        time.sleep(_LOOK_S)
+
+
+@contextmanager
+def _interrupts_counted() -> Iterator[list[int]]:
+    """Has an entry once Ctrl-C was pressed; the second ends the process.
+
+    A KeyboardInterrupt could come anywhere in here, and would end the wait with the run half stopped.
+    """
+    interrupts: list[int] = []
+
+    def count(number: int, frame: object) -> None:
+        interrupts.append(number)
+        if len(interrupts) > 1:
             _end_at_once()
+
+    before = signal.signal(signal.SIGINT, count)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)  # None: not of Python
 
 
 def _ended_by() -> BaseException | None:

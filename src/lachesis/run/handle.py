@@ -26,7 +26,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.metrics.report.page import write_report
 from lachesis.metrics.sinks.jsonl import MetricsLog, read_metrics
 from lachesis.metrics.sinks.tape import read_groups, tape_files, tape_path
-from lachesis.run.at_exit import hold_exit, say
+from lachesis.run.at_exit import STOPS, hold_exit, say
 from lachesis.run.directory import claim_run
 from lachesis.run.status import RunStatus, read_status
 
@@ -140,7 +140,7 @@ class Run:
                     raise
                 interrupted = True
                 self.stop()
-                say("the run stops after its step, with a checkpoint; Ctrl-C once more waits no longer")
+                say(STOPS)
 
     def __await__(self) -> Generator[Any, None, RunSummary]:
         return asyncio.wrap_future(self._require_started()).__await__()
