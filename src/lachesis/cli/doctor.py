@@ -18,6 +18,7 @@ import torch
 import yaml
 
 from lachesis import __version__
+from lachesis.cli.base import busy
 from lachesis.common.errors import LachesisError
 from lachesis.common.sandbox.choice import VARIABLE, open_sandbox
 from lachesis.common.sandbox.escapes import Attempt, try_escapes
@@ -120,10 +121,37 @@ def inspect_config(path: Path) -> list[Check]:
     return [Check(str(path), "valid"), *missing, *(Check(finding.rule, finding.message) for finding in findings)]
 
 
-def try_config(path: Path) -> list[Check]:
+def examine(config: Path | None, *, tried: bool, proof: bool) -> Iterator[Check]:
+    """All checks, each as soon as it is known: some take a minute, and who waits may give up before the last.
+
+    Args:
+        config: a configuration to check as well.
+        tried: what it needs is tried, where it is valid.
+        proof: a small model is trained, where nothing has failed.
+    """
+    failed = False
+    for part in (inspect_installation, inspect_sandbox):
+        for finding in part():
+            failed |= finding.failed
+            yield finding
+    if config is not None:
+        of_config = inspect_config(config)
+        yield from of_config
+        failed |= any(finding.failed for finding in of_config)
+        if tried and not any(finding.failed for finding in of_config):
+            with busy("trying what the configuration needs"):
+                for finding in try_config(config):
+                    failed |= finding.failed
+                    yield finding
+    if proof and not failed:
+        with busy("training a small model"):
+            yield prove_learning()
+
+
+def try_config(path: Path) -> Iterator[Check]:
     """Try what a valid configuration needs of this machine and of others: disk, servers, ports, ranks, a transfer."""
     with quiet():
-        return list(trials(load_config(path).config))
+        yield from trials(load_config(path).config)
 
 
 @contextmanager

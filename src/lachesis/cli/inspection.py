@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from lachesis import __version__
-from lachesis.cli.base import Overrides, app, busy, console, hide_progress_bars, print_findings, shown
+from lachesis.cli.base import Overrides, app, console, hide_progress_bars, print_findings, shown
 from lachesis.cli.codes import meaning
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
@@ -151,21 +151,14 @@ def doctor(
     from lachesis.cli import doctor as checks
 
     hide_progress_bars()
-    findings = checks.inspect_installation() + checks.inspect_sandbox()
-    if config is not None:
-        of_config = checks.inspect_config(config)
-        if trials and not any(finding.failed for finding in of_config):
-            with busy("trying what the configuration needs"):
-                of_config += checks.try_config(config)
-        findings += of_config
-    if proof and not any(finding.failed for finding in findings):
-        with busy("training a small model"):
-            findings.append(checks.prove_learning())
+    findings: list[checks.Check] = []
+    for finding in checks.examine(config, tried=trials, proof=proof):
+        findings.append(finding)
+        if not as_json:
+            mark = ("fail", "red") if finding.failed else ("ok  ", "green") if finding.applies else ("n/a ", "dim")
+            console.print(Text.assemble(mark, f"  {finding.subject:<14}  {finding.message}"))
     if as_json:
         console.print(checks.as_json(findings))
-    for finding in () if as_json else findings:
-        mark = ("fail", "red") if finding.failed else ("ok  ", "green") if finding.applies else ("n/a ", "dim")
-        console.print(Text.assemble(mark, f"  {finding.subject:<14}  {finding.message}"))
     if any(finding.failed for finding in findings):
         raise typer.Exit(1)
 

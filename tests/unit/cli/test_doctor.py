@@ -48,6 +48,19 @@ def without_package(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setattr(importlib.metadata, "version", version)
 
 
+def test_a_check_is_told_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch):
+    """Who gives up while one of them waits has seen all that came before."""
+
+    def given_up() -> list[Check]:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "inspect_sandbox", given_up)
+    told: list[Check] = []
+    with pytest.raises(KeyboardInterrupt):
+        told.extend(doctor.examine(None, tried=True, proof=True))
+    assert [one.subject for one in told] == [one.subject for one in inspect_installation()]
+
+
 class TestInstallation:
     def test_versions_devices_and_disk_are_told(self):
         checks = by_subject(inspect_installation())
