@@ -309,12 +309,12 @@ class TestLife:
         program = textwrap.dedent(f"""
             import os, signal, threading
             from pathlib import Path
-            from lachesis.rollouts.rewards.functions import Call
+            from lachesis.rollouts.rewards.functions import RewardCall
             from lachesis.rollouts.rewards.runners import ImportPath, RewardWorkers
             workers = RewardWorkers([ImportPath("remote_rewards.py:hangs", Path({str(directory)!r}))], count=1)
             print(workers.pool.pids[0], flush=True)
             threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-            workers.run(0, [Call({{"completions": [[{{"content": "x"}}]]}}, 1)], timeout_s=600)
+            workers.run(0, [RewardCall({{"completions": [[{{"content": "x"}}]]}}, 1)], timeout_s=600)
         """)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LONG_S)
         pid = int(done.stdout)

@@ -116,7 +116,7 @@ class RolloutTrainer:
             params=self._params,
             num_generations=1,
             seeds=seeds,
-            decode=lambda ids: self.processing_class.batch_decode(ids, skip_special_tokens=True),
+            decode=lambda ids: self.processing_class.batch_decode([*map(list, ids)], skip_special_tokens=True),
             deadline=self._deadline,
         )
         samples = [group.samples[0] for group in groups]
