@@ -20,7 +20,7 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.run.cluster.layout import Layout, Machines, derive_layout
 
 if TYPE_CHECKING:
-    from lachesis.run.cluster.preflight import Verdict
+    from lachesis.run.cluster.preflight import PreflightVerdict
 
 cluster_app = typer.Typer(help="A run on several nodes.", no_args_is_help=True)
 app.add_typer(cluster_app, name="cluster")
@@ -157,7 +157,7 @@ def preflight(
     raise typer.Exit(int(failed))
 
 
-def preflight_lines(verdict: Verdict) -> Iterator[str]:
+def preflight_lines(verdict: PreflightVerdict) -> Iterator[str]:
     """A line for each node that came, and one for the all-reduce."""
     for node in dict.fromkeys(one.node for one in verdict.facts):
         of_node = [one for one in verdict.facts if one.node == node]

@@ -38,7 +38,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class NodeOutcome:
     """What a process found out with the others.
 
     Args:
@@ -79,7 +79,7 @@ class Needs:
     limit_s: float
 
 
-def judge(facts: Sequence[Facts], outcomes: Sequence[Outcome], needs: Needs) -> list[Finding]:
+def judge(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Needs) -> list[Finding]:
     """Everything that does not fit, each naming its node and what to do; each once."""
     found = [
         *_absent(facts, outcomes, needs),
@@ -97,7 +97,7 @@ def _finding(level: Level, rule: str, message: str) -> Finding:
     return Finding(level=level, rule=rule, message=message)
 
 
-def _absent(facts: Sequence[Facts], outcomes: Sequence[Outcome], needs: Needs) -> Iterator[Finding]:
+def _absent(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Needs) -> Iterator[Finding]:
     came, answered = {one.rank for one in facts}, {one.rank for one in outcomes}
     for rank, node in enumerate(needs.nodes):
         if rank not in came:
@@ -129,7 +129,7 @@ def _gpus(facts: Sequence[Facts], needs: Needs) -> Iterator[Finding]:
             yield _finding("problem", "gpus", f"{message}: ask for more of them, or see its driver")
 
 
-def _ports(facts: Sequence[Facts], outcomes: Sequence[Outcome], needs: Needs) -> Iterator[Finding]:
+def _ports(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Needs) -> Iterator[Finding]:
     for one in facts:
         for port in one.taken:
             yield _finding("problem", "ports", f"{one.node}: {port}: stop it, or choose another port")
@@ -139,7 +139,7 @@ def _ports(facts: Sequence[Facts], outcomes: Sequence[Outcome], needs: Needs) ->
             yield _finding("problem", "ports", f"{message}: see the firewall between them")
 
 
-def _disk(facts: Sequence[Facts], outcomes: Sequence[Outcome], needs: Needs) -> Iterator[Finding]:
+def _disk(facts: Sequence[Facts], outcomes: Sequence[NodeOutcome], needs: Needs) -> Iterator[Finding]:
     for one in facts:
         if one.unwritable:
             message = f"{one.node}: the run directory cannot be written ({one.unwritable}): choose another run.dir"
@@ -155,7 +155,7 @@ def _disk(facts: Sequence[Facts], outcomes: Sequence[Outcome], needs: Needs) -> 
             yield _finding("problem", "disk", f"{message}, and {needs.shared}: put run.dir on a shared disk")
 
 
-def _clocks(outcomes: Sequence[Outcome], needs: Needs) -> Iterator[Finding]:
+def _clocks(outcomes: Sequence[NodeOutcome], needs: Needs) -> Iterator[Finding]:
     for outcome in outcomes:
         apart = outcome.clock - outcomes[0].clock
         if abs(apart) > CLOCKS_S:
@@ -164,7 +164,7 @@ def _clocks(outcomes: Sequence[Outcome], needs: Needs) -> Iterator[Finding]:
             yield _finding("warning", "clocks", message)
 
 
-def _collective(outcomes: Sequence[Outcome], needs: Needs) -> Iterator[Finding]:
+def _collective(outcomes: Sequence[NodeOutcome], needs: Needs) -> Iterator[Finding]:
     for outcome in outcomes:
         if outcome.failure:
             message = f"{needs.nodes[outcome.rank]}: the all-reduce over {needs.ranks} ranks failed: {outcome.failure}"

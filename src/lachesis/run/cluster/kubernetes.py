@@ -18,7 +18,7 @@ import yaml
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import dump_config
 from lachesis.config.schema import HttpEngineConfig, LachesisConfig, VllmEngineConfig
-from lachesis.run.cluster.layout import FINAL, Layout, Servers
+from lachesis.run.cluster.layout import FINAL, Layout, NodeServers
 
 JOB_TOKEN, SESSION_TOKEN = "LACHESIS_JOB_TOKEN", "LACHESIS_SESSION_TOKEN"
 _CONFIG_DIR = PurePosixPath("/etc/lachesis")
@@ -201,7 +201,7 @@ def _ranks(config: LachesisConfig, layout: Layout, job: KubernetesJob, *, run_di
     )
 
 
-def _engines(name: str, servers: Servers, job: KubernetesJob) -> dict[str, Any]:
+def _engines(name: str, servers: NodeServers, job: KubernetesJob) -> dict[str, Any]:
     script = (
         'export LACHESIS_ALLOWED_HOSTS="$HOSTNAME.$SERVICE"\n'
         f"exec python -m lachesis vllm-serve {_CONFIG_DIR / 'engine.yaml'}\n"

@@ -44,7 +44,7 @@ class Machines:
 
 
 @dataclass(frozen=True, slots=True)
-class Servers:
+class NodeServers:
     """Inference servers on nodes of their own: ``count`` of them over ``nodes``, ``per_node`` on all but the last.
 
     Each has ``gpus`` GPUs; ports of a node are counted from ``port``.
@@ -68,7 +68,7 @@ class Layout:
     rank_nodes: int
     ranks_per_node: int
     gpus: int
-    servers: Servers | None
+    servers: NodeServers | None
 
     @property
     def ranks(self) -> int:
@@ -134,7 +134,7 @@ def _check_devices(config: LachesisConfig, machines: Machines) -> None:
         )
 
 
-def _servers(config: LachesisConfig, machines: Machines) -> Servers | None:
+def _servers(config: LachesisConfig, machines: Machines) -> NodeServers | None:
     """Those on nodes of their own, of a job of several nodes."""
     engine = config.engine
     if not isinstance(engine, VllmEngineConfig | EmbeddedServerConfig):
@@ -159,7 +159,7 @@ def _servers(config: LachesisConfig, machines: Machines) -> Servers | None:
             remedy="lower it, or ask for nodes with more GPUs: an engine is on one node",
         )
     per_node = min(copies, machines.gpus // size if size else copies)
-    return Servers(count=copies, nodes=-(-copies // per_node), per_node=per_node, gpus=size, port=engine.port)
+    return NodeServers(count=copies, nodes=-(-copies // per_node), per_node=per_node, gpus=size, port=engine.port)
 
 
 def _ranks_of_node(config: LachesisConfig, machines: Machines) -> int:

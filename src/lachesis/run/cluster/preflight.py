@@ -35,7 +35,7 @@ from lachesis.common.world import World, find_world
 from lachesis.config.model_shape import find_shape
 from lachesis.config.plan import plan
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
-from lachesis.run.cluster.findings import Facts, Needs, Outcome, judge
+from lachesis.run.cluster.findings import Facts, Needs, NodeOutcome, judge
 from lachesis.train.distributed.control import destroying_process_group, init_process_group, rank_device
 from lachesis.train.distributed.job import seal, unseal
 
@@ -48,7 +48,7 @@ _CONNECT_S, _AT_ONCE = 3.0, 64
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodePlace:
     """Where this process is among those of a preflight.
 
     Args:
@@ -79,7 +79,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PreflightVerdict:
     """What rank 0 has to say: all that came, and what is wrong. ``collective_s`` is the slowest rank's all-reduce."""
 
     facts: Sequence[Facts]
@@ -89,7 +89,7 @@ class Verdict:
 
 def find_place(
     environment: Mapping[str, str], *, ranks: int | None, engine_ports: Sequence[int] = (), nodes: Sequence[str] = ()
-) -> Place:
+) -> NodePlace:
     """This process by torchrun's environment; alone where there is none. ``ranks`` is all of them if None.
 
     Raises:
@@ -105,10 +105,10 @@ def find_place(
             remedy="name each node once",
         )
     node = environment.get("SLURMD_NODENAME") or socket.gethostname()
-    return Place(world, node, count, engine_ports if world.rank >= count and world.local_rank == 0 else (), nodes)
+    return NodePlace(world, node, count, engine_ports if world.rank >= count and world.local_rank == 0 else (), nodes)
 
 
-def preflight(config: LachesisConfig, place: Place, *, within_s: float, token: str = "") -> Verdict | None:
+def preflight(config: LachesisConfig, place: NodePlace, *, within_s: float, token: str = "") -> PreflightVerdict | None:
     """Look at this node, and at the others together with them. The verdict is rank 0's; the others get None.
 
     Args:
@@ -139,17 +139,17 @@ def preflight(config: LachesisConfig, place: Place, *, within_s: float, token: s
             meeting.give_sign(sign)
             outcome = _try_out(config, place, meeting, sign, clock=time.time(), end=end)
             meeting.say("outcome", asdict(outcome))
-            outcomes = [Outcome(**one) for one in meeting.collect("outcome", limit_s=end - time.monotonic())]
+            outcomes = [NodeOutcome(**one) for one in meeting.collect("outcome", limit_s=end - time.monotonic())]
         needs = _needs(config, place, facts, limit_s=within_s / 2)
         seconds = [one.seconds for one in outcomes if one.seconds is not None]
         meeting.give_end()
-        return Verdict(facts, judge(facts, outcomes, needs), max(seconds, default=None))
+        return PreflightVerdict(facts, judge(facts, outcomes, needs), max(seconds, default=None))
 
 
 class Meeting:
     """What the processes tell one another, in a store of rank 0."""
 
-    def __init__(self, place: Place, *, token: str, end: float) -> None:
+    def __init__(self, place: NodePlace, *, token: str, end: float) -> None:
         self._world, self.token, self._end = place.world, token, end
         self._store = self._open() if place.world.size > 1 else HashStore()
 
@@ -219,7 +219,7 @@ class Meeting:
         return max(self._end - time.monotonic(), 1.0)
 
 
-def inspect(config: LachesisConfig, place: Place, *, closing: ExitStack) -> Facts:
+def inspect(config: LachesisConfig, place: NodePlace, *, closing: ExitStack) -> Facts:
     """What this node is like. Ports of servers are listened on until ``closing``, so that others can try them."""
     run_dir, unwritable = Path(config.run.dir), ""
     try:
@@ -271,8 +271,8 @@ def noting_taken(taken: list[str]) -> Iterator[None]:
 
 
 def _try_out(
-    config: LachesisConfig, place: Place, meeting: Meeting, sign: Mapping[str, Any], *, clock: float, end: float
-) -> Outcome:
+    config: LachesisConfig, place: NodePlace, meeting: Meeting, sign: Mapping[str, Any], *, clock: float, end: float
+) -> NodeOutcome:
     """What this process finds out with the others; ``clock`` is its time at the sign."""
     listening: list[str] = sign["listening"]
     asks = not place.engine and place.world.local_rank == 0
@@ -283,7 +283,7 @@ def _try_out(
     if not place.engine and place.ranks > 1 and sign["complete"]:
         failure, seconds = _all_reduce(config, place, meeting, limit_s=max(end - time.monotonic() - 2.0, 1.0))
     sees = _sees(Path(config.run.dir, sign["marker"]), limit_s=min(5.0, max(end - time.monotonic() - 1.0, 0.0)))
-    return Outcome(place.world.rank, clock, sees, unreachable, failure, seconds)
+    return NodeOutcome(place.world.rank, clock, sees, unreachable, failure, seconds)
 
 
 def _reaches(address: str) -> bool:
@@ -305,7 +305,9 @@ def _sees(marker: Path, *, limit_s: float) -> bool:
     return True
 
 
-def _all_reduce(config: LachesisConfig, place: Place, meeting: Meeting, *, limit_s: float) -> tuple[str, float | None]:
+def _all_reduce(
+    config: LachesisConfig, place: NodePlace, meeting: Meeting, *, limit_s: float
+) -> tuple[str, float | None]:
     """Why adding a tensor over all ranks failed, or how long it took; in a thread, for NCCL may hang in it."""
     found: list[tuple[str, float | None]] = []
 
@@ -321,7 +323,7 @@ def _all_reduce(config: LachesisConfig, place: Place, meeting: Meeting, *, limit
     return found[0] if found else (f"it did not end within {limit_s:.0f} s", None)
 
 
-def _summed_s(config: LachesisConfig, place: Place, meeting: Meeting, *, limit_s: float) -> float:
+def _summed_s(config: LachesisConfig, place: NodePlace, meeting: Meeting, *, limit_s: float) -> float:
     """Seconds that the second of two all-reduces took: the first makes connections."""
     whole = place.world
     world = World(rank=whole.rank, size=place.ranks, local_rank=whole.local_rank, local_size=whole.local_size)
@@ -352,7 +354,7 @@ def _mark(run_dir: Path, own: Facts) -> Iterator[Path]:
         marker.unlink(missing_ok=True)
 
 
-def _needs(config: LachesisConfig, place: Place, facts: Sequence[Facts], *, limit_s: float) -> Needs:
+def _needs(config: LachesisConfig, place: NodePlace, facts: Sequence[Facts], *, limit_s: float) -> Needs:
     on_cpu = config.model.device == "cpu"
     found = find_shape(config.model.path, revision=config.model.revision)
     planned = plan(config, device="cpu" if on_cpu else "cuda", devices=place.ranks, found=found)
@@ -367,7 +369,7 @@ def _needs(config: LachesisConfig, place: Place, facts: Sequence[Facts], *, limi
     )
 
 
-def _shared(config: LachesisConfig, place: Place) -> str:
+def _shared(config: LachesisConfig, place: NodePlace) -> str:
     """Why all nodes have to see the run directory; empty where they need not."""
     sharded = config.distributed.strategy == "shard" and config.checkpoint.format == "auto"
     if sharded and place.ranks > place.world.local_size:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lachesis.run.cluster.findings import Facts, Needs, Outcome, judge
+from lachesis.run.cluster.findings import Facts, Needs, NodeOutcome, judge
 
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "vllm": "0.32.0"}
 FACTS = [
@@ -14,11 +14,11 @@ FACTS = [
     Facts(1, 1, "a", False, VERSIONS, 2, 10**12),
     Facts(2, 0, "b", True, VERSIONS, 2, 10**12),
 ]
-OUTCOMES = [Outcome(rank, 100.0 + rank / 100, True) for rank in range(3)]
+OUTCOMES = [NodeOutcome(rank, 100.0 + rank / 100, True) for rank in range(3)]
 NEEDS = Needs(("a", "a", "b"), 2, False, ("vllm",), 10**11, "engines load weights from it", 15.0)
 
 
-def said(facts: dict[int, Facts] | None = None, outcomes: dict[int, Outcome] | None = None, needs: Needs = NEEDS):
+def said(facts: dict[int, Facts] | None = None, outcomes: dict[int, NodeOutcome] | None = None, needs: Needs = NEEDS):
     """The findings where some processes say something else."""
     found = judge(
         [(facts or {}).get(one.rank, one) for one in FACTS],

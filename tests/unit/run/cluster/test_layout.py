@@ -8,7 +8,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.cluster.layout import Layout, Machines, Servers, derive_layout
+from lachesis.run.cluster.layout import Layout, Machines, NodeServers, derive_layout
 
 BASE = {"run": {"steps": 2}, "model": {"path": "m"}, "data": {"path": "d"}, "rewards": {"functions": ["r.r"]}}
 CPU = {"model": {"path": "m", "device": "cpu"}}
@@ -27,8 +27,8 @@ def config(**sections: Any) -> LachesisConfig:
     [
         ({}, Machines(2, 8), Layout("train", 2, 8, 8, None)),
         (CPU, Machines(2, 0, ranks=3), Layout("train", 2, 3, 0, None)),
-        (APART, Machines(4, 8), Layout("train", 2, 8, 8, Servers(3, 2, 2, 4, 9001))),
-        (APART | CPU, Machines(2), Layout("train", 1, 1, 0, Servers(3, 1, 3, 0, 9001))),
+        (APART, Machines(4, 8), Layout("train", 2, 8, 8, NodeServers(3, 2, 2, 4, 9001))),
+        (APART | CPU, Machines(2), Layout("train", 1, 1, 0, NodeServers(3, 1, 3, 0, 9001))),
         (
             {"engine": {"kind": "vllm", "devices": "6,7"}} | BROADCAST,
             Machines(1, 8),
@@ -40,7 +40,7 @@ def config(**sections: Any) -> LachesisConfig:
             Machines(2, 4),
             Layout("train", 2, 4, 4, None),
         ),
-        (APART | ATROPOS, Machines(3, 8), Layout("run", 1, 8, 8, Servers(3, 2, 2, 4, 9001))),
+        (APART | ATROPOS, Machines(3, 8), Layout("run", 1, 8, 8, NodeServers(3, 2, 2, 4, 9001))),
     ],
 )  # fmt: skip
 def test_which_nodes_train_and_which_generate(sections: dict[str, Any], machines: Machines, expected: Layout):
