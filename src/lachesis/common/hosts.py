@@ -20,8 +20,15 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# Hosts of a URL by which a server of this machine is reached or listens, as people write them.
+_OF_THIS_MACHINE = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
 # By which a server that takes no arguments of ours is told further names, with commas between them.
 VARIABLE = "LACHESIS_ALLOWED_HOSTS"
+
+
+def is_this_machine(url: str) -> bool:
+    """Whether a URL leads to the machine that reads it, wherever that is."""
+    return urlsplit(url).hostname in _OF_THIS_MACHINE
 
 
 def is_own_name(host: str | None, *, allowed: Collection[str]) -> bool:

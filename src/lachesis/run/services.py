@@ -23,6 +23,7 @@ import httpx
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError
+from lachesis.common.hosts import is_this_machine
 from lachesis.common.process import ManagedProcess, check_port_free
 from lachesis.config.dialects.atropos import ManagedEngine
 from lachesis.config.load import LoadedConfig, load_argv, load_config
@@ -42,7 +43,6 @@ from lachesis.run.environments import find
 logger = logging.getLogger("lachesis")
 
 _ENGINES: Mapping[str, ManagedEngine] = {"vllm": "vllm", "embedded": "embedded_server"}
-_LOCAL_HOSTS = ("127.0.0.1", "localhost", "0.0.0.0", "::1")
 _HEALTH_S = 5.0
 # Causes that may be gone next time: what was lost is the other side, or time.
 _PASSING = (EngineError.exit_code, DeadlineExceeded.exit_code, 70)
@@ -283,10 +283,10 @@ def check_service_keys(config: LachesisConfig) -> None:
         )
     services = config.services
     if services.api is not None:
-        host = urlsplit(api_url(config.source.url)).hostname
-        if host not in _LOCAL_HOSTS:
+        url = api_url(config.source.url)
+        if not is_this_machine(url):
             raise ConfigError(
-                f"the rollout API is to be started here, and source.url is at {host}",
+                f"the rollout API is to be started here, and source.url is at {urlsplit(url).hostname}",
                 remedy="set services.api: null if it runs there already",
             )
     if services.environment is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lachesis.common.hosts import OwnHostOnly, is_own_name
+from lachesis.common.hosts import OwnHostOnly, is_own_name, is_this_machine
 
 
 @pytest.mark.parametrize(
@@ -65,3 +65,18 @@ def test_further_names_come_from_options_and_from_the_environment(monkeypatch: p
     monkeypatch.setenv("LACHESIS_ALLOWED_HOSTS", "api, other")
     assert not asked("other:1")
     assert asked("third")
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [
+        ("http://127.0.0.1:8000", True),
+        ("http://localhost", True),
+        ("http://0.0.0.0:1/x", True),
+        ("http://[::1]:8000", True),
+        ("http://10.0.0.7:8000", False),
+        ("http://node1", False),
+    ],
+)
+def test_which_urls_lead_to_this_machine(url: str, here: bool):
+    assert is_this_machine(url) == here
