@@ -164,7 +164,7 @@ SET = {
     "falls by a factor of 1.25": (RESIDUAL, "(1.0, 1.25, 1.0), (10.0, 1.7, 1.3)"),
     "where the stream is ten times": (RESIDUAL, "(1.0, 1.25, 1.0), (10.0, 1.7, 1.3)"),
     "5 s, all at once": (f"{CHECKUP}/network.py", "LIMIT_S = 5.0"),
-    "this machine's, to 5 s": ("src/lachesis/run/cluster/findings.py", "CLOCKS_S = 5.0"),
+    "this machine's, to 5 s": ("src/lachesis/run/checkup/checks.py", "CLOCKS_S = 5.0"),
     "a file of 268 MB": (f"{CHECKUP}/disk.py", "BYTES, LIMIT_S = 256 * 2**20, 8.0"),
     "8 s of writing": (f"{CHECKUP}/disk.py", "BYTES, LIMIT_S = 256 * 2**20, 8.0"),
     "60 s for both": (f"{CHECKUP}/ranks.py", "LIMIT_S = 60.0"),

@@ -17,7 +17,7 @@ from lachesis.common.files import write_atomic
 from lachesis.config.load import load_config, log_findings
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.cluster.layout import Layout, Machines, derive_layout
+from lachesis.run.cluster.layout import Layout, Machines, derive_layout, engine_ports
 
 if TYPE_CHECKING:
     from lachesis.run.cluster.preflight import PreflightVerdict
@@ -140,7 +140,7 @@ def preflight(
     from lachesis.train.distributed.job import TOKEN_VARIABLE
 
     loaded = load_config(config, overrides=overrides or []).config
-    ports = [port + number for port in [getattr(loaded.engine, "port", 0)] for number in range(servers)]
+    ports = engine_ports(loaded, servers=servers)
     names = node_names.split(",") if node_names else ()
     place = find_place(os.environ, ranks=ranks, engine_ports=ports, nodes=names)
     verdict = preflight(loaded, place, within_s=within, token=os.environ.get(TOKEN_VARIABLE, ""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ import yaml
 from lachesis import __version__
 from lachesis.cli.base import busy
 from lachesis.common.errors import LachesisError
+from lachesis.common.imports import installed_version
 from lachesis.common.sandbox.choice import VARIABLE, open_sandbox
 from lachesis.common.sandbox.escapes import Attempt, try_escapes
 from lachesis.common.sandbox.records import SandboxError
@@ -53,7 +53,7 @@ def inspect_installation() -> list[Check]:
     """Versions of what is needed, devices, and free disk space."""
     checks = [_version_check(name) for name in REQUIRED]
     for name, purpose in OPTIONAL.items():
-        version = _version(name)
+        version = installed_version(name)
         checks.append(Check(name, f"{version} ({purpose})" if version else f"not installed ({purpose})"))
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
@@ -112,10 +112,10 @@ def inspect_config(path: Path) -> list[Check]:
     except LachesisError as error:
         return [Check(str(path), str(error), failed=True)]
     missing = []
-    if config.model.quantization != "none" and _version("bitsandbytes") is None:
+    if config.model.quantization != "none" and installed_version("bitsandbytes") is None:
         needed = f"not installed, and model.quantization {config.model.quantization} needs it: pip install bitsandbytes"
         missing = [Check("bitsandbytes", needed, failed=True)]
-    if config.model.matmul_dtype != "auto" and _version("torchao") is None:
+    if config.model.matmul_dtype != "auto" and installed_version("torchao") is None:
         needed = f"not installed, and model.matmul_dtype {config.model.matmul_dtype} needs it: pip install torchao"
         missing.append(Check("torchao", needed, failed=True))
     return [Check(str(path), "valid"), *missing, *(Check(finding.rule, finding.message) for finding in findings)]
@@ -201,13 +201,6 @@ def write_proof(directory: Path) -> Path:
     return path
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _version_check(package: str) -> Check:
-    version = _version(package)
+    version = installed_version(package)
     return Check(package, version or "not installed: run make install, or pip install lachesis", failed=version is None)

@@ -25,6 +25,14 @@ _RELATIVE_IMPORT = re.compile(rb"^[ \t]*from[ \t]+\.", re.MULTILINE)
 _BUILT_IN_ROOM = "lachesis.rollouts.rewards"
 
 
+def installed_version(package: str) -> str | None:
+    """Of a distribution; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def load_function(spec: str, base_dir: Path | None = None, *, group: str | None = None) -> Callable[..., Any]:
     """The function that ``spec`` names.
 

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -14,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 from weakref import WeakSet
+
+from lachesis.common.deadline import Deadline, Retry, wait_until
 
 
 class Started(Protocol):
@@ -74,12 +75,17 @@ def _see_to_its_end(run: Started, interrupts: list[int]) -> None:
         run.stop()
     else:
         say(f"the program has ended, and waits for its run {run.directory}; Ctrl-C stops it after its step")
-    while not run.done:
+
+    def goes_on() -> str:
+        nonlocal stopped
         if interrupts and not stopped:
             stopped = True
             run.stop()
             say(STOPS)
-        time.sleep(_LOOK_S)
+        return "" if run.done else "it goes on"
+
+    wait = Deadline("a program that has ended, waiting for its run", None)
+    wait_until(goes_on, Retry(wait, first_s=_LOOK_S, longest_s=_LOOK_S))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import signal
 import sys
 from collections import Counter
@@ -14,6 +13,7 @@ from typing import Any
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DependencyError, EngineError
+from lachesis.common.imports import installed_version
 from lachesis.common.types import SamplingParams
 from lachesis.rollouts.episodes import TaskPlayers
 from lachesis.rollouts.generation import TextDecoder
@@ -70,10 +70,9 @@ def installed_line() -> str:
     Raises:
         DependencyError: verifiers is not installed, or of a release in between, which has neither interface.
     """
-    try:
-        version = importlib.metadata.version("verifiers")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise DependencyError("source.kind verifiers needs the package verifiers", remedy=NEEDS) from error
+    version = installed_version("verifiers")
+    if version is None:
+        raise DependencyError("source.kind verifiers needs the package verifiers", remedy=NEEDS)
     numbers = tuple(int(part) for part in version.split(".")[:2])
     if numbers == (0, 1):
         return "0.1"

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from lachesis.common.errors import LachesisError
 
+# How far clocks may be apart: more than networks and schedulers delay an answer.
+CLOCKS_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Check:

@@ -15,14 +15,14 @@ import httpx
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, EngineUnreachable, LachesisError
+from lachesis.common.hosts import is_this_machine
 from lachesis.common.http import server_url
 from lachesis.common.process import check_port_free
 from lachesis.config.schema import AtroposSourceConfig, ChannelBridgeConfig, HttpEngineConfig, LachesisConfig
 from lachesis.engines.build import server_urls
 from lachesis.engines.http.control import ServerControl, tls
 from lachesis.rollouts.atropos.client import RolloutApiClient, api_url
-from lachesis.run.checkup.checks import Check, attempted, failure
-from lachesis.run.cluster.findings import CLOCKS_S
+from lachesis.run.checkup.checks import CLOCKS_S, Check, attempted, failure
 from lachesis.transport.rendezvous import address_towards, listen
 
 # Of one server to answer; all are asked at once.
@@ -152,12 +152,11 @@ def _reached(answer: ServerAnswer) -> Check:
 
 def _is_free(url: str) -> bool:
     """Whether a server can be started at this address of this machine."""
-    local = urlsplit(url).hostname in ("127.0.0.1", "localhost", "0.0.0.0", "::1")
     try:
         check_port_free(url)
     except LachesisError:
         return False
-    return local
+    return is_this_machine(url)
 
 
 def _ahead(headers: Mapping[str, str], *, before: float, after: float) -> float | None:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 
-import torch
-import torch.distributed as dist
-
-from lachesis.common.errors import ConfigError, TrainingError
+from lachesis.common.errors import ConfigError
 from lachesis.common.world import find_world
+from lachesis.run.checkup.all_reduce import all_reduce_s
 from lachesis.train.distributed.control import destroying_process_group, init_process_group, rank_device
 from lachesis.train.distributed.job import join_job
 
@@ -32,18 +29,10 @@ def meet(wanted: str) -> dict[str, float | str]:
     job = join_job(world, limit_s=LIMIT_S)
     with destroying_process_group():
         init_process_group(world, job.store, device=device, limit_s=LIMIT_S, secret=job.secret)
-        numbers = torch.empty(_ELEMENTS[device.type], device=device)
-        for _ in range(2):  # the first one makes the connections
-            numbers.fill_(world.rank + 1)
-            dist.barrier()
-            started = time.perf_counter()
-            dist.all_reduce(numbers)
-            total = numbers.double().mean().item()  # which waits for the sum
-            seconds = time.perf_counter() - started
-        expected = world.size * (world.size + 1) / 2
-        if total != expected:
-            raise TrainingError(f"the sum over {world.size} ranks is {total}, and not {expected}")
-    return {"device": device.type, "mb_per_s": numbers.nbytes / seconds / 1e6, "mb": numbers.nbytes / 1e6}
+        elements = _ELEMENTS[device.type]
+        seconds = all_reduce_s(world, device=device, elements=elements)
+    megabytes = elements * 4 / 1e6
+    return {"device": device.type, "mb_per_s": megabytes / seconds, "mb": megabytes}
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lachesis.common.types import Finding, Level
-
-# More than networks and schedulers delay an answer.
-CLOCKS_S = 5.0
+from lachesis.run.checkup.checks import CLOCKS_S
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import urlsplit
 
 from lachesis.common.errors import (
     CheckpointError,
@@ -14,6 +13,7 @@ from lachesis.common.errors import (
     ModelError,
     RewardError,
 )
+from lachesis.common.hosts import is_this_machine
 from lachesis.config.rules.distributed import require_distributable
 from lachesis.config.schema import (
     SERVERS_FILE,
@@ -28,7 +28,6 @@ from lachesis.config.schema import (
 FINAL = sorted(
     kind.exit_code for kind in (ConfigError, DataError, RewardError, ModelError, CheckpointError, DependencyError)
 )
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +112,19 @@ def derive_layout(config: LachesisConfig, machines: Machines) -> Layout:
     if layout.ranks > 1:
         require_distributable(config, ranks=layout.ranks)
     return layout
+
+
+def engine_ports(config: LachesisConfig, *, servers: int) -> list[int]:
+    """Those of the servers of a node. Raises ConfigError where the configuration has no engine to serve."""
+    engine = config.engine
+    if isinstance(engine, VllmEngineConfig | EmbeddedServerConfig):
+        return [engine.port + number for number in range(servers)]
+    if servers:
+        raise ConfigError(
+            f"--servers is {servers}, and engine.kind {engine.kind} is none that a job starts",
+            remedy="leave --servers out, or set engine.kind: vllm",
+        )
+    return []
 
 
 def _check_devices(config: LachesisConfig, machines: Machines) -> None:
@@ -215,20 +227,16 @@ def _check_addresses(config: LachesisConfig, layout: Layout) -> None:
         from lachesis.run.services import check_service_keys  # imports environments, which few jobs need
 
         check_service_keys(config)
-    elif isinstance(config.source, AtroposSourceConfig) and _is_loopback(config.source.url):
+    elif isinstance(config.source, AtroposSourceConfig) and is_this_machine(config.source.url):
         raise ConfigError(
             f"source.url {config.source.url} is the node of rank 0, where this job starts no rollout API",
             remedy="leave services.api out, so that it does, or give the API's address",
         )
     if not isinstance(config.engine, HttpEngineConfig):
         return
-    local = [url for url in config.engine.urls if not url.startswith(SERVERS_FILE) and _is_loopback(url)]
+    local = [url for url in config.engine.urls if not url.startswith(SERVERS_FILE) and is_this_machine(url)]
     if local:
         raise ConfigError(
             f"engine.urls {local[0]} is the node of rank 0, where this job starts no server",
             remedy="set engine.kind: vllm, so that the job starts it, or give the server's address",
         )
-
-
-def _is_loopback(url: str) -> bool:
-    return (urlsplit(url).hostname or "") in LOOPBACK

@@ -5,7 +5,6 @@ The processes meet where the ranks will, in a store at MASTER_ADDR:MASTER_PORT o
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -23,18 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lachesis import __version__
+from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError, LachesisError, first_line
+from lachesis.common.imports import installed_version
 from lachesis.common.process import check_port_free
 from lachesis.common.types import Finding
 from lachesis.common.world import World, find_world
 from lachesis.config.model_shape import find_shape
 from lachesis.config.plan import plan
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
+from lachesis.run.checkup.all_reduce import all_reduce_s
 from lachesis.run.cluster.findings import Facts, Needs, NodeOutcome, judge
 from lachesis.train.distributed.control import destroying_process_group, init_process_group, rank_device
 from lachesis.train.distributed.job import seal, unseal
@@ -161,15 +162,17 @@ class Meeting:
     def collect(self, what: str, *, limit_s: float) -> list[dict[str, Any]]:
         """What all processes have said, by rank; after the limit, of those that have."""
         found: dict[int, dict[str, Any]] = {}
-        end = time.monotonic() + max(limit_s, 0.0)
-        while True:
+
+        def missing() -> str:
             for rank in range(self._world.size):
                 key = f"preflight/{what}/{rank}"
                 if rank not in found and self._store.check([key]):
                     found[rank] = self._read(key)
-            if len(found) == self._world.size or time.monotonic() > end:
-                return [found[rank] for rank in sorted(found)]
-            time.sleep(_POLL_S)
+            return f"{self._world.size - len(found)} are missing" if len(found) < self._world.size else ""
+
+        with suppress(DeadlineExceeded):
+            wait_until(missing, _looks(f"preflight: {what} of all processes", limit_s))
+        return [found[rank] for rank in sorted(found)]
 
     def give_sign(self, words: Mapping[str, Any]) -> None:
         """Let all begin at once."""
@@ -297,12 +300,16 @@ def _reaches(address: str) -> bool:
 
 def _sees(marker: Path, *, limit_s: float) -> bool:
     """Whether the file is there; disks of a network show it after some seconds."""
-    end = time.monotonic() + limit_s
-    while not marker.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(_POLL_S)
+    try:
+        wait_until(lambda: "" if marker.exists() else "it is not there", _looks(f"preflight: {marker}", limit_s))
+    except DeadlineExceeded:
+        return False
     return True
+
+
+def _looks(name: str, limit_s: float) -> Retry:
+    """What is looked at again and again until the limit."""
+    return Retry(Deadline(name, max(limit_s, 0.0)), first_s=_POLL_S, longest_s=_POLL_S)
 
 
 def _all_reduce(
@@ -324,22 +331,13 @@ def _all_reduce(
 
 
 def _summed_s(config: LachesisConfig, place: NodePlace, meeting: Meeting, *, limit_s: float) -> float:
-    """Seconds that the second of two all-reduces took: the first makes connections."""
+    """Seconds of an all-reduce by the ranks that will train."""
     whole = place.world
     world = World(rank=whole.rank, size=place.ranks, local_rank=whole.local_rank, local_size=whole.local_size)
     device = rank_device(world, wanted=config.model.device)
     with destroying_process_group():
         init_process_group(world, meeting.part(), device=device, limit_s=limit_s, secret=meeting.token)
-        seconds = 0.0
-        for _ in range(2):
-            ones = torch.ones(_ELEMENTS, device=device)
-            begun = time.perf_counter()
-            dist.all_reduce(ones)
-            total = float(ones[-1])  # waits for the device
-            seconds = time.perf_counter() - begun
-            if total != place.ranks:
-                raise RuntimeError(f"the sum of {place.ranks} ones is {total}")
-        return seconds
+        return all_reduce_s(world, device=device, elements=_ELEMENTS)
 
 
 @contextmanager
@@ -380,12 +378,5 @@ def _shared(config: LachesisConfig, place: NodePlace) -> str:
 
 
 def _versions() -> dict[str, str | None]:
-    vllm = next((found for name in _VLLM if (found := _version(name)) is not None), None)
-    return {**{name: _version(name) for name in PACKAGES}, "vllm": vllm}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    vllm = next((found for name in _VLLM if (found := installed_version(name)) is not None), None)
+    return {**{name: installed_version(name) for name in PACKAGES}, "vllm": vllm}

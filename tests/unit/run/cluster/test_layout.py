@@ -8,7 +8,7 @@ import pytest
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.cluster.layout import Layout, Machines, NodeServers, derive_layout
+from lachesis.run.cluster.layout import Layout, Machines, NodeServers, derive_layout, engine_ports
 
 BASE = {"run": {"steps": 2}, "model": {"path": "m"}, "data": {"path": "d"}, "rewards": {"functions": ["r.r"]}}
 CPU = {"model": {"path": "m", "device": "cpu"}}
@@ -83,3 +83,10 @@ def test_which_nodes_train_and_which_generate(sections: dict[str, Any], machines
 def test_what_does_not_go_together_is_refused(sections: dict[str, Any], machines: Machines, message: str):
     with pytest.raises(ConfigError, match=message):
         derive_layout(config(**sections), machines)
+
+
+def test_the_ports_of_a_nodes_servers():
+    assert engine_ports(config(**APART), servers=2) == [9001, 9002]
+    assert engine_ports(config(), servers=0) == []
+    with pytest.raises(ConfigError, match=r"--servers is 2, and engine.kind embedded is none that a job starts"):
+        engine_ports(config(), servers=2)
