@@ -72,7 +72,8 @@ def test_the_code_of_the_page_runs(model: Path):
 
 
 def test_the_loop_of_the_example_learns(model: Path):
-    means = load("loop", EXAMPLES).train(str(model), ROWS, steps=12, learning_rate=5e-3)
+    assert len((EXAMPLES / "loop.py").read_text().splitlines()) <= 40
+    means = load("loop", EXAMPLES).train(str(model), ROWS, steps=12, rate=5e-3)
     assert len(means) == 12
     assert fmean(means[-3:]) - fmean(means[:3]) > 0.15
     assert (model.parent / "loop-model" / "model.safetensors").is_file()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,11 +13,13 @@ from typing import Any
 from lachesis.bridges.base import Bridge
 from lachesis.common.errors import ConfigError
 from lachesis.common.given import Given
+from lachesis.common.types import Group
 from lachesis.config.objects import load_objects, require_steps
 from lachesis.config.rules import check
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine
 from lachesis.pipeline.feed import Feed
+from lachesis.rollouts.generation import text_decoder
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory
 from lachesis.run.engine import build_engine_side, unclaimed_on_error
@@ -43,6 +45,37 @@ class Pieces:
     feed: Feed[Batch] | None
     _closing: ExitStack = field(repr=False)
     _given: tuple[Given, ...] = field(repr=False)
+
+    def sample(
+        self, prompts: Sequence[str], *, n: int = 1, max_tokens: int, seed: int = 0, **further: Any
+    ) -> list[Group]:
+        """:meth:`Engine.sample` of prompts that are texts: the groups and their samples have their texts, too.
+
+        Prompts become tokens as the tokenizer's ``encode`` makes them, which applies no chat template.
+
+        Args:
+            **further: of :meth:`Engine.sample`.
+
+        Raises:
+            EngineError, DeadlineExceeded: as :meth:`Engine.sample`.
+        """
+        tokenizer = self.policy.tokenizer
+        token_ids = [tokenizer.encode(prompt) for prompt in prompts]
+        groups = self.engine.sample(token_ids, n=n, max_tokens=max_tokens, seed=seed, **further)
+        decode = text_decoder(tokenizer)
+        return [
+            replace(
+                group,
+                prompt=replace(group.prompt, text=prompt),
+                samples=tuple(
+                    replace(sample, text=text)
+                    for sample, text in zip(
+                        group.samples, decode([one.completion_ids for one in group.samples]), strict=True
+                    )
+                ),
+            )
+            for prompt, group in zip(prompts, groups, strict=True)
+        ]
 
     def close(self) -> None:
         """Stop the engine and whatever else was started. Idempotent."""
