@@ -38,7 +38,8 @@ models: the memory of a rank, and how long loading, a transfer of the weights an
 - **One node**: `torchrun --nproc-per-node N` for the ranks, and `engine.devices` for the engine's GPUs;
   `engine.data_parallel_size` makes several engines of them, `engine.tensor_parallel_size` larger ones.
 - **Several nodes**: `lachesis cluster slurm CONFIG` prints the job ([below](#several-nodes)); or the ranks by torchrun
-  over them, and the engines as servers (`engine: {kind: http, urls: [...]}`).
+  over them, and the engines as servers (`engine: {kind: http, urls: [...]}`). Where a node's cards hold the model,
+  `distributed.shard_size` of as many ranks as a node has keeps the gathering of weights within it (HSDP).
 
 ## Several nodes
 
@@ -113,9 +114,10 @@ Kubernetes' API. Ray (`cluster.kind: ray`) is not there.
 ## What has run, and what is calculated
 
 One GPU, and two GPUs of one host, have run: sharded training over both, and trainer and engine on one each, with the
-transfer between them measured ([results](../benchmarks/RESULTS.md)). More ranks have run with small models on a CPU;
-several nodes have not. All tables of this page are **calculated**: from the shapes of the models, from the
-counts of memory that are held against [measured steps](gpu-guide.md) of one GPU, and from these constants:
+transfer between them measured ([results](../benchmarks/RESULTS.md)). More ranks have run with small models on a CPU
+(the tests train by four, in two replicas of two shards); several nodes have not. All tables of this page are
+**calculated**: from the shapes of the models, from the counts of memory that are held against
+[measured steps](gpu-guide.md) of one GPU, and from these constants:
 
 | constant | value | where from |
 |---|---|---|

@@ -86,6 +86,7 @@ CASES: dict[str, Case] = {
     "padded": Case(model={"architecture": "bloom"}, packing="padded"),
     "softcap": Case(model={"architecture": "gemma2"}),
     "groups_of_one": Case(distributed={"shard_size": 1}),
+    "moe": Case(model={"architecture": "qwen3_moe", "output_router_logits": True}),
     "replicate": Case(distributed={"strategy": "replicate"}, loss={"beta": 0.1, **EMA}, uses=2),
     "replicate_lora": Case(distributed={"strategy": "replicate"}, lora=True, optimizer={"kind": "adafactor"}),
     "masters": Case(**BF16),
@@ -95,6 +96,13 @@ CASES: dict[str, Case] = {
     ),
     "residual": Case(**BF16, residual=True, checkpointing=True),
 }
+# Of four ranks.
+LAYOUTS: dict[str, Case] = {
+    "hsdp": Case(distributed={"shard_size": 2}, loss={"beta": 0.1, **EMA}),
+    "hsdp_moe": Case(
+        distributed={"replicate_size": 2}, model={"architecture": "qwen3_moe", "output_router_logits": True}, uses=2
+    ),
+}
 GPU_CASES: dict[str, Case] = {
     "flash": Case(**BF16, loss={"beta": 0.1}),
     "flash_lora": Case(**BF16, lora=True, checkpointing=True, residual=True, loss={"beta": 0.1}),
@@ -103,7 +111,10 @@ GPU_CASES: dict[str, Case] = {
     "cpu_optimizer": Case(**BF16, optimizer={"kind": "adamw_cpu"}),
 }
 # Those whose states differ in what ranks write of them.
-IN_PARTS = ("ema", "lora_ema", "uses", "groups_of_one", "masters", "stochastic", "offload", "cpu_optimizer")
+IN_PARTS = (
+    *("ema", "lora_ema", "uses", "groups_of_one", "masters", "stochastic", "offload", "cpu_optimizer"),
+    *("hsdp", "hsdp_moe"),
+)
 
 
 def same_bits_again(*, name: str) -> None:
@@ -285,13 +296,13 @@ def main() -> None:
     world = find_world(os.environ)
     assert world is not None
     device = rank_device(world, wanted=asked.device)
-    known = CASES | GPU_CASES
+    known = CASES | LAYOUTS | GPU_CASES
     job = join_job(world, limit_s=LIMIT_S)
     control = ControlGroup(world, job.store, limit_s=LIMIT_S, secret=job.secret)
 
     def backend_of(case: Case) -> Strategy:
         config = DistributedConfig(**dict(case.distributed))
-        return Replicate(device) if config.strategy == "replicate" else Fsdp2(device, config, **SEVERAL)
+        return Replicate(device, config) if config.strategy == "replicate" else Fsdp2(device, config, **SEVERAL)
 
     def build_part(data: Mapping[str, Any]) -> tuple[Policy, int]:
         case = known[data["case"]]

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from tests.e2e.runs import (
     write_run,
 )
 from tests.ports import free_port
-from tests.ranks_program import CASES
+from tests.ranks_program import CASES, LAYOUTS
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.waiting import until
 
@@ -62,10 +63,11 @@ for _ in range(2):
 PASSES = ("micro_batches", "tokens_forward")
 
 
-def test_two_ranks_learn_what_one_process_learns():
-    done = torchrun(2, "tests.ranks_program", *CASES)
+@pytest.mark.parametrize(("ranks", "cases"), [(2, CASES), (4, LAYOUTS)])
+def test_several_ranks_learn_what_one_process_learns(ranks: int, cases: Sequence[str]):
+    done = torchrun(ranks, "tests.ranks_program", *cases)
     assert done.code == 0, done.err
-    assert done.out.splitlines() == [f"{case}: equal over 2 ranks" for case in CASES]
+    assert done.out.splitlines() == [f"{case}: equal over {ranks} ranks" for case in cases]
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])

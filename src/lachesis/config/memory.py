@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from lachesis.common.mesh import derive_mesh
 from lachesis.config.model_shape import ModelShape
 from lachesis.config.schema import LachesisConfig
 
@@ -217,7 +218,7 @@ def _sharded(
     distributed = config.distributed
     if devices == 1 or distributed.strategy == "replicate":
         return parts
-    ways = min(devices, distributed.shard_size or devices)
+    ways = derive_mesh(distributed, ranks=devices).cut
     found: list[MemoryPart] = []
     for part in parts:
         if part.place != "trainer" or part.name not in _SHARDED:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from lachesis.common.mesh import Mesh, derive_mesh
 from lachesis.config.memory import (
     ALWAYS,
     TRAINING,
@@ -77,7 +78,12 @@ class Plan:
     exports_kept: int
     checkpoints_kept: int
     notes: tuple[str, ...]
-    devices: int = 1
+    mesh: Mesh = field(default_factory=Mesh)
+
+    @property
+    def devices(self) -> int:
+        """That train together."""
+        return self.mesh.ranks
 
     def peak(self, *places: Place) -> int:
         """Bytes of tensors at the worst moment of the trainer, the engine, or both together."""
@@ -107,8 +113,9 @@ def plan(
         found: the model's shape; looked for on this machine, and in the table of known models, if unset.
 
     Raises:
-        ConfigError: the model's config.json cannot be read.
+        ConfigError: the model's config.json cannot be read, or so many devices make no mesh.
     """
+    mesh = derive_mesh(config.distributed, ranks=devices)
     chosen = device or _device(config)
     found = found or find_shape(config.model.path, revision=config.model.revision)
     shape = None if found is None else found.shape
@@ -134,7 +141,7 @@ def plan(
         exports_kept=getattr(config.bridge, "keep_last", -1) + 1,  # the one being written included
         checkpoints_kept=config.checkpoint.keep_last if _saves(config) else 1,
         notes=(*_notes(config, batches, lengths=lengths, found=found), *_teacher_notes(config, teacher)),
-        devices=devices,
+        mesh=mesh,
     )
 
 
@@ -321,7 +328,9 @@ def plan_lines(planned: Plan) -> list[str]:
 
 def _memory_lines(planned: Plan, place: Place) -> Iterator[str]:
     parts = [part for part in planned.memory if part.place == place]
-    each = f", each of {planned.devices} devices" if place == "trainer" and planned.devices > 1 else ""
+    several = place == "trainer" and planned.devices > 1
+    layout = f" in {planned.mesh.words}" if planned.mesh.words else ""
+    each = f", each of {planned.devices} devices{layout}" if several else ""
     yield f"memory of the {place} ({planned.device}{each}): {size_text(planned.peak(place))}"
     for part in parts:
         yield f"  {part.name:<18}{size_text(part.bytes):>10}{_PHASES[part.phases]}"

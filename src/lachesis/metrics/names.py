@@ -196,7 +196,7 @@ METRICS: Mapping[str, Metric] = {
         Metric("logprob_diff_max", "Largest logprob difference", "nats", "The largest such difference."),
         Metric(
             "expert_load_max", "Fullest expert", "", "Of a mixture of experts: tokens of the fullest one of any layer "
-            "over the mean of its layer, on one rank. 1 is even.",
+            "over the mean of its layer, of all ranks together. 1 is even.",
         ),
         Metric(
             "expert_load_entropy", "Evenness of experts", "share", "Of a mixture of experts: entropy of the share of "

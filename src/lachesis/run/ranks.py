@@ -102,6 +102,6 @@ def _build_policy(config: LachesisConfig, world: World, job: Job, *, make: Calla
     limit_s = config.deadlines.ranks_s
     init_process_group(world, job.store, device=device, limit_s=limit_s, secret=job.secret)
     replicate = config.distributed.strategy == "replicate"
-    strategy: Strategy = Replicate(device) if replicate else Fsdp2(device, config.distributed)
+    strategy: Strategy = (Replicate if replicate else Fsdp2)(device, config.distributed)
     torch.manual_seed(config.run.seed)  # adapters begin alike on all ranks
     return build_policy(config, strategy=strategy, make=make)

@@ -213,7 +213,7 @@ class Policy(PolicyState):
         metrics["tokens_distinct"] = Sum(float(batch.distinct_tokens))
         metrics["tokens_flat"] = Sum(float(batch.flat_tokens))
         metrics["micro_batches"] = Sum(float(len(batch.micro_batches)))
-        metrics |= {} if self.routing is None else self.routing.take()
+        metrics |= {} if self.routing is None else self.routing.take(self.strategy.sum_values)
         metrics["skipped_zero_advantage"] = Sum(float(batch.skipped_sequences))
         return metrics
 

@@ -162,6 +162,7 @@ def test_each_of_several_devices_holds_a_part(build, model):
     [
         ({"strategy": "replicate"}, {"weights": 2.0}),
         ({"shard_size": 2}, {"weights": 1.0}),
+        ({"replicate_size": 4}, {"weights": 2.0}),
         ({"reshard_after_forward": False}, {"weights": 0.5}),
         ({"cpu_offload": True}, {"weights": None, "optimizer states": None}),
     ],
@@ -188,6 +189,12 @@ def test_the_text_says_of_how_many_devices(build, model):
     assert "memory of the trainer (cuda, each of 4 devices): " in text
     assert "memory of the engine (cuda): " in text
     assert "passes of each device" in text
+    config = build(model={"path": model(QWEN)}, distributed={"shard_size": 2})
+    assert "each of 4 devices in 2 replicas of 2 shards" in "\n".join(
+        plan_lines(plan(config, device="cuda", devices=4))
+    )
+    with pytest.raises(ConfigError, match="they make no whole groups"):
+        plan(config, device="cuda", devices=3)
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def _scaling() -> Iterator[Entry]:
     yield from scaling_entries()
     yield from fsdp_option_entries()
     yield Entry("dp_shard_size", "distributed.shard_size")
-    yield from nothing("what dp_shard_size leaves of the devices", "dp_replicate_size")
+    yield Entry("dp_replicate_size", "distributed.replicate_size")
     yield from nothing("sharding is FSDP2's", "fsdp_version")
     yield from nothing("the trained model is written whole", "fsdp_final_state_dict_type")
     yield from cannot(

@@ -27,6 +27,8 @@ _OPTIONS: Mapping[str, str] = {
     "cpu_offload": "distributed.cpu_offload",
     "activation_checkpointing": "model.gradient_checkpointing",
 }
+# Axolotl's sizes of groups of devices.
+_GROUPS = ("dp_shard_size", "dp_replicate_size")
 _DONE_ANYWAY = {
     "decoder layers are found, and sharded one by one": (
         *("transformer_layer_cls_to_wrap", "auto_wrap_policy", "min_num_params", "use_orig_params", "auto_wrap"),
@@ -88,7 +90,7 @@ def put_distributed(translation: Translation, options: Mapping[str, tuple[str, A
         _put_option(translation, option, name, value)
     if stage:
         _put_deepspeed(translation, stage)
-    names = ("fsdp", "deepspeed", "dp_shard_size", *(name for name, _ in options.values()))
+    names = ("fsdp", "deepspeed", *_GROUPS, *(name for name, _ in options.values()))
     asked = next((name for name in names if translation.has(name) and translation.value(name)), None)
     if asked is not None and processes == 1:
         translation.warning(asked, f"one process trains on one device, unsharded; start several with {HOW_TO_START}")
@@ -124,7 +126,7 @@ def _put_strategy(translation: Translation, name: str, word: Any) -> None:
     translation.put("distributed.strategy", "replicate" if reshard is None else "shard", name)
     if reshard is not None:
         translation.put("distributed.reshard_after_forward", reshard, name)
-    if strategy.startswith("hybrid") and not translation.has("dp_shard_size"):
+    if strategy.startswith("hybrid") and not any(translation.has(name) for name in _GROUPS):
         translation.warning(name, "shards over all devices; set distributed.shard_size to the devices of a node")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lachesis.common.errors import ConfigError
+from lachesis.common.mesh import derive_mesh
 from lachesis.config.schema import LachesisConfig, LoraBroadcastBridgeConfig, LoraSwapBridgeConfig, SharedBridgeConfig
 
 # Their states are of whole tensors, rows and columns or blocks, which parts of a tensor have not.
@@ -26,12 +27,7 @@ def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
             f"bridge.share_base builds the model on one engine's memory, and {ranks} devices train",
             remedy="set bridge.share_base: false",
         )
-    shard_size = distributed.shard_size or ranks
-    if ranks % shard_size:
-        raise ConfigError(
-            f"distributed.shard_size is {shard_size} and there are {ranks} devices: they make no whole groups",
-            remedy=f"choose a divisor of {ranks}, or leave it out",
-        )
+    derive_mesh(distributed, ranks=ranks)
     if distributed.strategy == "replicate":
         return
     if config.model.quantization != "none":

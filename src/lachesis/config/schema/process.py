@@ -181,7 +181,13 @@ class DistributedConfig(Section):
         default=False, description="Keep sharded weights, gradients and optimizer state in CPU memory."
     )
     shard_size: PositiveInt | None = Field(
-        default=None, description="Shard over groups of N devices, which are replicas of one another; unset: over all."
+        default=None,
+        description="Shard over groups of N devices, which are replicas of one another (HSDP); unset: over all, or "
+        "over what `replicate_size` leaves of them.",
+    )
+    replicate_size: PositiveInt | None = Field(
+        default=None,
+        description="How many such groups there are: the other way to say it; unset: what `shard_size` leaves.",
     )
 
 

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
+from lachesis.common.mesh import Mesh
 from lachesis.config.schema import DistributedConfig
 from lachesis.train.distributed.strategy import BUFFER_ELEMENTS, FORWARD_METHOD, Ranks, T, by_size, decoder_layers
 
@@ -37,7 +38,7 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_ga
 
 
 class Fsdp2(Ranks):
-    """Shards over all ranks, or over groups of ``shard_size`` that hold replicas of one another.
+    """Shards over all ranks, or over groups of ranks that are replicas of one another (HSDP).
 
     Args:
         device: of this rank.
@@ -50,15 +51,15 @@ class Fsdp2(Ranks):
     def __init__(
         self, device: torch.device, config: DistributedConfig, *, buffer_elements: int = BUFFER_ELEMENTS
     ) -> None:
-        super().__init__(device)
+        super().__init__(device, config)
         self._buffer_elements = buffer_elements
         self._config = config
-        self.mesh = _mesh(device.type, self.world_size, shard_size=config.shard_size or self.world_size)
+        self._device_mesh = _device_mesh(device.type, self.mesh)
 
     def place(self, model: PreTrainedModel) -> None:
         offloaded = self._config.cpu_offload and self._device.type != "cpu"
         options = {
-            "mesh": self.mesh,
+            "mesh": self._device_mesh,
             "reshard_after_forward": self._config.reshard_after_forward,
             # Whatever the weights are in, ranks' gradients are added up in float32.
             "mp_policy": MixedPrecisionPolicy(
@@ -120,10 +121,11 @@ class Fsdp2(Ranks):
         return distribute_tensor(own, like.device_mesh, like.placements).to(like.device)
 
 
-def _mesh(device_type: str, ranks: int, *, shard_size: int) -> DeviceMesh:
-    if shard_size == ranks:
-        return init_device_mesh(device_type, (ranks,), mesh_dim_names=(_SHARD,))
-    return init_device_mesh(device_type, (ranks // shard_size, shard_size), mesh_dim_names=("replicate", _SHARD))
+def _device_mesh(device_type: str, mesh: Mesh) -> DeviceMesh:
+    """The dimensions that FSDP knows of: over which parameters are replicated, if any, and over which they are cut."""
+    if mesh.cut == mesh.ranks:
+        return init_device_mesh(device_type, (mesh.ranks,), mesh_dim_names=(_SHARD,))
+    return init_device_mesh(device_type, (mesh.replicate, mesh.cut), mesh_dim_names=("replicate", _SHARD))
 
 
 def _ahead(items: Iterable[T]) -> Iterator[T]:

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from lachesis.common.mesh import Mesh, derive_mesh
+from lachesis.config.schema import DistributedConfig
+
 # Tensors travel in buffers of about this many elements: one collective for many small ones.
 BUFFER_ELEMENTS = 2**25
 T = TypeVar("T")
@@ -25,11 +28,13 @@ class Strategy:
     Ranks call the methods together and in the same order; those that only look at this process say so.
 
     Attributes:
+        mesh: how the ranks are laid out.
         sharded: whether a parameter is cut over ranks, so that none of them has it whole.
     """
 
     rank: int
     world_size: int
+    mesh: Mesh
     sharded: bool
 
     def place(self, model: PreTrainedModel) -> None:
@@ -47,6 +52,10 @@ class Strategy:
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
         """Sum integer counts over all ranks."""
         return counts
+
+    def sum_values(self, values: Tensor) -> Tensor:
+        """The sum over all ranks of a tensor that has one shape on all of them."""
+        return values
 
     def max_count(self, count: int) -> int:
         """The largest of a count over all ranks: how often each has to take part in what all do together."""
@@ -83,6 +92,7 @@ class SingleDevice(Strategy):
 
     rank = 0
     world_size = 1
+    mesh = Mesh()
     sharded = False
 
 
@@ -91,12 +101,14 @@ class Ranks(Strategy):
 
     Args:
         device: of this rank.
+        config: what the mesh is derived from.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, config: DistributedConfig) -> None:
         self._device = device
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self.mesh = derive_mesh(config, ranks=self.world_size)
 
     def device(self, model: PreTrainedModel) -> torch.device:
         return self._device
@@ -110,6 +122,11 @@ class Ranks(Strategy):
         total = torch.tensor(counts, dtype=torch.int64, device=self._device)
         dist.all_reduce(total)
         return tuple(total.tolist())
+
+    def sum_values(self, values: Tensor) -> Tensor:
+        total = values.to(self._device, copy=True)
+        dist.all_reduce(total)
+        return total
 
     def max_count(self, count: int) -> int:
         largest = torch.tensor([count], dtype=torch.int64, device=self._device)

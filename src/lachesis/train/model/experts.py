@@ -7,7 +7,7 @@ recorded, its experts by their stacked weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -93,12 +93,19 @@ class ExpertRouting:
         self._loss = self._loss.merge(Mean(float(loss.detach()) * share, share))
         return self.coefficient * share * loss
 
-    def take(self) -> dict[str, MetricValue]:
-        """Metrics of the passes since the last call, of this rank."""
+    def take(self, sum_values: Callable[[Tensor], Tensor] = lambda values: values) -> dict[str, MetricValue]:
+        """Metrics of the passes since the last call, where each expert's tokens are those of all ranks.
+
+        Args:
+            sum_values: adds up a tensor over all ranks, which call this together.
+        """
         load, loss = self._load, self._loss
         self._load, self._loss = None, Mean(0.0, 0.0)
         metrics: dict[str, MetricValue] = {"router_aux_loss": loss} if self.coefficient else {}
-        if load is None:
+        if load is None:  # other ranks may have had tokens
+            load = torch.zeros(len(self._experts), experts_of(self._experts[0]), dtype=torch.int64)
+        load = sum_values(load)
+        if not load.any():
             return metrics
         shares = load.double() / load.sum(-1, keepdim=True)
         entropy = torch.special.entr(shares).sum(-1) / math.log(shares.shape[-1])

@@ -70,6 +70,10 @@ def test_a_strategy_may_be_an_option_too(word: Any):
 
 def test_the_size_of_a_group():
     assert distributed(AXOLOTL, dp_shard_size=4, fsdp=["hybrid_shard"])["shard_size"] == 4
+    assert distributed(AXOLOTL, dp_replicate_size=2, dp_shard_size=4) == {"replicate_size": 2, "shard_size": 4}
+    assert not [
+        f for f in translated(AXOLOTL, dp_replicate_size=2, fsdp=["hybrid_shard"]).findings if f.level != "note"
+    ]
     findings = translated(AXOLOTL, fsdp=["hybrid_shard"]).findings
     assert any(f.level == "warning" and "distributed.shard_size" in f.message for f in findings)
 
@@ -141,6 +145,7 @@ def test_no_file_and_a_broken_one(tmp_path):
         {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}},
         {"deepspeed": "zero2.json"},
         {"dp_shard_size": 2},
+        {"dp_replicate_size": 2},
     ],
 )
 def test_one_process_is_told_how_to_start_several_where_it_is_seen(keys: dict[str, Any]):

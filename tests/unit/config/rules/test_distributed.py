@@ -20,6 +20,7 @@ HTTP = {"engine": {"kind": "http"}}
         {"adapter": LORA},
         {"checkpoint": {"asynchronous": True}},
         {"distributed": {"shard_size": 2}},
+        {"distributed": {"replicate_size": 2}},
         {"distributed": {"strategy": "replicate"}, "adapter": LORA, "model": {"path": "m", "quantization": "nf4"}},
         {"distributed": {"strategy": "replicate"}, "optimizer": {"kind": "adamw_8bit"}},
         {"optimizer": {"kind": "adamw_cpu"}},

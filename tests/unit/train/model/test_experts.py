@@ -135,3 +135,11 @@ def test_of_several_micro_batches_each_counts_by_its_tokens():
     metrics = {name: value.value() for name, value in policy.accumulate(dataclasses.replace(batch)).items()}
     expected = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
     assert metrics["router_aux_loss"] == pytest.approx(expected)
+
+
+def test_what_each_expert_had_is_added_up_over_ranks():
+    """This rank had no token, and another had them all of the first expert in every layer."""
+    metrics = build().routing.take(lambda load: load + torch.eye(EXPERTS, dtype=load.dtype)[0])
+    assert metrics["expert_load_max"].value() == EXPERTS
+    assert metrics["expert_load_entropy"].value() == 0
+    assert not build().routing.take()
