@@ -6,10 +6,11 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from lachesis.metrics.health.monitor import RULES
-from lachesis.metrics.names import METRICS, Metric
+from lachesis.metrics.names import BY_ENVIRONMENT, GPU_MEMORY_IN_USE, GPU_UTILIZATION, METRICS, Metric, describe
 
 TARGET = Path(__file__).with_name("metrics.md")
 
@@ -25,6 +26,15 @@ measured is left out: a missing number is not 0. Seconds of a checkpoint count w
 |---|---|---|---|
 """
 
+# Names that end in what they are of.
+FAMILIES = (
+    "rewards/NAME/mean",
+    "rewards/NAME/std",
+    f"{BY_ENVIRONMENT}NAME",
+    f"{GPU_UTILIZATION}N",
+    f"{GPU_MEMORY_IN_USE}N",
+)
+
 HEALTH = """
 ## What the health rules look for
 
@@ -38,7 +48,8 @@ repeated when it gets worse, and after 20 steps if it is more than a note.
 
 def render() -> str:
     """The whole page."""
-    metrics = "".join(_metric_row(metric) for metric in METRICS.values())
+    families = (replace(describe(name), name=name) for name in FAMILIES)
+    metrics = "".join(map(_metric_row, (*METRICS.values(), *families)))
     rules = "".join(f"| `{name}` | {_first_sentence(rule)} |\n" for name, rule in RULES.items())
     return INTRODUCTION + metrics + HEALTH + rules + "".join(map(_rule_section, RULES))
 

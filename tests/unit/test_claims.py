@@ -157,6 +157,7 @@ SET = {
     "with `--fit 40` what to change for 40 GB": ("src/lachesis/config/cards.py", "40"),
     "(50, or 16 MiB)": ("src/lachesis/api/backlog.py", "_KEPT_BYTES = 16 << 20"),
     "once a second": ("src/lachesis/api/server.py", "_SYNC_S = 1.0"),
+    "twice a second": ("src/lachesis/metrics/gpus.py", "PERIOD_S = 0.5"),
     "twenty times a second": ("src/lachesis/common/sandbox/job.py", "_LOOK_S = 0.02, 0.05"),
     "made again five times": ("src/lachesis/common/sandbox/e2b.py", "_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0)"),
     "after each tenth of its steps": ("src/lachesis/config/schema/__init__.py", "(self.run.steps or 0) // 10"),

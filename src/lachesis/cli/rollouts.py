@@ -40,7 +40,7 @@ def rollouts(
     most: Annotated[float | None, typer.Option(help="Largest reward.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Id of a prompt.")] = None,
     finish: Annotated[str | None, typer.Option(help="How it ended: stop, length or abort.")] = None,
-    environment: Annotated[str | None, typer.Option(help="Number of the environment that sent it.")] = None,
+    environment: Annotated[str | None, typer.Option(help="Name or number of the environment that sent it.")] = None,
     failed: Annotated[bool, typer.Option("--failed", help="Rollouts without a reward, by cause.")] = False,
     cause: Annotated[str | None, typer.Option(help="With --failed: of this cause only.")] = None,
     diff: Annotated[tuple[int, int] | None, typer.Option(help="Two steps of the prompt, side by side.")] = None,

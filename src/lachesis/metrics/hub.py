@@ -16,7 +16,7 @@ from lachesis.common.errors import LachesisError
 from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, StepRecord
 from lachesis.metrics.health.monitor import HealthMonitor
 from lachesis.metrics.names import BY_ENVIRONMENT
-from lachesis.metrics.values import Max, Mean, MetricValue, Sum, merge_metrics, reduce_metrics
+from lachesis.metrics.values import Max, Mean, Metrics, MetricValue, Sum, merge_metrics, reduce_metrics
 
 logger = logging.getLogger("lachesis")
 
@@ -123,6 +123,7 @@ class HubTelemetry:
         hub: the sinks and the health rules.
         reward_names: names of the reward functions, in the order of ``Sample.rewards``.
         device_memory: bytes (allocated at peak, reserved) since the last call; ``None`` without a GPU.
+        gpus: what else is known of GPUs since the last call.
     """
 
     def __init__(
@@ -131,10 +132,12 @@ class HubTelemetry:
         hub: MetricsHub,
         reward_names: Sequence[str],
         device_memory: Callable[[], tuple[int, int]] | None = None,
+        gpus: Callable[[], Metrics] = dict,
     ) -> None:
         self._hub = hub
         self._reward_names = tuple(reward_names)
         self._device_memory = device_memory
+        self._gpus = gpus
 
     def evaluation(self, result: EvalResult | None) -> None:
         """Tell the sinks of an evaluation before the first step, if there was one."""
@@ -154,7 +157,7 @@ class HubTelemetry:
         counted = {name: Mean(n) if name in _SECONDS else Sum(n) for name, n in counters.items()}
         # The batch was trained on by the weights before this step.
         of_groups = group_metrics(groups, reward_names=self._reward_names, version=step - 1)
-        values = reduce_metrics(merge_metrics([metrics, counted, of_groups]))
+        values = reduce_metrics(merge_metrics([metrics, counted, of_groups, self._gpus()]))
         values |= throughput(values)
         if self._device_memory is not None:
             allocated, reserved = self._device_memory()
@@ -213,7 +216,9 @@ def _rewards_by_environment(groups: Sequence[Group]) -> dict[str, MetricValue]:
     """The mean reward of each environment of the rollout API that groups of this batch came from."""
     rewards: dict[Any, list[float]] = {}
     for group in groups:
-        if (environment := group.prompt.columns.get("env_id")) is not None:
+        columns = group.prompt.columns
+        if columns.get("env_id") is not None:
+            environment = columns.get("environment", columns["env_id"])
             rewards.setdefault(environment, []).extend(known for known in group.rewards if known is not None)
     return {f"{BY_ENVIRONMENT}{name}": Mean(sum(values), len(values)) for name, values in rewards.items()}
 

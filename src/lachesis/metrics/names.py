@@ -12,8 +12,11 @@ from typing import Literal
 
 from lachesis.common.types import EvalResult
 
-# Beginning of the name of the mean reward of one environment of the rollout API; its number there follows.
+# Beginning of the name of the mean reward of one environment of the rollout API; its name there follows, or its number
+# where the API tells no names.
 BY_ENVIRONMENT = "reward_of_environment/"
+# Beginnings of what is measured of one GPU; its number on its machine follows, as nvidia-smi has it.
+GPU_UTILIZATION, GPU_MEMORY_IN_USE = "gpu_utilization/", "gpu_memory_in_use_gb/"
 
 Unit = Literal["", "share", "tokens", "tokens/s", "s", "GB", "nats", "sequences", "groups", "versions"]
 
@@ -218,7 +221,8 @@ METRICS: Mapping[str, Metric] = {
 def describe(name: str) -> Metric:
     """The entry of a metric.
 
-    ``rewards/NAME/mean|std``, ``staleness/N``, ``reward_of_environment/N`` and unknown names get one of the name.
+    ``rewards/NAME/mean|std``, ``staleness/N``, ``reward_of_environment/NAME``, ``gpu_utilization/N``,
+    ``gpu_memory_in_use_gb/N`` and unknown names get one of the name.
     """
     known = METRICS.get(name)
     if known is not None:
@@ -229,7 +233,14 @@ def describe(name: str) -> Metric:
         return Metric(name, f"Staleness {distance}", "share", what)
     if name.startswith(BY_ENVIRONMENT):
         environment = name.removeprefix(BY_ENVIRONMENT)
-        return Metric(name, f"Environment {environment}", "", f"Mean reward of what environment {environment} sent.")
+        title = f"Environment {environment}" if environment.isdecimal() else environment
+        return Metric(name, title, "", f"Mean reward of what environment {environment} sent.")
+    if name.startswith(GPU_UTILIZATION):
+        what = "Share of the time in which this GPU computed anything, by NVML; its number is nvidia-smi's."
+        return Metric(name, f"GPU {name.removeprefix(GPU_UTILIZATION)}", "share", what)
+    if name.startswith(GPU_MEMORY_IN_USE):
+        what = "Memory of this GPU that all its processes take together, at most, by NVML."
+        return Metric(name, f"GPU {name.removeprefix(GPU_MEMORY_IN_USE)}", "GB", what)
     function, _, statistic = name.removeprefix("rewards/").rpartition("/")
     if name.startswith("rewards/") and function and statistic == "mean":
         return Metric(name, f"Reward {function}", "", f"Mean reward of the function {function}.", (0.15, None))

@@ -111,7 +111,8 @@ def _hits(step: int, group: int, line: Mapping[str, Any], query: Query) -> Itera
     prompt = line["prompt"]
     if query.prompt_id not in (None, str(prompt["id"])):
         return
-    if query.environment not in (None, str(prompt.get("columns", {}).get("env_id"))):
+    columns = prompt.get("columns", {})
+    if query.environment not in (None, str(columns.get("env_id")), columns.get("environment")):
         return
     in_prompt = query.text is not None and query.text.search(prompt["text"]) is not None
     for number, sample in enumerate(line["samples"], start=1):

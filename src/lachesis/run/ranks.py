@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from lachesis.common.errors import LachesisError
 from lachesis.common.world import World
 from lachesis.config.rules.distributed import require_distributable
 from lachesis.config.schema import LachesisConfig
+from lachesis.run.gpus import rank_meter
 from lachesis.run.parts import build_policy, set_up
 from lachesis.train.distributed.control import (
     ControlGroup,
@@ -23,7 +25,7 @@ from lachesis.train.distributed.control import (
     init_process_group,
     rank_device,
 )
-from lachesis.train.distributed.follower import Follower, ToldLeader
+from lachesis.train.distributed.follower import Follower, FollowingPolicy, ToldLeader
 from lachesis.train.distributed.fsdp2 import Fsdp2
 from lachesis.train.distributed.job import TOKEN_VARIABLE, Job, began_before, join_job
 from lachesis.train.distributed.leader import BUILD, Leader, LeadingPolicy
@@ -94,7 +96,11 @@ def _build(world: World, job: Job, data: Mapping[str, Any]) -> tuple[Policy, int
     """The policy of a follower, and the run's seed."""
     config = LachesisConfig.model_validate(data)
     set_up(config)
-    return _build_policy(config, world, job), config.run.seed
+    # On the leader's machine a GPU is known by its number alone, as there is one machine for most.
+    machine = "" if world.rank == world.local_rank else f"{socket.gethostname()}:"
+    meter = rank_meter(rank_device(world, wanted=config.model.device), machine=machine)
+    make = partial(FollowingPolicy, gpus=dict if meter is None else meter.take)
+    return _build_policy(config, world, job, make=make), config.run.seed
 
 
 def _build_policy(config: LachesisConfig, world: World, job: Job, *, make: Callable[..., Policy] = Policy) -> Policy:

@@ -31,6 +31,7 @@ from lachesis.config.steps import total_steps, with_steps
 from lachesis.engines.fleet import EngineRow
 from lachesis.metrics.hub import DISK_FULL, HubTelemetry, MetricsHub
 from lachesis.metrics.sinks.jsonl import read_metrics
+from lachesis.metrics.values import Metrics
 from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.atropos.source import EngineWatch
 from lachesis.rollouts.evaluate import Evaluates
@@ -40,6 +41,7 @@ from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
+from lachesis.run.gpus import run_meter
 from lachesis.run.log import LogFile, reason_of
 from lachesis.run.parts import (
     build_atropos_feed,
@@ -200,6 +202,9 @@ def _train_once(
                 leadership.job.note_begun(run.path)
             run.update(owner=parts.place.owner)
             parts.side.keep_log(run.files["logs"] / "engine.log")
+            meter = run_meter(config, parts.policy.device)
+            if meter is not None:
+                closing.callback(meter.close)
             trainer, start, hub = build_trainer(
                 config,
                 run=run,
@@ -208,6 +213,7 @@ def _train_once(
                 consoles=[console, log],
                 stop_requested=stop_requested,
                 pause=RequestedPause(run, watch=partial(raise_if_asked, stop_requested, leadership)),
+                gpus=dict if meter is None else meter.take,
             )
             closing.callback(hub.close)
             if companions is not None:
@@ -264,6 +270,7 @@ def build_trainer(
     consoles: Sequence[Console | None],
     stop_requested: Callable[[], bool],
     pause: RequestedPause,
+    gpus: Callable[[], Metrics] = dict,
 ) -> tuple[Trainer, int, MetricsHub]:
     """The loop over the parts of a run, where it starts, and what is told of its steps."""
     policy = parts.policy
@@ -284,6 +291,7 @@ def build_trainer(
         hub=hub,
         reward_names=parts.reward_names,
         device_memory=_device_memory if policy.device.type == "cuda" else None,
+        gpus=gpus,
     )
     trainer = Trainer(
         policy=policy,

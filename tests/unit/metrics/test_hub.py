@@ -278,14 +278,17 @@ def test_every_reward_function_has_its_own_mean_and_deviation(make_group: Callab
 
 
 def test_each_environment_has_its_own_mean(make_group: Callable[..., Group]):
-    def sent(env_id: int, *rewards: float | None) -> Group:
+    def sent(env_id: int, *rewards: float | None, **columns: str) -> Group:
         group = make_group(rewards)
-        return replace(group, prompt=replace(group.prompt, columns={"env_id": env_id}))
+        return replace(group, prompt=replace(group.prompt, columns={"env_id": env_id, **columns}))
 
-    groups = [sent(0, 1.0, 0.0), sent(3, 1.0, 1.0), sent(0, 0.0, None), make_group((0.5, 0.5))]
+    named = sent(4, 0.25, environment="gsm8k_0")
+    groups = [sent(0, 1.0, 0.0), sent(3, 1.0, 1.0), sent(0, 0.0, None), make_group((0.5, 0.5)), named]
     values = reduce_metrics(group_metrics(groups, reward_names=(), version=0))
     found = {name: value for name, value in values.items() if name.startswith("reward_of_environment/")}
-    assert found == {"reward_of_environment/0": pytest.approx(1 / 3), "reward_of_environment/3": 1.0}
+    assert found == {"reward_of_environment/0": pytest.approx(1 / 3), "reward_of_environment/3": 1.0} | {
+        "reward_of_environment/gsm8k_0": 0.25
+    }
 
 
 def test_no_groups_give_counts_and_no_means():

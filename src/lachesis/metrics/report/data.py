@@ -17,6 +17,8 @@ from lachesis.common.run_files import run_paths
 from lachesis.common.types import LEVELS, UNKNOWN_VERSIONS, EvalResult
 from lachesis.metrics.names import (
     BY_ENVIRONMENT,
+    GPU_MEMORY_IN_USE,
+    GPU_UTILIZATION,
     describe,
     format_number,
     format_seconds,
@@ -275,16 +277,24 @@ def charts(log: MetricsLog) -> list[dict[str, Any]]:
     """All charts that have data."""
     functions = reward_functions(log.steps[-1].values) if log.steps else []
     by_function = ChartPlan(tuple(f"rewards/{name}/mean" for name in functions), title="Rewards by function")
-    environments = sorted({name for line in log.steps for name in line.values if name.startswith(BY_ENVIRONMENT)})
-    by_environment = ChartPlan(tuple(environments), title="Rewards by environment")
+    by_environment = ChartPlan(_beginning_with(BY_ENVIRONMENT, log), title="Rewards by environment")
     several = [plan for plan in (by_function, by_environment) if len(plan.names) > 1]
-    plans = (*CHARTS[:2], *several, *CHARTS[2:])
+    gpus = (
+        ChartPlan(_beginning_with(GPU_UTILIZATION, log), title="GPU utilization", floor=0.0, ceiling=1.0),
+        ChartPlan(_beginning_with(GPU_MEMORY_IN_USE, log), title="GPU memory in use", floor=0.0),
+    )
     # What reward functions gave to log_metric.
-    logged = sorted({name for line in log.steps for name in line.values if name.startswith(LOGGED)})
-    plans = (*plans, *(ChartPlan((name,), title=name.removeprefix(LOGGED)) for name in logged))
+    logged = [ChartPlan((name,), title=name.removeprefix(LOGGED)) for name in _beginning_with(LOGGED, log)]
+    plans = (*CHARTS[:2], *several, *CHARTS[2:], *(plan for plan in gpus if plan.names), *logged)
     if not any(line.values.get("staleness", 0.0) > 0 for line in log.steps):  # as in runs that take turns
         plans = tuple(plan for plan in plans if "staleness" not in plan.names)
     return [chart for plan in plans if (chart := _chart(plan, log))["series"]]
+
+
+def _beginning_with(prefix: str, log: MetricsLog) -> tuple[str, ...]:
+    """The metrics of one kind that any step has, in the order of the numbers or names that they end in."""
+    found = {name for line in log.steps for name in line.values if name.startswith(prefix)}
+    return tuple(sorted(found, key=lambda name: (not name[len(prefix) :].isdecimal(), len(name), name)))
 
 
 def _chart(plan: ChartPlan, log: MetricsLog) -> dict[str, Any]:

@@ -65,7 +65,9 @@ class _Sequence:
         return max(1, first)
 
 
-def convert_group(data: Mapping[str, Any], *, group_id: str, conversion: Conversion) -> Group:
+def convert_group(
+    data: Mapping[str, Any], *, group_id: str, conversion: Conversion, environment: str | None = None
+) -> Group:
     """One group of the protocol as a group with rewards.
 
     Untrained positions before the first that trains are the prompt, those after it are masked in the completion.
@@ -75,6 +77,7 @@ def convert_group(data: Mapping[str, Any], *, group_id: str, conversion: Convers
 
     Args:
         group_id: becomes the prompt's id, unless the environment gives one as ``group_overrides.group_id``.
+        environment: the name under which it is registered, where that is known.
 
     Raises:
         Unusable: with the reason.
@@ -97,7 +100,7 @@ def convert_group(data: Mapping[str, Any], *, group_id: str, conversion: Convers
         id=str((group.group_overrides or {}).get("group_id", group_id)),
         token_ids=first,
         text=texts[0],
-        columns={"env_id": group.env_id},
+        columns={"env_id": group.env_id} | ({} if environment is None else {"environment": environment}),
     )
     return Group(prompt, tuple(replace(s, text=text) for s, text in zip(samples, texts[1:], strict=True)))
 

@@ -84,7 +84,7 @@ class AtroposSource(RolloutSource):
         self._received = 0
         self._counts: Counter[str] = Counter()
         self._said: set[str] = set()
-        self._names: list[str] = []
+        self._names: dict[int, str | None] = {}
 
     def next_groups(self, count: int, *, deadline: Deadline) -> list[Group]:
         """The usable groups of the next batch, however many: batches are counted in sequences here, not ``count``.
@@ -178,7 +178,12 @@ class AtroposSource(RolloutSource):
         self._received += 1
         for index, data in enumerate(delivery.groups):
             try:
-                group = convert_group(data, group_id=f"{number}-{index}", conversion=self.conversion)
+                group = convert_group(
+                    data,
+                    group_id=f"{number}-{index}",
+                    conversion=self.conversion,
+                    environment=self._registered_name(data.get("env_id")),
+                )
             except Unusable as error:
                 reasons.append(error.message)
                 self._say_once(f"a group of {self._name(data.get('env_id'))} was set aside: {error.message}")
@@ -210,9 +215,15 @@ class AtroposSource(RolloutSource):
         """What an environment is called, for a sentence that is said once."""
         if not isinstance(env_id, int):
             return "an environment that has not registered"
-        if len(self._names) <= env_id:
-            self._names = self.client.environment_names()
-        return f"environment {self._names[env_id] if 0 <= env_id < len(self._names) else env_id}"
+        return f"environment {self._registered_name(env_id) or env_id}"
+
+    def _registered_name(self, env_id: object) -> str | None:
+        """The name that the API gave an environment; the original API tells none. Asked once for each environment."""
+        if not isinstance(env_id, int):
+            return None
+        if env_id not in self._names:
+            self._names = {env_id: None, **self._names, **dict(enumerate(self.client.environment_names()))}
+        return self._names[env_id]
 
     def _say_once(self, line: str) -> None:
         """Sentences that differ in numbers only are said once."""

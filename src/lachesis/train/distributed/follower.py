@@ -11,6 +11,8 @@ import torch
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError, first_line
+from lachesis.metrics.values import Metrics, MetricValue
+from lachesis.train.batch import Batch
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.leader import BUILD, END, METHODS, exhaust, of_a_collective
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
@@ -27,6 +29,22 @@ class ToldLeader(TrainingError):
     def __init__(self, failure: LachesisError) -> None:
         super().__init__(failure.message, remedy=failure.remedy)
         self.exit_code = failure.exit_code
+
+
+class FollowingPolicy(Policy):
+    """A :class:`Policy` of another rank than the leader's, which hears from here what the rank's GPU did.
+
+    Args:
+        *args, **options: of :class:`Policy`.
+        gpus: what is known of the GPU since the last call.
+    """
+
+    def __init__(self, *args: Any, gpus: Callable[[], Metrics], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._gpus = gpus
+
+    def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
+        return {**super().accumulate(batch), **self._gpus()}
 
 
 class Follower:

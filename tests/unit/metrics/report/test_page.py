@@ -218,15 +218,30 @@ def test_rewards_of_all_completions_are_spread_over_ranges(tmp_path: Path, make_
 
 
 def test_environments_and_staleness_have_their_charts(tmp_path: Path) -> None:
-    values = {"reward": 0.5, "staleness": 2.0, "reward_of_environment/0": 0.2, "reward_of_environment/1": 0.8}
+    of = "reward_of_environment/"
+    values = {"reward": 0.5, "staleness": 2.0, f"{of}1": 0.2, f"{of}gsm8k_0": 0.8, f"{of}10": 0.1, f"{of}2": 0.3}
     charts = {
         chart["title"]: chart for chart in data_of(write_report(write_run(tmp_path, steps=2, values=values)))["charts"]
     }
-    assert [line["label"] for line in charts["Rewards by environment"]["series"]] == ["Environment 0", "Environment 1"]
+    assert [line["label"] for line in charts["Rewards by environment"]["series"]] == [
+        *(f"Environment {number}" for number in (1, 2, 10)),
+        "gsm8k_0",
+    ]
     assert charts["Staleness"]["series"][0]["y"] == [2.0, 2.0]
     for index, none in enumerate((0.0, -math.inf)):  # no sample is older than the weights, or no age is known
         run = write_run(tmp_path / str(index), steps=2, values=values | {"staleness": none})
         assert "Staleness" not in {chart["title"] for chart in data_of(write_report(run))["charts"]}
+
+
+def test_each_gpu_has_a_line(tmp_path: Path) -> None:
+    values = {f"gpu_utilization/{gpu}": 0.5 for gpu in ("0", "10", "2", "node-b:0")} | {"gpu_memory_in_use_gb/0": 61.0}
+    charts = {
+        chart["title"]: chart for chart in data_of(write_report(write_run(tmp_path, steps=1, values=values)))["charts"]
+    }
+    found = charts["GPU utilization"]
+    assert [line["label"] for line in found["series"]] == ["GPU 0", "GPU 2", "GPU 10", "GPU node-b:0"]
+    assert (found["unit"], found["floor"], found["ceiling"]) == ("share", 0.0, 1.0)
+    assert charts["GPU memory in use"]["series"][0]["y"][0] == 61.0
 
 
 def test_long_runs_are_cut_to_size(tmp_path: Path, make_group: MakeGroup) -> None:

@@ -119,6 +119,20 @@ def take(source: AtroposSource) -> list[str]:
     return ids(source.next_groups(1, deadline=deadline()))
 
 
+def test_groups_have_the_name_of_their_environment(api: Api, make: Make):
+    source = make(api.url)
+    api.post(1, 2)
+    take(source)
+    source.report_version(1)  # environments register with a trainer that has begun
+    registration = {"max_token_length": 16, "desired_name": "math", "weight": 1.0, "group_size": 2}
+    for _ in range(2):
+        HTTP.post(f"{api.url}/register-env", json=registration).raise_for_status()
+    api.post(3, env_id=1)
+    api.post(4)
+    columns = [one.prompt.columns for one in source.next_groups(1, deadline=deadline())]
+    assert columns == [{"env_id": 1, "environment": "math_1"}, {"env_id": None}]
+
+
 @pytest.mark.parametrize(("step", "warns"), [(0, True), (3, False)])
 def test_groups_from_before_the_run_are_told_of_unless_it_is_resumed(
     api: Api, make: Make, caplog: pytest.LogCaptureFixture, step: int, warns: bool
