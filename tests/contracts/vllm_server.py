@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 import lachesis
 from tests.contracts.servers import MAX_LEN, MAX_RANK, TOKEN, ServerFactory, process, python_path
+from tests.paths import ROOT
 from tests.ports import free_port
 from tests.tiny import tiny_model
 
@@ -43,7 +44,14 @@ def build_model(seed: int = 0) -> PreTrainedModel:
 
 @contextmanager
 def start_vllm(
-    model: Path, root: Path, session_dir: Path, log: Path, *arguments: str, lora: bool = True, **variables: str
+    model: Path,
+    root: Path,
+    session_dir: Path,
+    log: Path,
+    *arguments: str,
+    lora: bool = True,
+    plugin: str = "",
+    **variables: str,
 ) -> Iterator[str]:
     """vLLM's server, at the address it yields, until the block ends.
 
@@ -54,6 +62,7 @@ def start_vllm(
         log: for its output.
         arguments: more flags of ``vllm serve``.
         lora: with room for an adapter.
+        plugin: a function ``module:name`` that vLLM calls in each of its processes.
         variables: more of its environment.
     """
     port = free_port()
@@ -66,20 +75,21 @@ def start_vllm(
         **ENVIRONMENT,
         "LACHESIS_SESSION_DIR": str(session_dir),
         "LACHESIS_SESSION_TOKEN": TOKEN,
-        "PYTHONPATH": python_path(entry_point(log.parent)),
+        "PYTHONPATH": python_path(entry_point(log.parent, plugin=plugin), ROOT),
         **variables,
     }
     with process(command, url=f"http://127.0.0.1:{port}", log=log, start_s=START_S, **environment) as url:
         yield url
 
 
-def entry_point(directory: Path) -> Path:
-    """A directory below which vLLM finds our plugin, also where the package runs from its sources."""
+def entry_point(directory: Path, *, plugin: str = "") -> Path:
+    """A directory below which vLLM finds our plugin, also where the package runs from its sources, and another one."""
     metadata = directory / "installed" / f"lachesis-{lachesis.__version__}.dist-info"
     metadata.mkdir(parents=True, exist_ok=True)
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: lachesis\nVersion: {lachesis.__version__}\n")
     (metadata / "entry_points.txt").write_text(
         "[vllm.endpoint_plugins]\nlachesis = lachesis.engines.vllm.plugin:LachesisPlugin\n"
+        + (f"[vllm.general_plugins]\nof_the_test = {plugin}\n" if plugin else "")
     )
     return metadata.parent
 

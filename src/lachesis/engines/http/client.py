@@ -368,12 +368,15 @@ class HttpEngine(Engine):
         )
 
     def metrics(self) -> dict[str, MetricValue]:
-        """How often guessed tokens were right since it was last asked, where servers guess."""
+        """How often guessed tokens were right since it was last asked, where servers guess; says where they stop."""
         if not self._drafts.guessing:
             return {}
         deadline = self._deadline("asking for what was guessed")
         found = self._on(self.living, lambda server: _info_or_reason(server, deadline))
-        return self._drafts.read(info for info in found if isinstance(info, ServerInfo))
+        infos = [info for info in found if isinstance(info, ServerInfo)]
+        for change in self._drafts.changes(infos):
+            logger.info("%s", change)
+        return self._drafts.read(infos)
 
     def pause(self, *, mode: PauseMode = "keep") -> None:
         """See :meth:`Engine.pause`. If a server cannot be paused, none stays so."""

@@ -136,7 +136,8 @@ def drafted_tokens() -> Drafted | None:
     """By the same statistics; ``None`` where nothing is drafted."""
     tokens = _counted("vllm:spec_decode_num_draft_tokens_total")
     accepted = _counted("vllm:spec_decode_num_accepted_tokens_total")
-    return None if tokens is None or accepted is None else Drafted(tokens, accepted)
+    passes = _counted("vllm:spec_decode_num_drafts_total")
+    return None if tokens is None or accepted is None or passes is None else Drafted(tokens, accepted, passes)
 
 
 def _counted(name: str) -> int | None:

@@ -39,6 +39,15 @@ class _Kept:
     logprobs: array[float] = field(default_factory=lambda: array("f"))
 
 
+def once_there(output: Any, change: Callable[[Any], Any]) -> Any:
+    """``change`` of the output of a step; where that is still computed, an output that is changed once it is there."""
+    if hasattr(output, "get_output"):
+        from lachesis.engines.vllm.compat import later_output
+
+        return later_output(output, change)
+    return change(output)
+
+
 class WorkerLogprobs:
     """The worker's half. Wraps the two methods of the worker that vLLM's executors call in each step.
 
@@ -99,11 +108,7 @@ class WorkerLogprobs:
         output, step = self._sample(*arguments, **options), self._step
         if step is None or output is None:
             return output
-        if hasattr(output, "get_output"):
-            from lachesis.engines.vllm.compat import later_output
-
-            return later_output(output, lambda ready: self._strip(ready, step))
-        return self._strip(output, step)
+        return once_there(output, lambda ready: self._strip(ready, step))
 
     def _strip(self, output: Any, step: _Step) -> Any:
         """vLLM's output of a step without what is kept here, unless another request of the step wants logprobs."""

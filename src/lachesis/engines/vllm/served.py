@@ -19,6 +19,7 @@ from lachesis.engines.serving.served import (
     AdapterStatus,
     DigestRequest,
     Drafted,
+    DraftVerdict,
     MemoryPart,
     ModelInfo,
     ReceiverSpec,
@@ -140,8 +141,13 @@ class ServedVllm:
     def generated_tokens(self) -> int | None:
         return compat.generated_tokens()
 
-    def drafted_tokens(self) -> Drafted | None:
-        return compat.drafted_tokens()
+    async def drafted(self) -> Drafted | None:
+        counted = compat.drafted_tokens()
+        if counted is None:
+            return None
+        report = await self._call("drafts")
+        verdicts = tuple(DraftVerdict(**verdict) for verdict in report.pop("verdicts", ()))
+        return replace(counted, **report, verdicts=verdicts)
 
     async def generate(self, request: GenerateBody) -> GenerateResult:
         await self.wait_until_running()

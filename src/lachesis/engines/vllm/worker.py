@@ -23,7 +23,7 @@ from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
 from lachesis.engines.serving.bodies import error_document
 from lachesis.engines.serving.served import DigestRequest, DigestSlice, ReceiverSpec, ReceiverStatus, Refused
-from lachesis.engines.vllm.drafts import WorkerDrafts
+from lachesis.engines.vllm.drafts import SWITCHED, WorkerDrafts
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
 from lachesis.transport.digest import digests
@@ -89,12 +89,13 @@ class WorkerWeights:
         self._receiver: Receiver | None = None
         self._slots: LoraSlots | None = None
         self._logprobs: WorkerLogprobs | None = None
+        self._drafts: WorkerDrafts | None = None
 
     def install(self) -> dict[str, Any]:
         """Register the adapter that every request will name. Called once, before the first request.
 
         The worker whose outputs vLLM reads keeps logprobs from then on; with drafts that are scheduled ahead, where the
-        place of a token is known only after the step, none does. N-gram drafts are made where they pay, from then on.
+        place of a token is known only after the step, none does. Drafts that can be stopped are made where they pay.
         """
         if self._config.lora_config is not None:
             from lachesis.engines.vllm.compat import LoRAModel, PEFTHelper, lora_name_mapper
@@ -111,16 +112,20 @@ class WorkerWeights:
             )
             self._slots.clear()
         speculative = self._config.speculative_config
-        if self._rank == 0 and not (speculative and self._config.scheduler_config.async_scheduling):
+        ahead = bool(speculative) and self._config.scheduler_config.async_scheduling
+        if self._rank == 0 and not ahead:
             self._logprobs = WorkerLogprobs(self._worker)
-        # vLLM's second model runner makes them on the GPU, ahead of us: there they go on.
-        if speculative and speculative.method == "ngram" and hasattr(self._runner, "propose_draft_token_ids"):
-            WorkerDrafts(self._worker)
+        if speculative and speculative.method in SWITCHED and not ahead:
+            self._drafts = WorkerDrafts(self._worker, forgetful=speculative.method == "ngram")
         return {"device": str(self._device), "keeps_logprobs": self._logprobs is not None}
 
     def take_logprobs(self, asked: Mapping[str, list[int]], dropped: list[str]) -> dict[str, str]:
         """See :meth:`WorkerLogprobs.take`; the first worker has them."""
         return {} if self._logprobs is None else self._logprobs.take(asked, dropped)
+
+    def drafts(self) -> dict[str, Any]:
+        """See :meth:`DraftSwitch.report`; empty where drafts go on as they are, or there are none."""
+        return {} if self._drafts is None else self._drafts.switch.report()
 
     def load_adapter(self, path: str, name: str) -> dict[str, Any]:
         """Put the adapter in a directory in force. Only safetensors are read."""

@@ -70,8 +70,8 @@ class FakeServed(ServedEngine):
     def generated_tokens(self) -> int:
         return 7
 
-    def drafted_tokens(self) -> Drafted:
-        return Drafted(tokens=8, accepted=6)
+    async def drafted(self) -> Drafted:
+        return Drafted(tokens=8, accepted=6, passes=2)
 
     async def generate(self, request: GenerateBody) -> GenerateResult:
         self.requests.append(request)

@@ -258,3 +258,30 @@ def test_another_architecture_is_refused(tmp_path, text, status):
 def test_the_same_architecture_is_not(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["Mine"]}')
     check_architecture(tmp_path, ("Mine",))
+
+
+@pytest.mark.parametrize(
+    ("method", "ahead", "switched", "keeps"),
+    [
+        ("ngram", False, True, True),
+        ("suffix", False, True, True),
+        ("ngram_gpu", True, False, False),
+        ("eagle", True, False, False),
+        ("eagle", False, False, True),
+        (None, True, False, True),
+    ],
+)
+def test_drafts_that_are_not_scheduled_ahead_can_be_stopped(
+    method: str | None, ahead: bool, switched: bool, keeps: bool
+):
+    config = SimpleNamespace(
+        lora_config=None,
+        speculative_config=None if method is None else SimpleNamespace(method=method),
+        scheduler_config=SimpleNamespace(async_scheduling=ahead),
+    )
+    calls = dict.fromkeys(("execute_model", "sample_tokens", "take_draft_token_ids"), print)
+    held = WorkerWeights(
+        SimpleNamespace(model_runner=SimpleNamespace(), vllm_config=config, device="cpu", rank=0, **calls)
+    )
+    assert held.install() == {"device": "cpu", "keeps_logprobs": keeps}
+    assert held.drafts() == ({"steps": 0, "drafted_steps": 0, "verdicts": []} if switched else {})

@@ -103,7 +103,7 @@ class ServedEmbedded(ServedEngine):
     def generated_tokens(self) -> int:
         return self._runner.generated_tokens
 
-    def drafted_tokens(self) -> None:
+    async def drafted(self) -> None:
         return None
 
     async def generate(self, request: GenerateBody) -> GenerateResult:
