@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from lachesis.common.errors import ConfigError, ModelError, first_line
+from lachesis.common.hub import cache_alone_where_the_hub_is_away
 
 
 def load_causal_lm(path: str | Path, *, dtype: str, device: str, revision: str | None = None) -> PreTrainedModel:
@@ -86,7 +87,8 @@ def _place(device: str) -> torch.device:
 def load_errors(path: str | Path) -> Iterator[None]:
     """Within it a model is read from ``path``; what goes wrong is raised as ModelError."""
     try:
-        yield
+        with cache_alone_where_the_hub_is_away(path):
+            yield
     except (OSError, ValueError, KeyError, RuntimeError, TypeError, SafetensorError) as error:
         raise ModelError(
             f"nothing can be loaded from {str(path)!r}: {first_line(error)}",

@@ -15,6 +15,7 @@ from typing import Any
 
 from lachesis.common import procedural
 from lachesis.common.errors import DataError
+from lachesis.common.hub import cache_alone_where_the_hub_is_away
 
 _LINE_REMEDY = "write one JSON object a line, each on one line, without commas or brackets around them"
 # Test cases of a programming problem are longer than the 131,072 characters that Python's reader takes at first.
@@ -236,7 +237,8 @@ def read_library(path: str, *, name: str | None, split: str) -> tuple[list[Row],
         if _saved_to_disk(Path(path)):
             loaded = _part_of(datasets.load_from_disk(path), path, split)
         else:
-            loaded = datasets.load_dataset(path, name, split=split)
+            with cache_alone_where_the_hub_is_away(path):
+                loaded = datasets.load_dataset(path, name, split=split)
         records: Sequence[Mapping[str, Any]] = loaded.to_list()
     except DataError:
         raise
@@ -353,9 +355,11 @@ def _unreadable(path: str, name: str | None, split: str, error: Exception) -> Da
     kind, text = type(error).__name__, " ".join(str(error).split())
     offline = kind in ("OfflineModeIsEnabled", "ConnectionError", "LocalEntryNotFoundError") or "reach" in text
     if offline and not Path(path).exists():
-        remedy = "go online, download it beforehand on a machine that is, or name a local file in data.path"
         return DataError(
-            f"the dataset {what} is not in the cache, and the hub cannot be reached: {kind}: {text}", remedy=remedy
+            f"{path} is no file or directory here, and the dataset {what} is not in the cache, and the hub cannot be "
+            f"reached: {kind}: {text}",
+            remedy="correct the path; or, for a dataset on the hub, go online, or download it beforehand on a machine "
+            "that is",
         )
     if (cause := error.__cause__) is not None:
         text = " ".join(str(cause).split())

@@ -27,6 +27,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ModelError, first_line
+from lachesis.common.hub import cache_alone_where_the_hub_is_away
 from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig, TeacherConfig
 from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
@@ -360,7 +361,8 @@ def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
 @contextmanager
 def _load_errors(path: str) -> Iterator[None]:
     try:
-        yield
+        with cache_alone_where_the_hub_is_away(path):
+            yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
             f"no causal language model could be loaded from {path!r}: {first_line(error)}",

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import datasets
 import pyarrow as pa
 import pytest
+from huggingface_hub import constants
 from pyarrow import parquet
 
 from lachesis.common.errors import DataError
 from lachesis.rollouts.datasets import Dataset
 from lachesis.rollouts.datasets.problems import read_rows
 from lachesis.rollouts.datasets.rows import Row, is_hub_name, read_file, read_library, select
+from tests.ports import free_port
 
 ROWS = [{"prompt": "1", "answer": "2"}, {"prompt": "3", "answer": None}]
 
@@ -210,6 +213,17 @@ class TestHub:
         with pytest.raises(DataError, match="openai/gsm8k, main, split 'train' is not in the cache") as caught:
             read_library("openai/gsm8k", name="main", split="train")
         assert "go online" in caught.value.remedy
+
+    def test_a_hub_that_is_away_is_asked_once(self, monkeypatch):
+        """The library by itself tries again for half a minute, also for a wrong path."""
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+        monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it waits {seconds} s to try again"))
+        with pytest.raises(DataError, match="data/problems is no file or directory here, and the dataset") as caught:
+            read_library("data/problems", name=None, split="train")
+        assert caught.value.remedy.startswith("correct the path; or")
+        assert not datasets.config.HF_HUB_OFFLINE, "later calls find the hub where it is back"
 
     def test_other_errors_are_told_as_they_are(self, monkeypatch):
         def load(path, name, *, split):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
@@ -26,6 +28,7 @@ from lachesis.train.model.loading import (
     lora_targets,
     train_only,
 )
+from tests.ports import free_port
 from tests.tiny import EOS, EOS_ID, PAD, PAD_ID, tiny_model, tiny_tokenizer
 
 SaveModel = Callable[..., Path]
@@ -127,6 +130,15 @@ class TestModel:
         assert str(tmp_path / "nowhere") in caught.value.message
         assert "\n" not in str(caught.value)
         assert caught.value.remedy
+
+    def test_a_hub_that_is_away_is_asked_once(self, monkeypatch: pytest.MonkeyPatch):
+        """Its library by itself tries again for half a minute, also for a wrong path."""
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+        monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail(f"it waits {seconds} s to try again"))
+        with pytest.raises(ModelError, match="could be loaded from 'data/modle'"):
+            load_model(config(Path("data/modle")), NoAdapterConfig())
+        assert not constants.HF_HUB_OFFLINE
 
     def test_a_directory_with_a_tokenizer_only_has_no_model(self, tmp_path: Path):
         tiny_tokenizer().save_pretrained(tmp_path)

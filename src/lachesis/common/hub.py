@@ -1,0 +1,44 @@
+"""The hub of models and datasets, where it does not answer: its library would try again for half a minute."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+_LIMIT_S = 5.0
+_answered: set[str] = set()
+
+
+@contextmanager
+def cache_alone_where_the_hub_is_away(path: str | Path) -> Iterator[None]:
+    """Within it ``path``, a directory or a name on the hub, is read: the hub is not asked if it does not answer now."""
+    from huggingface_hub import constants
+
+    if Path(path).exists() or constants.HF_HUB_OFFLINE or _answers(constants.ENDPOINT):
+        yield
+        return
+    # `datasets` has a copy of its own, made as it is imported.
+    places: list[Any] = [constants, *(module for module in [sys.modules.get("datasets.config")] if module)]
+    before = [place.HF_HUB_OFFLINE for place in places]
+    for place in places:
+        place.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for place, value in zip(places, before, strict=True):
+            place.HF_HUB_OFFLINE = value
+
+
+def _answers(endpoint: str) -> bool:
+    import httpx
+
+    if endpoint not in _answered:
+        try:
+            httpx.head(endpoint, timeout=_LIMIT_S)
+        except httpx.TransportError:
+            return False
+        _answered.add(endpoint)
+    return True
