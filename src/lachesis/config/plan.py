@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from lachesis.config.memory import (
     trainable_parameters,
 )
 from lachesis.config.model_shape import FoundShape, ModelShape, find_shape, read_shape, unknown_shape
+from lachesis.config.rules.distributed import shared_card
 from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import (
     nearest_divisors,
@@ -140,7 +142,11 @@ def plan(
         export=None if shape is None else export_bytes(config, shape, device=chosen),
         exports_kept=getattr(config.bridge, "keep_last", -1) + 1,  # the one being written included
         checkpoints_kept=config.checkpoint.keep_last if _saves(config) else 1,
-        notes=(*_notes(config, batches, lengths=lengths, found=found), *_teacher_notes(config, teacher)),
+        notes=(
+            *_card_notes(config, device=chosen, devices=devices),
+            *_notes(config, batches, lengths=lengths, found=found),
+            *_teacher_notes(config, teacher),
+        ),
         mesh=mesh,
     )
 
@@ -272,6 +278,13 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found:
         yield f"{reason}, so memory and disk are not known; {remedy}"
     elif found.source == "table":
         yield f"{config.model.path} has no config.json here: its shape is that of the table of known models"
+
+
+def _card_notes(config: LachesisConfig, *, device: str, devices: int) -> Iterator[str]:
+    """Where the engine is to be on a card that a rank has."""
+    shared = shared_card(config, ranks=devices, environment=os.environ) if device == "cuda" else None
+    if shared is not None:
+        yield shared
 
 
 def _teacher_notes(config: LachesisConfig, teacher: ModelShape | None) -> Iterator[str]:

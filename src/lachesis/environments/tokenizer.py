@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lachesis.common.errors import ConfigError
+from lachesis.common.hub import cache_alone_where_the_hub_is_away
 from lachesis.common.types import Message
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(name)
+        with cache_alone_where_the_hub_is_away(name):
+            return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # the library raises whatever the file, the hub or the network does
         raise ConfigError(
             f"no tokenizer can be loaded from {name!r}: {error}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -14,7 +15,7 @@ import torch
 
 from lachesis.common.errors import LachesisError
 from lachesis.common.world import World
-from lachesis.config.rules.distributed import require_distributable
+from lachesis.config.rules.distributed import require_distributable, shared_card
 from lachesis.config.schema import LachesisConfig
 from lachesis.run.gpus import rank_meter
 from lachesis.run.parts import build_policy, set_up
@@ -65,7 +66,9 @@ def leading(world: World, config: LachesisConfig) -> Iterator[Leadership]:
         DeadlineExceeded: not all came in time.
     """
     require_distributable(config, ranks=world.size)
-    rank_device(world, wanted=config.model.device)
+    shared = shared_card(config, ranks=world.local_size, environment=os.environ)
+    if rank_device(world, wanted=config.model.device).type == "cuda" and shared is not None:
+        logger.warning("%s", shared)
     limit_s = config.deadlines.ranks_s
     job = join_job(world, limit_s=limit_s)
     if not job.secret:

@@ -378,3 +378,11 @@ def test_adapters_take_two_copies_of_the_base_or_one_that_is_shared(build, model
     )  # fmt: skip
     base = 2 * 1_543_714_304
     assert sum(base <= part.bytes < 1.1 * base for part in planned.memory if part.name == "weights") == copies
+
+
+@pytest.mark.parametrize(("device", "noticed"), [("cuda", True), ("cpu", False)])
+def test_an_engine_on_the_card_of_a_rank_is_noticed(build, model, monkeypatch, device, noticed):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = build(model={"path": model(QWEN)}, engine={"kind": "vllm", "devices": "1"}, bridge={"kind": "broadcast"})
+    lines = plan_lines(plan(config, device=device, devices=2))
+    assert any("note: engine.devices 1 puts the engine on the card of rank 1" in line for line in lines) is noticed

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from lachesis.common.errors import ConfigError
 from lachesis.common.mesh import derive_mesh
 from lachesis.config.schema import LachesisConfig, LoraBroadcastBridgeConfig, LoraSwapBridgeConfig, SharedBridgeConfig
 
 # Their states are of whole tensors, rows and columns or blocks, which parts of a tensor have not.
 _WHOLE_TENSOR_OPTIMIZERS = ("adamw_8bit", "adafactor")
+
+
+def shared_card(config: LachesisConfig, *, ranks: int, environment: Mapping[str, str]) -> str | None:
+    """Which rank of this machine has a card that ``engine.devices`` names, in a sentence; None where none has.
+
+    Where the weights are shared by their bytes it has to be so.
+
+    Args:
+        ranks: on this machine.
+        environment: may say which cards they see.
+    """
+    engine, bridge = config.engine, config.bridge
+    shared = isinstance(bridge, SharedBridgeConfig) or getattr(bridge, "share_base", False)
+    if engine.kind != "vllm" or engine.devices is None or shared:
+        return None
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    cards = [*map(str, range(ranks))] if visible is None else [card.strip() for card in visible.split(",")][:ranks]
+    named = [device.strip() for device in engine.devices.split(",")]
+    both = [card for card in named if card in cards]
+    if not both:
+        return None
+    rank = cards.index(both[0])
+    return (
+        f"engine.devices {engine.devices} puts the engine on the card of rank {rank} (GPU {both[0]}), and "
+        "neither's memory is counted beside the other's; name a card on which nothing trains, or leave engine.devices "
+        "out, which puts the engine beside rank 0 with a share that is counted"
+    )
 
 
 def require_distributable(config: LachesisConfig, *, ranks: int) -> None:

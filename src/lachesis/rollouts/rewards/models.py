@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lachesis.common.errors import ConfigError
+from lachesis.common.hub import cache_alone_where_the_hub_is_away
 
 
 def names_model(spec: str, base_dir: Path) -> str | None:
@@ -94,8 +95,8 @@ def _load(path: str, device: Any) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        with warnings.catch_warnings():
+        with cache_alone_where_the_hub_is_away(path), warnings.catch_warnings():
+            tokenizer = AutoTokenizer.from_pretrained(path)
             warnings.simplefilter("ignore")
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 path,

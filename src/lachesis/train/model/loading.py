@@ -153,7 +153,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         # A tokenizer of its own has revisions of its own.
         revision = {} if config.tokenizer else _revision(config)
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **revision)
+        with cache_alone_where_the_hub_is_away(path):
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **revision)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"no tokenizer could be loaded from {path!r}: {first_line(error)}",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.rules.distributed import require_distributable
+from lachesis.config.rules.distributed import require_distributable, shared_card
 
 LORA = {"kind": "lora"}
 HTTP = {"engine": {"kind": "http"}}
@@ -54,3 +54,28 @@ def test_what_they_cannot_is_refused_with_a_way_out(build, sections: dict[str, A
     with pytest.raises(ConfigError, match=expected) as caught:
         require_distributable(build(**sections), ranks=4)
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("devices", "bridge", "visible", "said"),
+    [
+        (
+            "1",
+            "broadcast",
+            None,
+            "engine.devices 1 puts the engine on the card of rank 1 (GPU 1), and neither's memory",
+        ),
+        ("3, 5", "broadcast", "4,5,6", "engine.devices 3, 5 puts the engine on the card of rank 1 (GPU 5), and"),
+        ("2", "broadcast", None, None),
+        ("1", "broadcast", "2,3", None),
+        ("0", "shared_vllm", None, None),
+        (None, "broadcast", None, None),
+    ],
+)
+def test_an_engine_on_the_card_of_a_rank_is_noticed(
+    build, devices: str | None, bridge: str, visible: str | None, said: str | None
+):
+    config = build(engine={"kind": "vllm", "devices": devices}, bridge={"kind": bridge})
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    found = shared_card(config, ranks=2, environment=environment)
+    assert (found is None) if said is None else (found is not None and found.startswith(said))
