@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from lachesis.cli.doctor import write_proof
 from lachesis.run.directory import RunDirectory
 from tests.paths import SOURCE
 from tests.waiting import LONG_S
@@ -54,12 +56,74 @@ def test_that_of_a_command_imports_no_torch(command: str):
     assert done.stdout.rstrip().endswith("False"), done.stdout
 
 
-def test_libraries_say_nothing_where_a_part_is_asked_for_from_python():
+@dataclass(frozen=True)
+class Trained:
+    """A step of a small run from Python, in a process of its own."""
+
+    code: int
+    said: str  # until it began
+    imported: frozenset[str]
+    frozen: list[int]  # how many objects the garbage collector did not see: during the step, and afterwards
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    directory = tmp_path_factory.mktemp("trained")
+    config, found = write_proof(directory), directory / "found.json"
+    code = f"""if True:
+        import gc, json, os, sys
+        import lachesis
+        lachesis.Policy
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        frozen = []
+        def reward(completions, **columns):
+            frozen.append(gc.get_freeze_count())
+            return [0.0] * len(completions)
+        lachesis.train({str(config)!r}, rewards=[reward], run={{"steps": 1}}).wait()
+        with open({str(found)!r}, "w") as file:
+            json.dump([sorted(sys.modules), [frozen[0], gc.get_freeze_count()]], file)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=2 * LONG_S)
+    modules, frozen = json.loads(found.read_text()) if found.exists() else ([], [])
+    return Trained(done.returncode, done.stdout + done.stderr, frozenset(modules), frozen)
+
+
+def test_libraries_say_nothing_where_a_part_is_asked_for_from_python(trained: Trained):
     """Of kernels that are not there, and of deprecations between two of them."""
-    done = subprocess.run(
-        [sys.executable, "-c", "import lachesis; lachesis.Policy"], capture_output=True, text=True, timeout=2 * LONG_S
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert (trained.code, trained.said) == (0, "")
+
+
+def test_a_plain_run_imports_nothing_that_is_heavy_and_of_no_use_to_it(trained: Trained):
+    """Each of these takes up to a second: adapters, quantization, formats of data, servers, compilation."""
+    heavy = {
+        "peft", "bitsandbytes", "datasets", "pandas", "pyarrow", "scipy", "sklearn", "matplotlib", "fastapi", "vllm",
+        "torchvision", "torch.utils.tensorboard", "torch._inductor.compile_fx", "openai", "anthropic", "verifiers",
+    }  # fmt: skip
+    assert "lachesis.run.train" in trained.imported
+    assert not heavy & trained.imported
+
+
+def test_a_run_freezes_what_stays_and_thaws_it_at_its_end(trained: Trained):
+    during, after = trained.frozen
+    assert during > 100_000 and after == 0
+
+
+def test_the_engine_is_on_its_way_before_transformers_is_imported(tmp_path: Path):
+    config = write_proof(tmp_path)
+    code = f"""if True:
+        import sys
+        import lachesis.run.services
+        from lachesis.cli import main
+        from lachesis.common.process import ManagedProcess
+        def launch(process):
+            print(process.command[3], "transformers" in sys.modules)
+            raise SystemExit
+        ManagedProcess.launch = launch
+        sys.argv[1:] = ["train", {str(config)!r}, "--set=engine.kind=embedded_server", "--set=bridge.kind=broadcast"]
+        main()
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
+    assert done.stdout == "serve False\n", done.stderr
 
 
 def test_reading_a_configuration_is_quick_and_loads_no_framework():

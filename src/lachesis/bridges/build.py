@@ -198,6 +198,14 @@ def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeConfig, load: Load
     )
 
 
+def takes_engine_weights(config: LachesisConfig) -> bool:
+    """Whether the policy is built on tensors of the engine: all of them, or an adapter's base."""
+    bridge = config.bridge
+    if isinstance(bridge, LoraSwapBridgeConfig | LoraBroadcastBridgeConfig):
+        return bridge.share_base
+    return isinstance(bridge, SharedBridgeConfig)
+
+
 def engine_weights(config: LachesisConfig, *, engine: HttpEngine, owner: str, directory: Path) -> EngineWeights | None:
     """The engine's own tensors, where the policy is to be built on them.
 
@@ -205,16 +213,14 @@ def engine_weights(config: LachesisConfig, *, engine: HttpEngine, owner: str, di
         owner: the name under which the run claims the engine.
         directory: the run's; the engine may write its bridge file there.
     """
-    bridge = config.bridge
-    shares_all = isinstance(bridge, SharedBridgeConfig)
-    shares_base = isinstance(bridge, LoraSwapBridgeConfig | LoraBroadcastBridgeConfig) and bridge.share_base
-    if not shares_all and not shares_base:
+    if not takes_engine_weights(config):
         return None
+    bridge = config.bridge
     return EngineWeights(
         engine.controls[0],
         owner=owner,
         export_directory=directory,
-        config_path=bridge.config_path if shares_all else None,
+        config_path=bridge.config_path if isinstance(bridge, SharedBridgeConfig) else None,
         takeover=config.engine.kind == "http" and config.engine.takeover,
         limit_s=config.deadlines.sync_s,
     )

@@ -10,23 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from peft import PeftModel
-from peft.tuners.lora import LoraLayer
-from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
+from lachesis.common.adapted import is_adapted
 from lachesis.common.errors import ModelError
 from lachesis.engines.serving.served import LoraSpec
 from lachesis.transport.digest import digests, served_lora_b
 from lachesis.transport.float8 import SCALE, by_rows
 from lachesis.transport.layout import ReceivedTensor
 from lachesis.transport.shared_tensors import dtype_name
+
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
 
 _WRAPPER = "base_model.model."
 _INNER = ".base_layer."
@@ -106,7 +107,7 @@ def as_saved(model: nn.Module, tensors: Iterable[tuple[str, Tensor]]) -> Iterato
     Raises:
         ModelError: the model makes one tensor of a checkpoint out of several parameters.
     """
-    transformer: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+    transformer: Any = model.get_base_model() if is_adapted(model) else model
     found = get_model_conversion_mapping(transformer, add_legacy=False)
     converters = [entry for entry in found if isinstance(entry, WeightConverter)]
     if not converters:
@@ -167,6 +168,8 @@ def lora_pairs(model: nn.Module) -> list[LoraPair]:
 
 def _all_pairs(model: nn.Module) -> list[LoraPair]:
     """As :func:`lora_pairs`, with those of experts and routers."""
+    from peft.tuners.lora import LoraLayer  # there by now, as the model has an adapter
+
     adapter = _active_adapter(model)
     return [
         _pair(own_name(name), module, adapter)
@@ -176,6 +179,8 @@ def _all_pairs(model: nn.Module) -> list[LoraPair]:
 
 
 def _pair(where: str, module: LoraLayer, adapter: str) -> LoraPair:
+    from peft.tuners.lora.layer import ParamWrapper
+
     _check_plain(module, adapter, where)
     layer: Any = module  # peft's attributes have no types
     common: dict[str, Any] = {
@@ -202,7 +207,7 @@ def lora_spec(model: nn.Module, *, name: str = "policy") -> LoraSpec:
         ModelError: layers have ranks or scalings of their own.
     """
     pairs = lora_pairs(model)
-    assert isinstance(model, PeftModel)
+    assert is_adapted(model)
     config: Any = model.peft_config[_active_adapter(model)]
     spec = LoraSpec(
         r=int(config.r),
@@ -257,13 +262,8 @@ def text_config(model: PreTrainedModel) -> Any:
     return config.get_text_config()
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether the model wears a peft adapter."""
-    return isinstance(model, PeftModel)
-
-
 def _active_adapter(model: nn.Module) -> str:
-    if not isinstance(model, PeftModel):
+    if not is_adapted(model):
         raise ModelError(f"{type(model).__name__} has no adapter", remedy="set adapter.kind to lora")
     active = model.active_adapters
     if len(active) != 1:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Generic
 
 import torch
-from peft import PeftModel
 from safetensors import SafetensorError
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]  # a path of what?
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lachesis.bridges.base import PolicyT
 from lachesis.bridges.external import Command, ExternalBridge, Servers
+from lachesis.common.adapted import is_adapted
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, ModelError
 from lachesis.common.files import atomic_directory, clean_leftovers
@@ -262,7 +262,7 @@ def adapter_config(model: nn.Module) -> bytes:
     Raises:
         ModelError: the model has no adapter.
     """
-    if not isinstance(model, PeftModel):
+    if not is_adapted(model):
         raise ModelError(
             f"PEFT library required: {type(model).__name__} has no adapter",
             remedy="set adapter.kind to lora, or use a bridge that transfers full weights",

@@ -71,7 +71,6 @@ def grpo(
     """Train with the Atropos trainer's flags; --help lists them."""
     if HELP_FLAGS & set(context.args):
         return console.print(help_text())
-    hide_progress_bars()
     world = world_of_leader()
     loaded = load_argv(context.args, overrides=overrides or [])
     from lachesis.run.services import require_server
@@ -100,7 +99,6 @@ def run_everything(
         from lachesis.environments.shipped import SHIPPED
 
         return console.print(RUN_HELP.format(names=", ".join(SHIPPED)))
-    hide_progress_bars()
     world = world_of_leader()
     from lachesis.run.services import Services, load_words
 
@@ -129,7 +127,7 @@ def _train(
     companions: Companions | None = None,
 ) -> None:
     """Train and print the documented lines meanwhile, then the benchmark's if they are asked for."""
-    from lachesis.run.train import train
+    from lachesis.run.start import train
 
     with stop_on_signals() as stop, live_page(loaded, asked=ui), printed_log("lachesis", beginning=DOCUMENTED):
         summary = train(
@@ -140,6 +138,7 @@ def _train(
             stop_requested=lambda: bool(stop),
             companions=companions,
             world=world,
+            imported=hide_progress_bars,
         )
     if benchmark:
         console.print(benchmark_lines(summary.run_dir, mode=loaded.config.bridge.kind))

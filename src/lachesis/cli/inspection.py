@@ -199,8 +199,8 @@ def rewards_check(
     """Run the reward functions on right, empty, cut, exchanged and repeated answers."""
     loaded = load_config(config, overrides=overrides or []).config
     from lachesis.rollouts.rewards.check import VARIANTS, check_rewards
-    from lachesis.run.parts import set_up
     from lachesis.run.sources import build_reward_functions, load_data
+    from lachesis.run.start import set_up
     from lachesis.train.model.loading import load_tokenizer
 
     set_up(loaded)  # which may make the model, and with it the tokenizer

@@ -15,7 +15,6 @@ from lachesis.cli.base import (
     Resume,
     Ui,
     app,
-    busy,
     conclude,
     console,
     hide_progress_bars,
@@ -54,10 +53,8 @@ def train(
     loaded = load_config(config, overrides=overrides or [])
     if smoke:
         loaded, overwrite = trial(loaded), True
-    with busy("loading torch and the model"):
-        from lachesis.run.train import train as run_training
+    from lachesis.run.start import train as run_training
 
-        hide_progress_bars()
     with stop_on_signals() as stop, live_page(loaded, asked=ui):
         summary = run_training(
             loaded,
@@ -66,6 +63,7 @@ def train(
             console=console,
             stop_requested=lambda: bool(stop),
             world=world,
+            imported=hide_progress_bars,
         )
     words = [*(f"--set={item}" for item in overrides or []), *(["--smoke"] if smoke else []), *(["--ui"] if ui else [])]
     conclude(summary, stop, ["lachesis", "train", str(config), *words])

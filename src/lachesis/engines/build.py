@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from transformers import AutoConfig
-
 from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import EngineError
@@ -28,7 +26,6 @@ from lachesis.config.schema import (
 )
 from lachesis.engines.addresses import addresses
 from lachesis.engines.base import Engine, TrainedModel
-from lachesis.engines.embedded.loading import load_errors
 from lachesis.engines.options import ServeOptions, command_line
 
 logger = logging.getLogger("lachesis")
@@ -187,6 +184,10 @@ def trainer_dtype(config: LachesisConfig) -> str:
         return config.model.dtype
     if resolve_device(config.model.device).type == "cpu":
         return "float32"
+    from transformers import AutoConfig  # seconds, which a server that is told its dtype starts without
+
+    from lachesis.engines.embedded.loading import load_errors
+
     with load_errors(config.model.path):
         revision = {} if config.model.revision is None else {"revision": config.model.revision}
         found = AutoConfig.from_pretrained(

@@ -21,6 +21,7 @@ from lachesis.common.deadline import Wait, waits_now
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
+from lachesis.config.schema import LachesisConfig
 from lachesis.engines.fleet import EngineRow
 from lachesis.metrics.sinks.jsonl import read_metrics
 
@@ -152,6 +153,16 @@ def _write_live(path: Path, waits: tuple[Wait, ...], *, loop: int, engines: Sequ
     # Whole or not at all for readers, but not forced to disk: a power cut takes the process with it.
     content = {"pid": os.getpid(), "time": now, "waits": lines, "engines": [asdict(row) for row in engines]}
     write_atomic(path, json.dumps(content) + "\n", durable=False)
+
+
+def run_directory(config: LachesisConfig) -> Path:
+    """The absolute path of the run's directory."""
+    return Path(os.path.abspath(config.run.dir)) / config.run.name
+
+
+def engine_log(directory: Path) -> Path:
+    """Where servers write until the run directory is there: beside it."""
+    return Path(os.path.abspath(directory.parent)) / f".{directory.name}.engine.log"
 
 
 def cannot_write(path: Path, error: OSError) -> CheckpointError:

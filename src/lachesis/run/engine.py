@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,12 +24,12 @@ from lachesis.common.errors import LachesisError
 from lachesis.config.schema import HttpEngineConfig, LachesisConfig
 from lachesis.engines.addresses import addresses
 from lachesis.engines.base import Engine, TrainedModel
-from lachesis.engines.build import IN_PROCESS, server_command, server_processes, server_urls
+from lachesis.engines.build import IN_PROCESS, server_command, server_urls
 from lachesis.engines.fleet import EngineRow
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl
 from lachesis.run.fleet import fleet_members
-from lachesis.run.share import with_share
+from lachesis.run.start import LaunchedEngine, launch_servers
 from lachesis.train.model.loading import LoadedModel, context_length, empty_transformer, eos_token_ids, load_model
 from lachesis.train.policy import Policy
 
@@ -84,6 +83,7 @@ def build_engine_side(
     sharded: bool = False,
     watch: Callable[[], None] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
+    launched: LaunchedEngine | None = None,
 ) -> EngineSide:
     """The bridge with its engine. One in this process is built once the policy exists, others run when this returns.
 
@@ -91,12 +91,13 @@ def build_engine_side(
         sharded: the policy's model is cut over ranks; an engine in this process gets a whole one of its own.
         watch: called while servers are waited for; what it raises ends the wait.
         meanwhile: called once, when servers have been started that take their time to come up.
+        launched: the servers that the run starts, where they are on their way up already.
 
     Raises:
         EngineError, DeadlineExceeded: as :func:`build_servers`.
     """
     if config.engine.place != "trainer":
-        return build_servers(config, place=place, watch=watch, meanwhile=meanwhile)
+        return build_servers(config, place=place, watch=watch, meanwhile=meanwhile, launched=launched)
     second = load_model(config.model, config.adapter) if sharded else None
 
     def engine_around(policy: Policy) -> Engine:
@@ -131,6 +132,7 @@ def build_servers(
     place: RunPlace,
     watch: Callable[[], None] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
+    launched: LaunchedEngine | None = None,
 ) -> EngineSide:
     """The engine in its own process, started if the run manages it and claimed, and the bridge to it.
 
@@ -142,19 +144,19 @@ def build_servers(
         DeadlineExceeded: it was not able to serve in time.
         ModelError: a server that runs already serves another model.
     """
-    processes = server_processes(with_share(config), directory=place.directory, log_path=place.engine_log)
     members = fleet_members(config, directory=place.directory)
     urls = server_urls(config) if members is None else members()
     engine = HttpEngine(urls, control_s=config.deadlines.sync_s, hang_s=config.deadlines.progress_s)
     start_s = config.deadlines.engine_start_s
+    if launched is not None:
+        processes = launched.take()
+    else:
+        processes = launch_servers(config, directory=place.directory, log_path=place.engine_log)
     owned = OwnedEngine(engine=engine, processes=processes, owner=place.owner, start_s=start_s) if processes else None
     try:
         wait_s = config.engine.wait_s if config.engine.kind == "http" else 0.0
         limit_s = start_s + wait_s
         deadline = Deadline("the start of the engine", limit_s, "deadlines.engine_start_s", watch=watch)
-        for process in processes:
-            process.log_path.unlink(missing_ok=True)
-            process.launch()
         if processes:
             meanwhile()
         for process in processes:
@@ -231,8 +233,3 @@ def unclaimed_on_error(config: LachesisConfig, *, owner: str, claimed_before: bo
                 with suppress(LachesisError), closing(ServerControl(url)) as control:
                     control.release(owner, deadline=Deadline("giving the engine back", _RELEASE_S))
         raise
-
-
-def engine_log(run_directory: Path) -> Path:
-    """Where servers write until the run directory is there: beside it."""
-    return Path(os.path.abspath(run_directory.parent)) / f".{run_directory.name}.engine.log"

@@ -102,7 +102,7 @@ class Run:
 
     def _train(self, ended: Future[RunSummary], options: dict[str, Any]) -> None:
         try:
-            from lachesis.run.train import train
+            from lachesis.run.start import train
 
             summary = train(self._loaded, stop_requested=self._asked_to_stop.is_set, **options)
         except BaseException as error:  # whatever it is, it belongs to whoever waits

@@ -9,9 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
-from lachesis.common.imports import load_function
 from lachesis.common.record_store import RecordStore
 from lachesis.common.run_files import run_paths
 from lachesis.common.threads import Watch
@@ -57,14 +55,6 @@ from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
 from lachesis.train.sft import StartedFeed, demonstrations
-
-
-def set_up(config: LachesisConfig, *, console: Console | None = None) -> None:
-    """Call ``run.setup``, which may make the model. That may take minutes, so ``console`` says it first."""
-    if config.run.setup is not None:
-        if console is not None:
-            console.print(f"run.setup: {config.run.setup} makes ready what the run needs", markup=False)
-        load_function(config.run.setup)(config.model.path)
 
 
 def build_policy(

@@ -18,7 +18,8 @@ from lachesis.common.world import World
 from lachesis.config.rules.distributed import require_distributable, shared_card
 from lachesis.config.schema import LachesisConfig
 from lachesis.run.gpus import rank_meter
-from lachesis.run.parts import build_policy, set_up
+from lachesis.run.parts import build_policy
+from lachesis.run.start import set_up
 from lachesis.train.distributed.control import (
     ControlGroup,
     abort_collectives,

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from lachesis.common.errors import CheckpointError, EngineError, EngineLost, StopRequested
 from lachesis.common.files import write_atomic
+from lachesis.common.garbage import freeze, thaw
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import EvalResult, Prompt
 from lachesis.common.world import World
@@ -39,8 +40,8 @@ from lachesis.rollouts.failures import FailureFile
 from lachesis.rollouts.kept import KeptRollouts
 from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.custom import check_custom_parts
-from lachesis.run.directory import RunDirectory, cannot_write, claim_run, live_file
-from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, engine_log, unclaimed_on_error
+from lachesis.run.directory import RunDirectory, cannot_write, claim_run, engine_log, live_file
+from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, unclaimed_on_error
 from lachesis.run.gpus import run_meter
 from lachesis.run.log import LogFile, reason_of
 from lachesis.run.parts import (
@@ -51,7 +52,6 @@ from lachesis.run.parts import (
     build_kept,
     build_policy,
     feed_from,
-    set_up,
     with_start,
 )
 from lachesis.run.pause import RequestedPause
@@ -60,8 +60,9 @@ from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
 from lachesis.run.sources import build_episodes, load_data, rewarder_of
+from lachesis.run.start import LaunchedEngine, set_up
 from lachesis.run.teacher import Teach, build_teach
-from lachesis.run.warm_up import warm_up
+from lachesis.run.warm_up import EarlyPolicy
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.loop import Evaluation, Trainer
@@ -108,6 +109,7 @@ def train(
     stop_requested: Callable[[], bool] = lambda: False,
     companions: Companions | None = None,
     world: World | None = None,
+    launched: LaunchedEngine | None = None,
 ) -> RunSummary:
     """Train as the configuration says, in its run directory.
 
@@ -123,6 +125,7 @@ def train(
             ends the run early.
         companions: started once the run directory is there, stopped at the end.
         world: the ranks of which this is the first; the others call :func:`lachesis.run.ranks.follow`.
+        launched: its engine, where :func:`lachesis.run.start.train` has called ``run.setup`` and started it.
 
     Raises:
         LachesisError: one of its subclasses, for everything that can be wrong; what was trained until the last
@@ -144,6 +147,7 @@ def train(
                 stop_requested=stop_requested,
                 companions=companions,
                 world=world,
+                launched=launched if restart == 1 else None,
             )
         except EngineLost as lost:
             if restart > most:
@@ -158,6 +162,8 @@ def train(
                 return summary
             # The run itself has ended well, whatever becomes of its upload.
             return replace(summary, pushed=push_final(summary.run_dir, hub))
+        finally:
+            thaw()
         gc.collect()  # what the old policy held on the device
     raise AssertionError("the last attempt returns or raises")
 
@@ -171,6 +177,7 @@ def _train_once(
     stop_requested: Callable[[], bool],
     companions: Companions | None,
     world: World | None,
+    launched: LaunchedEngine | None,
 ) -> RunSummary:
     """One attempt. Raises EngineLost where another may go on from a checkpoint."""
     config = loaded.config
@@ -182,7 +189,8 @@ def _train_once(
     run = claim_run(directory, resume=resume, overwrite=overwrite)
     stop_requested = either(stop_requested, partial(is_asked, run.path, "stop"))
     seed_everything(config.run.seed)
-    set_up(config, console=console)
+    if launched is None:
+        set_up(config, console=console)
     check_custom_parts(config)
     with ExitStack() as closing:
         leadership = None if world is None else closing.enter_context(leading(world, config))
@@ -194,6 +202,7 @@ def _train_once(
             stop_requested=stop_requested,
             companions=companions,
             leadership=leadership,
+            launched=launched,
         )
         with begin_run(run, resume=resume, engines=parts.side.rows) as log:
             for finding in findings:
@@ -219,6 +228,7 @@ def _train_once(
             if companions is not None:
                 closing.callback(companions.stop)
                 companions.start(run.path)
+            freeze()
             with engine_losses(parts.side):
                 return run_to_end(run, config, trainer=trainer, start=start, hub=hub)
 
@@ -314,11 +324,13 @@ def build_parts(
     stop_requested: Callable[[], bool],
     companions: Companions | None,
     leadership: Leadership | None,
+    launched: LaunchedEngine | None = None,
     keep: bool = True,
 ) -> tuple[LachesisConfig, Parts]:
     """Load the data, start the engine, build the policy on it. ``closing`` gets what has to be closed.
 
     Args:
+        launched: the engine, where it is on its way up already.
         keep: whether there will be a run directory, in which finished rollouts are kept over a restart.
 
     Returns:
@@ -335,11 +347,13 @@ def build_parts(
     build = build_policy if leadership is None else leadership.build_policy
     with unclaimed_on_error(config, owner=place.owner, claimed_before="owner" in run.state):
         stop = partial(raise_if_asked, stop_requested, leadership)
-        meanwhile = partial(warm_up, config) if leadership is None else lambda: None
-        side = build_engine_side(config, place=place, sharded=sharded, watch=stop, meanwhile=meanwhile)
+        early = EarlyPolicy(config, build, alone=leadership is None)
+        side = build_engine_side(
+            config, place=place, sharded=sharded, watch=stop, meanwhile=early.begin, launched=launched
+        )
         closing.callback(side.close)
         bridge = side.bridge
-        policy = bridge.prepare(partial(build, config, weights=side.weights))
+        policy = bridge.prepare(partial(early.finish, weights=side.weights))
         rollouts = build_rollouts(
             config,
             problems=problems,

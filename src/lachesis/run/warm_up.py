@@ -1,23 +1,69 @@
-"""A pass on a short model while the engine starts: what it compiles and loads is there for the first step."""
+"""What the trainer does while the engine starts, so that the first step comes soon after that is up.
+
+A pass on a short model: what it compiles and loads is there for the first step. And the policy itself is built, where
+it needs nothing of the engine.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from lachesis.bridges.build import takes_engine_weights
 from lachesis.common.device import resolve_device
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import LachesisConfig
 from lachesis.run.parts import compiles, pack_batch, policy_of
 from lachesis.train.distributed.strategy import SingleDevice
-from lachesis.train.model.loading import context_length, load_tokenizer, made_trainable, switch_off_dropout
+from lachesis.train.model.loading import (
+    WeightSource,
+    context_length,
+    load_tokenizer,
+    made_trainable,
+    switch_off_dropout,
+)
 from lachesis.train.policy import Policy
 
 _LAYERS = 2
 _LONGEST = 347  # tokens of a sequence
+
+
+class BuildPolicy(Protocol):
+    def __call__(self, config: LachesisConfig, *, weights: WeightSource | None = None) -> Policy: ...
+
+
+@dataclass
+class EarlyPolicy:
+    """The policy of a run, whose building begins beside the start of the engine.
+
+    ``alone``: there are no other ranks, which would have to be asked to take part.
+    """
+
+    config: LachesisConfig
+    build: BuildPolicy
+    alone: bool = True
+    built: Policy | None = None
+
+    def begin(self) -> None:
+        """What can be done without the engine."""
+        if self.alone:
+            warm_up(self.config)
+            if needs_no_engine(self.config):
+                self.built = self.build(self.config)
+
+    def finish(self, *, weights: WeightSource | None) -> Policy:
+        """The policy, on the engine's ``weights`` where it gives them."""
+        return self.build(self.config, weights=weights) if self.built is None else self.built
+
+
+def needs_no_engine(config: LachesisConfig) -> bool:
+    """Whether the policy can be built before the engine is up, and takes no memory that the engine counts as free."""
+    own_memory = config.engine.kind == "vllm" and config.engine.devices is not None
+    return not takes_engine_weights(config) and (own_memory or resolve_device(config.model.device).type == "cpu")
 
 
 def warm_up(config: LachesisConfig) -> None:

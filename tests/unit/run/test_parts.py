@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from lachesis.config.steps import with_steps
-from lachesis.run.parts import build_reroll, pack_batch, repeated, set_up
+from lachesis.run.parts import build_reroll, pack_batch, repeated
 from lachesis.train.distributed.strategy import SingleDevice
 from tests.unit.pipeline.sources import ScriptedSource, group
 from tests.unit.train.test_iterations import CountedFeed
-
-
-def test_what_may_take_long_before_the_first_step_is_said_first(
-    config: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "mine.py").write_text("def build(path): print('built', path)\n")
-    name = f"{tmp_path / 'mine.py'}:build"
-    built = config({"path": "train.jsonl"}, run={"steps": 1, "setup": name})
-    set_up(built, console=Console(width=500))
-    said = capsys.readouterr().out.splitlines()
-    assert said == [f"run.setup: {name} makes ready what the run needs", f"built {built.model.path}"]
 
 
 def test_prompts_are_tried_again_in_a_run_that_is_counted_in_epochs_too(config: Any):

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoConfig
 
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.warm_up import pass_once, short_policy, shorten, warm_up
+from lachesis.run.parts import build_policy
+from lachesis.run.warm_up import EarlyPolicy, needs_no_engine, pass_once, short_policy, shorten, warm_up
 from tests.tiny import tiny_model, tiny_tokenizer
 
 ADAPTERS = [{"kind": "none"}, {"kind": "lora", "r": 4}]
@@ -54,3 +55,36 @@ def test_nothing_is_done_on_a_cpu(tmp_path: Path):
     (tmp_path / "config.json").unlink()  # which would be an error to whoever builds a model
     warm_up(config)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_policy_that_needs_no_engine_is_built_before_that_is_up(tmp_path: Path):
+    config = configured(tmp_path, engine={"kind": "vllm"}, bridge={"kind": "broadcast"})
+    early = EarlyPolicy(config, build_policy)
+    early.begin()
+    assert early.built is not None
+    assert early.finish(weights=None) is early.built
+
+
+def test_one_of_several_ranks_is_built_with_the_others(tmp_path: Path):
+    config = configured(tmp_path, engine={"kind": "vllm"}, bridge={"kind": "broadcast"})
+    early = EarlyPolicy(config, build_policy, alone=False)
+    early.begin()
+    assert early.built is None
+    assert early.finish(weights=None).transformer is not None
+
+
+@pytest.mark.parametrize(
+    ("sections", "early"),
+    [
+        ({"bridge": {"kind": "broadcast"}}, True),
+        ({"bridge": {"kind": "shared_vllm"}}, False),
+        ({"adapter": {"kind": "lora"}, "bridge": {"kind": "lora_only"}}, True),
+        ({"adapter": {"kind": "lora"}, "bridge": {"kind": "lora_only", "share_base": True}}, False),
+    ],
+    ids=["copied", "shared", "adapter", "shared base"],
+)
+def test_on_the_engines_tensors_it_is_built_once_they_are_there(sections: dict[str, object], early: bool):
+    engine = {"kind": "vllm"}
+    model = {"path": "model", "device": "cpu"}
+    config = LachesisConfig.model_validate({"run": {"steps": 1}, "model": model, "engine": engine, **sections})
+    assert needs_no_engine(config) == early

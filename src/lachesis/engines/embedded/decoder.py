@@ -6,13 +6,17 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from lachesis.common.adapted import is_adapted
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 # Up to here copying the keys and values is cheaper than attention over a tensor with gaps.
@@ -37,7 +41,7 @@ class ModelTraits:
 
     @classmethod
     def of(cls, model: PreTrainedModel | PeftModel) -> ModelTraits:
-        base: Any = model.get_base_model() if isinstance(model, PeftModel) else model
+        base: Any = model.get_base_model() if is_adapted(model) else model
         arguments = inspect.signature(base.forward).parameters
         config = base.config.get_text_config(decoder=True)
         cache_argument = next((name for name in ("past_key_values", "cache_params") if name in arguments), None)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -37,6 +37,9 @@ from lachesis.engines.embedded.sampling import (
     sample,
     token_pieces,
 )
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 Decode = Callable[[Sequence[int]], str]
 

@@ -11,18 +11,22 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lachesis.common.adapted import is_adapted
 from lachesis.common.errors import CheckpointError
 from lachesis.config.schema import AlgorithmConfig
 from lachesis.train.batch import MicroBatch
 from lachesis.train.model.forward import ForwardPlan, loss_token_logprobs
 from lachesis.train.model.loading import LoadedModel
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 class Reference(ABC):
@@ -43,7 +47,7 @@ class Reference(ABC):
 
 def second_model(loaded: LoadedModel, options: AlgorithmConfig | None) -> PreTrainedModel | None:
     """The copy that such a reference of full fine-tuning needs; None where it needs none, or there is no reference."""
-    if options is None or options.kl_reference == "sampler" or isinstance(loaded.model, PeftModel):
+    if options is None or options.kl_reference == "sampler" or is_adapted(loaded.model):
         return None
     # Of weights that will be read there is nothing to copy.
     empty = {} if loaded.unread is None else {id(p): _like(p) for p in loaded.transformer.parameters()}
@@ -64,7 +68,7 @@ def build_reference(
     """
     if options.kl_reference == "sampler":
         return SamplerReference()
-    if isinstance(loaded.model, PeftModel):
+    if is_adapted(loaded.model):
         if options.kl_reference == "base":
             return AdapterOff(loaded.model, loaded=loaded, plan=plan)
         return AveragedAdapter(loaded.model, loaded=loaded, plan=plan, options=options)

@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from accelerate import init_empty_weights
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
@@ -34,6 +33,9 @@ from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.quantized import held_bytes, quantization_config, quantized_layers, settle
 from lachesis.train.model.residual import keep_residual_in_float32
 from lachesis.train.model.saved_rows import SavedRows, find_rows, untouched
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 logger = logging.getLogger(__name__)
 
@@ -301,6 +303,8 @@ def switch_off_dropout(model: PreTrainedModel) -> None:
 
 def add_lora(transformer: PreTrainedModel, adapter: LoraAdapterConfig) -> PeftModel:
     """Wrap the linear layers that ``adapter.targets`` names. Raises ModelError where they match nothing."""
+    from peft import LoraConfig, get_peft_model
+
     lora = LoraConfig(
         r=adapter.r,
         lora_alpha=adapter.alpha,  # type: ignore[arg-type]

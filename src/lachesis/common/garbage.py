@@ -1,0 +1,48 @@
+"""The garbage collector looks through all there is, again and again: what stays as long as a run is kept out of that.
+
+Torch, transformers and what they bring are half a million objects that no collection can free: looking through them
+takes a quarter of a second, several times while they are imported and at times during a step.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_frozen = False
+
+
+@contextmanager
+def frozen_imports() -> Iterator[None]:
+    """Within it nothing is collected, and what is there at its end is frozen: imports leave hardly any garbage."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+        _freeze()
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def freeze() -> None:
+    """Spare the collector all that is there, but for the garbage in it; until :func:`thaw`."""
+    gc.collect()
+    _freeze()
+
+
+def thaw() -> None:
+    """Give back to the collector what was frozen here."""
+    global _frozen
+    if _frozen:
+        gc.unfreeze()
+        _frozen = False
+
+
+def _freeze() -> None:
+    """Not in a program that has frozen objects of its own: Python thaws all at once, theirs with ours."""
+    global _frozen
+    if _frozen or not gc.get_freeze_count():
+        gc.freeze()
+        _frozen = True

@@ -1,0 +1,145 @@
+"""How a run begins: its engine is started first, and torch and transformers are imported while that comes up.
+
+So nothing here imports them but where it has to. :mod:`lachesis.run.train` does the rest.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from lachesis.common.garbage import frozen_imports, thaw
+from lachesis.common.imports import load_function
+from lachesis.common.process import ManagedProcess
+from lachesis.common.world import World
+from lachesis.config.load import LoadedConfig
+from lachesis.config.rules import check
+from lachesis.config.schema import LachesisConfig
+from lachesis.run.directory import claim_run, engine_log, run_directory
+
+if TYPE_CHECKING:
+    from lachesis.run.train import Companions, RunSummary
+
+
+def train(
+    loaded: LoadedConfig,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    console: Console | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+    companions: Companions | None = None,
+    world: World | None = None,
+    imported: Callable[[], None] = lambda: None,
+) -> RunSummary:
+    """As :func:`lachesis.run.train.train`, which is imported beside the start of the engine.
+
+    With several ranks the engine is started once they have met.
+
+    Args:
+        imported: called once transformers is there.
+    """
+    with ExitStack() as closing:
+        launched = None
+        if world is None and starts_engine(loaded.config):
+            launched = closing.enter_context(
+                launched_engine(loaded, resume=resume, overwrite=overwrite, console=console)
+            )
+        closing.callback(thaw)
+        waiting = console.status("loading torch and the model") if console and console.is_terminal else nullcontext()
+        with frozen_imports(), waiting:
+            from lachesis.run.train import train as train_on
+        imported()
+        return train_on(
+            loaded,
+            resume=resume,
+            overwrite=overwrite,
+            console=console,
+            stop_requested=stop_requested,
+            companions=companions,
+            world=world,
+            launched=launched,
+        )
+
+
+def set_up(config: LachesisConfig, *, console: Console | None = None) -> None:
+    """Call ``run.setup``, which may make the model. That may take minutes, so ``console`` says it first."""
+    if config.run.setup is not None:
+        if console is not None:
+            console.print(f"run.setup: {config.run.setup} makes ready what the run needs", markup=False)
+        load_function(config.run.setup)(config.model.path)
+
+
+def starts_engine(config: LachesisConfig) -> bool:
+    """Whether the run starts servers of its own."""
+    return config.engine.place != "trainer" and config.engine.kind != "http"
+
+
+@dataclass
+class LaunchedEngine:
+    """Servers on their way up, and whether somebody waits for them by now, who may move their logs."""
+
+    processes: Sequence[ManagedProcess]
+    taken: bool = False
+
+    def take(self) -> Sequence[ManagedProcess]:
+        self.taken = True
+        return self.processes
+
+
+@contextmanager
+def launched_engine(
+    loaded: LoadedConfig, *, resume: bool, overwrite: bool, console: Console | None
+) -> Iterator[LaunchedEngine]:
+    """Within it the run's servers come up, after ``run.setup``. Where nobody takes them, nothing is left of them.
+
+    Raises:
+        ConfigError: a rule forbids the configuration, or the run may not have its directory.
+        EngineError: a port is taken.
+    """
+    config = loaded.config
+    check(config, located=loaded.located, name=loaded.name)
+    directory = run_directory(config)
+    claim_run(directory, resume=resume, overwrite=overwrite)
+    set_up(config, console=console)
+    with frozen_imports():
+        importlib.import_module("torch")  # a server is told what share of the GPU it gets
+    launched = LaunchedEngine(launch_servers(config, directory=directory, log_path=engine_log(directory)))
+    try:
+        yield launched
+    finally:
+        stop_servers(launched.processes)
+        if not launched.taken:
+            for process in launched.processes:
+                process.log_path.unlink(missing_ok=True)
+
+
+def launch_servers(config: LachesisConfig, *, directory: Path, log_path: Path) -> Sequence[ManagedProcess]:
+    """The servers that the run is to start, on their way up; none where they run already.
+
+    Raises:
+        EngineError: a port is taken.
+    """
+    from lachesis.engines.build import server_processes
+    from lachesis.run.share import with_share
+
+    processes = server_processes(with_share(config), directory=directory, log_path=log_path)
+    try:
+        for process in processes:
+            process.log_path.unlink(missing_ok=True)
+            process.launch()
+    except BaseException:
+        stop_servers(processes)
+        raise
+    return processes
+
+
+def stop_servers(processes: Sequence[ManagedProcess]) -> None:
+    for process in processes:
+        process.stop()
