@@ -6,6 +6,7 @@ So nothing here imports them but where it has to. :mod:`lachesis.run.train` does
 from __future__ import annotations
 
 import importlib
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -68,6 +69,16 @@ def train(
         )
 
 
+def seed_everything(seed: int) -> None:
+    """Seed the global generators. Sampling and data order have generators of their own."""
+    import numpy as np
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
 def set_up(config: LachesisConfig, *, console: Console | None = None) -> None:
     """Call ``run.setup``, which may make the model. That may take minutes, so ``console`` says it first."""
     if config.run.setup is not None:
@@ -107,9 +118,10 @@ def launched_engine(
     check(config, located=loaded.located, name=loaded.name)
     directory = run_directory(config)
     claim_run(directory, resume=resume, overwrite=overwrite)
-    set_up(config, console=console)
     with frozen_imports():
-        importlib.import_module("torch")  # a server is told what share of the GPU it gets
+        importlib.import_module("torch")  # to seed it, and a server is told what share of the GPU it gets
+    seed_everything(config.run.seed)
+    set_up(config, console=console)
     launched = LaunchedEngine(launch_servers(config, directory=directory, log_path=engine_log(directory)))
     try:
         yield launched

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -60,7 +58,7 @@ from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
 from lachesis.run.sources import build_episodes, load_data, rewarder_of
-from lachesis.run.start import LaunchedEngine, set_up
+from lachesis.run.start import LaunchedEngine, seed_everything, set_up
 from lachesis.run.teacher import Teach, build_teach
 from lachesis.run.warm_up import EarlyPolicy
 from lachesis.train.batch import Batch
@@ -503,13 +501,6 @@ def begin_run(
         take(run.path, "stop")  # it is no request to whoever goes on with the run
         logging.getLogger().removeHandler(handler)
         handler.close()
-
-
-def seed_everything(seed: int) -> None:
-    """Seed the global generators. Sampling and data order have generators of their own."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
 
 
 def _device_memory() -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,20 @@ def test_what_is_taken_is_stopped_too_and_keeps_its_log(loaded: LoadedConfig):
         (process,) = launched.take()
         until(lambda: process.log_path.read_text())
     assert process.pid is None and process.log_path.exists()
+
+
+def test_what_setup_draws_at_random_is_settled_by_the_runs_seed(loaded: LoadedConfig, tmp_path: Path):
+    (tmp_path / "mine.py").write_text(
+        "import pathlib, random, torch\n"
+        "def build(path): pathlib.Path(path, 'drawn').write_text(f'{random.random()} {torch.rand(1)}')\n"
+    )
+    run = loaded.config.run.model_copy(update={"setup": f"{tmp_path / 'mine.py'}:build"})
+    loaded = replace(loaded, config=loaded.config.model_copy(update={"run": run}))
+    drawn = []
+    for _ in range(2):
+        with launched_engine(loaded, resume=False, overwrite=False, console=None):
+            drawn.append((tmp_path / "model/drawn").read_text())
+    assert drawn[0] == drawn[1]
 
 
 def test_nothing_is_started_where_the_directory_is_not_the_runs(loaded: LoadedConfig, tmp_path: Path):
