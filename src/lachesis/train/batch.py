@@ -101,13 +101,20 @@ class MicroBatch:
         """The same on a device. To a GPU the tensors go without waiting; what comes from one is there."""
         if self.input_ids.device == device:  # all are on one
             return self
-        ahead = device.type != "cpu"  # on the way to a CPU they would be read before they have arrived
         moved: dict[str, Any] = {
-            field.name: value.to(device, non_blocking=ahead)
+            field.name: _moved(value, device)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
         }
         return dataclasses.replace(self, **moved)
+
+
+def _moved(values: Tensor, device: torch.device) -> Tensor:
+    if device.type != "cuda":  # on the way to a CPU they would be read before they have arrived
+        return values.to(device)
+    # What is not pinned waits for all work that was queued before, and the queue runs dry behind it.
+    pinned = values if values.is_cuda else values.pin_memory()
+    return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
