@@ -31,12 +31,13 @@ import torch
 import transformers
 from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
 from needs_gpu import require_gpu
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.schema import AlgorithmConfig, LoraAdapterConfig, NoAdapterConfig, OptimizerConfig
 from lachesis.train.batch import pack
 from lachesis.train.distributed.strategy import SingleDevice
+from lachesis.train.model.activations import keep_activations
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.model.residual import keep_residual_in_float32
@@ -46,7 +47,8 @@ from lachesis.train.policy import Policy
 # Name, tokens a micro-batch, and what builds the step: with the tokens that go forward and the micro-batches.
 Plan = tuple[str, int | None, Callable[[], tuple[Callable[[], None], int, int]]]
 VARIANTS: dict[str, dict[str, Any]] = {
-    "checkpointing": {"checkpointing": True},
+    "checkpointing": {"activations": "recompute"},
+    "selective": {"activations": "selective"},
     "float32 residual": {"residual": True},
     "float8": {"matmul": "float8"},
     "float8_rowwise": {"matmul": "float8_rowwise"},
@@ -171,30 +173,31 @@ def tree_workload(*, tiny: bool, vocab_size: int, joined: bool) -> list[Group]:
     return groups
 
 
-def random_model(config: Qwen2Config, *, device: torch.device, checkpointing: bool) -> Qwen2ForCausalLM:
+def random_model(config: PretrainedConfig, *, device: torch.device, checkpointing: bool) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen2ForCausalLM._from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
 def our_step(
-    config: Qwen2Config,
+    config: PretrainedConfig,
     groups: list[Group],
     *,
     device: torch.device,
     max_tokens: int,
     share_prefixes: bool = True,
     lora: bool = False,
-    checkpointing: bool = False,
+    activations: Literal["keep", "selective", "recompute"] = "keep",
     residual: bool = False,
     matmul: Literal["auto", "float8", "float8_rowwise"] = "auto",
 ) -> tuple[Callable[[], None], int, int]:
-    model = random_model(config, device=device, checkpointing=checkpointing)
+    model = random_model(config, device=device, checkpointing=False)
     if residual:
         keep_residual_in_float32(model)
+    keep_activations(model, activations)
     float8 = Float8Switch() if matmul == "auto" else compute_in_float8(model, matmul)
     adapter = LoraAdapterConfig(r=16, alpha=32) if lora else NoAdapterConfig()
     trained = add_lora(model, adapter) if isinstance(adapter, LoraAdapterConfig) else model

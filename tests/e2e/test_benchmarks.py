@@ -23,6 +23,7 @@ RUN_HERE = {
     "code_execution": ([], "| namespaces |"),
     "end_to_end": (["--only", "Lachesis", "--engine", "embedded", "--steps", "2", "--prompts", "2", "--work", WORK],
                    "| Lachesis |"),
+    "long_rows": (["--repeats", "1", "--only", "4B LoRA 65536"], "Qwen3-4B LoRA 65536"),
     "memory": (["--only", "1.5B, LoRA, 1024", "--steps", "2"], "1.5B, LoRA, 1024"),
     "multi_turn": ([], "rollouts"),
     "overlap": (["--work", WORK], "a step over the longer of generation and training"),
@@ -33,7 +34,7 @@ RUN_HERE = {
 # Those whose servers are vLLM's, and one that test_kills.py has a small version of.
 BY_HAND = {"bridges", "generation", "kills", "sleep"}
 # They say so where there is no GPU, before they make any model.
-OF_A_GPU = ["bridges", "end_to_end", "generation", "memory", "sleep", "train_step"]
+OF_A_GPU = ["bridges", "end_to_end", "generation", "long_rows", "memory", "sleep", "train_step"]
 # What they measure is made by others' programs or files, which are not here.
 OF_OTHERS = {"environments", "public_files", "public_rewards", "quickstart_vs_trl", "trl_side"}
 NO_SCRIPTS = {"architectures", "memory_rows", "needs_gpu", "overlap_table"}

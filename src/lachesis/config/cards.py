@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lachesis.config.memory import shares_weights, sleeps
-from lachesis.config.plan import Plan
+from lachesis.config.plan import Plan, plan
 from lachesis.config.schema import LachesisConfig
 
 GB = 10**9
@@ -69,6 +69,21 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
     return CardUse(card, trainer, engine, least, fits, share)
 
 
+def decide_activations(config: LachesisConfig, *, card_gb: float, devices: int = 1) -> LachesisConfig:
+    """With ``model.activations`` as it is trained on such a card: of ``auto`` the first that fits, or the least."""
+    if config.model.kept_activations != "auto":
+        return config
+    for which in ("keep", "selective", "recompute"):
+        config = config.model_copy(update={"model": config.model.model_copy(update={"activations": which})})
+        planned = plan(config, device="cuda", devices=devices)
+        if planned.shape is None:
+            break
+        use = card_use(config, planned, card_gb=card_gb)
+        if use.total <= use.card:  # whether an engine fits on a card of its own is no matter of the trainer's
+            break
+    return config
+
+
 def process_bytes(tensors: int) -> int:
     """What a process holds of a card whose tensors take so many bytes."""
     return tensors + FRAGMENTS_BYTES + CONTEXT_BYTES
@@ -114,11 +129,15 @@ def card_lines(config: LachesisConfig, planned: Plan) -> Iterator[str]:
     """For each size of card whether it fits, and what it takes; ``planned`` is for ``cuda``."""
     yield f"on one card, each of {planned.devices}" if planned.devices > 1 else "on one card"
     for size in CARDS:
-        use = card_use(config, planned, card_gb=size)
+        decided = decide_activations(config, card_gb=size, devices=planned.devices)
+        counted = planned if decided is config else plan(decided, device="cuda", devices=planned.devices)
+        use = card_use(decided, counted, card_gb=size)
         parts = f"trainer {use.trainer / GB:.1f} GB"
         if use.engine:
             parts += f", engine {use.engine / GB:.1f} GB" + (f" (its share is {use.share:g})" if use.share else "")
         elif not use.engine_fits:
             parts += f"; the engine's own needs {use.engine_least / OWN_GPU_UTILIZATION / GB:.1f} GB"
+        if decided is not config:
+            parts += f"; activations {decided.model.activations}"
         short = "" if use.engine_fits or not use.engine else f"; the engine needs {use.engine_least / GB:.1f} GB"
         yield f"  {f'{size} GB':<8}{'fits' if use.fits else 'too small':<11}{parts}{short}"

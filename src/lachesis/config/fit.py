@@ -191,8 +191,11 @@ def _steps(config: LachesisConfig) -> Iterator[Change]:
             yield Change({"bridge": {"kind": "lora_only", "share_base": True}}, one_copy)
     if config.engine.kind == "embedded" and config.engine.max_batch_size > _IN_TURN:
         yield Change({"engine": {"max_batch_size": _IN_TURN}}, "completions come in turns: slower, the same result")
-    recompute = {"model": {"gradient_checkpointing": True}}
-    yield Change(recompute, "layers run twice: about a third more time, the same result")
+    for which, costs in (
+        ("selective", "layers run twice but for their attention, the same result"),
+        ("recompute", "layers run twice: about a third more time, the same result"),
+    ):
+        yield Change({"model": {"activations": which}}, costs)
     if config.adapter.kind == "none":
         if config.optimizer.function is None:
             yield Change({"optimizer": {"kind": "adamw_8bit"}}, "moments in 8 bits")

@@ -24,6 +24,8 @@ TRAINING: tuple[Phase, ...] = ("passes", "update")
 _NF4_BLOCK, _NF4_SCALES, _NF4_TABLES = 64, 256, 1092
 # As in lachesis.train.model.head: elements of one chunk of logits.
 CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
+# As there: elements of the derivatives that are kept for the head's weight.
+KEPT_ELEMENTS = {"cuda": 5 << 28, "cpu": 1 << 26}
 # Tensors of a chunk at a time: on a GPU logits in float32 and their gradient, fused by the compiler; on a CPU logits,
 # logprobs, probabilities and three steps of the gradient, all in float32.
 _CPU_CHUNK_TENSORS = 6
@@ -113,8 +115,7 @@ def _pass_parts(
     """What forward and backward need for a micro-batch."""
     layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device)
     stream = max(width, 4) if config.model.residual_dtype == "float32" else width
-    recomputed = config.model.gradient_checkpointing
-    kept = shape.layers * shape.hidden * stream + layer if recomputed else shape.layers * layer
+    kept = _kept_activations(config, shape, layer=layer, stream=stream, width=width)
     kept += _outside_activations(config, shape, width=width)
     yield MemoryPart("activations", "trainer", ("passes",), round(lengths.microbatch * kept))
     head = _head_bytes(config, shape, tokens=lengths.microbatch, width=width, device=device)
@@ -160,6 +161,20 @@ def layer_activations(config: LachesisConfig, shape: ModelShape, *, keys: float,
     return width * elements + attention + widened + router
 
 
+def _kept_activations(config: LachesisConfig, shape: ModelShape, *, layer: float, stream: int, width: int) -> float:
+    """Bytes of a token that all decoder layers keep, and those that the one computed again has in the backward pass.
+
+    Selective ones keep the result of attention, and a float32 of each head, beside their input.
+    """
+    which = config.model.kept_activations
+    if which in ("auto", "keep"):  # a run has decided what auto is before it counts
+        return shape.layers * layer
+    own = shape.hidden * stream
+    if which == "selective":
+        own += shape.heads * (shape.head_dim * width + 4)
+    return shape.layers * own + layer
+
+
 def _outside_activations(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
     """Bytes of a token around the layers: the last norm, which is not compiled, and what the head reads."""
     trained = config.adapter.kind == "none" and config.model.train_layers is None
@@ -167,17 +182,21 @@ def _outside_activations(config: LachesisConfig, shape: ModelShape, *, width: in
 
 
 def _head_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int, device: str) -> int:
-    """Most of the head's backward pass: a chunk of logits, gradients of the hidden states, and of its weight.
+    """Most of the head's two passes: a chunk of logits, gradients of the hidden states, and of its weight.
 
-    The latter is added up in float32 and rounded at the end; each chunk's share of it is there for a moment.
+    The latter is made in float32, and rounded at the end: where layers keep their activations, of derivatives that are
+    kept up to a limit; else each chunk is added to it.
     """
     elements = min(CHUNK_ELEMENTS[device], tokens * shape.vocab)
-    chunk = elements * ((4 + width) if device == "cuda" else 4 * _CPU_CHUNK_TENSORS)
+    chunk = elements * (4 if device == "cuda" else 4 * _CPU_CHUNK_TENSORS)
     hidden = 2 * tokens * shape.hidden * width
     if config.adapter.kind == "lora" or config.model.train_layers is not None:
-        return chunk + hidden
+        return chunk + elements * width + hidden
     weight = shape.vocab * shape.hidden
-    return hidden + 4 * weight + max(chunk, elements * width + weight * width)
+    if config.model.kept_activations in ("selective", "recompute"):
+        return hidden + 4 * weight + max(chunk, weight * width) + elements * width
+    kept = min(KEPT_ELEMENTS[device], tokens * shape.vocab) * width
+    return hidden + kept + max(chunk, weight * (4 + width))
 
 
 def _backward_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int) -> int:

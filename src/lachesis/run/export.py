@@ -102,6 +102,7 @@ def _plain(model: ModelConfig, *, dtype: str) -> ModelConfig:
             "matmul_dtype": "auto",
             "residual_dtype": "auto",
             "gradient_checkpointing": False,
+            "activations": "keep",
             "train_layers": None,
         }
     )

@@ -37,6 +37,7 @@ from lachesis.rollouts.evaluate import Evaluates
 from lachesis.rollouts.failures import FailureFile
 from lachesis.rollouts.kept import KeptRollouts
 from lachesis.rollouts.rewards.rewarder import Rewarder
+from lachesis.run.activations import with_activations
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, engine_log, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, unclaimed_on_error
@@ -339,6 +340,7 @@ def build_parts(
     """
     problems, held_out = load_data(config)
     config = with_steps(config, problems=len(problems))
+    config = with_activations(config, devices=1 if leadership is None else leadership.world.size)
     rewarder = rewarder_of(config, held_out=held_out, closing=closing)
     place = run_place(run)
     sharded = leadership is not None and config.distributed.strategy == "shard"

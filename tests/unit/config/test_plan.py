@@ -231,6 +231,28 @@ def test_activations_of_a_measured_step(build, model):
     assert fewer < activations / 10
 
 
+def test_selective_layers_keep_their_input_and_what_attention_gives(build, model):
+    def activations(**options) -> int:
+        planned = plan(build(model={"path": model(QWEN), **options}), device="cuda")
+        (found,) = (part.bytes for part in planned.memory if part.name == "activations")
+        return found
+
+    tokens, layers, hidden, heads = 8192, 28, 1536, 12
+    of_attention = tokens * layers * (2 * hidden + 4 * heads)  # 12 heads of 128, and a float32 of each
+    assert activations(activations="selective") - activations(activations="recompute") == of_attention
+    assert activations(activations="recompute") == activations(gradient_checkpointing=True)
+
+
+def test_what_the_head_keeps_of_all_weights_is_counted_but_where_memory_is_spared(build, model):
+    def of_head(**options) -> int:
+        planned = plan(build(model={"path": model(QWEN), **options}), device="cuda")
+        (found,) = (part.bytes for part in planned.memory if part.name == "logits chunk")
+        return found
+
+    kept, rounded_weight, chunk = 2 * 8192 * 151_936, 2 * 151_936 * 1536, (4 + 2) * (1 << 27)
+    assert of_head() - of_head(activations="recompute") == kept + rounded_weight - chunk
+
+
 def test_lora_trains_and_saves_the_adapter_alone(build, model):
     config = build(model={"path": model(LLAMA)}, adapter=LORA, algorithm={"beta": 0.1})
     planned = plan(config, device="cuda")

@@ -116,6 +116,14 @@ def _layers(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
+def _activations(config: LachesisConfig) -> Iterator[Said]:
+    if config.model.gradient_checkpointing and config.model.activations not in ("keep", "recompute"):
+        yield problem(
+            f"model.gradient_checkpointing: true is model.activations: recompute, and that is "
+            f"{config.model.activations}; keep one of the two keys"
+        )
+
+
 def _chat_template(config: LachesisConfig) -> Iterator[Said]:
     template = config.model.chat_template
     if template is not None and "{" not in template and not Path(template).is_file():
@@ -234,6 +242,7 @@ INPUT_RULES: tuple[Rule, ...] = (
         _agent,
         _tools,
         _layers,
+        _activations,
         _chat_template,
         _data,
         _reward_weights,

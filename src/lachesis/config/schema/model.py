@@ -66,8 +66,16 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(
         default=False, description="Run code that comes with the model. Off unless you ask."
     )
+    activations: Literal["auto", "keep", "selective", "recompute"] = Field(
+        default="keep",
+        description="What decoder layers keep for the backward pass: everything (`keep`), their inputs and the results "
+        "of attention (`selective`, for long sequences, whose attention costs most), or their inputs alone "
+        "(`recompute`); what is not kept is computed again. `auto` is the first of them that fits on the GPU by what "
+        "`plan` counts, and `keep` on a CPU.",
+    )
     gradient_checkpointing: bool = Field(
-        default=False, description="Recompute activations in the backward pass: less memory, about a third slower."
+        default=False,
+        description="`true` is `activations: recompute`: less memory, about a third slower.",
     )
     compile: Literal["auto", "on", "off"] = Field(
         default="auto", description="Compile decoder layers with torch.compile; `auto` does on GPU."
@@ -87,6 +95,11 @@ class ModelConfig(Section):
     chat_template: str | None = Field(
         default=None, description="Jinja chat template (text or file) that replaces the tokenizer's own."
     )
+
+    @property
+    def kept_activations(self) -> Literal["auto", "keep", "selective", "recompute"]:
+        """``activations``, by either of the keys that say it."""
+        return "recompute" if self.gradient_checkpointing else self.activations
 
 
 class NoAdapterConfig(Section):

@@ -513,6 +513,6 @@ def time_unbalanced(seen: Observation) -> Alarm | None:
         return Alarm(
             "note",
             f"training takes {training / generation:.0f} times as long as generation: raise "
-            "batch.max_tokens_per_microbatch, or turn off model.gradient_checkpointing if memory allows",
+            "batch.max_tokens_per_microbatch, or set model.activations: keep if memory allows",
         )
     return None

@@ -2,8 +2,9 @@
 
 One function serves the whole model: with the packing arguments present it attends segment by segment (each
 run of queries to its own keys, causal, aligned at the end); without them, as in generation, it is
-transformers' SDPA. On a GPU the segments go to the variable-length flash kernel that ships with torch; on a
-CPU they are laid side by side in a few buckets of similar length.
+transformers' SDPA. On a GPU the segments go to the variable-length flash kernel that ships with torch, and a long
+sequence that is alone in its pack to cuDNN's, which on Hopper is the faster one by far; on a CPU they are laid side by
+side in a few buckets of similar length.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
@@ -26,6 +28,18 @@ from lachesis.train.batch import MicroBatch
 ATTENTION_NAME = "lachesis_packed"
 # A bucket may be padded to at most this multiple of its real size before it is cut in two.
 _BUCKET_WASTE = 1.3
+# From this length on a sequence that is alone goes to cuDNN, on GPUs of this compute capability. Lengths are rounded
+# up, as cuDNN makes a plan for each one that it has not seen.
+_LONG, _CUDNN_CAPABILITY, _CUDNN_MULTIPLE = 4096, (9, 0), 1024
+_CUDNN_HEAD_DIM = 128
+# What gives an attention's result, by any of the kernels that may run.
+ATTENTION_OPERATORS = (
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+)
 # Newer torch wants to be told of grouped queries; 2.11 finds out itself.
 _VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -81,7 +95,15 @@ def packing_arguments(micro: MicroBatch, *, flash: bool) -> dict[str, Any]:
         "max_length_q": _round_up(micro.max_q),
         "max_length_k": _round_up(micro.max_k),
         "packed_key_index": micro.key_index,
+        "packed_alone": _is_long_and_alone(micro),
     }
+
+
+def _is_long_and_alone(micro: MicroBatch) -> bool:
+    device = micro.input_ids.device
+    alone = micro.cu_seq_q.numel() == 2 and micro.key_index is None and micro.max_q == micro.max_k
+    long = alone and micro.max_q >= _LONG
+    return long and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _CUDNN_CAPABILITY
 
 
 def packed_attention(
@@ -101,6 +123,7 @@ def packed_attention(
     max_length_q: int | None = None,
     max_length_k: int | None = None,
     packed_key_index: Tensor | None = None,
+    packed_alone: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention function of transformers' interface: query [1, H, T, D], key and value [1, Hkv, T, D].
@@ -115,6 +138,8 @@ def packed_attention(
         if softcap is not None:
             raise ValueError("the variable-length kernel has no softcap")
         assert max_length_q is not None and max_length_k is not None, "packing_arguments gives all of them"
+        if packed_alone and sliding_window is None and query.shape[-1] <= _CUDNN_HEAD_DIM:
+            return causal_attention(query, key, value, scaling=scaling), None
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         if packed_key_index is not None:
             k, v = k.index_select(0, packed_key_index), v.index_select(0, packed_key_index)
@@ -127,6 +152,21 @@ def packed_attention(
     if softcap is not None:
         return _softcapped_attention(query, key, value, attention_mask, scaling=scaling, softcap=softcap), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None) -> Tensor:
+    """Causal attention of one sequence by cuDNN, or by flash attention where that refuses; shapes as
+    :func:`packed_attention`.
+
+    Rows behind the end fill it up to a length that cuDNN has a plan for. Nothing before them sees them.
+    """
+    length = query.shape[2]
+    filling = (0, 0, 0, _round_up(length, multiple=_CUDNN_MULTIPLE) - length)
+    q, k, v = (torch.nn.functional.pad(x, filling) for x in (query, key, value))
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, **grouped)
+    return out[:, :, :length].transpose(1, 2)
 
 
 def bucketed_attention(

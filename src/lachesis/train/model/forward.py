@@ -15,6 +15,7 @@ from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.train.batch import MicroBatch, pack
 from lachesis.train.distributed.strategy import run_within
 from lachesis.train.model import attention
+from lachesis.train.model.activations import spares_memory
 from lachesis.train.model.head import (
     Logits,
     Read,
@@ -76,7 +77,9 @@ def _target_logprobs(
         found = logprobs_from_logits(values, micro.targets, inverse)
     else:
         weight, bias = _head_of(model)
-        found = token_logprobs(values, weight, micro.targets, inverse, bias=bias, softcap=plan.softcap)
+        found = token_logprobs(
+            values, weight, micro.targets, inverse, bias=bias, softcap=plan.softcap, keep=not spares_memory(model)
+        )
     return found if read is None else found._replace(read=_read(model, micro, values, plan=plan, read=read))
 
 

@@ -1,13 +1,16 @@
-"""The LM head without a logits tensor: logprobs and entropies of chosen tokens, a chunk at a time.
+"""The LM head without a tensor of float32 logits: logprobs and entropies of chosen tokens, a chunk at a time.
 
-Only hidden states that predict a completion token go through the head. The forward pass keeps nothing but
-the hidden states; the backward pass computes each chunk's logits again.
+Only hidden states that predict a completion token go through the head. The gradient of a token's logits is
+g·∂logprob/∂logits, of which g alone, the loss's gradient of the logprob, is not known in the forward pass. So that of
+the hidden states is made there but for g, and the backward pass computes no logits again. That of the head's weight
+needs the derivatives themselves, which are kept in the weights' dtype up to a limit, and beyond it made anew. A loss
+with a gradient in the entropies, as of an entropy bonus, has each chunk's logits computed again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 # Logits of one chunk in float32 take at most this many elements (512 MiB on GPU, 64 MiB on CPU).
 _CHUNK_ELEMENTS = {"cuda": 1 << 27, "cpu": 1 << 24}
+# Derivatives that are kept for the head's weight: 8,192 tokens of 152,000 entries in 16 bits are 2.5 GB.
+_KEPT_ELEMENTS = {"cuda": 5 << 28, "cpu": 1 << 26}
 
 
 Logits = Callable[[Tensor, Tensor], Tensor]
@@ -44,6 +49,7 @@ def token_logprobs(
     *,
     bias: Tensor | None = None,
     softcap: float | None = None,
+    keep: bool = True,
 ) -> TokenLogprobs:
     """log-softmax(logits / temperature) at the targets, and the entropy of the same distribution.
 
@@ -54,10 +60,12 @@ def token_logprobs(
         inverse_temperature: float32 [M].
         bias: [V].
         softcap: logits are softcap·tanh(logits / softcap) where the architecture does so (Gemma 2).
+        keep: keep what the gradient of the weight is made of, which is up to 2.7 GB on a GPU, or make it again.
 
     Differentiable in hidden, weight and bias, through both results.
     """
-    return TokenLogprobs(*_ChunkedHead.apply(hidden, weight, bias, targets, inverse_temperature, softcap))
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, weight, bias))
+    return TokenLogprobs(*_ChunkedHead.apply(hidden, weight, bias, targets, inverse_temperature, softcap, learns, keep))
 
 
 def logprobs_from_logits(logits: Tensor, targets: Tensor, inverse_temperature: Tensor) -> TokenLogprobs:
@@ -114,53 +122,99 @@ class _ChunkedHead(torch.autograd.Function):
         targets: Tensor,
         inverse_temperature: Tensor,
         softcap: float | None,
+        learns: bool,
+        keep: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        forward, _ = _chunk_functions(hidden.device.type)
-        parts = [
-            forward(hidden[c], weight, bias, targets[c], inverse_temperature[c], softcap)
-            for c in _chunks(hidden.shape[0], weight.shape[0], weight.device)
-        ]
+        kernels = _chunk_functions(hidden.device.type)
+        rows, vocab = hidden.shape[0], weight.shape[0]
+        to_hidden = torch.empty_like(hidden) if learns else None
+        of_weight = learns and keep and any(ctx.needs_input_grad[1:3])
+        kept = hidden.new_empty(_kept_rows(rows, vocab, hidden.device) if of_weight else 0, vocab)
+        parts = []
+        for c in _chunks(rows, vocab, weight.device):
+            inputs = hidden[c], weight, bias, targets[c], inverse_temperature[c], softcap
+            if to_hidden is None:
+                parts.append(kernels.forward(*inputs))
+                continue
+            into = kept[c] if c.stop <= kept.shape[0] else hidden.new_empty(c.stop - c.start, vocab)
+            parts.append(kernels.forward_and_derivative(*inputs, into))
+            torch.mm(into, weight, out=to_hidden[c])
         logprobs, entropies = (torch.cat(column) for column in zip(*parts, strict=True))
-        ctx.save_for_backward(hidden, weight, bias, targets, inverse_temperature, entropies)
+        ctx.save_for_backward(hidden, weight, bias, targets, inverse_temperature, entropies, to_hidden, kept)
         ctx.softcap = softcap
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, inverse_temperature, entropies = ctx.saved_tensors
         grad_logprobs, grad_entropies = grads
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        _, backward = _chunk_functions(hidden.device.type)
-        grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=_sum_dtype(weight)) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=_sum_dtype(bias)) if need_bias else None
-        for c in _chunks(hidden.shape[0], weight.shape[0], weight.device):
-            grad_logits = backward(
-                hidden[c],
-                weight,
-                bias,
-                targets[c],
-                inverse_temperature[c],
-                ctx.softcap,
-                entropies[c],
-                None if grad_logprobs is None else grad_logprobs[c],
-                None if grad_entropies is None else grad_entropies[c],
-            )
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[c])
-            if grad_weight is not None:
-                grad_weight += grad_logits.t() @ hidden[c]
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(0, dtype=grad_bias.dtype)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-            None,
+        if grad_logprobs is None and grad_entropies is None:
+            return (None,) * 8
+        if grad_logprobs is not None and grad_entropies is None:
+            sums, done = _from_derivatives(ctx, grad_logprobs)
+        else:
+            sums, done = _HeadGradients(*map(_zeros, ctx.saved_tensors[:3], ctx.needs_input_grad[:3])), 0
+        _recompute(ctx, grad_logprobs, grad_entropies, sums, start=done)
+        rounded = (
+            None if total is None else total.to(like.dtype)
+            for total, like in zip(sums, ctx.saved_tensors[:3], strict=True)
         )
+        return (*rounded, *(None,) * 5)
+
+
+class _HeadGradients(NamedTuple):
+    """``hidden`` [M, H], and sums over tokens in at least float32, ``weight`` [V, H] and ``bias`` [V], where needed."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def _zeros(like: Tensor | None, needed: bool) -> Tensor | None:
+    return torch.zeros_like(like, dtype=_sum_dtype(like)) if needed and like is not None else None
+
+
+def _from_derivatives(ctx: Any, grad_logprobs: Tensor) -> tuple[_HeadGradients, int]:
+    """The gradients as far as the forward pass has kept what they are made of, and of how many rows that is all."""
+    hidden, weight, bias, *_, to_hidden, kept = ctx.saved_tensors
+    need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+    upstream, rows = grad_logprobs[:, None], kept.shape[0]
+    sums = _HeadGradients(
+        hidden=upstream * to_hidden if need_hidden else None,
+        weight=_product(kept.t(), (upstream * hidden)[:rows]) if need_weight and rows else _zeros(weight, need_weight),
+        bias=_product(upstream[:rows].t(), kept).squeeze(0) if need_bias and rows else _zeros(bias, need_bias),
+    )
+    return sums, rows if need_weight or need_bias else hidden.shape[0]
+
+
+def _recompute(
+    ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, sums: _HeadGradients, *, start: int
+) -> None:
+    """Add the rows from ``start`` on, whose logits are computed again; hidden states' only where entropies have a
+    gradient, for else the forward pass has made them.
+    """
+    hidden, weight, bias, targets, inverse_temperature, entropies, *_ = ctx.saved_tensors
+    backward = _chunk_functions(hidden.device.type).backward
+    for c in _chunks(hidden.shape[0], weight.shape[0], weight.device):
+        if c.stop <= start:
+            continue
+        grad_logits = backward(
+            hidden[c],
+            weight,
+            bias,
+            targets[c],
+            inverse_temperature[c],
+            ctx.softcap,
+            entropies[c],
+            None if grad_logprobs is None else grad_logprobs[c],
+            None if grad_entropies is None else grad_entropies[c],
+        )
+        if sums.hidden is not None and grad_entropies is not None:
+            sums.hidden[c] = grad_logits @ weight
+        if sums.weight is not None:
+            sums.weight.add_(grad_logits.t() @ hidden[c])
+        if sums.bias is not None:
+            sums.bias.add_(grad_logits.sum(0, dtype=sums.bias.dtype))
 
 
 def _logits(
@@ -195,6 +249,25 @@ def _chunk_forward(
     return z.gather(1, targets[:, None]).squeeze(1) - normalizer, entropies
 
 
+def _chunk_forward_and_derivative(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    inverse_temperature: Tensor,
+    softcap: float | None,
+    derivative: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`_chunk_forward`; ∂logprob/∂(raw logits) [C, V] is written into ``derivative``."""
+    z = _logits(hidden, weight, bias, inverse_temperature, softcap)
+    normalizer = z.logsumexp(-1)
+    p = (z - normalizer[:, None]).exp()
+    entropies = normalizer - (p * z).sum(-1)
+    onehot = torch.arange(p.shape[1], device=p.device)[None, :] == targets[:, None]
+    derivative.copy_(_of_raw_logits(onehot.to(p.dtype) - p, z, inverse_temperature, softcap))
+    return z.gather(1, targets[:, None]).squeeze(1) - normalizer, entropies
+
+
 def _chunk_backward(
     hidden: Tensor,
     weight: Tensor,
@@ -219,11 +292,25 @@ def _chunk_backward(
         grad = grad_logprobs[:, None] * (onehot.to(p.dtype) - p)
     if grad_entropies is not None:
         grad = grad - grad_entropies[:, None] * p * (log_p + entropies[:, None])
+    return _of_raw_logits(grad, z, inverse_temperature, softcap).to(hidden.dtype)
+
+
+def _of_raw_logits(grad: Tensor, z: Tensor, inverse_temperature: Tensor, softcap: float | None) -> Tensor:
+    """From a gradient with respect to z, the logits after softcap and temperature, to that of the raw logits. [C, V]"""
     grad = grad * inverse_temperature[:, None]
-    if softcap is not None:
-        capped = z / (inverse_temperature[:, None] * softcap)
-        grad = grad * (1.0 - capped * capped)
-    return grad.to(hidden.dtype)
+    if softcap is None:
+        return grad
+    capped = z / (inverse_temperature[:, None] * softcap)
+    return grad * (1.0 - capped * capped)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in the narrower dtype of the two, and its sums in at least float32 where the device gives them."""
+    dtype = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    a, b = a.to(dtype), b.to(dtype)
+    if a.is_cuda and dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return (a @ b).to(torch.promote_types(dtype, torch.float32))
 
 
 def _sum_dtype(weight: Tensor) -> torch.dtype:
@@ -237,9 +324,24 @@ def _chunks(rows: int, vocab: int, device: torch.device) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
+def _kept_rows(rows: int, vocab: int, device: torch.device) -> int:
+    """Of how many rows the derivatives are kept: all, or whole chunks up to the limit."""
+    limit = _KEPT_ELEMENTS.get(device.type, _KEPT_ELEMENTS["cpu"]) // vocab
+    return rows if rows <= limit else max((c.stop for c in _chunks(rows, vocab, device) if c.stop <= limit), default=0)
+
+
+class _ChunkFunctions(NamedTuple):
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    forward_and_derivative: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., Tensor]
+
+
 @cache
-def _chunk_functions(device_type: str) -> tuple[Any, Any]:
+def _chunk_functions(device_type: str) -> _ChunkFunctions:
     """On a GPU each chunk's elementwise work is compiled into a few kernels; a CPU runs it as it stands."""
-    if device_type != "cuda":
-        return _chunk_forward, _chunk_backward
-    return torch.compile(_chunk_forward, dynamic=True), torch.compile(_chunk_backward, dynamic=True)
+    made = partial(torch.compile, dynamic=True) if device_type == "cuda" else lambda function: function
+    return _ChunkFunctions(
+        forward=made(_chunk_forward),
+        forward_and_derivative=made(_chunk_forward_and_derivative),
+        backward=made(_chunk_backward),
+    )

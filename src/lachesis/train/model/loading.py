@@ -29,6 +29,7 @@ from lachesis.common.errors import ModelError, first_line
 from lachesis.common.hub import cache_alone_where_the_hub_is_away
 from lachesis.config.schema import AdapterConfig, LoraAdapterConfig, ModelConfig, TeacherConfig
 from lachesis.train.distributed.strategy import decoder_layers
+from lachesis.train.model.activations import keep_activations
 from lachesis.train.model.float8 import Float8Switch, compute_in_float8
 from lachesis.train.model.quantized import held_bytes, quantization_config, quantized_layers, settle
 from lachesis.train.model.residual import keep_residual_in_float32
@@ -108,8 +109,7 @@ def made_trainable(
     float8 = Float8Switch() if config.matmul_dtype == "auto" else compute_in_float8(transformer, config.matmul_dtype)
     if config.residual_dtype == "float32":
         keep_residual_in_float32(transformer)
-    if config.gradient_checkpointing:
-        transformer.gradient_checkpointing_enable({"use_reentrant": False})
+    keep_activations(transformer, config.kept_activations)
     if config.train_layers is not None:
         train_only(transformer, config.train_layers)
     model = add_lora(transformer, adapter) if isinstance(adapter, LoraAdapterConfig) else transformer

@@ -36,6 +36,10 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"rewards": {"weights": [1.0, 2.0]}}, "rewards.weights has 2 values for 1 rewards.functions"),
         ({"rewards": {"weights": [0.0]}}, "rewards.weights are all 0"),
         ({"model": {"chat_template": "/no/such.jinja"}}, "model.chat_template: '/no/such.jinja' is no file"),
+        (
+            {"model": {"gradient_checkpointing": True, "activations": "selective"}},
+            "model.gradient_checkpointing: true is model.activations: recompute, and that is selective",
+        ),
         ({"data": {"eval_path": "e.jsonl", "eval_size": 5}}, "data.eval_path and data.eval_size both"),
         (
             {"evaluation": {"every_steps": 5}},
