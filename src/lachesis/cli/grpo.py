@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +13,7 @@ import typer
 
 from lachesis.cli.base import (
     ALL_WORDS,
+    EXIT_SIGNALLED,
     HELP_FLAGS,
     Overrides,
     Overwrite,
@@ -24,6 +28,7 @@ from lachesis.cli.base import (
     stop_on_signals,
     world_of_leader,
 )
+from lachesis.common.errors import ConfigError
 from lachesis.common.run_files import run_paths
 from lachesis.common.world import World
 from lachesis.config.dialects.atropos_help import help_text
@@ -100,9 +105,11 @@ def run_everything(
 
         return console.print(RUN_HELP.format(names=", ".join(SHIPPED)))
     world = world_of_leader()
+    from lachesis.run.cluster.placement import takes_ray
     from lachesis.run.services import Services, load_words
 
-    loaded = load_words(
+    load = partial(
+        load_words,
         context.args,
         overrides=overrides or [],
         engine=engine,
@@ -110,9 +117,31 @@ def run_everything(
         environment_args=environment_args,
         api_port=api_port,
     )
+    loaded = load()
+    if takes_ray(loaded.config, os.environ):
+        return _run_on_ray(
+            lambda processes: load(processes=processes), resume=resume, overwrite=overwrite, benchmark=benchmark, ui=ui
+        )
     companions = Services(loaded.config)
     options = {"resume": resume, "overwrite": overwrite, "benchmark": benchmark, "ui": ui}
     _train(context, loaded, world, **options, companions=companions)
+
+
+def _run_on_ray(
+    load: Callable[[int | None], LoadedConfig], *, resume: bool, overwrite: bool, benchmark: bool, ui: bool
+) -> None:
+    """On a Ray cluster; this process places and watches."""
+    if benchmark or ui:
+        raise ConfigError(
+            f"{'--benchmark' if benchmark else '--ui'} is of a run on this machine, and Ray places this one",
+            remedy="leave it out: `lachesis watch RUN_DIR` shows the page, `lachesis report RUN_DIR` the times",
+        )
+    from lachesis.run.cluster.ray_run import run_on_ray
+
+    with stop_on_signals() as stop:
+        run_on_ray(load, resume=resume, overwrite=overwrite, say=console.print, stop_requested=lambda: bool(stop))
+    if stop:
+        raise typer.Exit(EXIT_SIGNALLED + stop[0])
 
 
 def _train(

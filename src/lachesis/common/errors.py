@@ -101,6 +101,18 @@ class DependencyError(LachesisError):
     exit_code = 11
 
 
+_KINDS = (
+    ConfigError, DataError, RewardError, ModelError, EngineError, StaleWeights, DeadlineExceeded, CheckpointError,
+    TrainingError, DependencyError,
+)  # fmt: skip
+
+
+def error_of(code: int | None, message: str) -> LachesisError:
+    """The error of a process that ended with this exit code; one of no kind where the code is none of ours."""
+    kind = next((kind for kind in _KINDS if kind.exit_code == code), LachesisError)
+    return kind(message)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or the name of its type where it has none."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -191,6 +191,7 @@ def load_words(
     environment: str | None = None,
     environment_args: str = "",
     api_port: int | None = None,
+    processes: int | None = None,
 ) -> LoadedConfig:
     """The configuration of ``lachesis run``: of a file, or of flags, with an engine that the run starts.
 
@@ -201,6 +202,7 @@ def load_words(
         environment: a name, ``FILE.py:CLASS`` or ``module.CLASS``; none is started if unset.
         environment_args: its flags.
         api_port: of the rollout API that is started, in place of what the file or the default says.
+        processes: of the trainer, as :func:`~lachesis.config.load.load_config`.
 
     Raises:
         ConfigError: something in it is wrong.
@@ -210,7 +212,7 @@ def load_words(
     if flags and not flags[0].startswith("--"):
         if len(flags) > 1:
             raise ConfigError(f"unknown flag {flags[1]}", remedy="change keys of a configuration with --set KEY=VALUE")
-        return load_config(flags[0], overrides=overrides)
+        return load_config(flags[0], overrides=overrides, processes=processes)
     names = {flag[2:].partition("=")[0].replace("_", "-") for flag in flags if flag.startswith("--")}
     if not names & {"weight-bridge-mode", "single-copy"}:
         flags += ["--weight-bridge-mode", "shared_vllm"]

@@ -43,6 +43,7 @@ from lachesis.config.schema.model import AdapterConfig, LoraAdapterConfig, Model
 from lachesis.config.schema.process import (
     ApiServiceConfig,
     CheckpointConfig,
+    ClusterConfig,
     DeadlinesConfig,
     DistributedConfig,
     EnvironmentServiceConfig,
@@ -95,6 +96,7 @@ class LachesisConfig(Section):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     logging: LoggingConfig = Field(default_factory=LoggingConfig)
     services: ServicesConfig = Field(default_factory=ServicesConfig)
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig)
 
     @model_validator(mode="after")
     def _corrected(self) -> Self:

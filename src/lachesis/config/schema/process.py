@@ -230,3 +230,40 @@ class ServicesConfig(Section):
         description="How often each of the two is started again where it dies, and the run itself, from its last "
         "checkpoint, where an engine dies that shares its weights; then the run ends.",
     )
+
+
+class ClusterConfig(Section):
+    """Where `lachesis run` starts the processes of a run: here, or on the nodes of a Ray cluster."""
+
+    kind: Literal["auto", "local", "ray"] = Field(
+        default="auto", description="`auto` is `ray` where the environment variable RAY_ADDRESS is set, else `local`."
+    )
+    nodes: PositiveInt | None = Field(
+        default=None, description="Of Ray's nodes so many, those of the engines among them; all of them if unset."
+    )
+    gpus_per_node: PositiveInt | None = Field(
+        default=None, description="Of a node of Ray's so many GPUs; all that it has if unset, which has to be alike."
+    )
+    ranks_per_node: PositiveInt | None = Field(
+        default=None, description="With `model.device: cpu` on Ray; 1 if unset. On GPUs each that trains has a rank."
+    )
+    engines: PositiveInt = Field(
+        default=1,
+        description="Of `engine.kind: embedded_server` so many servers on several nodes; vLLM's are "
+        "`engine.data_parallel_size`.",
+    )
+    restarts: NonNegativeInt = Field(
+        default=3,
+        description="How often on Ray all ranks, and each other process, are started again after a failure; that a "
+        "node is lost is none.",
+    )
+    wait_s: PositiveFloat = Field(
+        default=600.0, description="Longest wait for a place for all ranks on Ray's nodes, in seconds."
+    )
+    preflight_s: NonNegativeFloat = Field(
+        default=60.0, description="Limit of the look at Ray's nodes before anything is started there; 0: none."
+    )
+    environment: list[str] = Field(
+        default_factory=list,
+        description="Names of environment variables that processes on Ray's nodes get from here, as HF_TOKEN.",
+    )

@@ -17,8 +17,8 @@ import yaml
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import dump_config
-from lachesis.config.schema import HttpEngineConfig, LachesisConfig, VllmEngineConfig
-from lachesis.run.cluster.layout import FINAL, Layout, NodeServers
+from lachesis.config.schema import LachesisConfig
+from lachesis.run.cluster.layout import FINAL, Layout, NodeServers, of_engine, of_ranks
 
 JOB_TOKEN, SESSION_TOKEN = "LACHESIS_JOB_TOKEN", "LACHESIS_SESSION_TOKEN"
 _CONFIG_DIR = PurePosixPath("/etc/lachesis")
@@ -120,9 +120,11 @@ def manifests(config: LachesisConfig, layout: Layout, job: KubernetesJob) -> lis
             f"the run directory {run_dir} is not below {job.mount}, where the volume is, and would go with its pod",
             remedy=f"set run.dir below {job.mount}, or the place of the volume by --mount",
         )
-    files = {"config.yaml": dump_config(_of_ranks(config, layout, name))}
+    files = {"config.yaml": dump_config(config)}
     if layout.servers is not None:
-        files["engine.yaml"] = dump_config(_of_engine(config))
+        count, port = layout.servers.count, layout.servers.port
+        urls = [f"http://{name}-engine-{number}.{name}-engines:{port}" for number in range(count)]
+        files = {"config.yaml": dump_config(of_ranks(config, urls)), "engine.yaml": dump_config(of_engine(config))}
     found = [
         _object("v1", "ConfigMap", f"{name}-config", job, data=files),
         _service(f"{name}-ranks", job, role="ranks", port=job.master_port),
@@ -136,26 +138,6 @@ def manifests(config: LachesisConfig, layout: Layout, job: KubernetesJob) -> lis
     if job.tokens is not None:
         found.insert(0, _object("v1", "Secret", _secret(name, job), job, type="Opaque", stringData=dict(job.tokens)))
     return found
-
-
-def _of_ranks(config: LachesisConfig, layout: Layout, name: str) -> LachesisConfig:
-    """The configuration with the pods of the servers as its engine."""
-    servers = layout.servers
-    if servers is None:
-        return config
-    urls = [f"http://{name}-engine-{number}.{name}-engines:{servers.port}" for number in range(servers.count)]
-    quorum = config.engine.quorum if isinstance(config.engine, VllmEngineConfig) else None
-    engine = HttpEngineConfig(urls=urls, wait_s=config.deadlines.engine_start_s, quorum=quorum)
-    return config.model_copy(update={"engine": engine})
-
-
-def _of_engine(config: LachesisConfig) -> LachesisConfig:
-    """The configuration of one server, on a pod's GPUs, which it sees as its own from 0 on."""
-    engine, changes = config.engine, {"host": "0.0.0.0"}
-    if isinstance(engine, VllmEngineConfig):
-        own = ",".join(map(str, range(engine.tensor_parallel_size)))
-        changes |= {"data_parallel_size": 1, "quorum": None, "devices": None if config.model.device == "cpu" else own}
-    return config.model_copy(update={"engine": engine.model_copy(update=changes)})
 
 
 def _ranks(config: LachesisConfig, layout: Layout, job: KubernetesJob, *, run_dir: PurePosixPath) -> dict[str, Any]:

