@@ -37,8 +37,9 @@ models: the memory of a rank, and how long loading, a transfer of the weights an
 - **Two GPUs**: one each, `engine: {kind: vllm, devices: '1'}` with `broadcast`, or with `lora_nccl` and an adapter.
 - **One node**: `torchrun --nproc-per-node N` for the ranks, and `engine.devices` for the engine's GPUs;
   `engine.data_parallel_size` makes several engines of them, `engine.tensor_parallel_size` larger ones.
-- **Several nodes**: `lachesis cluster slurm CONFIG` prints the job ([below](#several-nodes)); or the ranks by torchrun
-  over them, and the engines as servers (`engine: {kind: http, urls: [...]}`). Where a node's cards hold the model,
+- **Several nodes**: `lachesis run CONFIG` on a Ray cluster ([below](#on-a-ray-cluster)), which brings a lost engine up
+  on another node; `lachesis cluster slurm CONFIG` prints a job ([below](#several-nodes)); or the ranks by torchrun over
+  them, and the engines as servers (`engine: {kind: http, urls: [...]}`). Where a node's cards hold the model,
   `distributed.shard_size` of as many ranks as a node has keeps the gathering of weights within it (HSDP).
 
 ## Several nodes
@@ -89,7 +90,46 @@ the engines away.
 
 None of this has run on a real cluster: tests run slurm's file with an `srun` that starts two ranks and an engine as
 processes of one machine, which pass the preflight and train, and hold the manifests against the published schema of
-Kubernetes' API. Ray (`cluster.kind: ray`) is not there.
+Kubernetes' API.
+
+### On a Ray cluster
+
+With `pip install 'lachesis[ray]'` on all nodes, from one of them (`ray job submit` does that from elsewhere):
+
+```bash
+RAY_ADDRESS=10.0.0.1:6379 lachesis run config.yaml
+```
+
+`lachesis run` takes Ray where RAY_ADDRESS is set, or with `cluster.kind: ray`, for any configuration;
+`cluster.kind: local` keeps it away. The keys are in [`cluster`](configuration.md#cluster).
+
+- **Who does what** is derived as above, from the nodes that Ray has; `cluster.nodes` takes fewer. The ranks have a
+  placement group with a bundle for each node, each engine has one of its own, away from the others while there is
+  room, and rollout API and environment are actors of their own. Ray places and watches, no more: what runs is
+  `lachesis train` with torchrun's environment and `lachesis vllm-serve`, and the trainer finds its engines by a file of
+  addresses that is written anew when one moves.
+- **Before it starts** the same preflight looks at all nodes (`cluster.preflight_s`).
+- **When something fails.** An engine that is lost with its node comes up on another one as soon as there is room, while
+  the others go on; it gets requests once it has the weights, proved. Where a rank or its node is lost, all ranks are
+  started again from the last checkpoint, on other nodes where need be (`cluster.wait_s`): set `checkpoint.every_steps`.
+  A process that fails is started again three times (`cluster.restarts`; a lost node does not count), but an error
+  that would come again, as one of the configuration, ends the run at once with its message. The loss of Ray's head, or
+  of the process that was started by hand, ends the run; `--resume` goes on.
+- **Logs** of all processes are in `runs/NAME-ray/`; what rank 0 prints is shown. `lachesis status runs/NAME` says how
+  the run stands. Ctrl-C stops it after its step, with a checkpoint.
+- The run directory has to be on a disk that all nodes share. Processes have the environment of Ray's on their node, and
+  the variables that `cluster.environment` names.
+- Whoever reaches Ray's ports can run programs there: `RAY_AUTH_MODE=token` asks for a token.
+
+`lachesis cluster slurm config.yaml --ray ...` prints a job whose nodes make the Ray cluster (`ray symmetric-run`), and
+which goes on where a node is lost, unless it is the first.
+`lachesis cluster kubernetes config.yaml --ray ...` prints a `RayJob` of KubeRay (1.5.1 or newer, for `authOptions`; the
+image needs `ray[default]`): a pod for each node, which KubeRay replaces, and a head that places.
+
+A test trains with two ranks and two engines on three simulated nodes of one machine, of which one is lost; the groups
+trained are those of an undisturbed run. It has run on no real cluster, and on no GPU. slurm's file is run by a test
+with a program in the place of `ray`; the RayJob has been held against the schema of KubeRay 1.7 by hand, and a test
+holds what it has of Kubernetes' own API against that.
 
 ## Loading and saving
 

@@ -23,7 +23,7 @@ from tests.paths import ROOT
 
 JOB = "4711"
 _BATCH = {"job-name", "chdir", "output", "nodes", "ntasks-per-node", "gpus-per-node", "mem", "time", "partition",
-          "account", "signal", "open-mode", "exclusive", "requeue", "qos"}  # fmt: skip
+          "account", "no-kill", "signal", "open-mode", "exclusive", "requeue", "qos"}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def srun(words: Sequence[str]) -> int:
             _end_group(task.pid)
 
     signal.signal(signal.SIGTERM, end)
-    return _wait(tasks)
+    return _wait(tasks, kill=given.kill_on_bad_exit != "0")
 
 
 def hostnames(nodelist: str) -> list[str]:
@@ -138,6 +138,7 @@ def _parse(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--overlap", action="store_true", required=True)
     parser.add_argument("--cpu-bind", choices=["none"], required=True)
     parser.add_argument("--kill-on-bad-exit", choices=["0", "1"])
+    parser.add_argument("--no-kill", action="store_true")
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ntasks", type=int, required=True)
     parser.add_argument("--ntasks-per-node", type=int, required=True)
@@ -171,14 +172,14 @@ def _task(given: argparse.Namespace, command: Sequence[str], rank: int, nodes: S
     return task
 
 
-def _wait(tasks: Sequence[subprocess.Popen[str]]) -> int:
-    """As --kill-on-bad-exit=1 has it: where one ends badly the others are ended."""
+def _wait(tasks: Sequence[subprocess.Popen[str]], *, kill: bool) -> int:
+    """As --kill-on-bad-exit=1 has it: where one ends badly the others are ended, to ``kill`` them."""
     codes: dict[int, int] = {}
     while len(codes) < len(tasks):
         pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
         codes[pid] = 128 - code if code < 0 else code
-        if codes[pid]:
+        if codes[pid] and kill:
             for task in tasks:
                 if task.pid not in codes:
                     _end_group(task.pid)

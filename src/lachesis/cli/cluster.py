@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lachesis.cli.base import Overrides, Overwrite, Resume, app, console, print_findings, shown
+from lachesis.common.errors import ConfigError
 from lachesis.common.files import write_atomic
 from lachesis.config.load import load_config, log_findings
 from lachesis.config.rules import check
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 cluster_app = typer.Typer(help="A run on several nodes.", no_args_is_help=True)
 app.add_typer(cluster_app, name="cluster")
 
+MASTER_PORT = 29500
 Config = Annotated[Path, typer.Argument(help="YAML file with the configuration, on a disk that all nodes share.")]
 Nodes = Annotated[int, typer.Option(min=1, help="Machines, those of the engines among them.")]
 Gpus = Annotated[int, typer.Option("--gpus-per-node", min=0, help="GPUs of each; 0 with model.device: cpu.")]
@@ -34,6 +36,7 @@ PreflightS = Annotated[
     typer.Option("--preflight", min=0, metavar="SECONDS", help="Limit of the look at all nodes before; 0: none."),
 ]
 Out = Annotated[Path | None, typer.Option(help="The file to write; printed if unset.")]
+Ray = Annotated[bool, typer.Option("--ray", help="Have Ray place the run: lost engines come up on other nodes.")]
 MasterPort = Annotated[int, typer.Option(min=1, max=65535, help="Port on which ranks meet.")]
 
 
@@ -47,12 +50,13 @@ def slurm(
     time: Annotated[str | None, typer.Option(help="Time limit, as HH:MM:SS or D-HH:MM:SS.")] = None,
     partition: Annotated[str | None, typer.Option(help="Partition of the nodes.")] = None,
     account: Annotated[str | None, typer.Option(help="Whom the job is charged to.")] = None,
-    master_port: MasterPort = 29500,
+    master_port: MasterPort = MASTER_PORT,
     notice: Annotated[
         int, typer.Option(min=1, metavar="SECONDS", help="So long before the limit the run saves a checkpoint.")
     ] = 300,
     restarts: Annotated[int, typer.Option(min=0, help="How often a job that failed is queued again.")] = 3,
     preflight_s: PreflightS = 30,
+    ray: Ray = False,
     out: Out = None,
     sbatch: Annotated[
         list[str] | None, typer.Option(help="A further option of sbatch, as in --sbatch=--qos=high; may be repeated.")
@@ -61,7 +65,8 @@ def slurm(
     """Print a file for sbatch: ranks and engines on their nodes; queued again, it goes on from the last checkpoint."""
     from lachesis.run.cluster.slurm import SlurmJob, render_slurm
 
-    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks))
+    _check_unused(ray, {"--master-port": master_port != MASTER_PORT})
+    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks), ray=ray)
     job = SlurmJob(
         config_path=config.absolute(),
         overrides=tuple(overrides or []),
@@ -75,6 +80,7 @@ def slurm(
         restarts=restarts,
         preflight_s=preflight_s,
         more=tuple(sbatch or []),
+        ray=ray,
     )
     _write(render_slurm(loaded, layout, job), layout, out)
 
@@ -95,32 +101,35 @@ def kubernetes(
     ] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
-    master_port: MasterPort = 29500,
+    master_port: MasterPort = MASTER_PORT,
     notice: Annotated[
         int, typer.Option(min=1, metavar="SECONDS", help="How long a pod may take to save a checkpoint and end.")
     ] = 300,
     restarts: Annotated[int, typer.Option(min=0, help="How often a pod of ranks is replaced.")] = 3,
     preflight_s: PreflightS = 600,
+    ray: Ray = False,
     out: Out = None,
 ) -> None:
-    """Print manifests: a Job of ranks, a StatefulSet of engines, their Services, configuration and tokens."""
+    """Print manifests: a Job of ranks, a StatefulSet of engines, Services, configuration and tokens; or a RayJob."""
     from lachesis.run.cluster.kubernetes import JOB_TOKEN, SESSION_TOKEN, KubernetesJob, render_kubernetes
 
-    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks))
+    _check_unused(ray, {"--master-port": master_port != MASTER_PORT, "--secret": secret is not None})
+    loaded, layout = _derived(config, overrides, Machines(nodes, gpus, ranks), ray=ray)
     job = KubernetesJob(
         image=image,
         claim=claim,
         mount=PurePosixPath(mount),
         namespace=namespace,
         secret=secret,
-        tokens=None if secret else {name: secrets.token_hex(32) for name in (JOB_TOKEN, SESSION_TOKEN)},
+        tokens=None if secret or ray else {name: secrets.token_hex(32) for name in (JOB_TOKEN, SESSION_TOKEN)},
         options=(*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])),
         master_port=master_port,
         grace_s=notice,
         restarts=restarts,
         preflight_s=preflight_s,
+        ray=ray,
     )
-    _write(render_kubernetes(loaded, layout, job), layout, out, mode=0o666 if secret else 0o600)
+    _write(render_kubernetes(loaded, layout, job), layout, out, mode=0o666 if secret or ray else 0o600)
 
 
 @cluster_app.command()
@@ -162,7 +171,8 @@ def preflight_lines(verdict: PreflightVerdict) -> Iterator[str]:
     for node in dict.fromkeys(one.node for one in verdict.facts):
         of_node = [one for one in verdict.facts if one.node == node]
         versions = ", ".join(f"{name} {version}" for name, version in of_node[0].versions.items() if version)
-        role = "engines" if of_node[0].engine else f"{len(of_node)} rank(s)"
+        ranks = sum(not one.engine for one in of_node)
+        role = ", ".join([f"{ranks} rank(s)"] * bool(ranks) + ["engines"] * (len(of_node) > ranks))
         free = of_node[0].free_bytes / 1e9
         yield f"{node}  {role}, {of_node[0].gpus} GPU(s), {free:.1f} GB free in run.dir; {versions}"
     if verdict.collective_s is not None:
@@ -179,9 +189,23 @@ def _write(text: str, layout: Layout, out: Path | None, *, mode: int = 0o666) ->
     console.print(f"wrote {shown(out)}: {layout.summary}")
 
 
-def _derived(path: Path, overrides: list[str] | None, machines: Machines) -> tuple[LachesisConfig, Layout]:
+def _check_unused(ray: bool, given: Mapping[str, bool]) -> None:
+    """Raise ConfigError for a flag that does nothing with --ray, which draws ports and secrets itself."""
+    if ray and (flags := [flag for flag, there in given.items() if there]):
+        raise ConfigError(f"{' and '.join(flags)} does nothing with --ray", remedy="leave it out")
+
+
+def _derived(
+    path: Path, overrides: list[str] | None, machines: Machines, *, ray: bool = False
+) -> tuple[LachesisConfig, Layout]:
     """The configuration, checked, and what its nodes do; warnings go to standard error."""
-    layout = derive_layout(load_config(path, overrides=overrides or []).config, machines)
+    config = load_config(path, overrides=overrides or []).config
+    if config.cluster.kind != "auto" and ray != (config.cluster.kind == "ray"):
+        raise ConfigError(
+            f"cluster.kind is {config.cluster.kind}, and --ray is {'given' if ray else 'not given'}",
+            remedy="leave cluster.kind out, or let the two say the same",
+        )
+    layout = derive_layout(config, machines)
     # Files of Axolotl and TRL multiply batches by the ranks.
     loaded = load_config(path, overrides=overrides or [], processes=layout.ranks if layout.ranks > 1 else None)
     log_findings([*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,8 @@ Starts the rollout API, the engine, an environment and the trainer, each with a 
 directory, and stops them all at the end.
 
 With a configuration, source.kind is atropos, engine says what generates, and services what else is started:
-`lachesis explain services` lists its keys.
+`lachesis explain services` lists its keys. Where RAY_ADDRESS is set, or with cluster.kind: ray, any configuration runs
+on the nodes of a Ray cluster: `lachesis explain cluster`.
 
   --api-port PORT            Where the rollout API is started, in place of the port of source.url, which is 8002.
 
@@ -119,16 +121,21 @@ def run_everything(
     )
     loaded = load()
     if takes_ray(loaded.config, os.environ):
-        return _run_on_ray(
-            lambda processes: load(processes=processes), resume=resume, overwrite=overwrite, benchmark=benchmark, ui=ui
-        )
+        options = {"resume": resume, "overwrite": overwrite, "benchmark": benchmark, "ui": ui}
+        return _run_on_ray(context, lambda processes: load(processes=processes), **options)
     companions = Services(loaded.config)
     options = {"resume": resume, "overwrite": overwrite, "benchmark": benchmark, "ui": ui}
     _train(context, loaded, world, **options, companions=companions)
 
 
 def _run_on_ray(
-    load: Callable[[int | None], LoadedConfig], *, resume: bool, overwrite: bool, benchmark: bool, ui: bool
+    context: typer.Context,
+    load: Callable[[int | None], LoadedConfig],
+    *,
+    resume: bool,
+    overwrite: bool,
+    benchmark: bool,
+    ui: bool,
 ) -> None:
     """On a Ray cluster; this process places and watches."""
     if benchmark or ui:
@@ -141,6 +148,7 @@ def _run_on_ray(
     with stop_on_signals() as stop:
         run_on_ray(load, resume=resume, overwrite=overwrite, say=console.print, stop_requested=lambda: bool(stop))
     if stop:
+        console.print(f"stopped by a signal; go on with: {shlex.join(command_of(context))} --resume")
         raise typer.Exit(EXIT_SIGNALLED + stop[0])
 
 

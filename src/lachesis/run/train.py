@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from rich.console import Console
 
-from lachesis.common.errors import CheckpointError, EngineError, EngineLost, StopRequested
+from lachesis.common.errors import CheckpointError, ConfigError, EngineError, EngineLost, StopRequested
 from lachesis.common.files import write_atomic
 from lachesis.common.garbage import freeze, thaw
 from lachesis.common.run_files import run_paths
@@ -130,6 +130,10 @@ def train(
         LachesisError: one of its subclasses, for everything that can be wrong; what was trained until the last
             checkpoint is kept.
     """
+    if loaded.config.cluster.kind == "ray":
+        raise ConfigError(
+            "cluster.kind is ray, and this starts the run here", remedy="use `lachesis run CONFIG`, or leave it out"
+        )
     log_findings([*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)])
     directory = Path(loaded.config.run.dir) / loaded.config.run.name
     most = loaded.config.services.restarts if world is None else 0  # torchrun starts ranks again

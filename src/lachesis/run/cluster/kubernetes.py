@@ -1,7 +1,7 @@
 """A run on Kubernetes: manifests as YAML text, from plain objects of the API.
 
 An indexed Job has the ranks, a pod for each node; a StatefulSet the inference servers, a pod for each. Services name
-them.
+them. Or KubeRay makes a Ray cluster of pods for the run, which places all of it: a RayJob.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class KubernetesJob:
         grace_s: how long a pod that is to end may take, for a step and a checkpoint.
         restarts: how often a pod of ranks is replaced.
         preflight_s: how long the look at all nodes may take that comes first; 0 leaves it out. Pods come minutes apart.
+        ray: Ray places the run, on a cluster that KubeRay makes; then ``secret`` and ``tokens`` are not used.
     """
 
     image: str
@@ -94,6 +95,7 @@ class KubernetesJob:
     grace_s: int = 300
     restarts: int = 3
     preflight_s: int = 600
+    ray: bool = False
 
 
 def render_kubernetes(config: LachesisConfig, layout: Layout, job: KubernetesJob) -> str:
@@ -120,13 +122,18 @@ def manifests(config: LachesisConfig, layout: Layout, job: KubernetesJob) -> lis
             f"the run directory {run_dir} is not below {job.mount}, where the volume is, and would go with its pod",
             remedy=f"set run.dir below {job.mount}, or the place of the volume by --mount",
         )
+    if job.ray:
+        return [
+            _config_map({"config.yaml": dump_config(_by_ray(config, layout, job))}, name, job),
+            _ray_job(name, layout, job),
+        ]
     files = {"config.yaml": dump_config(config)}
     if layout.servers is not None:
         count, port = layout.servers.count, layout.servers.port
         urls = [f"http://{name}-engine-{number}.{name}-engines:{port}" for number in range(count)]
         files = {"config.yaml": dump_config(of_ranks(config, urls)), "engine.yaml": dump_config(of_engine(config))}
     found = [
-        _object("v1", "ConfigMap", f"{name}-config", job, data=files),
+        _config_map(files, name, job),
         _service(f"{name}-ranks", job, role="ranks", port=job.master_port),
         _ranks(config, layout, job, run_dir=run_dir),
     ]
@@ -138,6 +145,51 @@ def manifests(config: LachesisConfig, layout: Layout, job: KubernetesJob) -> lis
     if job.tokens is not None:
         found.insert(0, _object("v1", "Secret", _secret(name, job), job, type="Opaque", stringData=dict(job.tokens)))
     return found
+
+
+def _by_ray(config: LachesisConfig, layout: Layout, job: KubernetesJob) -> LachesisConfig:
+    """The configuration of the run on these nodes of a Ray cluster."""
+    sizes = {"gpus_per_node": layout.gpus} if layout.gpus else {"ranks_per_node": layout.ranks_per_node}
+    more = {"restarts": job.restarts, "preflight_s": float(job.preflight_s)}
+    changes = {"kind": "ray", "nodes": layout.nodes, **sizes, **more}
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=changes)})
+
+
+def _ray_job(name: str, layout: Layout, job: KubernetesJob) -> dict[str, Any]:
+    """A Ray cluster with a pod for each node, which KubeRay replaces, and a head that only places and watches.
+
+    KubeRay gives the pods their commands. It could start all of it again, but would whatever the run has failed of.
+    """
+    command = ["python", "-m", "lachesis", "run", str(_CONFIG_DIR / "config.yaml"), *job.options]
+    workers = {
+        "groupName": "nodes",
+        "replicas": layout.nodes,
+        "minReplicas": layout.nodes,
+        "maxReplicas": layout.nodes,
+        "rayStartParams": {},
+        "template": _ray_pod(name, job, role="nodes", gpus=layout.gpus),
+    }
+    head = {"rayStartParams": {"num-cpus": "0"}, "template": _ray_pod(name, job, role="head", gpus=0)}
+    return _object(
+        "ray.io/v1",
+        "RayJob",
+        name,
+        job,
+        spec={
+            "entrypoint": shlex.join(command),
+            "backoffLimit": 0,
+            "shutdownAfterJobFinishes": True,
+            "rayClusterSpec": {
+                "authOptions": {"mode": "token"},
+                "headGroupSpec": head,
+                "workerGroupSpecs": [workers],
+            },
+        },
+    )
+
+
+def _ray_pod(name: str, job: KubernetesJob, *, role: str, gpus: int) -> dict[str, Any]:
+    return _template(name, job, role=role, container=_container(job, role=f"ray-{role}", gpus=gpus))
 
 
 def _ranks(config: LachesisConfig, layout: Layout, job: KubernetesJob, *, run_dir: PurePosixPath) -> dict[str, Any]:
@@ -211,25 +263,33 @@ def _engines(name: str, servers: NodeServers, job: KubernetesJob) -> dict[str, A
 def _pod(
     name: str, job: KubernetesJob, *, role: str, script: str, gpus: int, environment: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """A pod with one container; NCCL and vLLM want more shared memory than the 64 MiB that one has by itself."""
+    """A pod whose container runs a script, with the tokens of the run."""
     tokens = [
         {"name": token, "valueFrom": {"secretKeyRef": {"name": _secret(name, job), "key": token}}}
         for token in (JOB_TOKEN, SESSION_TOKEN)
     ]
+    command = ["bash", "-c", script, role, *(job.options if role == "ranks" else ())]
+    container = _container(job, role=role, gpus=gpus) | {"command": command, "env": [*environment, *tokens]}
+    return _template(name, job, role=role, container=container)
+
+
+def _container(job: KubernetesJob, *, role: str, gpus: int) -> dict[str, Any]:
+    """NCCL and vLLM want more shared memory than the 64 MiB that one has by itself, and so does Ray."""
     container: dict[str, Any] = {
         "name": role,
         "image": job.image,
-        "command": ["bash", "-c", script, role, *(job.options if role == "ranks" else ())],
         "workingDir": str(job.mount),
-        "env": [*environment, *tokens],
         "volumeMounts": [
             {"name": "config", "mountPath": str(_CONFIG_DIR)},
             {"name": "shared", "mountPath": str(job.mount)},
             {"name": "memory", "mountPath": "/dev/shm"},
         ],
     }
-    if gpus:
-        container["resources"] = {"limits": {"nvidia.com/gpu": gpus}}
+    return container | ({"resources": {"limits": {"nvidia.com/gpu": gpus}}} if gpus else {})
+
+
+def _template(name: str, job: KubernetesJob, *, role: str, container: dict[str, Any]) -> dict[str, Any]:
+    """A pod with one container."""
     volumes = [
         {"name": "config", "configMap": {"name": f"{name}-config"}},
         {"name": "shared", "persistentVolumeClaim": {"claimName": job.claim}},
@@ -239,6 +299,10 @@ def _pod(
         "metadata": {"labels": {_LABEL: name, "app.kubernetes.io/component": role}},
         "spec": {"terminationGracePeriodSeconds": job.grace_s, "containers": [container], "volumes": volumes},
     }
+
+
+def _config_map(files: Mapping[str, str], name: str, job: KubernetesJob) -> dict[str, Any]:
+    return _object("v1", "ConfigMap", f"{name}-config", job, data=dict(files))
 
 
 def _service(name: str, job: KubernetesJob, *, role: str, port: int) -> dict[str, Any]:

@@ -144,6 +144,12 @@ def of_engine(config: LachesisConfig) -> LachesisConfig:
     return config.model_copy(update={"engine": engine.model_copy(update=changes)})
 
 
+def ray_keys(layout: Layout, *, preflight_s: float) -> list[str]:
+    """What `lachesis run` is told, as ``key=value``, so that it places this layout on the nodes of a Ray cluster."""
+    size = f"cluster.gpus_per_node={layout.gpus}" if layout.gpus else f"cluster.ranks_per_node={layout.ranks_per_node}"
+    return ["cluster.kind=ray", f"cluster.nodes={layout.nodes}", size, f"cluster.preflight_s={preflight_s:g}"]
+
+
 def _check_devices(config: LachesisConfig, machines: Machines) -> None:
     on_cpu = config.model.device == "cpu"
     if on_cpu and machines.gpus:

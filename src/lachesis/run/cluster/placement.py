@@ -268,10 +268,10 @@ def cause(ends: Mapping[int, Ended | Lost]) -> tuple[int, Ended | Lost]:
 
     What became of a node, or a signal, is no word of the process: any rank that speaks says more.
     """
-    spoken = {rank: end for rank, end in ends.items() if isinstance(end, Ended) and (end.code or 0) > 0}
-    lost = {rank: end for rank, end in ends.items() if rank not in spoken and end != Ended(0, "")}
-    final = {rank: end for rank, end in spoken.items() if end.code in FINAL}
-    rank = min(final or lost or spoken or ends)
+    failed = {rank: end for rank, end in ends.items() if not (isinstance(end, Ended) and end.code == 0)}
+    spoken = {rank: end for rank, end in failed.items() if isinstance(end, Ended) and (end.code or 0) > 0}
+    final = [rank for rank, end in spoken.items() if end.code in FINAL]
+    rank = min(final or failed.keys() - spoken or spoken or ends)
     return rank, ends[rank]
 
 

@@ -23,6 +23,8 @@ from lachesis.run.cluster.placement import Bundle, Ended, Lost, NodeRoom, Place,
 
 # Of a host: processes at a time, and calls beside them.
 _CALLS = 64
+# What Ray says of an actor that went with its node.
+_NODE_DIED = "its node has died"
 _SESSIONS = "LACHESIS_SESSION_DIR"
 
 
@@ -33,6 +35,7 @@ class Host:
         self._job = job
         self._running: dict[str, tuple[ManagedProcess, threading.Event]] = {}
         self._stopping = False
+        self._ray_here = os.getppid()
 
     def place(self) -> Place:
         """Where this is."""
@@ -43,8 +46,8 @@ class Host:
             port = int(probe.getsockname()[1])
         return Place(node=ray.get_runtime_context().get_node_id(), address=address, free_port=port)
 
-    def run(self, task: Task) -> Ended:
-        """Start a process, and say how it ended once it has."""
+    def run(self, task: Task) -> Ended | Lost:
+        """Start a process, and say how it ended once it has; where Ray is gone from here it has ended with that."""
         ended = threading.Event()
         sessions = str(Path(tempfile.gettempdir()) / f"lachesis-{self._job}")
         process = ManagedProcess(
@@ -67,6 +70,8 @@ class Host:
         self._running[task.name] = (process, ended)
         ended.wait()
         del self._running[task.name]
+        if os.getppid() != self._ray_here:
+            return Lost("Ray has ended on its node", node_lost=True)
         return Ended(process.exit_code, last_words(process.last_lines()))
 
     def stop(self) -> None:
@@ -144,8 +149,15 @@ class RayCluster:
         try:
             return self._ray.get(call)
         except self._ray.exceptions.RayActorError as error:
-            gone = place is not None and place.node not in self.nodes()
-            return Lost(_reason(error), node_lost=gone)
+            if _NODE_DIED in str(error) or (place is not None and not self.lives(place)):
+                return Lost(
+                    "its node is gone" if place is None else f"its node {place.address} is gone", node_lost=True
+                )
+            return Lost(_reason(error), node_lost=False)
+
+    def lives(self, place: Place) -> bool:
+        """Whether a node is there, as far as Ray knows: of one that went without a word it knows after a while."""
+        return place.node in self.nodes()
 
     def end(self, host: Any) -> None:
         """End a host, and what runs on it."""
@@ -192,6 +204,7 @@ def connected(environment: Mapping[str, str] = os.environ) -> Iterator[RayCluste
 
 
 def _reason(error: BaseException) -> str:
+    """The first of Ray's words that are a reason; a log may follow them."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = [line for line in lines if "because" in line or "Error: " in line]
-    return (said or lines or [type(error).__name__])[-1]
+    said = [line for line in lines if "because" in line or "Error: " in line or "exit" in line]
+    return (said or lines or [type(error).__name__])[0]

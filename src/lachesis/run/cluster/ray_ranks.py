@@ -22,7 +22,7 @@ from lachesis.run.cluster.placement import (
     rank_tasks,
     start_options,
 )
-from lachesis.run.cluster.ray_services import Watch
+from lachesis.run.cluster.ray_services import NEWS_S, Watch
 
 logger = logging.getLogger("lachesis")
 
@@ -111,8 +111,8 @@ class Ranks:
         lost = any(isinstance(one, Lost) for one in self._ends.values())
         if is_final(end):
             raise error
-        if isinstance(end, Lost) and end.node_lost:
-            logger.warning("%s", error.message)
+        if isinstance(end, Lost) and self._node_lost(rank, end):
+            logger.warning("rank %d is lost with its node", rank)
         else:
             self._failures += 1
             if self._failures > self._job.config.cluster.restarts:
@@ -135,6 +135,16 @@ class Ranks:
     def _new_host(self, node: int) -> Any:
         bundles = rank_bundles(self._job.layout)
         return self._cluster.host(self.group, bundle=node, needs=bundles[node])
+
+    def _node_lost(self, rank: int, end: Lost) -> bool:
+        """Whether its node is lost too, which Ray may come to know later."""
+        place, until = self.places[rank // self._job.layout.ranks_per_node], time.monotonic() + NEWS_S
+        while not end.node_lost and self._cluster.lives(place):
+            if time.monotonic() > until:
+                return False
+            self._meanwhile()
+            time.sleep(0.5)
+        return True
 
     def _stop(self) -> None:
         """End what is left of the ranks; hosts that are gone, or do not answer, are replaced by others."""

@@ -83,7 +83,8 @@ def run_on_ray(
         config = load(None).config
         layout = derive_layout(config, machines_of(list(cluster.nodes().values()), config))
         loaded = load(layout.ranks if layout.ranks > 1 else None)
-        log_findings([*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)])
+        log_findings(loaded.findings)
+        check(loaded.config, located=loaded.located, name=loaded.name)  # rank 0 says what is no problem
         config = loaded.config
         run_dir = run_dir_of(config)
         tokens = {name: secrets.token_hex(32) for name in (JOB_TOKEN, SESSION_TOKEN)}
@@ -298,7 +299,7 @@ class RayRun:
 
 
 class _Tail:
-    """What is appended to a file from now on, by lines; errors are left out, for they are raised here."""
+    """What is appended to a file from now on, by lines: without errors, which are raised here, and how ranks go on."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -313,5 +314,5 @@ class _Tail:
             whole = file.read().rpartition(b"\n")[0]
         self._read += len(whole) + bool(whole)
         for line in whole.decode(errors="replace").splitlines() if whole else []:
-            if not line.startswith("error: "):
+            if not line.startswith("error: ") and "; go on with: " not in line:
                 say(line)

@@ -15,6 +15,8 @@ logger = logging.getLogger("lachesis")
 
 _AGAIN_S = 5.0
 _LOOK_S = 0.5
+# After so long Ray knows of a node that went without a word.
+NEWS_S = 40.0
 
 
 class Watch:
@@ -95,7 +97,8 @@ class Service:
         if host is not self.host:
             return
         if isinstance(outcome, Lost):
-            self._count(outcome)
+            if not outcome.node_lost:
+                self._count(outcome)
             self._watch.later(partial(self._begin_for, host), after_s=_AGAIN_S)
             return
         logger.info("%s is at %s", self.name, outcome.address)
@@ -111,15 +114,25 @@ class Service:
         if isinstance(outcome, Ended) and outcome.code == 0 and self._may_end:
             logger.warning("%s has ended by itself, and is not started again", self.name)
             return
-        if isinstance(outcome, Lost) and outcome.node_lost and self.place is not None:
-            logger.warning("%s is lost with its node %s, and gets another place", self.name, self.place.address)
-            self._begin()
+        if isinstance(outcome, Lost):
+            self._lost(host, outcome, time.monotonic() + NEWS_S)
             return
         self._count(outcome)
-        if isinstance(outcome, Lost):
-            self._begin()
+        self._watch.later(partial(self._run_on, host), after_s=_AGAIN_S)
+
+    def _lost(self, host: Any, outcome: Lost, until: float) -> None:
+        """Another place, once it is known whether the node is lost too, on which Ray would put it else."""
+        if host is not self.host:
+            return
+        node_lost = outcome.node_lost or (self.place is not None and not self._watch.cluster.lives(self.place))
+        if not node_lost and time.monotonic() < until:
+            self._watch.later(partial(self._lost, host, outcome, until), after_s=_LOOK_S)
+            return
+        if node_lost:
+            logger.warning("%s is lost with its node; it gets another place", self.name)
         else:
-            self._watch.later(partial(self._run_on, host), after_s=_AGAIN_S)
+            self._count(outcome)
+        self._begin()
 
     def _run_on(self, host: Any) -> None:
         if host is self.host:

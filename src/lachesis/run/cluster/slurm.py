@@ -13,8 +13,10 @@ import jinja2
 
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
 from lachesis.config.schema import LachesisConfig, VllmEngineConfig
-from lachesis.run.cluster.layout import FINAL, Layout
+from lachesis.run.cluster.layout import FINAL, Layout, ray_keys
 
+# Of Ray's head.
+_RAY_PORT = 6379
 _TEMPLATE = Path(__file__).with_name("slurm.sh.j2")
 # Ended by a signal as shells and srun report it; a fault of a library may be one of a machine.
 _PASSING = (str(EngineError.exit_code), str(DeadlineExceeded.exit_code), "70", "1[2-9][0-9]", "2[0-9][0-9]")
@@ -35,6 +37,7 @@ class SlurmJob:
         restarts: how often the job is queued again after a failure.
         preflight_s: how long the look at all nodes may take that comes first; 0 leaves it out.
         more: further options of sbatch, as they are.
+        ray: the nodes make a Ray cluster, which places the run.
     """
 
     config_path: Path
@@ -49,6 +52,7 @@ class SlurmJob:
     restarts: int = 3
     preflight_s: int = 30
     more: tuple[str, ...] = ()
+    ray: bool = False
 
 
 def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
@@ -78,6 +82,9 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
         passing=_PASSING,
         final=FINAL,
         preflight_s=job.preflight_s,
+        ray=job.ray,
+        ray_port=_RAY_PORT,
+        ray_keys=[word for key in ray_keys(layout, preflight_s=job.preflight_s) for word in ("--set", key)],
     )
 
 
@@ -90,7 +97,7 @@ def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str
     """Whole nodes: steps share their CPUs and memory. Each option is one word."""
     if job.time is not None and not _TIME.fullmatch(job.time):
         raise ConfigError(f"--time {job.time!r} is no time of sbatch", remedy="write it as HH:MM:SS or D-HH:MM:SS")
-    tasks = max(layout.ranks_per_node, layout.servers.per_node if layout.servers else 0)
+    tasks = 1 if job.ray else max(layout.ranks_per_node, layout.servers.per_node if layout.servers else 0)
     values: dict[str, object] = {
         "chdir": job.directory,
         "output": f"{run_dir.name}-slurm-%j.log",
@@ -101,6 +108,7 @@ def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str
         "time": job.time,
         "partition": job.partition,
         "account": job.account,
+        "no-kill": "" if job.ray else None,  # Ray does without a lost node
         "signal": f"B:USR1@{job.notice_s}",
         "open-mode": "append",
     }
@@ -108,7 +116,7 @@ def _sbatch_options(layout: Layout, job: SlurmJob, *, run_dir: Path) -> list[str
     for name in ("partition", "account"):
         if name in given and not _NAME.fullmatch(given[name]):
             raise ConfigError(f"--{name} {given[name]!r} is no name", remedy="write it as one word")
-    words = [f"--{name}={shlex.quote(value)}" for name, value in given.items()]
+    words = [f"--{name}={shlex.quote(value)}" if value else f"--{name}" for name, value in given.items()]
     if wrong := [option for option in job.more if not option.startswith("-") or "\n" in option]:
         raise ConfigError(f"{wrong[0]!r} is no option of sbatch", remedy="write it as in --sbatch=--qos=high")
     return [*words, "--exclusive", "--requeue", *job.more]

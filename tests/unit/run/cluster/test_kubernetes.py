@@ -104,3 +104,39 @@ def test_the_services_find_their_pods_and_the_configurations_are_read(tmp_path: 
 def test_what_kubernetes_could_not_keep_is_refused(sections: dict[str, Any], message: str):
     with pytest.raises(ConfigError, match=message):
         rendered(sections, Machines(2, 8))
+
+
+@pytest.mark.parametrize(("sections", "machines"), [(APART, Machines(4, 8)), (CPU, Machines(2, ranks=3))])
+def test_a_ray_job_has_a_pod_for_each_node_and_one_that_places(sections: dict[str, Any], machines: Machines):
+    """Its schema is KubeRay's and is in no package; what is in it of Kubernetes' own API is held against that."""
+    written, job = rendered(
+        sections, machines, ray=True, tokens=None, namespace="rl", options=("--resume",), restarts=5
+    )
+    assert (written["kind"], job["apiVersion"], job["kind"]) == ("ConfigMap", "ray.io/v1", "RayJob")
+    assert job["metadata"] == {"name": "math-8b", "namespace": "rl"}
+    spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
+    assert spec["entrypoint"] == "python -m lachesis run /etc/lachesis/config.yaml --resume"
+    assert (spec["backoffLimit"], spec["shutdownAfterJobFinishes"]) == (0, True)
+    assert set(spec) == {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "rayClusterSpec"}
+    assert set(cluster) == {"authOptions", "headGroupSpec", "workerGroupSpecs"}
+    head, (workers,) = cluster["headGroupSpec"], cluster["workerGroupSpecs"]
+    assert head["rayStartParams"] == {"num-cpus": "0"}, "no rank and no engine is placed there"
+    assert {workers[key] for key in ("replicas", "minReplicas", "maxReplicas")} == {machines.nodes}
+    for template, gpus in ((head["template"], 0), (workers["template"], machines.gpus)):
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "pod"}, "template": template}
+        for version in VERSIONS:
+            kubernetes_validate.validate(pod, version, strict=True)
+        (container,) = template["spec"]["containers"]
+        assert container.get("resources") == ({"limits": {"nvidia.com/gpu": gpus}} if gpus else None)
+        assert not {"command", "args"} & set(container), "which KubeRay gives it"
+    found = yaml.safe_load(written["data"]["config.yaml"])
+    assert found["engine"]["kind"] == config(**sections).engine.kind, "Ray places it"
+    own = {key: found["cluster"][key] for key in ("kind", "nodes", "gpus_per_node", "ranks_per_node", "restarts")}
+    gpus, ranks = machines.gpus or None, machines.ranks
+    assert own == {
+        "kind": "ray",
+        "nodes": machines.nodes,
+        "gpus_per_node": gpus,
+        "ranks_per_node": ranks,
+        "restarts": 5,
+    }
