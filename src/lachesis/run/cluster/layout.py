@@ -129,9 +129,13 @@ def engine_ports(config: LachesisConfig, *, servers: int) -> list[int]:
 
 
 def of_ranks(config: LachesisConfig, urls: Sequence[str]) -> LachesisConfig:
-    """The configuration of ranks whose inference servers are on nodes of their own, at ``urls``."""
+    """The configuration of ranks whose inference servers are on nodes of their own, at ``urls``.
+
+    The servers are this job's alone: what has claimed them was killed before it could give them back.
+    """
     quorum = config.engine.quorum if isinstance(config.engine, VllmEngineConfig) else None
-    engine = HttpEngineConfig(urls=list(urls), wait_s=config.deadlines.engine_start_s, quorum=quorum)
+    wait_s = config.deadlines.engine_start_s
+    engine = HttpEngineConfig(urls=list(urls), wait_s=wait_s, quorum=quorum, takeover=True)
     return config.model_copy(update={"engine": engine})
 
 

@@ -30,6 +30,7 @@ logger = logging.getLogger("lachesis")
 _ALONE_S, _STOP_S = 15.0, 60.0
 # What ran on a lost node ends within this time, where it is Ray alone that is gone from there.
 _LOST_S = 5.0
+_LOOK_S = 0.5
 
 
 _FROM: Mapping[tuple[str, ...], str] = {
@@ -69,16 +70,21 @@ class Ranks:
     def settle(self) -> None:
         """Wait until all hosts have a place, and new ports are known. Raises DeadlineExceeded."""
         until = time.monotonic() + self._job.config.cluster.wait_s
-        calls = [host.place.remote() for host in self.hosts]
-        while len(self._cluster.wait(calls, limit_s=0.5)) < len(calls):
+        found: dict[int, Place] = {}
+        calls = {node: host.place.remote() for node, host in enumerate(self.hosts)}
+        while calls:
+            done = self._cluster.wait(list(calls.values()), limit_s=_LOOK_S)
+            for node, call in [(node, call) for node, call in calls.items() if call in done]:
+                outcome = self._cluster.outcome(call)
+                if isinstance(outcome, Lost):  # of a node, or with one, of whose loss Ray has not known
+                    calls[node] = self._replace(node).place.remote()
+                else:
+                    found[node] = outcome
+                    del calls[node]
             self._meanwhile()
-            if time.monotonic() > until:
+            if calls and time.monotonic() > until:
                 raise self._no_room()
-        outcomes = [self._cluster.outcome(call) for call in calls]
-        for node, outcome in enumerate(outcomes):
-            if isinstance(outcome, Lost):
-                raise failure(f"the host of ranks on node {node}", outcome)
-        self.places = outcomes
+        self.places = [found[node] for node in range(len(self.hosts))]
 
     def start(self) -> None:
         """Start all of them; where the run has begun, from its last checkpoint."""
@@ -143,7 +149,7 @@ class Ranks:
             if time.monotonic() > until:
                 return False
             self._meanwhile()
-            time.sleep(0.5)
+            time.sleep(_LOOK_S)
         return True
 
     def _stop(self) -> None:
@@ -152,8 +158,12 @@ class Ranks:
         done = self._cluster.wait(calls, limit_s=_STOP_S)
         for node, call in enumerate(calls):
             if call not in done or isinstance(self._cluster.outcome(call), Lost):
-                self._cluster.end(self.hosts[node])
-                self.hosts[node] = self._new_host(node)
+                self._replace(node)
+
+    def _replace(self, node: int) -> Any:
+        self._cluster.end(self.hosts[node])
+        self.hosts[node] = self._new_host(node)
+        return self.hosts[node]
 
     def _no_room(self) -> DeadlineExceeded:
         bundles = rank_bundles(self._job.layout)

@@ -146,10 +146,11 @@ class RayRun:
     def close(self) -> None:
         """End all processes: ranks before the engines that they hold claims of."""
         services = [service for service in (self._environment, *self._engines, self._api) if service is not None]
-        for hosts in ([] if self._ranks is None else self._ranks.hosts, [service.host for service in services]):
+        ranks = [] if self._ranks is None else self._ranks.hosts
+        for hosts in (ranks, [service.host for service in services if service.place is not None]):
             self._cluster.wait([host.stop.remote() for host in hosts], limit_s=_CLOSE_S)
-            for host in hosts:
-                self._cluster.end(host)
+        for host in (*ranks, *(service.host for service in services)):
+            self._cluster.end(host)
         self._cluster.release()
         self._http.close()
 
@@ -205,7 +206,7 @@ class RayRun:
         """What ranks find when they start: the rollout API, where it is apart from them, and their configuration."""
         job = self._job
         if job.apart and job.config.services.api is not None and self._api is None:
-            if not self._options:
+            if "--resume" not in self._options:
                 shutil.rmtree(job.directory / "api", ignore_errors=True)
             self._api = Service(
                 "the rollout API",

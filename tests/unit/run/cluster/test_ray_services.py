@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,57 +11,11 @@ from lachesis.common.errors import ConfigError, EngineError, LachesisError
 from lachesis.run.cluster import ray_services
 from lachesis.run.cluster.placement import Ended, Lost, Place
 from lachesis.run.cluster.ray_services import Service, Watch
+from tests.unit.run.cluster.hosts import Cluster, Host
 from tests.waiting import LONG_S
 
 FAILED, WRONG = Ended(6, "error: no memory"), Ended(2, "error: no such key")
 NODE_LOST, HOST_LOST = Lost("its node is gone", node_lost=True), Lost("its actor died", node_lost=False)
-
-
-@dataclass(eq=False)
-class Call:
-    outcome: Any = None
-
-
-@dataclass(eq=False)
-class Method:
-    """Of a host: each call of it is under way until it has an outcome."""
-
-    calls: list[Call] = field(default_factory=list)
-
-    def remote(self, *arguments: Any) -> Call:
-        self.calls.append(Call())
-        return self.calls[-1]
-
-
-@dataclass(eq=False)
-class Host:
-    place: Method = field(default_factory=Method)
-    run: Method = field(default_factory=Method)
-    ended: bool = False
-
-
-class Cluster:
-    """As RayCluster, of hosts of this process."""
-
-    def __init__(self) -> None:
-        self.hosts: list[Host] = []
-        self.gone: set[str] = set()
-
-    def host(self) -> Host:
-        self.hosts.append(Host())
-        return self.hosts[-1]
-
-    def wait_any(self, calls: list[Call], *, limit_s: float) -> list[Call]:
-        return [call for call in calls if call.outcome is not None]
-
-    def outcome(self, call: Call, *, place: Place | None = None) -> Any:
-        return call.outcome
-
-    def lives(self, place: Place) -> bool:
-        return place.node not in self.gone
-
-    def end(self, host: Host) -> None:
-        host.ended = True
 
 
 class Stage:
