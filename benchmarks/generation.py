@@ -1,12 +1,16 @@
 """How fast tokens with their logprobs reach the trainer, beside vLLM in one process.
 
     PYTHONPATH=src python benchmarks/generation.py [--size 1.5B|8B] [--tiny] [--in-flight N ...] [--out FILE.json]
-        [--quantization fp8] [--kv-cache-dtype fp8]
+        [--quantization fp8] [--kv-cache-dtype fp8] [--speculative ngram [--lookup 2 4]] [--temperature T]
 
 All generate the same: sequences of equal length (128 tokens of prompt, 8 completions a prompt, 512 new tokens), with a
 model of random bf16 weights. "In process" is ``vllm.LLM.generate``; with logprobs they are of the distribution sampled
 from (``processed_logprobs``), as training needs them. "Our server" is ``lachesis vllm-serve`` asked by the trainer's
 client, from another process; what it answers are token ids, logprobs and weight versions.
+
+``--speculative`` adds a server that guesses tokens, and prints what its worker measured with and without guesses for
+each size of the batch, and what it does since. Random weights at temperature 1 say what nobody can guess: that is what
+guessing costs at worst. At ``--temperature 0`` they repeat themselves: that is what it brings at best.
 
 Each engine runs in a process of its own. "Busy" is the share of one core that the busiest process took besides the
 GPU: near 1.0 it is Python that sets the speed.
@@ -25,6 +29,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +41,7 @@ from needs_gpu import require_gpu
 from lachesis.common.deadline import Deadline
 from lachesis.common.process import ManagedProcess
 from lachesis.common.types import GenerationRequest, SamplingParams
+from lachesis.config.schema import SpeculativeConfig
 from lachesis.engines.http.client import HttpEngine
 
 PORT = 9111
@@ -54,6 +60,7 @@ SERVER = "our server"
 MATCH = "in process, without logprobs"
 # By the values of --quantization and --kv-cache-dtype, as engine.quantization and engine.kv_cache_dtype have them.
 FLAGS = {"fp8": ["--quantization", "fp8_per_channel"], "fp8 cache": ["--kv-cache-dtype", "fp8"]}
+GUESSED = 4
 
 
 def make_model(directory: Path, *, size: str, tiny: bool) -> None:
@@ -143,7 +150,9 @@ def in_process(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             continue
 
         def generate(prompts: list[list[int]], each: int, length: int, fields: dict[str, Any] = fields) -> int:
-            params = vllm.SamplingParams(n=each, max_tokens=length, ignore_eos=True, temperature=1.0, seed=1, **fields)
+            params = vllm.SamplingParams(
+                n=each, max_tokens=length, ignore_eos=True, temperature=arguments.temperature, seed=1, **fields,
+            )  # fmt: skip
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
             return sum(len(one.token_ids) for output in outputs for one in output.outputs)
 
@@ -162,6 +171,13 @@ def server_rows(arguments: argparse.Namespace) -> dict[str, list[str]]:
             *arguments.server_flags,
             *(f for name in asked for f in FLAGS[name]),
         ]
+    if arguments.speculative is not None:
+        fewest, most = arguments.lookup
+        lookup = {"prompt_lookup_min": fewest, "prompt_lookup_max": most} if arguments.speculative == "ngram" else {}
+        keys = SpeculativeConfig(method=arguments.speculative, tokens=GUESSED, options=lookup)
+        rows[f"{SERVER}, {arguments.speculative}"] = [
+            *arguments.server_flags, "--speculative-config", keys.argument,
+        ]  # fmt: skip
     return rows
 
 
@@ -180,15 +196,18 @@ def serve_row(name: str, flags: list[str], arguments: argparse.Namespace) -> dic
     process.start(deadline=Deadline("the start of our server", START_S))
     engine = HttpEngine([f"http://127.0.0.1:{PORT}"], max_in_flight=4096)
     try:
+        engine.connect(deadline=Deadline("asking our server", 60))
 
         def generate(prompts: list[list[int]], each: int, length: int) -> int:
-            params = SamplingParams(length, extra={"ignore_eos": True})
+            params = SamplingParams(length, temperature=arguments.temperature, extra={"ignore_eos": True})
             requests = [GenerationRequest(tuple(p), params, n=each, seed=i) for i, p in enumerate(prompts)]
             groups = engine.generate(requests, deadline=Deadline("generation", 600))
             assert all(len(one.logprobs) == len(one.token_ids) for group in groups for one in group)
             return sum(len(one.token_ids) for group in groups for one in group)
 
-        return {"name": name, "rates": measure(generate, arguments)}
+        rates = measure(generate, arguments)
+        drafted = engine.controls[0].info(deadline=Deadline("asking what was guessed", 60)).drafted
+        return {"name": name, "rates": rates, "drafted": drafted and asdict(drafted)}
     finally:
         engine.close()
         process.stop()
@@ -208,8 +227,27 @@ def table(results: list[dict[str, Any]], in_flight: list[int]) -> str:
         if name.startswith(f"{SERVER}, "):
             ratios = [f"{rates[name][n] / rates[SERVER][n]:.2f}" for n in in_flight]
             lines.append(f"| {name}, over {SERVER} | " + " | ".join(ratios) + " |")
+    lines += [line for result in results if result.get("drafted") for line in guesses(result)]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
     return "\n".join(lines) + f"\n\n{gpu}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}\n"
+
+
+def guesses(result: dict[str, Any]) -> list[str]:
+    """Markdown: what a server that guesses tokens measured, by the number of sequences in a step."""
+    drafted = result["drafted"]
+    share, length = drafted["accepted"] / max(1, drafted["tokens"]), drafted["accepted"] / max(1, drafted["passes"]) + 1
+    lines = [
+        "",
+        f"{result['name']}: {share:.0%} of the guesses were right, {length:.2f} tokens from a pass with guesses, which "
+        f"{drafted['drafted_steps']:,} of {drafted['steps']:,} steps had.",
+        "",
+        "| sequences in a step | tokens/s with guesses | without | it guesses |",
+        "|---|---|---|---|",
+    ]
+    for verdict in sorted(drafted["verdicts"], key=lambda verdict: verdict["sequences"]):
+        first, does = verdict["sequences"], "yes" if verdict["drafting"] else "no"
+        lines.append(f"| {first} to {2 * first - 1} | {verdict['drafted']:,.0f} | {verdict['plain']:,.0f} | {does} |")
+    return lines
 
 
 def main() -> None:
@@ -222,6 +260,9 @@ def main() -> None:
     parser.add_argument("--server-flags", nargs="*", default=[])
     parser.add_argument("--quantization", choices=["none", "fp8"], default="none", help="one more row of the server")
     parser.add_argument("--kv-cache-dtype", choices=["auto", "fp8"], default="auto", help="in that row")
+    parser.add_argument("--speculative", default=None, help="one more server, which guesses tokens by this method")
+    parser.add_argument("--lookup", type=int, nargs=2, default=[2, 4], help="shortest and longest n-gram of ngram")
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--model-dir", type=Path, default=None)
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-generation")
     parser.add_argument("--out", type=Path, default=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +13,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from lachesis.common.types import GenerationRequest, SamplingParams
-from lachesis.engines.http.client import HttpEngine
-from lachesis.engines.vllm.drafts import drafts_pay
 from lachesis.transport.channel import Channel
 from lachesis.transport.rendezvous import listen
-from tests.contracts.servers import MAX_LEN, TOKEN, Server, ServerFactory, running
+from tests.contracts.guesses import DRAFTS, check_guesses
+from tests.contracts.servers import MAX_LEN, Server, ServerFactory, running
 from tests.contracts.test_server_contract import (
     canary,
     logprobs_of,
@@ -34,7 +32,6 @@ from tests.tiny import tiny_model
 
 pytestmark = needs_vllm
 WORKERS = 2
-DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
 LONG_PROMPT = [(7 * i) % 90 + 3 for i in range(64)]
 TOLERANCE = VLLM_SERVER.tolerance
 
@@ -62,60 +59,10 @@ def test_drafts_that_are_not_the_policys_are_found_when_the_server_starts(tmp_pa
         pass
 
 
-def guess(tokens: list[int]) -> int | None:
-    """What came after the longest of the n-grams at the end that was there before, as vLLM looks them up."""
-    for size in (3, 2, 1):
-        for start in range(len(tokens) - size):
-            if tokens[start : start + size] == tokens[-size:]:
-                return tokens[start + size]
-    return None
-
-
-def deviations(values: list[float], expected: list[float], variances: list[float]) -> float:
-    """By how many standard deviations the sum of what was sampled differs from what was to be expected."""
-    return (sum(values) - sum(expected)) / sum(variances) ** 0.5
-
-
 def test_tokens_that_were_guessed_are_the_policys(tmp_path: Path):
     """With a kernel of vLLM's CPU build mended: logprobs are the model's, and tokens come as often as they should."""
     with running(guessing(plugin="tests.contracts.mended_vllm:mend"), tmp_path) as server:
-        with closing(HttpEngine([str(server.http.base_url)], token=TOKEN)) as engine:
-            engine.connect(deadline=soon())
-            for temperature in (0.5, 1.0):
-                check_sampling(engine, VLLM_SERVER.build_model(0), temperature=temperature)
-            found = {name: value.value() for name, value in engine.metrics().items()}
-        drafted = server.get("/bridge/info")["drafted"]
-    assert 0 < drafted["accepted"] < drafted["tokens"] <= 4 * drafted["passes"]
-    assert 0 < drafted["drafted_steps"] < drafted["steps"], "both kinds were measured"
-    (verdict,) = [verdict for verdict in drafted["verdicts"] if verdict["sequences"] == 32]
-    rates = {name: verdict[name] for name in ("drafted", "plain")}
-    assert min(rates.values()) > 0 and verdict["drafting"] is drafts_pay(**rates, drafting=True)
-    assert 0 < found["draft_acceptance"] < 1 < found["draft_length"] < 5
-    assert 0 < found["draft_share"] < 1 and 0 < found["draft_steps"] < 1 and found["draft_speedup"] > 0
-
-
-@torch.no_grad()
-def check_sampling(engine: HttpEngine, model: PreTrainedModel, *, temperature: float) -> None:
-    prompt = (5, 6, 7, 8) * 6
-    params = SamplingParams(MAX_LEN - len(prompt), temperature=temperature, extra={"ignore_eos": True})
-    (completions,) = engine.generate([GenerationRequest(prompt, params, n=60, seed=1)], deadline=soon())
-    tokens = torch.tensor([[*prompt, *completion.token_ids] for completion in completions])
-    logits = model(input_ids=tokens).logits[:, len(prompt) - 1 : -1].double() / temperature
-    logprobs, sampled = logits.log_softmax(-1), tokens[:, len(prompt) :, None]
-    own = logprobs.gather(-1, sampled)[..., 0]
-    read = torch.tensor([completion.logprobs for completion in completions], dtype=torch.float64)
-    assert (own - read).abs().max() <= TOLERANCE
-    mean = (logprobs.exp() * logprobs).sum(-1)
-    spread = (logprobs.exp() * logprobs.square()).sum(-1) - mean.square()
-    assert abs(deviations(own.flatten().tolist(), mean.flatten().tolist(), spread.flatten().tolist())) < 4
-    right: list[float] = []
-    chances: list[float] = []
-    for row, chance in zip(tokens.tolist(), logprobs.exp().tolist(), strict=True):
-        for place, probabilities in enumerate(chance, start=len(prompt)):
-            if (guessed := guess(row[:place])) is not None:
-                right.append(float(row[place] == guessed))
-                chances.append(probabilities[guessed])
-    assert abs(deviations(right, chances, [p * (1 - p) for p in chances])) < 4
+        check_guesses(server, VLLM_SERVER.build_model(0), tolerance=TOLERANCE)
 
 
 @contextmanager

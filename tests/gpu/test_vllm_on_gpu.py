@@ -25,6 +25,7 @@ from lachesis.run.engine import EngineSide
 from lachesis.train.batch import pack
 from lachesis.train.policy import Policy
 from lachesis.transport.float8 import by_rows
+from tests.contracts.guesses import DRAFTS, check_guesses
 from tests.contracts.servers import CHAT_TEMPLATE, Server, running
 from tests.contracts.test_server_contract import canary, soon
 from tests.contracts.vllm_server import VLLM_SERVER, start_vllm
@@ -167,6 +168,13 @@ def test_an_engine_that_guesses_tokens_samples_from_the_policy(tmp_path: Path):
         assert isinstance(side.bridge.engine, HttpEngine)
         drafted = side.bridge.engine.controls[0].info(deadline=soon()).drafted
         assert drafted is not None and 0 < drafted.accepted < drafted.tokens
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "CUDA graphs"])
+def test_guessed_tokens_have_the_models_logprobs_and_come_as_often_as_they_should(graphs: bool, tmp_path: Path):
+    flags = ["--dtype", "bfloat16", "--speculative-config", DRAFTS, *(["--no-enforce-eager"] if graphs else [])]
+    with serving(tmp_path / "server", *flags) as server:
+        check_guesses(server, tiny_model("qwen2", seed=0, **SIZES).bfloat16().float(), tolerance=0.6)
 
 
 def test_an_engine_sleeps_while_the_trainer_computes(tmp_path: Path):

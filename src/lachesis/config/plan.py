@@ -22,7 +22,7 @@ from lachesis.config.memory import (
 )
 from lachesis.config.model_shape import FoundShape, ModelShape, find_shape, read_shape, unknown_shape
 from lachesis.config.rules.distributed import shared_card
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import LachesisConfig, SpeculativeConfig
 from lachesis.config.steps import (
     nearest_divisors,
     nearest_multiples,
@@ -126,10 +126,14 @@ def plan(
     taught = config.algorithm.teacher
     held = None if taught is None or taught.kind != "model" else taught.model
     teacher = None if taught is None or held is None else read_shape(held, revision=taught.revision)
+    speculative = config.engine.speculative if config.engine.kind == "vllm" else None
+    guesser = None if speculative is None or speculative.model is None else read_shape(speculative.model)
     parts = (
         []
         if shape is None
-        else memory_parts(config, shape, lengths=lengths, device=chosen, devices=devices, teacher=teacher)
+        else memory_parts(
+            config, shape, lengths=lengths, device=chosen, devices=devices, teacher=teacher, guesser=guesser
+        )
     )
     return Plan(
         batches=batches,
@@ -146,6 +150,7 @@ def plan(
             *_card_notes(config, device=chosen, devices=devices),
             *_notes(config, batches, lengths=lengths, found=found),
             *_teacher_notes(config, teacher),
+            *_guesser_notes(speculative, guesser),
         ),
         mesh=mesh,
     )
@@ -292,6 +297,16 @@ def _teacher_notes(config: LachesisConfig, teacher: ModelShape | None) -> Iterat
     options = config.algorithm.teacher
     if options is not None and options.kind == "model" and teacher is None:
         yield f"the teacher {options.model} has no config.json here: its weights are not counted"
+
+
+def _guesser_notes(speculative: SpeculativeConfig | None, guesser: ModelShape | None) -> Iterator[str]:
+    """Where the memory of weights that guess tokens is not known."""
+    if speculative is None or not speculative.has_weights or guesser is not None:
+        return
+    if speculative.model is None:
+        yield f"weights that engine.speculative.method {speculative.method} guesses with are not counted"
+    else:
+        yield f"{speculative.model}, which guesses tokens, has no config.json here: its weights are not counted"
 
 
 def _prompt_notes(config: LachesisConfig, *, lengths: Lengths, shape: ModelShape | None) -> Iterator[str]:

@@ -13,11 +13,15 @@ from lachesis.config.schema import (
     SERVERS_FILE,
     HttpEngineConfig,
     LachesisConfig,
+    SpeculativeConfig,
     VllmEngineConfig,
 )
 
 # A number, or the name of a GPU or of a part of one.
 _DEVICE = re.compile(r"\d+|(GPU|MIG)-[\w/-]+")
+# Methods of vLLM's that need a model beside the one that is trained, and its flags for guessing.
+_GUESSING_MODELS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")
+_SPECULATIVE_FLAGS = ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens")
 _OTHER_BRIDGES = "shared_vllm, broadcast or none, or lora_only with LoRA"
 
 
@@ -218,13 +222,55 @@ def _rounded(config: LachesisConfig) -> Iterator[Said]:
 
 
 def _speculative(config: LachesisConfig) -> Iterator[Said]:
-    """vLLM verifies guesses without some kinds of sampling."""
+    """vLLM verifies guesses without some kinds of sampling, and one of its ways to verify them is none."""
     engine = config.engine
-    if engine.kind == "vllm" and engine.speculative is not None and config.sampling.min_p:
+    if engine.kind != "vllm" or engine.speculative is None:
+        return
+    if config.sampling.min_p:
         yield problem(
             f"engine.speculative: vLLM guesses no tokens with sampling.min_p {config.sampling.min_p:g}; set it to 0, "
             "or remove engine.speculative"
         )
+    if config.sampling.generation_kwargs.get("logit_bias"):
+        yield problem(
+            "engine.speculative: vLLM guesses no tokens with sampling.generation_kwargs.logit_bias; remove one of the "
+            "two"
+        )
+    if engine.speculative.options.get("rejection_sample_method") == "synthetic":
+        yield problem(
+            "engine.speculative.options.rejection_sample_method synthetic accepts guesses by chance, so that tokens "
+            "are not the policy's; remove it"
+        )
+    for theirs, ours in (("method", "method"), ("num_speculative_tokens", "tokens")):
+        if theirs in engine.speculative.options:
+            yield problem(f"engine.speculative.options.{theirs} has a key of its own; set engine.speculative.{ours}")
+    for word in engine.extra_args:
+        if word.partition("=")[0].replace("_", "-") in _SPECULATIVE_FLAGS:
+            yield problem(
+                f"engine.extra_args has {word}, and engine.speculative sets the same; put its keys into "
+                "engine.speculative.options"
+            )
+    if engine.speculative.has_weights:
+        yield from _guessing_weights(config, engine, engine.speculative)
+
+
+def _guessing_weights(
+    config: LachesisConfig, engine: VllmEngineConfig, speculative: SpeculativeConfig
+) -> Iterator[Said]:
+    """Weights that guess are not the policy's: nobody sends new ones."""
+    key = f"engine.speculative.method {speculative.method}"
+    if speculative.method in _GUESSING_MODELS and speculative.model is None:
+        yield problem(f"{key} guesses with a model of its own; name it in engine.speculative.options.model")
+    forgets = not config.bridge.capabilities.adapter_only and getattr(config.bridge, "every_steps", 1) == 1
+    if engine.enable_sleep_mode and forgets:
+        yield problem(
+            f"engine.enable_sleep_mode drops the engine's weights under bridge.kind {config.bridge.kind}, and those "
+            f"that {key} guesses with do not come anew; remove one of the two"
+        )
+    yield note(
+        f"{key}: the weights that guess are not trained, so that guesses may be right less often as the policy learns; "
+        "draft_acceptance says how often they are"
+    )
 
 
 def _copies(engine: VllmEngineConfig) -> Iterator[Said]:

@@ -37,6 +37,7 @@ from lachesis.config.schema.engines import (
     RestartBridgeConfig,
     SavedBridgeConfig,
     SharedBridgeConfig,
+    SpeculativeConfig,
     VllmEngineConfig,
 )
 from lachesis.config.schema.model import AdapterConfig, LoraAdapterConfig, ModelConfig, NoAdapterConfig, RunConfig

@@ -71,6 +71,17 @@ class SpeculativeConfig(Section):
     )
 
     @property
+    def has_weights(self) -> bool:
+        """Whether the guesses come from weights, and not from what sequences hold."""
+        return self.method not in ("ngram", "ngram_gpu", "suffix")
+
+    @property
+    def model(self) -> str | None:
+        """The model that guesses, where it is one of its own."""
+        named = self.options.get("model")
+        return named if isinstance(named, str) and self.has_weights else None
+
+    @property
     def argument(self) -> str:
         """As `--speculative-config` takes it."""
         return json.dumps({"method": self.method, "num_speculative_tokens": self.tokens, **self.options})

@@ -124,6 +124,37 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             {"engine": {**VLLM, "speculative": {}}, "bridge": {"kind": "broadcast"}, "sampling": {"min_p": 0.1}},
             "vLLM guesses no tokens with sampling.min_p 0.1",
         ),
+        (
+            {
+                "engine": {**VLLM, "speculative": {}},
+                "bridge": SHARED,
+                "sampling": {"generation_kwargs": {"logit_bias": {"7": 1.0}}},
+            },
+            "vLLM guesses no tokens with sampling.generation_kwargs.logit_bias",
+        ),
+        *(
+            ({"engine": {**VLLM, "speculative": keys, **more}, "bridge": {"kind": "broadcast"}}, words)
+            for keys, more, words in (
+                (
+                    {"options": {"method": "suffix"}},
+                    {},
+                    "options.method has a key of its own; set engine.speculative.m",
+                ),
+                ({"options": {"num_speculative_tokens": 2}}, {}, "set engine.speculative.tokens"),
+                ({"options": {"rejection_sample_method": "synthetic"}}, {}, "tokens are not the policy's; remove it"),
+                ({}, {"extra_args": ["--speculative_config={}"]}, "engine.extra_args has --speculative_config={}, and"),
+                (
+                    {"method": "eagle"},
+                    {},
+                    "guesses with a model of its own; name it in engine.speculative.options.model",
+                ),
+                (
+                    {"method": "mtp"},
+                    {"enable_sleep_mode": True},
+                    "engine.speculative.method mtp guesses with do not come",
+                ),
+            )
+        ),
         ({"model": {"quantization": "nf4"}}, "model.quantization nf4 holds weights that cannot be trained"),
         (
             {"model": {"quantization": "nf4", "matmul_dtype": "float8"}, "adapter": {"kind": "lora"}},
@@ -368,6 +399,12 @@ def test_all_problems_are_told_at_once(build):
             "teacher",
             "does nothing without weights",
         ),
+        (
+            {"engine": {**VLLM, "speculative": {"method": "mtp"}}, "bridge": SHARED},
+            "note",
+            "speculative",
+            "engine.speculative.method mtp: the weights that guess are not trained",
+        ),
         ({"algorithm": {"sapo_temperature_pos": 2.0}}, "note", "loss", "algorithm.sapo_temperature_pos do nothing"),
         (
             {"algorithm": {"loss_type": "cispo", "delta": 2.0}},
@@ -506,6 +543,7 @@ def test_streaming_is_for_what_is_generated_here(build):
         {"model": {"chat_template": "{{ x }}"}},
         {"rewards": {"functions": ["OpenAssistant/reward-model-deberta-v3-large-v2", "/models/rm"]}},
         {"engine": VLLM, "bridge": SHARED},
+        {"engine": {**VLLM, "speculative": {"options": {"prompt_lookup_max": 4}}}, "bridge": SHARED},
         {"engine": {"kind": "embedded_server"}, "bridge": SHARED},
         {"engine": VLLM, "bridge": {"kind": "none"}},
         {"engine": HTTP, "bridge": {"kind": "lora_only"}, "adapter": LORA},
