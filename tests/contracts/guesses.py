@@ -7,14 +7,17 @@ from contextlib import closing
 import torch
 from transformers import PreTrainedModel
 
+from lachesis.common.deadline import Deadline
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.vllm.drafts import drafts_pay
 from lachesis.metrics.values import reduce_metrics
-from tests.contracts.servers import MAX_LEN, TOKEN, Server
+from tests.contracts.servers import TOKEN, Server
 from tests.contracts.test_server_contract import soon
 
 DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1}'
+# Of a hundred steps, on a machine that has other work.
+GENERATED_S = 240.0
 
 
 def check_guesses(server: Server, model: PreTrainedModel, *, tolerance: float) -> None:
@@ -38,8 +41,9 @@ def check_guesses(server: Server, model: PreTrainedModel, *, tolerance: float) -
 def check_sampling(engine: HttpEngine, model: PreTrainedModel, *, temperature: float, tolerance: float) -> None:
     """Each logprob is the model's; sums of logprobs and of right guesses are, to four standard deviations."""
     prompt = (5, 6, 7, 8) * 6
-    params = SamplingParams(MAX_LEN - len(prompt), temperature=temperature, extra={"ignore_eos": True})
-    (completions,) = engine.generate([GenerationRequest(prompt, params, n=60, seed=1)], deadline=soon())
+    params = SamplingParams(64, temperature=temperature, extra={"ignore_eos": True})
+    request = GenerationRequest(prompt, params, n=48, seed=1)
+    (completions,) = engine.generate([request], deadline=Deadline("tokens that were guessed", GENERATED_S))
     tokens = torch.tensor([[*prompt, *completion.token_ids] for completion in completions])
     logits = model(input_ids=tokens).logits[:, len(prompt) - 1 : -1].double() / temperature
     logprobs, sampled = logits.log_softmax(-1), tokens[:, len(prompt) :, None]

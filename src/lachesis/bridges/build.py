@@ -139,18 +139,18 @@ def _servers(
         proof_builder=proof if config.bridge.proof else None,
         owned=parts.owned,
         trains_in_engine=weights is not None,
-        sleep_level=sleep_level(config, every_steps=every_steps),
+        sleep_level=sleep_level(config),
         sync_s=config.deadlines.sync_s + start_s,
         every_steps=every_steps,
         pause_mode=pause,
     )
 
 
-def sleep_level(config: LachesisConfig, *, every_steps: int) -> Literal[0, 1, 2]:
+def sleep_level(config: LachesisConfig) -> Literal[0, 1, 2]:
     """How deep the engine sleeps while the trainer computes: it may forget weights that all come anew afterwards."""
     if not isinstance(config.engine, VllmEngineConfig) or not config.engine.enable_sleep_mode:
         return 0
-    return 1 if config.bridge.capabilities.adapter_only or every_steps > 1 else 2
+    return 2 if config.forgets_weights else 1
 
 
 def _shared(parts: BridgeParts[ModelPolicyT], *, pause: PauseMode) -> Bridge[ModelPolicyT]:

@@ -25,6 +25,6 @@ def config(bridge: dict[str, Any], **engine: Any) -> LachesisConfig:
     ids=["all come anew", "by a file", "not after each step", "an adapter alone comes", "over a channel"],
 )
 def test_an_engine_keeps_the_weights_that_do_not_come_anew(bridge: dict[str, Any], every_steps: int, level: int):
-    asleep = config(bridge, enable_sleep_mode=True)
-    assert sleep_level(asleep, every_steps=every_steps) == level
-    assert sleep_level(config(bridge), every_steps=every_steps) == 0
+    bridge = bridge | {"every_steps": every_steps}
+    assert sleep_level(config(bridge, enable_sleep_mode=True)) == level
+    assert sleep_level(config(bridge)) == 0

@@ -251,18 +251,15 @@ def _speculative(config: LachesisConfig) -> Iterator[Said]:
                 "engine.speculative.options"
             )
     if engine.speculative.has_weights:
-        yield from _guessing_weights(config, engine, engine.speculative)
+        yield from _guessing_weights(config, engine.speculative)
 
 
-def _guessing_weights(
-    config: LachesisConfig, engine: VllmEngineConfig, speculative: SpeculativeConfig
-) -> Iterator[Said]:
+def _guessing_weights(config: LachesisConfig, speculative: SpeculativeConfig) -> Iterator[Said]:
     """Weights that guess are not the policy's: nobody sends new ones."""
     key = f"engine.speculative.method {speculative.method}"
     if speculative.method in _GUESSING_MODELS and speculative.model is None:
         yield problem(f"{key} guesses with a model of its own; name it in engine.speculative.options.model")
-    forgets = not config.bridge.capabilities.adapter_only and getattr(config.bridge, "every_steps", 1) == 1
-    if engine.enable_sleep_mode and forgets:
+    if config.forgets_weights:
         yield problem(
             f"engine.enable_sleep_mode drops the engine's weights under bridge.kind {config.bridge.kind}, and those "
             f"that {key} guesses with do not come anew; remove one of the two"

@@ -109,6 +109,13 @@ class LachesisConfig(Section):
         return self.model_copy(update={"algorithm": algorithm})
 
     @property
+    def forgets_weights(self) -> bool:
+        """Whether an engine that sleeps drops its weights, because all of the policy's come anew after each step."""
+        if not isinstance(self.engine, VllmEngineConfig) or not self.engine.enable_sleep_mode:
+            return False
+        return not self.bridge.capabilities.adapter_only and getattr(self.bridge, "every_steps", 1) == 1
+
+    @property
     def sft_steps(self) -> int:
         """Optimizer steps before those of ``run.steps``."""
         return self.sft.steps if "sft" in self.run.stages else 0
