@@ -61,7 +61,10 @@ class DraftRates:
 def _said(verdict: DraftVerdict) -> str:
     most = 2 * verdict.sequences - 1
     sequences = "one sequence" if most == 1 else f"{verdict.sequences} to {most} sequences"
+    speeds = f"{verdict.drafted:,.0f} tokens/s with guesses, {verdict.plain:,.0f} without"
+    if verdict.drafting:
+        return f"guesses tokens again with {sequences} at a time: {speeds}"
     return (
-        f"{'guesses tokens again' if verdict.drafting else 'stops guessing tokens'} with {sequences} at a time: "
-        f"{verdict.drafted:,.0f} tokens/s with guesses, {verdict.plain:,.0f} without"
+        f"stops guessing tokens with {sequences} at a time: {speeds}; if it stops wherever it is busy, remove "
+        "engine.speculative: vLLM schedules ahead only without it"
     )

@@ -57,7 +57,10 @@ def test_a_change_of_mind_is_said_once():
     stops = (
         "the engine at http://a stops guessing tokens with 64 to 127 sequences at a time: 1,500 tokens/s with guesses"
     )
-    assert said("a", verdict(1, drafting=True), verdict(64, drafting=False)) == [f"{stops}, 2,000 without"]
+    assert said("a", verdict(1, drafting=True), verdict(64, drafting=False)) == [
+        f"{stops}, 2,000 without; if it stops wherever it is busy, remove engine.speculative: vLLM schedules ahead "
+        "only without it"
+    ]
     assert said("a", verdict(1, drafting=True), verdict(64, drafting=False)) == []
     assert len(said("b", verdict(64, drafting=False))) == 1, "another server"
     (again,) = said("a", verdict(64, drafting=True))
