@@ -101,6 +101,12 @@ def _values(chance: random.Random, skill: float, step: int, steps: int) -> dict[
         "completion_length/max": 6.0 if chance.random() < 0.7 * (1 - skill) + 0.1 else 4.0,
         "truncated_fraction": max(0.0, 0.04 * (1 - skill) + chance.gauss(0, 0.004)),
         "tokens_generated": 1830.0,
+        **{f"gpu_utilization/{gpu}": min(1.0, 0.7 * noise(0.2)) for gpu in range(7)},
+        "gpu_memory_in_use_gb/0": 61.2 + chance.random(),
+        "reward_of_environment/gsm8k_0": skill,
+        "reward_of_environment/code_0": 0.5 * skill,
+        "reward_metrics/letters": 0.003 + 1e-5 * chance.random(),
+        "staleness": float(step > 3),
         "generation_tokens_per_s": 1830 / generation,
         "train_tokens_per_s": 2600 / training,
         "step_time": sum(parts.values()) + 0.011 * noise(0.3),
@@ -119,7 +125,9 @@ def _group(chance: random.Random, skill: float, step: int) -> Group:
         Sample(**{**_fields(sample), "advantage": ((sample.reward or 0.0) - mean) / deviation}) for sample in samples
     )
     return Group(
-        prompt=Prompt(id=f"{a}+{b}", token_ids=(1, 2), text=f"{a}+{b}=", columns={"answer": a + b}), samples=scored
+        prompt=Prompt(id=f"{a}+{b}", token_ids=(1, 2), text=f"{a}+{b}=", columns={"answer": a + b}),
+        samples=scored,
+        logged={"digits": [len(str(a + b))] * len(scored)},
     )
 
 

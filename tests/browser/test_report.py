@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import until
+
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 INSTALL = "install it with `apt-get install -y chromium chromium-driver` and `pip install selenium==4.51.0`"
 FLAGS = (
@@ -128,6 +130,53 @@ def test_every_chart_is_a_line_through_its_points(page: Page) -> None:
             ".map((path) => path.getAttribute('d').match(/[ML]/g).length)"
         )
         assert paths == lengths, name
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_label_of_an_axis_is_cut_off(page: Page, report: Path, width: int) -> None:
+    page.viewport(width=width, height=900)
+    page.open(report)
+    outside = (
+        "[...document.querySelectorAll('[data-chart] svg text, #timing-chart svg text')].filter((text) => {"
+        " const of = text.getBoundingClientRect(), all = text.closest('svg').getBoundingClientRect();"
+        " return of.width && (of.left < all.left || of.right > all.right || of.bottom > all.bottom); })"
+        ".map((text) => [text.closest('[data-chart]')?.dataset.chart, text.textContent])"
+    )
+    labels = page.ask("[...document.querySelectorAll('[data-chart=\"reward_metrics/letters\"] text')].length")
+    assert labels > 3
+    assert page.ask(outside) == []
+
+
+def test_each_gpu_and_environment_has_a_line_that_looks_like_no_other(page: Page) -> None:
+    for chart, names in (
+        ("gpu_utilization/0", [f"GPU {gpu}" for gpu in range(7)]),
+        ("reward_of_environment/code_0", ["code_0", "gsm8k_0"]),
+    ):
+        card = f"document.querySelector('[data-chart=\"{chart}\"]')"
+        assert page.ask(
+            f"[...{card}.querySelectorAll('.series span')].map((one) => one.firstChild.nextSibling.data)"
+        ) == [f"{name} " for name in names]
+        looks = page.ask(
+            f"[...{card}.querySelectorAll('path.line:not(.raw)')].map((line) => getComputedStyle(line))"
+            ".map((style) => style.stroke + style.strokeDasharray)"
+        )
+        assert len(set(looks)) == len(names)
+
+
+def test_a_finding_leads_to_what_to_change_and_to_what_it_means(page: Page) -> None:
+    for place, told in (
+        ("key-sampling.num_generations", "num_generations: 8"),
+        ("about-zero_variance", "zero_variance"),
+    ):
+        page.driver.execute_script(f"document.querySelector('#health a[href=\"#{place}\"]').click()")
+        assert page.ask(f"byId('{place}').closest('details').open")
+        assert page.text(".pointed").strip() == told
+        inside = (
+            "(() => { const at = document.querySelector('.pointed').getBoundingClientRect();"
+            " return at.top >= 0 && at.bottom <= innerHeight; })()"
+        )
+        until(lambda inside=inside: page.ask(inside), "the page did not go there")
+        assert page.ask("location.hash") == "", "the live page's has its token"
 
 
 def test_healthy_range_is_shaded_and_the_reward_has_its_band(page: Page) -> None:

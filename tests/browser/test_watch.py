@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 import uvicorn
 
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.metrics.sinks.tape import tape_files
+from lachesis.metrics.sinks.tape import read_groups, tape_files
 from lachesis.run.requests import is_asked
+from lachesis.run.sinks import keep_evaluation
 from lachesis.run.watch import Watch
 from tests.browser.test_dashboard import browser  # noqa: F401  # the one that reaches this machine
 from tests.browser.test_report import Page
@@ -29,6 +35,7 @@ from tests.waiting import LONG_S, until
 def runs(make_run: Callable[[int], Path]) -> Iterator[list[Path]]:
     """Two runs; the first goes on, as far as one can see: a process that sleeps is its trainer."""
     paths = [make_run(30), make_run(20)]
+    keep_evaluation(paths[0], 30, [*read_groups(tape_files(paths[0] / "rollouts")[30])][:2])
     trainer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     state = {
         "status": "running",
@@ -71,6 +78,32 @@ def page(browser: Page, address: str) -> Iterator[Page]:  # noqa: F811
     yield browser
     assert browser.complaints() == []
     assert {url.partition("?")[0].rpartition("/")[0] + "/" for url in browser.requests()} <= {address}
+
+
+@contextmanager
+def forwarded(to: int) -> Iterator[int]:
+    """A port of this machine from which all bytes go to another, and back."""
+
+    class Forward(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.create_connection(("127.0.0.1", to)) as there:
+                back = threading.Thread(target=pump, args=(there, self.request), daemon=True)
+                back.start()
+                pump(self.request, there)
+                back.join(LONG_S)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Forward) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+def pump(source: socket.socket, target: socket.socket) -> None:
+    with suppress(OSError):  # the other side has gone
+        while data := source.recv(65536):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
 
 
 def add_step(run_dir: Path) -> int:
@@ -142,6 +175,47 @@ def test_a_rollout_is_found_read_turn_by_turn_and_compared_with_another_step(pag
     assert f"{step}:1:1" in page.text("#one .facts-of-one") and "advantage" in page.text("#one .facts-of-one")
     page.driver.execute_script(f"byId('other-step').value = {step}; byId('diff').click()")
     until(lambda: "the best completions are equal" in page.text("#changes"))
+
+
+def test_it_shows_what_was_held_out_logged_and_measured_and_gives_it_as_csv(page: Page, runs: list[Path]):
+    held_out = page.ask("[...document.querySelectorAll('#held-out tr')].slice(1).map((row) => row.textContent.trim())")
+    kept = [
+        group
+        for line in (runs[0] / "evaluations" / "step_000030.jsonl").read_text().splitlines()
+        for group in [json.loads(line)]
+    ]
+    assert len(held_out) == sum(len(group["samples"]) for group in kept)
+    assert "digits" in page.text("#samples"), "values of log_extra"
+    titles = page.ask("[...document.querySelectorAll('.chart h3')].map((title) => title.firstChild.data)")
+    assert {"letters", "Rewards by environment", "Staleness", "GPU utilization", "GPU memory in use"} <= set(titles)
+    assert page.ask("document.querySelectorAll('#spread rect').length") > 0
+    href = page.ask("byId('csv').href")
+    rows = [*csv.DictReader(httpx.get(href).text.splitlines())]
+    assert len(rows) == len(read_metrics(runs[0] / "metrics.jsonl").steps)
+    assert {"reward_metrics/letters", "gpu_utilization/6", "reward_of_environment/gsm8k_0"} <= rows[0].keys()
+
+
+def test_without_the_token_it_only_shows(page: Page, address: str, runs: list[Path]):
+    page.driver.get("about:blank")
+    page.driver.get(address)
+    until(lambda: page.ask("document.querySelectorAll('[data-chart=reward] path.line').length") > 0)
+    hidden = page.ask("['checkpoint', 'pause', 'stop'].map((id) => byId(id).hidden)")
+    assert hidden == [True, True, True]
+    assert httpx.post(f"{address}checkpoint?run=0").status_code == 403
+    assert not is_asked(runs[0], "checkpoint")
+
+
+def test_through_a_forwarded_port_as_ssh_makes_it(page: Page, address: str, runs: list[Path]):
+    """`ssh -L PORT:127.0.0.1:8010`: all that the page asks for goes to the port that it was loaded from."""
+    with forwarded(int(address.rsplit(":", 1)[1].strip("/"))) as port:
+        page.driver.get("about:blank")
+        page.requests()
+        page.driver.get(f"http://127.0.0.1:{port}/#token=secret")
+        until(lambda: page.ask("document.querySelectorAll('[data-chart=reward] path.line').length") > 0)
+        page.driver.execute_script("byId('checkpoint').click()")
+        until(lambda: is_asked(runs[0], "checkpoint"))
+        page.driver.get("about:blank")
+        assert {urlsplit(url).netloc for url in page.requests()} == {f"127.0.0.1:{port}"}
 
 
 def test_on_a_phone_in_the_dark_nothing_is_cut_off(page: Page):

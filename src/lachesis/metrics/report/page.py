@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import StepRecord
+from lachesis.metrics.health.monitor import RULES
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.report import data as report_data
+from lachesis.metrics.report.configuration import key_lines, key_parts
 from lachesis.metrics.report.data import read_run, result_sentence, run_seconds, setting
 from lachesis.metrics.sinks.jsonl import StepLine
 from lachesis.web.pages import render_page
@@ -81,6 +84,12 @@ def report_values(run_dir: Path) -> dict[str, Any]:
     steps, evaluations = run.log.steps, run.log.evaluations
     groups = setting(run.config, "logging.report_groups", GROUPS_A_STEP)
     config_path = run_paths(run_dir)["config"]
+    config = key_lines(config_path.read_text(encoding="utf-8")) if config_path.exists() else []
+    keys = {key for _, key in config}
+    findings = [
+        finding | {"parts": key_parts(finding["message"], keys), "about": _about(finding["rule"])}
+        for finding in report_data.findings(steps)
+    ]
     return {
         "name": str(setting(run.config, "run.name", run_dir.resolve().name)),
         "words": report_data.descriptors(run.config),
@@ -93,9 +102,9 @@ def report_values(run_dir: Path) -> dict[str, Any]:
             seconds=run_seconds(steps),
         ),
         "facts": report_data.facts(run),
-        "findings": report_data.findings(steps),
+        "findings": findings,
         "unusual": report_data.unusual(steps),
-        "config": config_path.read_text(encoding="utf-8") if config_path.exists() else "",
+        "config": config,
         "held_out": report_data.held_out(run_paths(run_dir)["evaluations"]),
         "data": {
             "charts": report_data.charts(run.log),
@@ -103,6 +112,12 @@ def report_values(run_dir: Path) -> dict[str, Any]:
             "rollouts": _with_rewards(report_data.rollouts(run_paths(run_dir)["rollouts"], groups=groups), steps),
         },
     }
+
+
+def _about(rule: str) -> str:
+    """What a rule looks for; one of the user's own says so itself, or nothing."""
+    known = RULES.get(rule)
+    return "" if known is None else " ".join((inspect.getdoc(known) or "").split())
 
 
 def _with_rewards(rollouts: list[dict[str, Any]], steps: Sequence[StepLine]) -> list[dict[str, Any]]:

@@ -34,13 +34,28 @@ function nearest(sorted, target) {
   return Math.abs(sorted[low] - target) <= Math.abs(sorted[high] - target) ? low : high;
 }
 
+/* Lines of one chart: further ones than there are colours are dashed. */
+const COLOURS = 6;
+const again = (index) => (index < COLOURS ? "" : " again");
+const lineClass = (index) => `c${index % COLOURS}${again(index)}`;
+const fillClass = (index) => `f${index % COLOURS}`;
+
 /* Scales, axes and the steps on x: what every chart has in common. */
 function frame(svg, { steps, low, high, log, unit, height }) {
   const width = Math.max(180, svg.clientWidth || svg.parentElement.clientWidth);
-  const left = 40, right = 12, top = 10, bottom = 22;
+  const right = 12, top = 10, bottom = 22;
   svg.replaceChildren();
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.setAttribute("height", height);
+  let marks = ticks(low, high, height > 200 ? 6 : 4);
+  if (log) {
+    marks = [];
+    for (let mark = low; mark <= high * 1.001; mark *= 10) marks.push(mark);
+    if (marks.length > 5) marks = marks.filter((_, index) => index % 2 === 0);
+  }
+  const words = marks.map((mark) => shape("text", { "text-anchor": "end" }, format(mark, ["share", "s"].includes(unit) ? unit : "", 5)));
+  svg.append(...words);
+  const left = Math.max(40, ...words.map((word) => Math.ceil(word.getComputedTextLength()) + 8)); // as wide as they are
   const [first, last] = steps;
   const span = last - first || 1;
   const scale = log ? Math.log10 : (value) => value;
@@ -50,18 +65,15 @@ function frame(svg, { steps, low, high, log, unit, height }) {
     y: (value) => height - bottom - ((scale(value) - scale(low)) / (scale(high) - scale(low))) * (height - top - bottom),
     step: (x) => first + ((x - left) / (width - left - right)) * span,
   };
-  let marks = ticks(low, high, height > 200 ? 6 : 4);
-  if (log) {
-    marks = [];
-    for (let mark = low; mark <= high * 1.001; mark *= 10) marks.push(mark);
-    if (marks.length > 5) marks = marks.filter((_, index) => index % 2 === 0);
-  }
-  for (const mark of marks) {
+  marks.forEach((mark, index) => {
     svg.append(shape("line", { class: "gridline", x1: left, x2: box.right, y1: box.y(mark), y2: box.y(mark) }));
-    svg.append(shape("text", { x: left - 6, y: box.y(mark) + 3.5, "text-anchor": "end" }, format(mark, ["share", "s"].includes(unit) ? unit : "", 5)));
-  }
+    words[index].setAttribute("x", left - 6);
+    words[index].setAttribute("y", box.y(mark) + 3.5);
+  });
   for (const mark of ticks(first, last, Math.max(3, Math.min(9, width / 80))).filter(Number.isInteger)) {
-    svg.append(shape("text", { x: box.x(mark), y: height - 6, "text-anchor": "middle" }, String(mark)));
+    const word = shape("text", { y: height - 6, "text-anchor": "middle" }, String(mark));
+    svg.append(word);
+    word.setAttribute("x", Math.min(width - word.getComputedTextLength() / 2, box.x(mark)));
   }
   return box;
 }
@@ -115,7 +127,7 @@ function crosshair(svg, box) {
       label.setAttribute("x", middle); label.textContent = step;
       group.querySelectorAll("circle").forEach((dot) => dot.remove());
       for (const [at, value, index] of dots) {
-        if (value !== null) group.append(shape("circle", { class: `dot f${index % 3}`, r: 4, cx: box.x(at), cy: box.y(value) }));
+        if (value !== null) group.append(shape("circle", { class: `dot ${fillClass(index)}`, r: 4, cx: box.x(at), cy: box.y(value) }));
       }
       group.setAttribute("visibility", "visible");
     },

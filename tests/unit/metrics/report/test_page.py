@@ -325,3 +325,21 @@ def test_sink_writes_every_n_steps_and_at_the_end(tmp_path: Path) -> None:
 )
 def test_result_in_a_sentence(first: EvalResult | None, last: EvalResult | None, sentence: str) -> None:
     assert result_sentence(first, last, steps=300, seconds=62.3) == sentence
+
+
+def test_a_finding_links_to_what_it_says_to_change_and_to_what_it_means(tmp_path: Path) -> None:
+    config = "run: {name: q, steps: 9}\noptimizer:\n  learning_rate: 0.1\n  schedule:\n    kind: linear\n"
+    run = write_run(tmp_path, steps=1, config=config)
+    sink = JsonlSink(run / "metrics.jsonl")
+    message = "lower optimizer.learning_rate, or raise algorithm.beta (<b>)"
+    findings = [Finding("warning", "kl_high", message), Finding("note", "my_rule", "by a rule of one's own")]
+    sink.write(StepRecord(step=2, values={}, findings=findings))
+    sink.close()
+    page = write_report(run).read_text()
+    link = '<a href="#key-optimizer.learning_rate" data-place title="its value in this run">optimizer.learning_rate</a>'
+    assert f"lower {link}, or raise algorithm.beta (&lt;b&gt;)" in page, "a key that the run has is a link"
+    assert '<span id="key-optimizer.learning_rate">  learning_rate: 0.1</span>' in page
+    assert '<span id="key-optimizer.schedule.kind">    kind: linear</span>' in page
+    assert '<span id="key-run">run: {name: q, steps: 9}</span>' in page, "of several in one line the first"
+    assert '<a class="rule" href="#about-kl_high"' in page and '<dt id="about-kl_high">' in page
+    assert '<code class="rule">my_rule</code>' in page

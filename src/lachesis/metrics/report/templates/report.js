@@ -61,7 +61,7 @@ function buildChart(chart) {
   const legend = make("div", { class: "series" });
   const readings = chart.series.map((series, index) => {
     const reading = make("b");
-    if (!single) legend.append(make("span", {}, make("i", { class: `f${index % 3}` }), `${series.label} `, reading));
+    if (!single) legend.append(make("span", {}, make("i", { class: fillClass(index) + again(index) }), `${series.label} `, reading));
     return single ? value : reading;
   });
   const svg = shape("svg", { role: "img", tabindex: "0", "aria-label": `${chart.title}, last ${format(chart.series[0].y.at(-1), chart.unit)}` });
@@ -100,17 +100,29 @@ function drawSeries(plot, box, series, { index, low, exact }) {
     const half = smooth ? smoothed(series.band) : series.band;
     const lows = line.map((item, at) => (item === null || half[at] === null ? null : item - half[at]));
     const highs = line.map((item, at) => (item === null || half[at] === null ? null : item + half[at]));
-    plot.append(shape("path", { class: `band f${index % 3}`, d: areaPath(box, series.x, lows, highs) }));
+    plot.append(shape("path", { class: `band ${fillClass(index)}`, d: areaPath(box, series.x, lows, highs) }));
   }
-  if (line !== series.y) plot.append(shape("path", { class: `line raw c${index % 3}`, d: linePath(box, series.x, series.y) }));
-  plot.append(shape("path", { class: `line c${index % 3}`, d: linePath(box, series.x, line) }));
+  if (line !== series.y) plot.append(shape("path", { class: `line raw ${lineClass(index)}`, d: linePath(box, series.x, series.y) }));
+  plot.append(shape("path", { class: `line ${lineClass(index)}`, d: linePath(box, series.x, line) }));
   if (!marked) return;
   series.x.forEach((step, at) => {
     if (series.y[at] !== null && series.y[at] >= low) {
-      plot.append(shape("circle", { class: `dot f${index % 3}`, r: 3.4, cx: box.x(step), cy: box.y(series.y[at]) }));
+      plot.append(shape("circle", { class: `dot ${fillClass(index)}`, r: 3.4, cx: box.x(step), cy: box.y(series.y[at]) }));
     }
   });
 }
+
+/* A link to a place of this page opens what it is in, and leaves the address as it is: the live page's has its token. */
+document.addEventListener("click", (event) => {
+  const link = event.target.closest("a[data-place]");
+  const there = link && byId(decodeURIComponent(link.hash.slice(1)));
+  if (!there) return;
+  event.preventDefault();
+  there.closest("details").open = true;
+  document.querySelectorAll(".pointed").forEach((other) => other.classList.remove("pointed"));
+  there.classList.add("pointed");
+  there.scrollIntoView({ block: "center" });
+});
 
 /* One cursor for all charts: pointing at one reads every one at that step. */
 const drawn = [];
