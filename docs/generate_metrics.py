@@ -10,7 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from lachesis.metrics.health.monitor import RULES
-from lachesis.metrics.names import BY_ENVIRONMENT, GPU_MEMORY_IN_USE, GPU_UTILIZATION, METRICS, Metric, describe
+from lachesis.metrics.names import (
+    BY_ENVIRONMENT,
+    GENERATION_OF,
+    GPU_MEMORY_IN_USE,
+    GPU_UTILIZATION,
+    METRICS,
+    TRAINING_OF,
+    Metric,
+    describe,
+)
 
 TARGET = Path(__file__).with_name("metrics.md")
 
@@ -31,6 +40,8 @@ FAMILIES = (
     "rewards/NAME/mean",
     "rewards/NAME/std",
     f"{BY_ENVIRONMENT}NAME",
+    f"{GENERATION_OF}HOST:PORT",
+    f"{TRAINING_OF}N",
     f"{GPU_UTILIZATION}N",
     f"{GPU_MEMORY_IN_USE}N",
 )

@@ -171,7 +171,7 @@ def untimed(run_dir: Path) -> tuple[dict[int, dict[str, float]], list[tuple[floa
     """All metrics of a run by step, and its evaluations, without what a clock measured."""
     log = metrics(run_dir)
     steps = {
-        line.step: {name: value for name, value in line.values.items() if not name.endswith(_TIMED)}
+        line.step: {name: value for name, value in line.values.items() if not name.partition("/")[0].endswith(_TIMED)}
         for line in log.steps
     }
     return steps, [(e.step, e.accuracy, e.mean_reward, e.problems, e.mean_length) for e in log.evaluations]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -25,7 +26,7 @@ from lachesis.engines.http import dispatch
 from lachesis.engines.http.control import ServerControl
 from lachesis.run import fleet
 from tests import warm
-from tests.e2e.runs import environment, run_here, tape, write_run
+from tests.e2e.runs import environment, metrics, run_here, tape, write_run
 from tests.ports import free_port
 from tests.waiting import LONG_S, until
 
@@ -193,6 +194,11 @@ def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
         disturbance.join()
     assert found.steps == STEPS
     assert prompts(found.run_dir) == prompts(straight.run_dir), "the same groups, none lost and none twice"
+
+    at_work = {
+        name for line in metrics(found.run_dir).steps for name in line.values if name.startswith("generation_time/")
+    }
+    assert at_work == {f"generation_time/{urlsplit(engine.url).netloc}" for engine in (killed, stopped, stale)}
 
     assert [engine.starts for engine in (killed, stopped, stale)] == [2, 1, 1]
     assert len({session for _, session in journal.of(stopped)}) == len({s for _, s in journal.of(stale)}) == 1

@@ -22,6 +22,7 @@ from tests import warm
 from tests.e2e.runs import (
     checkpoints,
     environment,
+    metrics,
     run_here,
     state,
     tape,
@@ -161,6 +162,8 @@ def test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one(tmp_path: Path, ow
     resumed = torchrun(3, "lachesis", "train", config, "--resume")
     assert resumed.code == 0, resumed.err
     assert_close_runs(found := tmp_path / "ranks/runs/proof", straight.run_dir)
+    ranks = [{name for name in line.values if name.startswith("train_time/")} for line in metrics(found).steps]
+    assert [len(names) for names in ranks] == [2] * 3 + [3] * (len(ranks) - 3), "how long each rank took"
     # It was written as it was gathered; what transformers loads is what it would have saved.
     finals = [AutoModelForCausalLM.from_pretrained(run / "final") for run in (found, straight.run_dir)]
     described = [{**final.config.to_dict(), "_name_or_path": ""} for final in finals]

@@ -15,6 +15,8 @@ from lachesis.common.types import EvalResult
 # Beginning of the name of the mean reward of one environment of the rollout API; its name there follows, or its number
 # where the API tells no names.
 BY_ENVIRONMENT = "reward_of_environment/"
+# Beginnings of the seconds of one engine, whose host and port follow, and of one rank, whose number follows.
+GENERATION_OF, TRAINING_OF = "generation_time/", "train_time/"
 # Beginnings of what is measured of one GPU; its number on its machine follows, as nvidia-smi has it.
 GPU_UTILIZATION, GPU_MEMORY_IN_USE = "gpu_utilization/", "gpu_memory_in_use_gb/"
 
@@ -233,7 +235,8 @@ METRICS: Mapping[str, Metric] = {
 def describe(name: str) -> Metric:
     """The entry of a metric.
 
-    ``rewards/NAME/mean|std``, ``staleness/N``, ``reward_of_environment/NAME``, ``gpu_utilization/N``,
+    ``rewards/NAME/mean|std``, ``staleness/N``, ``reward_of_environment/NAME``, ``generation_time/HOST:PORT``,
+    ``train_time/RANK``, ``gpu_utilization/N``,
     ``gpu_memory_in_use_gb/N`` and unknown names get one of the name.
     """
     known = METRICS.get(name)
@@ -247,6 +250,13 @@ def describe(name: str) -> Metric:
         environment = name.removeprefix(BY_ENVIRONMENT)
         title = f"Environment {environment}" if environment.isdecimal() else environment
         return Metric(name, title, "", f"Mean reward of what environment {environment} sent.")
+    if name.startswith(GENERATION_OF):
+        engine = name.removeprefix(GENERATION_OF)
+        return Metric(name, engine, "s", f"Time in which the engine {engine} had requests under way.")
+    if name.startswith(TRAINING_OF):
+        rank = name.removeprefix(TRAINING_OF)
+        what = f"Forward and backward passes of rank {rank}, with its waits for other ranks amid them."
+        return Metric(name, f"rank {rank}", "s", what)
     if name.startswith(GPU_UTILIZATION):
         what = "Share of the time in which this GPU computed anything, by NVML; its number is nvidia-smi's."
         return Metric(name, f"GPU {name.removeprefix(GPU_UTILIZATION)}", "share", what)

@@ -8,15 +8,18 @@ are drawn so that they end when the loop has their batch, and begin no earlier t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from lachesis.metrics.names import GENERATION_OF, TRAINING_OF, describe
 from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine
 
 Event = dict[str, Any]
 
 LOOP, GENERATION, REWARDS = 1, 2, 3
-THREADS = {LOOP: "training loop", GENERATION: "generation", REWARDS: "rewards"}
+# Rows of the picture: what is drawn there, by the metric of its seconds, and what the row is called.
+Rows = Mapping[int, tuple[str, str]]
+THREADS: Rows = {LOOP: ("", "training loop"), GENERATION: ("", "generation"), REWARDS: ("", "rewards")}
 # In the order in which the loop does them; a checkpoint's seconds are recorded with the step after it.
 PARTS = (
     ("checkpoint_time", "checkpoint"),
@@ -32,16 +35,31 @@ def timeline(log: MetricsLog, *, name: str) -> dict[str, Any]:
     """Trace events, in microseconds since the first step began; ``name`` is the run's."""
     timed = [line for line in log.steps if line.values.get("step_time", 0.0) > 0]
     origin = min((line.time - line.values["step_time"] for line in timed), default=0.0)
+    rows = timeline_rows(timed)
     events: list[Event] = [_named("process_name", name, LOOP)]
-    events += [_named("thread_name", words, thread) for thread, words in THREADS.items()]
-    ends = {GENERATION: 0.0, REWARDS: 0.0}
+    events += [_named("thread_name", words, thread) for thread, (_, words) in rows.items()]
+    ends: dict[int, float] = {}
     for line in timed:
-        events += step_events(line, origin=origin, ends=ends)
+        events += step_events(line, origin=origin, ends=ends, rows=rows)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def step_events(line: StepLine, *, origin: float, ends: dict[int, float]) -> Iterator[Event]:
-    """The events of a step, itself first. ``ends``, where the last ones of the other threads ended, is moved on."""
+def timeline_rows(timed: Sequence[StepLine]) -> Rows:
+    """The threads, and below them a row for each of several engines, and for each of several ranks."""
+    found = dict.fromkeys(name for line in timed for name in line.values)
+    engines = [name for name in found if name.startswith(GENERATION_OF)]
+    ranks = [name for name in found if name.startswith(TRAINING_OF)]
+    words = [*(f"engine {describe(name).title}" for name in engines), *(describe(name).title for name in ranks)]
+    return {**THREADS, **dict(enumerate(zip([*engines, *ranks], words, strict=True), start=len(THREADS) + 1))}
+
+
+def step_events(line: StepLine, *, origin: float, ends: dict[int, float], rows: Rows) -> Iterator[Event]:
+    """The events of a step, itself first. ``ends``, where the last ones of each row ended, is moved on."""
+    for event in _step_events(line, origin=origin, ends=ends, rows=rows):
+        yield event if event["ph"] == "C" else event | {"cat": rows[event["tid"]][1]}
+
+
+def _step_events(line: StepLine, *, origin: float, ends: dict[int, float], rows: Rows) -> Iterator[Event]:
     values = {name: value for name, value in line.values.items() if math.isfinite(value)}
     begin = line.time - values["step_time"] - origin
     numbers = {name: values[name] for name in ("reward", "loss", "grad_norm", "weight_version") if name in values}
@@ -52,7 +70,11 @@ def step_events(line: StepLine, *, origin: float, ends: dict[int, float]) -> Ite
         if seconds > 0:
             yield _slice(words, LOOP, at, seconds, step=line.step)
         if part == "data_fetch_time":
-            yield from _rollouts(values, step=line.step, begin=at, end=at + seconds, ends=ends)
+            yield from _rollouts(values, step=line.step, begin=at, end=at + seconds, ends=ends, rows=rows)
+        if part == "train_time":
+            for thread, (name, _) in rows.items():
+                if name.startswith(TRAINING_OF) and name in values:
+                    yield _slice("forward, backward", thread, at, values[name], step=line.step)
         if part == "sync_time":
             yield from _sync(values, step=line.step, begin=at, seconds=seconds)
         at += seconds
@@ -62,21 +84,29 @@ def step_events(line: StepLine, *, origin: float, ends: dict[int, float]) -> Ite
 
 
 def _rollouts(
-    values: Mapping[str, float], *, step: int, begin: float, end: float, ends: dict[int, float]
+    values: Mapping[str, float], *, step: int, begin: float, end: float, ends: dict[int, float], rows: Rows
 ) -> Iterator[Event]:
-    """Generation, then rewards. In the loop's wait where they fit into it, else up to its end."""
+    """Generation, that of each engine, then rewards. In the loop's wait where they fit into it, else up to its end."""
     generation, rewards = values.get("generation_time", 0.0), values.get("reward_time", 0.0)
     rewards -= values.get("hidden_reward_time", 0.0)
     beside = generation + rewards > 1.05 * (end - begin)
     start = end - generation - rewards if beside else begin
-    for thread, words, seconds in ((GENERATION, "generation", generation), (REWARDS, "rewards", rewards)):
+    of_engines = [
+        (thread, "generation", start, values[name])
+        for thread, (name, _) in rows.items()
+        if name.startswith(GENERATION_OF) and name in values
+    ]
+    for thread, words, starts, seconds in (
+        (GENERATION, "generation", start, generation),
+        *of_engines,
+        (REWARDS, "rewards", start + generation, rewards),
+    ):
         if seconds <= 0:
             continue
-        placed = max(start, ends[thread])
-        shown = max(0.0, start + seconds - placed)
+        placed = max(starts, ends.get(thread, 0.0))
+        shown = max(0.0, starts + seconds - placed)
         yield _slice(words, thread, placed, shown, step=step, seconds=seconds, place="assumed" if beside else "known")
         ends[thread] = placed + shown
-        start += seconds
 
 
 def _sync(values: Mapping[str, float], *, step: int, begin: float, seconds: float) -> Iterator[Event]:
@@ -92,7 +122,7 @@ def _sync(values: Mapping[str, float], *, step: int, begin: float, seconds: floa
 
 def _slice(name: str, thread: int, begin: float, length: float, /, **args: Any) -> Event:
     whole = {"name": name, "ph": "X", "ts": _micro(begin), "dur": _micro(length), "pid": 1, "tid": thread}
-    return {**whole, "cat": THREADS[thread], "args": args}
+    return {**whole, "args": args}
 
 
 def _named(kind: str, words: str, thread: int) -> Event:

@@ -103,7 +103,7 @@ def _build(world: World, job: Job, data: Mapping[str, Any]) -> tuple[Policy, int
     # On the leader's machine a GPU is known by its number alone, as there is one machine for most.
     machine = "" if world.rank == world.local_rank else f"{socket.gethostname()}:"
     meter = rank_meter(rank_device(world, wanted=config.model.device), machine=machine)
-    make = partial(FollowingPolicy, gpus=dict if meter is None else meter.take)
+    make = partial(FollowingPolicy, rank=world.rank, gpus=dict if meter is None else meter.take)
     return _build_policy(config, world, job, make=make), config.run.seed
 
 

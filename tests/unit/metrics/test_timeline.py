@@ -92,3 +92,15 @@ def test_counters_and_names():
 def test_a_step_without_times_has_no_place(values: dict[str, float]):
     log = MetricsLog((StepLine(step=1, time=1.0, values=values),), ())
     assert not [event for event in timeline(log, name="r")["traceEvents"] if event["ph"] == "X"]
+
+
+def test_each_of_several_engines_and_ranks_has_a_row():
+    engines = {"generation_time/10.0.0.1:9001": 3.5, "generation_time/10.0.0.2:9001": 2.0}
+    values = STEP | engines | {"train_time/0": 3.0, "train_time/1": 2.5}
+    events = events_of(values, values)
+    rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    assert list(rows)[3:] == ["engine 10.0.0.1:9001", "engine 10.0.0.2:9001", "rank 0", "rank 1"]
+    assert spans(events, rows["engine 10.0.0.1:9001"]) == [("generation", 0.0, 3.5), ("generation", 10.0, 13.5)]
+    assert spans(events, rows["engine 10.0.0.2:9001"]) == [("generation", 0.0, 2.0), ("generation", 10.0, 12.0)]
+    assert spans(events, rows["rank 1"]) == [("forward, backward", 5.0, 7.5), ("forward, backward", 15.0, 17.5)]
+    assert spans(events, REWARDS)[0] == ("rewards", 4.0, 5.0), "as without them"

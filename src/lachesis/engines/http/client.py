@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from lachesis.common.deadline import Deadline, Retry
 from lachesis.common.errors import (
@@ -28,7 +29,8 @@ from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.http.dispatch import GenerationCalls, nobody_serves, visit
 from lachesis.engines.serving.operations import Digests
 from lachesis.engines.serving.served import MEMORY_PARTS, MemoryPart
-from lachesis.metrics.values import MetricValue
+from lachesis.metrics.names import GENERATION_OF
+from lachesis.metrics.values import Mean, MetricValue
 
 T = TypeVar("T")
 R = TypeVar("R", CanaryReading, Digests)
@@ -368,7 +370,15 @@ class HttpEngine(Engine):
         )
 
     def metrics(self) -> dict[str, MetricValue]:
-        """How often guessed tokens were right since it was last asked, where servers guess; says where they stop."""
+        """Since it was last asked: how long each of several servers was at work, and how often guessed tokens were
+        right, where servers guess; says where they stop."""
+        busy = self._calls.take_busy()
+        at_work: dict[str, MetricValue] = {
+            f"{GENERATION_OF}{urlsplit(url).netloc}": Mean(seconds) for url, seconds in busy.items() if len(busy) > 1
+        }
+        return at_work | self._draft_metrics()
+
+    def _draft_metrics(self) -> dict[str, MetricValue]:
         if not self._drafts.guessing:
             return {}
         deadline = self._deadline("asking for what was guessed")

@@ -15,6 +15,7 @@ import httpx
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, LachesisError, StaleWeights
+from lachesis.common.meters import BusyTime
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from lachesis.engines.base import Finished
 from lachesis.engines.fleet import Fleet, State, Ticket
@@ -60,6 +61,7 @@ class GenerationCalls:
         self._fleet = fleet
         self._server = server
         self._routes: dict[str, _Route] = {}
+        self._busy: dict[str, BusyTime] = {}
         self._check_session = check_session
         # Requests wait here in the order in which they came: the first of them for an engine with room.
         self._door = asyncio.Lock()
@@ -105,6 +107,10 @@ class GenerationCalls:
                 self._watch.cancel()
                 self._watch = None
 
+    def take_busy(self) -> dict[str, float]:
+        """Seconds in which each engine had requests under way since the last call, by its address. From any thread."""
+        return {url: busy.take() for url, busy in [*self._busy.items()]}
+
     async def close(self) -> None:
         """Cancel what is in flight, wait until its callers know, and close the connections."""
         for task in self._tasks:
@@ -121,7 +127,8 @@ class GenerationCalls:
             ticket = await self._ticket(request)
             lengths: list[int] = []
             try:
-                completions = await self._answer(ticket, request)
+                with self._busy.setdefault(ticket.url, BusyTime()).span():
+                    completions = await self._answer(ticket, request)
                 lengths = [len(completion.token_ids) for completion in completions]
                 break
             except (DeadlineExceeded, Refused):

@@ -17,8 +17,10 @@ from lachesis.common.run_files import run_paths
 from lachesis.common.types import LEVELS, UNKNOWN_VERSIONS, EvalResult
 from lachesis.metrics.names import (
     BY_ENVIRONMENT,
+    GENERATION_OF,
     GPU_MEMORY_IN_USE,
     GPU_UTILIZATION,
+    TRAINING_OF,
     describe,
     format_number,
     format_seconds,
@@ -279,13 +281,17 @@ def charts(log: MetricsLog) -> list[dict[str, Any]]:
     by_function = ChartPlan(tuple(f"rewards/{name}/mean" for name in functions), title="Rewards by function")
     by_environment = ChartPlan(_beginning_with(BY_ENVIRONMENT, log), title="Rewards by environment")
     several = [plan for plan in (by_function, by_environment) if len(plan.names) > 1]
+    processes = (
+        ChartPlan(_beginning_with(GENERATION_OF, log), title="Generation by engine", floor=0.0),
+        ChartPlan(_beginning_with(TRAINING_OF, log), title="Training by rank", floor=0.0),
+    )
     gpus = (
         ChartPlan(_beginning_with(GPU_UTILIZATION, log), title="GPU utilization", floor=0.0, ceiling=1.0),
         ChartPlan(_beginning_with(GPU_MEMORY_IN_USE, log), title="GPU memory in use", floor=0.0),
     )
     # What reward functions gave to log_metric.
     logged = [ChartPlan((name,), title=name.removeprefix(LOGGED)) for name in _beginning_with(LOGGED, log)]
-    plans = (*CHARTS[:2], *several, *CHARTS[2:], *(plan for plan in gpus if plan.names), *logged)
+    plans = (*CHARTS[:2], *several, *CHARTS[2:], *(plan for plan in (*processes, *gpus) if plan.names), *logged)
     if not any(line.values.get("staleness", 0.0) > 0 for line in log.steps):  # as in runs that take turns
         plans = tuple(plan for plan in plans if "staleness" not in plan.names)
     return [chart for plan in plans if (chart := _chart(plan, log))["series"]]

@@ -13,7 +13,7 @@ from lachesis.common.types import EvalResult, StepRecord
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.names import evaluation_values
 from lachesis.metrics.sinks.jsonl import StepLine
-from lachesis.metrics.timeline import GENERATION, REWARDS, Event, step_events
+from lachesis.metrics.timeline import Event, step_events, timeline_rows
 
 # How often gauges are sent, as they are then; spans are sent when some have gathered, and all at the end.
 _EVERY_MS = 5000
@@ -59,7 +59,7 @@ class OpenTelemetrySink(Sink):
         self._meters: Any = sdk["metrics"].MeterProvider([reader], resource=resource, shutdown_on_exit=False)
         self._tracer, self._meter = self._traces.get_tracer("lachesis"), self._meters.get_meter("lachesis")
         self._gauges: dict[str, Any] = {}
-        self._ends = {GENERATION: 0.0, REWARDS: 0.0}
+        self._ends: dict[int, float] = {}
 
     def write(self, record: StepRecord) -> None:
         values = {"step": float(record.step), **record.values}
@@ -68,7 +68,8 @@ class OpenTelemetrySink(Sink):
         self._measure(values)
         if record.values.get("step_time", 0.0) > 0:
             line = StepLine(record.step, time.time(), dict(record.values))
-            self._trace([event for event in step_events(line, origin=0.0, ends=self._ends) if event["ph"] == "X"])
+            events = step_events(line, origin=0.0, ends=self._ends, rows=timeline_rows([line]))
+            self._trace([event for event in events if event["ph"] == "X"])
 
     def evaluation(self, result: EvalResult) -> None:
         self._measure(evaluation_values(result))

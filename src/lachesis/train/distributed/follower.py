@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import count
 from typing import Any, cast
@@ -11,7 +12,8 @@ import torch
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError, first_line
-from lachesis.metrics.values import Metrics, MetricValue
+from lachesis.metrics.names import TRAINING_OF
+from lachesis.metrics.values import Mean, Metrics, MetricValue
 from lachesis.train.batch import Batch
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.leader import BUILD, END, METHODS, exhaust, of_a_collective
@@ -32,19 +34,23 @@ class ToldLeader(TrainingError):
 
 
 class FollowingPolicy(Policy):
-    """A :class:`Policy` of another rank than the leader's, which hears from here what the rank's GPU did.
+    """A :class:`Policy` of another rank than the leader's, which hears from here how long it took and what its GPU did.
 
     Args:
         *args, **options: of :class:`Policy`.
+        rank: this one.
         gpus: what is known of the GPU since the last call.
     """
 
-    def __init__(self, *args: Any, gpus: Callable[[], Metrics], **options: Any) -> None:
+    def __init__(self, *args: Any, rank: int, gpus: Callable[[], Metrics], **options: Any) -> None:
         super().__init__(*args, **options)
+        self._rank = rank
         self._gpus = gpus
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
-        return {**super().accumulate(batch), **self._gpus()}
+        began = time.perf_counter()
+        metrics = super().accumulate(batch)
+        return {**metrics, f"{TRAINING_OF}{self._rank}": Mean(time.perf_counter() - began), **self._gpus()}
 
 
 class Follower:

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError, TrainingError, first_line
-from lachesis.metrics.values import MetricValue, merge_metrics
+from lachesis.metrics.names import TRAINING_OF
+from lachesis.metrics.values import Mean, MetricValue, merge_metrics
 from lachesis.train.batch import Batch, collect, deal, split
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
@@ -212,8 +213,10 @@ class LeadingPolicy(Policy):
         """As :meth:`Policy.accumulate`, of the whole batch; metrics are of all ranks."""
         own, *others = split(batch, self._leader.size)
         with self._leader.turn("accumulate", what="forward and backward", parts=others, answers=True) as answers:
+            began = time.perf_counter()
             metrics = super().accumulate(own)
-        return merge_metrics([metrics, *answers])
+            seconds = time.perf_counter() - began
+        return merge_metrics([metrics, {f"{TRAINING_OF}0": Mean(seconds)}, *answers])
 
     def step(self) -> dict[str, MetricValue]:
         with self._leader.turn("step", what="the optimizer step"):

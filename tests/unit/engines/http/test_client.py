@@ -505,6 +505,15 @@ class TestControl:
             both.pause()
         assert not pair[0].state.paused
 
+    def test_it_says_how_long_each_was_at_work(self, pair: list[FakeServer], both: HttpEngine):
+        both.connect(deadline=soon())
+        both.generate(asking(2), deadline=soon())
+        expected = {f"generation_time/{server.url.removeprefix('http://')}" for server in pair}
+        found = both.metrics()
+        assert found.keys() == expected
+        assert all(0 < value.value() < LONG_S for value in found.values())
+        assert {value.value() for value in both.metrics().values()} == {0.0}, "nothing since then"
+
     def test_guesses_are_counted_over_all_servers_from_the_first_contact_on(
         self, pair: list[FakeServer], both: HttpEngine
     ):
