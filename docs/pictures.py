@@ -61,8 +61,17 @@ class Camera:
 
     driver: Any
 
-    def take(self, name: str, address: str, *, size: tuple[int, int], dark: bool = False, until: str = "true") -> None:
-        """A picture of a page as it is once ``until``, a JavaScript expression, holds."""
+    def take(
+        self,
+        name: str,
+        address: str,
+        *,
+        size: tuple[int, int],
+        dark: bool = False,
+        until: str = "true",
+        at: str | None = None,
+    ) -> None:
+        """A picture of a page as it is once ``until``, a JavaScript expression, holds: its top, or from ``at`` on."""
         width, height = size
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
@@ -71,6 +80,8 @@ class Camera:
         self.driver.get("about:blank")
         self.driver.get(address)
         wait(lambda: self.driver.execute_script(f"return {until}"), until)
+        if at is not None:
+            self.driver.execute_script(f"document.querySelector('{at}').scrollIntoView({{behavior: 'instant'}})")
         picture = Image.open(io.BytesIO(self.driver.get_screenshot_as_png())).convert("RGB")
         path = OUT / f"{name}.png"
         picture.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
@@ -184,7 +195,7 @@ def _is_stopped(run_dir: Path) -> bool:
     return any(engine.state == "suspect" for engine in status.engines) and bool(status.waits)
 
 
-ROW, LEFT = 34, 150
+ROW, LEFT = 34, 170
 PALETTE = {"wait for a batch": "#e9b949", "forward, backward": "#176b73", "optimizer and transfer": "#c0692a",
            "generation": "#3f74b5", "rewards": "#74589f", "transfer": "#d98b54", "proof": "#a9577f"}  # fmt: skip
 
@@ -219,15 +230,14 @@ def timeline_page(run_dir: Path) -> str:
             f'<text x="{x + 6:.1f}" y="{y + 20}" fill="{"#1b1d1f" if whole else "#fff"}">{escape(label)}</text>'
         )
     drawing = (
-        f'<svg width="{WIDE[0]}" height="300" font-family="Inter, sans-serif" font-size="12.5">{"".join(boxes)}</svg>'
+        f'<svg width="{WIDE[0]}" height="310" font-family="Inter, sans-serif" font-size="12.5">{"".join(boxes)}</svg>'
     )
     return f'<!doctype html><meta charset="utf-8"><body style="margin:0;background:#f8f7f3">{drawing}'
 
 
 def _top(thread: int, level: int) -> int:
-    """Where a row begins: the loop has three levels, the other threads one, at which their boxes are too."""
-    first = {1: 10, 2: 10 + 3 * ROW + 18, 3: 10 + 4 * ROW + 30}[thread]
-    return first + level * ROW if thread == 1 else first
+    """Where a row begins: the loop has three levels, all other rows one, at which their boxes are too."""
+    return 10 + level * ROW if thread == 1 else 10 + 3 * ROW + 18 + (thread - 2) * (ROW + 12)
 
 
 def main() -> None:
@@ -241,10 +251,12 @@ def main() -> None:
         taking.take("compare", page, size=(WIDE[0], 1100), until=drawn)
         with live_run(work) as (address, run_dir):
             taking.take("live", address, size=WIDE, until=drawn)
+            taking.take("live-course", address, size=(WIDE[0], 1360), until=drawn, at="#course")
+            taking.take("live-rollouts", address, size=(WIDE[0], 760), until=drawn, at="#rollouts")
             taking.take("live-dark", address, size=WIDE, dark=True, until=drawn)
             taking.take("live-phone", address, size=PHONE, until=drawn)
         (work / "timeline.html").write_text(timeline_page(run_dir), encoding="utf-8")
-        taking.take("timeline", (work / "timeline.html").as_uri(), size=(WIDE[0], 220))
+        taking.take("timeline", (work / "timeline.html").as_uri(), size=(WIDE[0], 310))
 
 
 if __name__ == "__main__":
