@@ -27,7 +27,7 @@ const ENGINE_COLUMNS = ["engine", "state", "proved version", "requests", "tokens
 function engineRow(engine) {
   const version = engine.version === null ? "none" : String(engine.version);
   const numbers = [engine.in_flight, engine.expected_tokens, engine.completed].map((value) => format(value));
-  return make("tr", { class: `engine ${engine.state}` }, ...[engine.url, engine.state, version, ...numbers, format(engine.for_s, "s"), engine.reason].map((cell) => make("td", {}, cell)));
+  return make("tr", { class: `engine ${engine.state}` }, ...[engine.url, engine.state, version, ...numbers, format(Math.round(10 * engine.for_s) / 10, "s"), engine.reason].map((cell) => make("td", {}, cell)));
 }
 function showNow({ status, waits, engines, paused }) {
   byId("status").replaceChildren(...status.map(([title, text]) => statusLine(title, text)), ...waits.map(waitLine));
