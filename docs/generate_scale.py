@@ -115,7 +115,7 @@ RAY_ADDRESS=10.0.0.1:6379 lachesis run config.yaml
   A process that fails is started again three times (`cluster.restarts`; a lost node does not count), but an error
   that would come again, as one of the configuration, ends the run at once with its message. The loss of Ray's head, or
   of the process that was started by hand, ends the run; `--resume` goes on. With environments the ranks are started
-  again where an engine is lost too, for those that it generated for wait for it.
+  again when an engine is lost, too: environments that were told of it would wait.
 - **Logs** of all processes are in `runs/NAME-ray/`; what rank 0 prints is shown. `lachesis status runs/NAME` says how
   the run stands. Ctrl-C stops it after its step, with a checkpoint.
 - The run directory has to be on a disk that all nodes share. Processes have the environment of Ray's on their node, and

@@ -14,6 +14,8 @@ from tests.e2e.runs import environment
 
 # Bytes: nothing of ours goes through Ray's store, and this is nearly the least that it takes.
 _STORE = 80 << 20
+# Ray reads it once in a process.
+_TOKEN = secrets.token_hex(32)
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def ray_cluster(cpus: Sequence[int]) -> Iterator[Any]:
     own = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_AUTH_TOKEN": _TOKEN,
         "RAY_enable_worker_prestart": "0",
         "GLOO_SOCKET_IFNAME": "lo",
     }

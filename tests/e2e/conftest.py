@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 FIRST = [
     "test_engines", "test_atropos_run", "test_atropos_vllm", "test_sharded", "test_gsm8k", "test_loss_types",
     "test_original_environment", "test_learning", "test_resume", "test_atropos_layers", "test_console_tty",
-    "test_tinker_recipes", "test_tinker",
+    "test_tinker_recipes", "test_tinker", "test_ray",
 ]  # fmt: skip
 
 

@@ -169,11 +169,13 @@ def engine_bundle(layout: Layout) -> Bundle:
     return _bundle(cpus=1, gpus=layout.servers.gpus)
 
 
-def spread(number: int, hosts: Sequence[str], nodes: Sequence[str]) -> str:
-    """The node that is best for the engine of that number: with the fewest of the job's hosts.
+def spread(number: int, hosts: Sequence[str], nodes: Sequence[str]) -> str | None:
+    """The node that is best for the engine of that number: with the fewest of the job's hosts; None of none.
 
     It is a wish: Ray takes another where there is no room.
     """
+    if not nodes:
+        return None
     shifted = [*nodes[number % len(nodes) :], *nodes[: number % len(nodes)]]
     return min(shifted, key=hosts.count)
 

@@ -163,7 +163,7 @@ class RayRun:
         for number in range(servers.count):
             nodes = self._cluster.nodes()
             near = spread(number, hosts, [name for name, node in nodes.items() if node.gpus >= servers.gpus])
-            hosts.append(near)
+            hosts += [near] if near else []
             group = self._cluster.reserve([bundle], near=near)
             engine = Service(
                 f"engine {number}",

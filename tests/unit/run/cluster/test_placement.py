@@ -75,7 +75,8 @@ def test_ranks_have_a_bundle_a_node_and_each_engine_its_own(tmp_path: Path):
 def test_engines_wish_for_nodes_with_as_little_as_can_be():
     nodes, hosts = ["a", "b", "c"], ["a"]
     for number in range(5):
-        hosts.append(placement.spread(number, hosts, nodes))
+        hosts += [placement.spread(number, hosts, nodes) or "none"]
+    assert placement.spread(0, hosts, []) is None
     assert sorted(hosts) == ["a", "a", "b", "b", "c", "c"]
 
 
