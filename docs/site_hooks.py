@@ -46,7 +46,16 @@ KINDS = {
         "extending",
         "troubleshooting",
     ],
-    "Reference": ["configuration", "commands", "errors", "metrics", "losses", "atropos-api", "deprecations"],
+    "Reference": [
+        "configuration",
+        "commands",
+        "errors",
+        "metrics",
+        "losses",
+        "mixtures",
+        "atropos-api",
+        "deprecations",
+    ],
     "Explanation": ["architecture", "pipeline", "engines", "defects"],
 }
 # Where a page goes that nobody has put anywhere.

@@ -111,6 +111,32 @@ def test_one_expert_that_is_off_by_a_last_bit_is_found(
         assert live.difference() < TOLERANCE, "by logprobs nobody would have known"
 
 
+def test_a_run_over_a_server_replays_the_experts_that_it_used(
+    embedded: Server, session_environment: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Through the answer of ``/generate``, the feed that generates ahead, and two optimizer steps on each batch."""
+    reset(embedded)
+    path = write_run(
+        tmp_path,
+        run={"dir": str(embedded.root / tmp_path.name), "steps": 4},
+        model={"path": str(embedded.model)},
+        engine={"kind": "http", "urls": [str(embedded.http.base_url)], "takeover": True},
+        bridge={"kind": "broadcast"},
+        pipeline={"async_prefetch": True},
+        algorithm={"router_replay": True, "num_iterations": 2, "sampler_correction": "token_truncate"},
+    )
+    first, *others = metrics(run_here(path).run_dir).steps
+    assert first.values["router_replay_difference"] < 0.01 and first.values["logprob_diff_max"] < 1e-3
+    assert all(0.01 < line.values["router_replay_difference"] <= 1 for line in others), "of older weights"
+
+
+@needs_vllm
+def test_vllm_without_the_flag_says_what_to_start_it_with(vllm: Server):
+    reply = vllm.http.post("/generate", json={"prompt_token_ids": [5, 6], "max_tokens": 2, "routed_experts": True})
+    assert reply.status_code == 422
+    assert "--enable-return-routed-experts" in reply.json()["error"]["remedy"]
+
+
 @needs_vllm
 def test_a_run_over_vllm_learns(vllm: Server, session_environment: pytest.MonkeyPatch, tmp_path: Path):
     """All weights travel; the reward is the share of small letters, at first about a quarter."""

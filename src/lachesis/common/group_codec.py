@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Any
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 
 if TYPE_CHECKING:
+    from lachesis.common.routed_experts import RoutedExperts
     from lachesis.common.taught import TaughtTokens
 
 TokenTexts = Callable[[Sequence[int]], Sequence[str]]
 """The text of each of some token ids."""
 
 
-def encode_group(group: Group, *, texts: TokenTexts | None = None, taught: bool = True) -> dict[str, Any]:
+def encode_group(group: Group, *, texts: TokenTexts | None = None, whole: bool = True) -> dict[str, Any]:
     """A group as JSON-safe values.
 
     Args:
         texts: adds the text of each completion token as ``pieces``.
-        taught: whether what a teacher has said is wanted, which is many numbers for each token.
+        whole: with what is many numbers for each token: what a teacher has said, and the experts that were used.
     """
     prompt = group.prompt
     line: dict[str, Any] = {
@@ -31,18 +32,18 @@ def encode_group(group: Group, *, texts: TokenTexts | None = None, taught: bool 
             "token_ids": prompt.token_ids,
             "columns": {str(name): json_safe(value) for name, value in prompt.columns.items()},
         },
-        "samples": [_encode_sample(sample, prompt=prompt, texts=texts, taught=taught) for sample in group.samples],
+        "samples": [_encode_sample(sample, prompt=prompt, texts=texts, whole=whole) for sample in group.samples],
     }
     if prompt.messages is not None:
         line["prompt"]["messages"] = json_safe(prompt.messages)
     if group.logged:
         line["logged"] = {str(name): json_safe(list(values)) for name, values in group.logged.items()}
     if group.replaces is not None:
-        line["replaces"] = encode_group(group.replaces, taught=taught)
+        line["replaces"] = encode_group(group.replaces, whole=whole)
     return line
 
 
-def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None, taught: bool) -> dict[str, Any]:
+def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None, whole: bool) -> dict[str, Any]:
     line: dict[str, Any] = {} if sample.prompt_ids == prompt.token_ids else {"prompt_ids": sample.prompt_ids}
     line |= {
         "completion_ids": sample.completion_ids,
@@ -58,8 +59,10 @@ def _encode_sample(sample: Sample, *, prompt: Prompt, texts: TokenTexts | None, 
     }
     if sample.token_advantages is not None:
         line["token_advantages"] = sample.token_advantages
-    if taught and sample.taught is not None:
+    if whole and sample.taught is not None:
         line["taught"] = sample.taught.encoded()
+    if whole and sample.routed is not None:
+        line["routed"] = sample.routed.encoded()
     if texts is not None:
         line["pieces"] = list(texts(sample.completion_ids))
     return line
@@ -101,6 +104,7 @@ def _decode_sample(line: Mapping[str, Any], prompt: Prompt) -> Sample:
         advantage=line["advantage"],
         token_advantages=None if by_token is None else tuple(by_token),
         taught=_decode_taught(line["taught"]) if "taught" in line else None,
+        routed=_decode_routed(line["routed"]) if "routed" in line else None,
     )
 
 
@@ -108,6 +112,12 @@ def _decode_taught(fields: Mapping[str, Any]) -> TaughtTokens:
     from lachesis.common.taught import TaughtTokens  # numpy, which most readers of groups can do without
 
     return TaughtTokens.decoded(fields)
+
+
+def _decode_routed(fields: Mapping[str, Any]) -> RoutedExperts:
+    from lachesis.common.routed_experts import RoutedExperts  # numpy, as above
+
+    return RoutedExperts.decoded(fields)
 
 
 def json_safe(value: Any) -> Any:

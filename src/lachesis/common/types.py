@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
+    from lachesis.common.routed_experts import RoutedExperts
     from lachesis.common.taught import TaughtTokens
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -50,7 +51,8 @@ class Prompt:
 class SamplingParams:
     """How to sample. Names and meanings are vLLM's; ``top_k=0``, ``top_p=1`` and ``min_p=0`` cut nothing.
 
-    ``extra`` holds further fields of vLLM's sampling parameters, which only its servers understand.
+    ``routed_experts`` asks of a mixture which experts it used. ``extra`` holds further fields of vLLM's sampling
+    parameters, which only its servers understand.
     """
 
     max_tokens: int
@@ -65,6 +67,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     guided_regex: str | None = None
+    routed_experts: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -93,13 +96,15 @@ class Completion:
     """What an engine returns for one sequence.
 
     ``logprobs[i]`` is that of ``token_ids[i]`` under the distribution it was sampled from: after
-    temperature, penalties and truncation.
+    temperature, penalties and truncation. ``routed`` has the experts of prompt and completion, where they were asked
+    for.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     versions: VersionSpan
+    routed: RoutedExperts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +114,7 @@ class Sample:
     ``logprobs`` are behaviour logprobs, NaN where unknown. ``mask`` is 1 for tokens that the model sampled
     and 0 for others (tool output). ``rewards`` has a value per reward function, ``None`` where it abstained.
     ``token_advantages`` has a value per completion token that is added to ``advantage``; ``None`` adds nothing.
-    ``taught`` is what a teacher outside of the trainer has said of it.
+    ``taught`` is what a teacher outside of the trainer has said of it, ``routed`` are the experts that the engine used.
     """
 
     prompt_ids: tuple[int, ...]
@@ -125,6 +130,7 @@ class Sample:
     advantage: float | None = None
     token_advantages: tuple[float, ...] | None = None
     taught: TaughtTokens | None = None
+    routed: RoutedExperts | None = None
 
     def loss_mask(self) -> tuple[int, ...]:
         """1 where a completion token counts in the loss; same length as ``completion_ids``."""
@@ -146,6 +152,7 @@ class Sample:
             advantage=advantage,
             token_advantages=self.token_advantages,
             taught=self.taught,
+            routed=self.routed,
         )
 
 

@@ -125,6 +125,7 @@ def _sample(request: GenerationRequest, completion: Completion) -> Sample:
         logprobs=completion.logprobs,
         finish_reason=completion.finish_reason,
         versions=completion.versions,
+        routed=completion.routed,
         temperature=1.0 if request.params.greedy else request.params.temperature,
     )
 

@@ -159,6 +159,7 @@ def server_options(
             "kv_cache_dtype": None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
             "speculative_config": engine.speculative and engine.speculative.argument,
             "trust_remote_code": config.model.trust_remote_code,
+            "enable_return_routed_experts": config.algorithm.router_replay,
         }
         of_engine = {
             "dtype": engine.dtype if engine.dtype != "auto" else trainer_dtype(config),

@@ -223,6 +223,10 @@ METRICS: Mapping[str, Metric] = {
             "router_aux_loss", "Router loss", "", "The routers' auxiliary loss before its coefficient, where the "
             "model's configuration asks for it (output_router_logits). Where experts are alike, those of a token.",
         ),
+        Metric(
+            "router_replay_difference", "Other experts", "share", "With algorithm.router_replay: share of tokens and "
+            "layers where the trainer's router would have chosen other experts than the engine used.",
+        ),
         Metric("evaluation/accuracy", "Held-out accuracy", "share", "Share of held-out problems solved."),
         Metric("evaluation/pass_at_k", "Held-out pass@k", "share", "Share of problems with at least one success."),
         Metric("evaluation/mean_reward", "Held-out reward", "", "Mean reward on the held-out problems."),

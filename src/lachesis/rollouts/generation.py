@@ -125,6 +125,7 @@ def _sample(prompt: Prompt, completion: Completion, text: str, temperature: floa
         logprobs=completion.logprobs,
         finish_reason=completion.finish_reason,
         versions=completion.versions,
+        routed=completion.routed,
         text=text,
         temperature=temperature,
     )

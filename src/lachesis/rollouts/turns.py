@@ -20,6 +20,7 @@ from starlette.routing import Route
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
 from lachesis.common.hosts import OwnHostOnly
+from lachesis.common.routed_experts import joined_routes
 from lachesis.common.types import Completion, GenerationRequest, Sample, SamplingParams, VersionSpan
 from lachesis.engines.serving.bodies import Refused, parse
 from lachesis.engines.serving.generation import GenerateBody
@@ -201,4 +202,5 @@ def _sample(turns: Sequence[Turn], *, decode: TextDecoder, temperature: float) -
         text=decode([ids])[0],
         mask=None if all(mask) else tuple(mask),
         temperature=temperature,
+        routed=joined_routes([turn.completion.routed for turn in turns]),
     )

@@ -54,6 +54,7 @@ from lachesis.train.optim.optimizer import Start
 from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
+from lachesis.train.routed import require_routed
 from lachesis.train.sft import StartedFeed, demonstrations
 
 
@@ -219,7 +220,7 @@ def feed_from(
 ) -> Feed[Batch]:
     """The way from the groups of a source to packed batches."""
     pipeline = config.pipeline
-    pack_groups = partial(pack_batch, config=config, policy=policy)
+    pack_groups = partial(pack_rollouts, config=config, policy=policy)
     collector = Collector(
         source,
         count=prompts_per_generation(config),
@@ -330,7 +331,9 @@ def build_evaluation(
             engine=engine,
             rewarder=rewarder,
             decode=text_decoder(policy.loaded.tokenizer),
-            params=replace(sampling_params(config, policy), temperature=config.evaluation.temperature),
+            params=replace(
+                sampling_params(config, policy), temperature=config.evaluation.temperature, routed_experts=False
+            ),
             samples=config.evaluation.samples_per_problem,
             success_reward=config.evaluation.success_reward,
             limit=config.evaluation.max_problems,
@@ -340,6 +343,17 @@ def build_evaluation(
             keep=keep,
         )
     return ScheduledEvaluation(evaluator, every_steps=config.evaluation.every_steps, last_step=total_steps(config))
+
+
+def pack_rollouts(groups: Sequence[Group], *, config: LachesisConfig, policy: Policy) -> Batch:
+    """As :func:`pack_batch`, of what was sampled.
+
+    Raises:
+        TrainingError: routing is to be replayed, and a sample lacks it.
+    """
+    if config.algorithm.router_replay:
+        require_routed(groups)
+    return pack_batch(groups, config=config, policy=policy)
 
 
 def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Policy) -> Batch:

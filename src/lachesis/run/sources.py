@@ -192,7 +192,7 @@ def build_source(
 
 def sampling_params(config: LachesisConfig, policy: Policy) -> SamplingParams:
     """With an end token of the configuration's own, which an engine on a server does not know."""
-    params = config.sampling.params()
+    params = replace(config.sampling.params(), routed_experts=config.algorithm.router_replay)
     token = config.model.special_tokens.get("eos_token")
     if token is None or isinstance(config.engine, schema.EmbeddedEngineConfig):
         return params

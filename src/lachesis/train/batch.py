@@ -29,6 +29,7 @@ from torch import Tensor
 from lachesis.common.errors import TrainingError
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Sample
 from lachesis.train.prefix_tree import branches
+from lachesis.train.routed import Stretch, routed_tensor
 from lachesis.train.taught import Said, taught_tensors
 
 T = TypeVar("T")
@@ -69,6 +70,8 @@ class MicroBatch:
         taught_logprobs: float32 [M, K] of these.
         taught_sampled: float32 [M] of the targets, NaN where unknown. All three are ``None`` where no teacher has
             said anything.
+        routed: int16 [T, L, K], the experts that the engine used for the inputs, -1 where they are not known; ``None``
+            where none is.
     """
 
     input_ids: Tensor
@@ -91,6 +94,7 @@ class MicroBatch:
     taught_ids: Tensor | None = None
     taught_logprobs: Tensor | None = None
     taught_sampled: Tensor | None = None
+    routed: Tensor | None = None
 
     @property
     def num_inputs(self) -> int:
@@ -255,6 +259,12 @@ def _teaches(sample: Sample) -> bool:
 
 def _require_whole(sample: Sample) -> None:
     tokens = len(sample.completion_ids)
+    inputs = len(sample.prompt_ids) + tokens - 1
+    if sample.routed is not None and len(sample.routed) != inputs:
+        raise TrainingError(
+            f"a sample of {inputs} inputs has the routed experts of {len(sample.routed)}",
+            remedy="give those of all tokens of prompt and completion but the last",
+        )
     whole = sample.token_advantages is None or len(sample.token_advantages) == tokens
     if whole and sample.prompt_ids and len(sample.logprobs) == tokens == len(sample.loss_mask()):
         return
@@ -344,6 +354,7 @@ class _Stream:
         self.token_advantages: list[float] = []
         self.teacher_weights: list[float] = []
         self.taught: list[Said] = []  # of each prediction
+        self.routes: list[Stretch] = []
         self.by_token = False
 
     def add_segment(self, ids: Sequence[int], *, context: Sequence[int]) -> range:
@@ -422,8 +433,10 @@ def _collate(units: Sequence[_Unit]) -> MicroBatch:
         for place, (sequence, shared) in enumerate(unit.parts):
             if place > leaf:
                 leaf = _leaf(unit.parts, place)
-                context = path[:shared]
-                path = [*context, *stream.add_segment(unit.parts[leaf].sequence.inputs[shared:], context=context)]
+                whole, context = unit.parts[leaf].sequence, path[:shared]
+                path = [*context, *stream.add_segment(whole.inputs[shared:], context=context)]
+                # What sequences share goes through the experts that the first of them had.
+                stream.routes.append(Stretch(whole.rows[0].sample.routed, shared, len(whole.inputs)))
             # In the order of the tree no later sequence shares more than the next one does.
             following = unit.parts[place + 1].shared if place + 1 < len(unit.parts) else 0
             stream.add_sequence(sequence, path=path, overlap=max(shared, following), known=known)
@@ -472,6 +485,7 @@ def _tensors(stream: _Stream) -> MicroBatch:
         advantages=real(stream.token_advantages if stream.by_token else stream.advantages),
         teacher_weights=real(stream.teacher_weights),
         **taught_tensors(stream.taught),
+        routed=routed_tensor(stream.routes),
     )
 
 

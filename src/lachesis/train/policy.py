@@ -15,10 +15,11 @@ from torch import Tensor
 
 from lachesis.bridges.extract import as_saved, full_weights
 from lachesis.bridges.saved import save_companions, write_checkpoint
+from lachesis.common.mixtures import stacked_experts
 from lachesis.common.types import Group
 from lachesis.config.schema import AlgorithmConfig, BatchConfig
 from lachesis.metrics.values import Max, Mean, MetricValue, Sum, reduce_metrics
-from lachesis.train.batch import Batch, MicroBatch, idle_micro_batch, pack
+from lachesis.train.batch import Batch, MicroBatch, idle_micro_batch, pack, plain_micro_batch
 from lachesis.train.canary import CanaryReader
 from lachesis.train.checkpoint import save_model
 from lachesis.train.distributed.strategy import Strategy
@@ -28,12 +29,21 @@ from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, polic
 from lachesis.train.losses.reference import SamplerReference, build_reference, second_model
 from lachesis.train.losses.sft import sft_loss
 from lachesis.train.losses.teacher import Lesson, Teacher, build_teacher
-from lachesis.train.model.experts import ExpertRouting, stacked_experts
-from lachesis.train.model.forward import ForwardPlan, Packing, loss_token_logprobs, plan_forward, valid_rows
+from lachesis.train.model.experts import ExpertRouting
+from lachesis.train.model.forward import (
+    ForwardPlan,
+    Packing,
+    loss_token_logprobs,
+    plan_forward,
+    target_logprobs,
+    valid_rows,
+)
 from lachesis.train.model.head import Read, TokenLogprobs
 from lachesis.train.model.loading import LoadedModel
+from lachesis.train.model.router_replay import RouterReplay
 from lachesis.train.optim.optimizer import PolicyOptimizer
 from lachesis.train.policy_state import PolicyState
+from lachesis.train.routed import UNKNOWN
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -69,7 +79,7 @@ class Policy(PolicyState):
         teacher: the model that ``options.teacher`` names, loaded and frozen, not yet placed.
 
     Raises:
-        ModelError: the model cannot be run as ``packing`` demands.
+        ModelError: the model cannot be run as ``packing`` demands, or its routing cannot be replayed.
     """
 
     def __init__(
@@ -105,6 +115,8 @@ class Policy(PolicyState):
                     loaded.unread.fill(model)
         self.device = strategy.device(self.transformer)
         self.plan: ForwardPlan = plan_forward(self.transformer, packing=packing, device=self.device)
+        # Before what watches the experts: hooks see what those before them have made of an output.
+        self.replay = self._learn_routers() if options.router_replay else None
         self.routing = ExpertRouting(self.transformer) if stacked_experts(self.transformer) else None
         self.reference = (
             build_reference(loaded, plan=self.plan, options=kl_reference, second=second) if kl_reference else None
@@ -202,8 +214,10 @@ class Policy(PolicyState):
             num_inputs = self._num_inputs(batch)
             self.model.train()
             for index, micro in enumerate(micro_batches):
-                output = self._loss(batch, index, micro.to(self.device), counts, num_inputs=num_inputs)
-                output.loss.backward()
+                micro = micro.to(self.device)
+                with self._replayed(micro, counting=True):
+                    output = self._loss(batch, index, micro, counts, num_inputs=num_inputs)
+                    output.loss.backward()
                 parts.append({"loss": output.loss.detach(), **output.metrics})
             self.model.eval()
         # One transfer for all micro-batches: reading a number off a GPU waits for all work before it.
@@ -214,6 +228,7 @@ class Policy(PolicyState):
         metrics["tokens_flat"] = Sum(float(batch.flat_tokens))
         metrics["micro_batches"] = Sum(float(len(batch.micro_batches)))
         metrics |= {} if self.routing is None else self.routing.take(self.strategy.sum_values)
+        metrics |= {} if self.replay is None else self.replay.take()
         metrics["skipped_zero_advantage"] = Sum(float(batch.skipped_sequences))
         return metrics
 
@@ -243,7 +258,7 @@ class Policy(PolicyState):
         Log s stays as it is, and so does a π_old that is s. All ranks call it together.
         """
         with self.alone(), self.loaded.float8.on():
-            scored = [(micro, self._scores(micro.to(self.device)).logprobs.cpu()) for micro in self._passes(batch)]
+            scored = [(micro, self._scored(micro).logprobs.cpu()) for micro in self._passes(batch)]
         fixed = [
             replace(micro, old_logprobs=torch.where(micro.old_logprobs.isnan(), now, micro.old_logprobs.to(now.dtype)))
             for micro, now in scored
@@ -266,7 +281,7 @@ class Policy(PolicyState):
         counts = StepCounts(num_sequences, num_tokens)
         if self.options.top_entropy_quantile == 1 or not micro_batches:
             return counts
-        own = torch.cat([self._scores(micro.to(self.device)).entropies for micro in micro_batches])
+        own = torch.cat([self._scored(micro).entropies for micro in micro_batches])
         entropies = self.strategy.gather_values(own)
         top = self.options.top_entropy_quantile
         threshold = high_entropy_threshold(entropies, mask=torch.ones_like(entropies), top_quantile=top)
@@ -302,7 +317,7 @@ class Policy(PolicyState):
             with self._routed(micro, num_inputs=num_inputs) as auxiliary:
                 taught = sft_loss(self._scores(micro).logprobs, num_tokens=counts.num_tokens)
             return PolicyLoss(sum(auxiliary, taught.loss), taught.metrics)
-        reference = None if self.reference is None else self.reference.logprobs(micro)
+        reference = self._reference_logprobs(micro)
         read = None if self.teacher is None else self.teacher.reader(micro)
         with self._routed(micro, num_inputs=num_inputs) as auxiliary:
             scores = self._scores(micro, read=read)
@@ -346,6 +361,38 @@ class Policy(PolicyState):
         options = self.options
         corrects = options.sampler_correction != "none" or options.off_policy_mask_threshold is not None
         return corrects or self.custom_loss is not None
+
+    def _reference_logprobs(self, micro: MicroBatch) -> Tensor | None:
+        """By the reference's own choice of experts, also where its modules are the policy's."""
+        if self.reference is None:
+            return None
+        with nullcontext() if self.replay is None else self.replay.replaying(None):
+            return self.reference.logprobs(micro)
+
+    def _learn_routers(self) -> RouterReplay:
+        """Raises ModelError where the model's routing cannot be replayed."""
+        replay = RouterReplay(self.transformer)
+        tokens = [token % self.transformer.config.get_text_config().vocab_size for token in range(3, 11)]
+        with torch.no_grad(), replay.learning():
+            target_logprobs(self.transformer, plain_micro_batch(tokens).to(self.device), plan=self.plan)
+        return replay
+
+    def _replayed(self, micro: MicroBatch, *, counting: bool = False) -> AbstractContextManager[object]:
+        """Within it the policy's tokens go through the experts that they were sampled with, where that is asked for."""
+        if self.replay is None:
+            return nullcontext()
+        routed = micro.routed
+        if routed is not None and not self.plan.packed:
+            valid = valid_rows(micro)
+            rows = routed.new_full((*valid.shape, *routed.shape[1:]), UNKNOWN)
+            rows[valid] = routed
+            routed = rows.flatten(0, 1)
+        return self.replay.replaying(routed, counting=counting)
+
+    def _scored(self, micro: MicroBatch) -> TokenLogprobs:
+        micro = micro.to(self.device)
+        with self._replayed(micro):
+            return self._scores(micro)
 
     def _scores(self, micro: MicroBatch, *, read: Read | None = None) -> TokenLogprobs:
         return loss_token_logprobs(self.transformer, micro, plan=self.plan, read=read)

@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
+from lachesis.common.routed_experts import RoutedExperts
 from lachesis.common.taught import TaughtTokens
 from lachesis.common.types import Sample, VersionSpan
 
@@ -28,6 +29,7 @@ def test_a_sample_that_is_judged_keeps_all_that_it_had():
         advantage=0.2,
         token_advantages=(0.3, 0.4),
         taught=TAUGHT,
+        routed=RoutedExperts(np.zeros((2, 1, 2), np.uint8)),
     )
     defaults = {field.name: field.default for field in fields(Sample)}
     assert all(getattr(sample, name) != default for name, default in defaults.items())

@@ -64,6 +64,13 @@ def test_how_it_computes_is_told_to_vllm_by_its_names(keys: dict[str, Any], word
     assert [word for word in server.command if word not in plain.command] == words
 
 
+def test_a_run_that_replays_routing_asks_vllm_for_it(tmp_path: Path):
+    plain = configuration()
+    config = plain.model_copy(update={"algorithm": plain.algorithm.model_copy(update={"router_replay": True})})
+    (before,), (server,) = server_processes(plain, tmp_path), server_processes(config, tmp_path)
+    assert [word for word in server.command if word not in before.command] == ["--enable-return-routed-experts"]
+
+
 def test_a_server_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -268,6 +268,24 @@ def _sampler_correction(config: LachesisConfig) -> Iterator[Said]:
         )
 
 
+def _router_replay(config: LachesisConfig) -> Iterator[Said]:
+    """Whether samples come with the experts that they were sampled with. That a model has any shows when it is read."""
+    if not config.algorithm.router_replay:
+        return
+    key = "algorithm.router_replay"
+    if config.source.kind == "atropos":
+        yield problem(
+            f"{key} with source.kind atropos: what environments post to the rollout API does not say which experts "
+            "were used; remove it"
+        )
+    if config.source.kind == "local" and config.source.rollout_func is not None:
+        yield problem(
+            f"{key} with source.rollout_func: what it returns does not say which experts were used; remove one of them"
+        )
+    if config.engine.kind == "custom":
+        yield note(f"{key} needs the experts of each completion (`routed`) from engine.function")
+
+
 def _iterations(config: LachesisConfig) -> Iterator[Said]:
     uses, steps = steps_per_batch(config), config.run.steps
     if steps is not None and steps % uses:
@@ -378,6 +396,7 @@ TRAINING_RULES: tuple[Rule, ...] = (
         _stages,
         _teacher,
         _sampler_correction,
+        _router_replay,
         _iterations,
         _adapter,
         _model,

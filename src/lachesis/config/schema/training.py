@@ -151,6 +151,11 @@ class AlgorithmConfig(Section):
         "(nats a token, OPSM).",
     )
     entropy_coef: float = Field(default=0.0, description="Weight of an entropy bonus.")
+    router_replay: bool = Field(
+        default=False,
+        description="Of a mixture of experts: train each token through the experts that the engine sampled it with "
+        "(R3), whatever the trainer's routers would choose.",
+    )
     top_entropy_quantile: Fraction = Field(
         default=1.0, description="Train on this share of the tokens only, those of highest entropy."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
+from lachesis.common.mixtures import stacked_experts
+from lachesis.common.routed_experts import RoutedExperts
 from lachesis.common.types import (
     CanaryReading,
     Completion,
@@ -27,6 +29,7 @@ from lachesis.common.types import (
 from lachesis.engines.base import Engine, Finished, PauseMode
 from lachesis.engines.embedded.decoder import Decoder, ModelTraits, generation_mode
 from lachesis.engines.embedded.gate import TokenGate
+from lachesis.engines.embedded.route_recorder import RoutedPasses, RouteRecorder
 from lachesis.engines.embedded.rows import BatchRows, Share, branch, plan_batches
 from lachesis.engines.embedded.sampling import (
     Histories,
@@ -50,7 +53,8 @@ class Step:
 
     ``requests`` and ``completions`` [L] say which sequences, as indices into the call and into a request's
     ``n``; ``token_ids`` and ``logprobs`` [L] what they took; ``reasons`` [L] why they end, ``None`` where they go
-    on. ``top_ids`` and ``top_logprobs`` [L, K] are the likeliest tokens, where asked for.
+    on. ``routed`` [L] are the experts of those that end. ``top_ids`` and ``top_logprobs`` [L, K] are the likeliest
+    tokens. Both where asked for.
     """
 
     requests: np.ndarray
@@ -58,6 +62,7 @@ class Step:
     token_ids: np.ndarray
     logprobs: np.ndarray
     reasons: Sequence[FinishReason | None]
+    routed: Sequence[RoutedExperts | None]
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
 
@@ -106,6 +111,7 @@ class EmbeddedEngine(Engine):
     ) -> None:
         self._model: PreTrainedModel | PeftModel | None = model
         self._traits = ModelTraits.of(model)
+        self._recorder = RouteRecorder(model) if stacked_experts(model) else None
         self._eos_token_ids = tuple(eos_token_ids)
         self._pad_token_id = pad_token_id
         self._max_batch_size = max_batch_size
@@ -146,7 +152,8 @@ class EmbeddedEngine(Engine):
             results: list[list[Completion]] = [[] for _ in requests]
             total = sum(request.n for request in requests)
             call = _Call(model, deadline, mode, listener, top_logprobs, finished, total=total)
-            mode.enter_context(generation_mode(model))
+            call.recorder = self._recorder if any(one.params.routed_experts for one in requests) else None
+            mode.enter_context(call.generating())
             for shares in plan_batches(requests, max_rows=self._max_batch_size, equal_lengths=not self._traits.pads):
                 rows = self._run(call, shares)
                 call.done += len(rows.all)
@@ -168,6 +175,11 @@ class EmbeddedEngine(Engine):
             )
         if wrong := _wrong_parameter(request.n, params):
             raise EngineError(f"{where} has {wrong}", remedy="correct the sampling parameters")
+        if params.routed_experts and self._recorder is None:
+            raise EngineError(
+                f"{where} asks for routed experts, but the model is no mixture of experts",
+                remedy="set algorithm.router_replay: false",
+            )
         if self._decode is None and params.stop:
             raise EngineError(
                 f"{where} has stop strings, but this engine has no tokenizer to find them with",
@@ -257,7 +269,9 @@ class EmbeddedEngine(Engine):
         uniforms = draw_uniforms(keys, rows.max_tokens)
         live, node = rows.all, rows.share
         decoder = Decoder(model, traits=self._traits, prompts=prompts, pad_token_id=self._pad_token_id)
-        logits = decoder.prefill()
+        recorder = self._recorder if any(one.routed_experts for one in params) else None
+        passes = RoutedPasses(decoder, rows, shares, recorder=recorder)
+        logits = passes.prefill()
         sampling = RowSampling.of(params, vocab_size=logits.shape[-1], device=device)
         histories = Histories(
             shares,
@@ -302,7 +316,7 @@ class EmbeddedEngine(Engine):
                 sampling = sampling.take(picked)
                 histories.fork(parents, picked)
             histories.append(inputs, fed)
-            logits = decoder.step(fed)
+            logits = passes.step(fed, live=live, node=node, step=step)
         return rows
 
     def _check_tokens(self, what: str, token_ids: Sequence[int]) -> None:
@@ -333,7 +347,7 @@ class EmbeddedEngine(Engine):
         return self._guides[pattern]
 
     def _give_way(self, call: _Call) -> None:
-        self.gate.between_tokens(call.deadline, mode=call.mode, enter=lambda: generation_mode(call.model))
+        self.gate.between_tokens(call.deadline, mode=call.mode, enter=call.generating)
 
     def _score(self, model: PreTrainedModel | PeftModel, token_ids: list[int]) -> Tensor:
         split = max(1, len(token_ids) // 2)
@@ -361,8 +375,15 @@ class _Call:
     top_logprobs: int
     finished: Finished | None
     total: int
+    recorder: RouteRecorder | None = None
     done: int = 0
     told: set[int] = field(default_factory=set)
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """The modes of the model's modules that its passes need, with hooks where experts are asked for."""
+        with generation_mode(self.model), nullcontext() if self.recorder is None else self.recorder.attached():
+            yield
 
     def finish(self, share: Share, completions: list[Completion]) -> None:
         """Tell of the share's request, once, if these are all of its completions."""
@@ -393,6 +414,7 @@ class _Call:
                 token_ids=tokens,
                 logprobs=logprobs,
                 reasons=rows.reasons(live),
+                routed=rows.routed_of(live),
                 top_ids=top_ids,
                 top_logprobs=top_logprobs,
             )

@@ -8,6 +8,7 @@ from itertools import islice
 
 import numpy as np
 
+from lachesis.common.routed_experts import RoutedExperts
 from lachesis.common.types import Completion, FinishReason, GenerationRequest, VersionSpan
 
 # A finished row costs a place in every later forward pass, dropping rows a copy of the KV cache.
@@ -93,6 +94,8 @@ class BatchRows:
         self._length = np.zeros_like(self.all)
         self._reason = np.zeros_like(self.all)
         self._first_version = version
+        # Which experts the tokens of a row of so many tokens went through, where anybody asks.
+        self.routed: Callable[[int, int], RoutedExperts | None] = lambda row, length: None
         self._last_version = np.full_like(self.all, version)
 
     def record(
@@ -115,6 +118,12 @@ class BatchRows:
         """Why each row of ``live`` [L] has ended; ``None`` where it goes on."""
         return [_REASONS[reason] if reason else None for reason in self._reason[live].tolist()]
 
+    def routed_of(self, live: np.ndarray) -> list[RoutedExperts | None]:
+        """The experts of each row of ``live`` [L] that has ended; ``None`` where it goes on, or nobody asked."""
+        ended, lengths = self._reason[live] > 0, self._length[live].tolist()
+        rows = zip(live.tolist(), lengths, ended.tolist(), strict=True)
+        return [self.routed(row, length) if over else None for row, length, over in rows]
+
     def complete(self, ended: np.ndarray, live: np.ndarray) -> Iterator[tuple[Share, list[Completion]]]:
         """The shares that became complete when rows ``ended`` [E], for none of their rows is in ``live`` [L]."""
         numbers = np.setdiff1d(self.share[ended], self.share[live])
@@ -128,7 +137,7 @@ class BatchRows:
     def _completions(self, shares: Sequence[Share], picked: np.ndarray) -> Iterator[list[Completion]]:
         """Those of ``shares``, whose rows are ``picked``."""
         columns = (self._tokens, self._logprobs, self._length, self._reason, self._last_version)
-        rows = zip(*(column[picked].tolist() for column in columns), strict=True)
+        rows = zip(picked.tolist(), *(column[picked].tolist() for column in columns), strict=True)
         for share in shares:
             yield [
                 Completion(
@@ -136,8 +145,9 @@ class BatchRows:
                     logprobs=tuple(logprobs[:length]),
                     finish_reason=_REASONS[reason],
                     versions=VersionSpan(self._first_version, last_version),
+                    routed=self.routed(row, length),
                 )
-                for tokens, logprobs, length, reason, last_version in islice(rows, share.count)
+                for row, tokens, logprobs, length, reason, last_version in islice(rows, share.count)
             ]
 
     def _ends_with_stop(self, row: int) -> bool:

@@ -12,10 +12,12 @@ from dataclasses import asdict
 from typing import Any
 
 import httpx
+import numpy as np
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, EngineUnreachable, LachesisError, StaleWeights
 from lachesis.common.meters import BusyTime
+from lachesis.common.routed_experts import RoutedExperts
 from lachesis.common.types import Completion, GenerationRequest, SamplingParams, VersionSpan
 from lachesis.engines.base import Finished
 from lachesis.engines.fleet import Fleet, State, Ticket
@@ -176,7 +178,7 @@ class GenerationCalls:
             route = self._routes[ticket.url] = _Route(self._server(ticket.url))
         reply = await route.post(request_body(request) | _WITHOUT_TEXT)
         try:
-            completions = read_completions(reply, n=request.n)
+            completions = read_completions(reply, n=request.n, routed=request.params.routed_experts)
             session_id = str(reply["session_id"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise malformed(route.server.url, ROUTE, error) from error
@@ -315,17 +317,18 @@ def request_body(request: GenerationRequest) -> dict[str, Any]:
     return body | changed | ({} if regex is None else {"structured_outputs": {"regex": regex}}) | extra
 
 
-def read_completions(reply: dict[str, Any], *, n: int) -> list[Completion]:
-    """The ``n`` completions of an answer.
+def read_completions(reply: dict[str, Any], *, n: int, routed: bool = False) -> list[Completion]:
+    """The ``n`` completions of an answer, with the experts that were used if they were asked for: ``routed``.
 
     Raises:
         KeyError, TypeError, ValueError: the answer is not whole.
     """
     columns = [reply[name] for name in ("token_ids", "token_logprobs", "finish_reasons", "weight_version")]
+    columns.append(reply["routed_experts"] if routed else [None] * n)
     if any(len(column) != n for column in columns):
         raise ValueError(f"{[len(column) for column in columns]} completions, asked for {n}")
     completions = []
-    for token_ids, logprobs, reason, versions in zip(*columns, strict=True):
+    for token_ids, logprobs, reason, versions, chosen in zip(*columns, strict=True):
         if len(token_ids) != len(logprobs):
             raise ValueError(f"{len(logprobs)} logprobs for {len(token_ids)} tokens")
         if reason not in _FINISH_REASONS:
@@ -338,6 +341,7 @@ def read_completions(reply: dict[str, Any], *, n: int) -> list[Completion]:
                 logprobs=tuple(logprobs),
                 finish_reason=reason,
                 versions=VersionSpan(int(versions["first"]), int(versions["last"])),
+                routed=None if chosen is None else RoutedExperts.of(np.asarray(chosen)),
             )
         )
     return completions

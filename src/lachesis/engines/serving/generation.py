@@ -92,8 +92,9 @@ class GenerateBody(SampledBody):
     """What a client asks of ``/generate``; exactly one of ``prompt`` and ``prompt_token_ids`` is set.
 
     ``logprobs = k`` asks for the ``k`` likeliest tokens at each place besides the sampled one, whose logprob is
-    always returned. Without ``text`` tokens are not decoded, unless stop strings are looked for. (A trainer asks its
-    engine by :class:`~lachesis.common.types.GenerationRequest`.)
+    always returned. Without ``text`` tokens are not decoded, unless stop strings are looked for. ``routed_experts``
+    asks a mixture which experts it used. (A trainer asks its engine by a
+    :class:`~lachesis.common.types.GenerationRequest`.)
     """
 
     prompt: Text | None = None
@@ -101,6 +102,7 @@ class GenerateBody(SampledBody):
     logprobs: Count | None = None
     prompt_logprobs: Count | None = None
     text: Flag = True
+    routed_experts: Flag = False
     request_id: Text = Field(default_factory=lambda: uuid.uuid4().hex)
 
     @model_validator(mode="before")
@@ -217,6 +219,7 @@ def result_document(result: GenerateResult, *, request: GenerateBody, clock: Ver
     """The answer of ``/generate``.
 
     ``logprobs[i][t]`` is a list of ``{token id: logprob}``, the sampled token first; null unless asked for.
+    ``routed_experts[i]``, where asked for, are the numbers of :class:`RoutedExperts`.
     """
     done = result.completions
     document: dict[str, Any] = {
@@ -229,6 +232,8 @@ def result_document(result: GenerateResult, *, request: GenerateBody, clock: Ver
         "token_logprobs": [[finite(value) for value in c.logprobs] for c in done],
         "weight_version": [clock.span(c.first_token_time, c.last_token_time)._asdict() for c in done],
     }
+    if request.routed_experts:
+        document["routed_experts"] = [None if c.routed is None else c.routed.chosen.tolist() for c in done]
     if result.prompt_logprobs is not None:
         document["prompt_logprobs"] = [
             None if entry is None else {str(token): finite(value) for token, value in entry.items()}
@@ -241,8 +246,9 @@ def result_arrays(result: GenerateResult, *, clock: VersionClock, session_id: st
     """The answer of ``/generate`` to who accepts :data:`ARRAYS`: what a trainer needs of N completions, as arrays.
 
     ``lengths`` [N] and, one completion after the other, ``token_ids`` [sum of lengths] (int32) and ``token_logprobs``
-    (float32); ``weight_version`` [N, 2], first and last (int64). In the metadata the session, and the finish reasons
-    as a JSON list.
+    (float32); ``weight_version`` [N, 2], first and last (int64). Where they were asked for ``routed_experts``, those of
+    :class:`RoutedExperts` one completion after the other, with ``routed_lengths`` [N] (int64), 0 where there are none.
+    In the metadata the session, and the finish reasons as a JSON list.
 
     Raises:
         EngineError: a logprob is no number.
@@ -258,6 +264,9 @@ def result_arrays(result: GenerateResult, *, clock: VersionClock, session_id: st
         "token_logprobs": np.maximum(logprobs, np.float32(_LEAST_LOGPROB)),
         "weight_version": np.array(spans, dtype=np.int64),
     }
+    if known := [c.routed.chosen for c in done if c.routed is not None]:
+        arrays["routed_experts"] = np.concatenate(known)
+        arrays["routed_lengths"] = np.array([0 if c.routed is None else len(c.routed) for c in done], dtype=np.int64)
     reasons = json.dumps([c.finish_reason for c in done])
     return save(arrays, metadata={"session_id": session_id, "finish_reasons": reasons})
 
@@ -275,7 +284,11 @@ def read_arrays(data: bytes) -> dict[str, Any]:
     except SafetensorError as error:
         raise ValueError(str(error)) from error
     ends = np.cumsum(arrays["lengths"])[:-1]
-    return {
+    routed: dict[str, Any] = {}
+    if "routed_experts" in arrays:
+        parts = np.split(arrays["routed_experts"], np.cumsum(arrays["routed_lengths"])[:-1])
+        routed["routed_experts"] = [part if len(part) else None for part in parts]
+    return routed | {
         "session_id": header["session_id"],
         "finish_reasons": json.loads(header["finish_reasons"]),
         "token_ids": [part.tolist() for part in np.split(arrays["token_ids"], ends)],

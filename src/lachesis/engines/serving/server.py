@@ -427,6 +427,8 @@ async def _generate(server: Server, request: Request) -> Response:
     described = served.model_info()
     check_model(wanted.model, info=described, adapter=served.adapter())
     check_prompt(wanted, info=described)
+    if wanted.stream and wanted.routed_experts:
+        raise Refused("routed experts cannot be streamed", remedy="send stream: false")
     if not wanted.stream:
         result = await while_connected(request, served.generate(wanted))
         if request.headers.get("accept") == ARRAYS:

@@ -11,8 +11,8 @@ from lachesis.common.types import Completion
 from lachesis.engines.serving.bodies import Refused, Request, Text, TokenIds
 from lachesis.engines.serving.generation import GenerateBody, GenerateResult, finite, parse_sampled
 
-# Fields of ``sampling_params`` that change no answer here: the logprob of each sampled token always comes back, and
-# there are no experts whose routing could.
+# Fields of ``sampling_params`` that change no answer here: the logprob of each sampled token always comes back, and the
+# experts that were used do not.
 _WITHOUT_MEANING = ("logprobs", "routed_experts_prompt_start")
 
 

@@ -15,6 +15,7 @@ from lachesis.engines.serving.bodies import Refused
 from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
 from lachesis.engines.vllm import compat
 from lachesis.engines.vllm.logprobs import KEY, FetchedLogprobs
+from lachesis.engines.vllm.routed import read_routes
 
 T = TypeVar("T")
 
@@ -174,6 +175,7 @@ def _sequence(
     return ServedCompletion(
         **_sampled(output, request, logprobs=logprobs),
         finish_reason=_finish_reason(output.outputs[0].finish_reason) or "abort",
+        routed=read_routes(output) if request.routed_experts else None,
         first_token_time=getattr(output.metrics, "first_token_ts", 0.0) or started,
         last_token_time=getattr(output.metrics, "last_token_ts", 0.0) or time.monotonic(),
     )

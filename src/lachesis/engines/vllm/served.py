@@ -34,6 +34,7 @@ from lachesis.engines.vllm.gate import Gate
 from lachesis.engines.vllm.logprobs import FetchedLogprobs
 from lachesis.engines.vllm.lora_slots import ADAPTER_ID
 from lachesis.engines.vllm.requests import Generator
+from lachesis.engines.vllm.routed import returns_routes
 from lachesis.engines.vllm.worker import read_answer
 from lachesis.transport.bridge_file import BRIDGE_FILE, BridgeFile, write_bridge_file
 from lachesis.transport.shared_tensors import SharedTensor
@@ -150,6 +151,13 @@ class ServedVllm:
         return replace(counted, **report, verdicts=verdicts)
 
     async def generate(self, request: GenerateBody) -> GenerateResult:
+        if request.routed_experts and not returns_routes(self._engine.vllm_config):
+            raise Refused(
+                "this server does not say which experts it used",
+                status=422,
+                remedy="start it with --enable-return-routed-experts, which takes a mixture of experts, or set "
+                "algorithm.router_replay: false",
+            )
         await self.wait_until_running()
         return await self._generator.generate(request, cache_salt=self.cache_salt)
 

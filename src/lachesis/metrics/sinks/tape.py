@@ -66,7 +66,7 @@ def write_groups(
 ) -> None:
     """Write the groups of a step, the first ``with_texts`` of them with the text of each token. Raises OSError."""
     lines = [
-        json_bytes(encode_group(group, texts=texts if index < with_texts else None, taught=False))
+        json_bytes(encode_group(group, texts=texts if index < with_texts else None, whole=False))
         for index, group in enumerate(groups)
     ]
     write_atomic(tape_path(directory, step), b"\n".join(lines) + b"\n")

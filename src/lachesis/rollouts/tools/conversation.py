@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from lachesis.common.routed_experts import RoutedExperts, joined_routes
 from lachesis.common.types import UNKNOWN_VERSIONS, Completion, FinishReason, Message, Sample, VersionSpan
 
 
@@ -28,6 +29,7 @@ class Conversation:
     name: str = ""
     failed: str = ""
     last_turn: tuple[int, ...] = ()
+    routes: list[RoutedExperts | None] = field(default_factory=list["RoutedExperts | None"])
 
     @property
     def next_prompt(self) -> tuple[int, ...]:
@@ -41,6 +43,7 @@ class Conversation:
         elif self.versions.last != completion.versions.last:
             self.versions = VersionSpan(self.versions.first, completion.versions.last)
         self.last_turn = completion.token_ids
+        self.routes.append(completion.routed)
         self.token_ids += completion.token_ids
         self.logprobs += completion.logprobs
         self.mask += [1] * len(completion.token_ids)
@@ -55,6 +58,7 @@ class Conversation:
 
     def as_sample(self, *, text: str, temperature: float) -> Sample:
         """All of it as one completion."""
+        routed = joined_routes(self.routes)
         return Sample(
             prompt_ids=self.prompt_ids,
             completion_ids=tuple(self.token_ids),
@@ -64,4 +68,5 @@ class Conversation:
             text=text,
             mask=None if all(self.mask) else tuple(self.mask),
             temperature=temperature,
+            routed=routed,
         )

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 from lachesis.common.errors import ModelError
+from lachesis.common.mixtures import stacked_experts
 from lachesis.metrics.values import Max, Mean, MetricValue
 
 
@@ -49,7 +50,7 @@ class ExpertRouting:
         self.coefficient = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if asked else 0.0
         self.top_k = int(getattr(config, "num_experts_per_tok", 1))
         self._seen: Routed | None = None
-        self._experts = stacked_experts(model)
+        self._experts = [*stacked_experts(model).values()]
         for module in self._experts:
             module.register_forward_pre_hook(self._see_experts)
         recorder = _recorder(model)
@@ -60,9 +61,8 @@ class ExpertRouting:
                 remedy="set output_router_logits: false in the model's config.json",
             )
         if self.coefficient and recorder is not None:
-            for name, module in model.named_modules():
-                if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
-                    module.register_forward_hook(self._see_router(recorder.index))
+            for _, module in routers(model):
+                module.register_forward_hook(self._see_router(recorder.index))
         self._load: Tensor | None = None
         self._loss = Mean(0.0, 0.0)
 
@@ -126,17 +126,8 @@ class ExpertRouting:
         return see
 
 
-def stacked_experts(model: nn.Module) -> list[nn.Module]:
-    """The modules that hold the experts of a layer in parameters [experts, ., .], in the order of the layers."""
-    return [
-        module
-        for name, module in model.named_modules()
-        if "experts" in name.split(".") and any(p.ndim == 3 for p in module.parameters(recurse=False))
-    ]
-
-
 def experts_of(module: nn.Module) -> int:
-    """How many a module of :func:`stacked_experts` holds."""
+    """How many a module of :func:`~lachesis.common.mixtures.stacked_experts` holds."""
     number = getattr(module, "num_experts", None)
     return number if isinstance(number, int) else next(p.shape[0] for p in module.parameters() if p.ndim == 3)
 
@@ -163,6 +154,16 @@ def load_balancing_loss(logits: Sequence[Tensor], *, top_k: int, valid: Tensor |
     experts = probabilities.shape[-1]
     load = expert_load(probabilities.topk(top_k).indices, valid=None, experts=experts)
     return experts * (load / len(probabilities) * probabilities.mean(0)).sum()
+
+
+def routers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """A model's routers with their names, in the order of the layers; none where its class names none."""
+    recorder = _recorder(model)
+    if recorder is None:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, recorder.target_class) and (recorder.layer_name or "") in name:
+            yield name, module
 
 
 def _recorder(model: PreTrainedModel) -> OutputRecorder | None:

@@ -63,6 +63,14 @@ def test_the_defaults_have_nothing_to_complain_about(build):
         ({"algorithm": {"loss": "mine"}}, "algorithm.loss: 'mine' is neither"),
         ({"run": {"stages": ["sft"]}}, "run.stages ['sft']: a run is [grpo], or [sft, grpo]"),
         ({"run": SFT, "source": ATROPOS}, "environments would wait for the end of the start"),
+        (
+            {"algorithm": {"router_replay": True}, "source": ATROPOS},
+            "algorithm.router_replay with source.kind atropos: what environments post",
+        ),
+        (
+            {"algorithm": {"router_replay": True}, "source": {"kind": "local", "rollout_func": "a.b"}},
+            "algorithm.router_replay with source.rollout_func: what it returns does not say",
+        ),
         ({"run": SFT, "source": {"kind": "verifiers", "environment": "x"}}, "sft.path is unset"),
         (
             {"algorithm": {"teacher": {"model": "big", "estimate": "sampled", "beta": 0.5}}},

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import pytest
 
+from lachesis.common.routed_experts import RoutedExperts
+from lachesis.engines.http.dispatch import read_completions
 from lachesis.engines.serving.bodies import Refused
-from lachesis.engines.serving.generation import GenerateBody, VersionClock, parse_sampled
+from lachesis.engines.serving.generation import (
+    GenerateBody,
+    GenerateResult,
+    ServedCompletion,
+    VersionClock,
+    parse_sampled,
+    read_arrays,
+    result_arrays,
+    result_document,
+)
 from tests.unit.engines.serving.fakes import FIELDS
 
 
@@ -49,3 +63,48 @@ def test_versions_are_those_in_force_at_a_moment(monkeypatch):
         clock.record(version)
     assert [clock.at(moment) for moment in (19.9, 20.0, 29.9, 30.0)] == [0, 4, 4, 2]
     assert clock.span(15, 25) == (0, 4) and clock.current == 2
+
+
+def routed_result(*lengths: int) -> GenerateResult:
+    """Completions of so many tokens after a prompt of two; an empty one has no experts."""
+    draw = np.random.default_rng(0)
+    return GenerateResult(
+        prompt=None,
+        prompt_token_ids=(1, 2),
+        completions=tuple(
+            ServedCompletion(
+                token_ids=(7,) * length,
+                logprobs=(-1.0,) * length,
+                finish_reason="stop" if length else "abort",
+                text="",
+                first_token_time=0.0,
+                last_token_time=0.0,
+                routed=RoutedExperts.of(draw.integers(0, 300, (length + 1, 2, 3))) if length else None,
+            )
+            for length in lengths
+        ),
+    )
+
+
+@pytest.mark.parametrize("form", ["arrays", "json"])
+def test_routed_experts_travel_in_both_forms_of_an_answer(form: str):
+    result, clock = routed_result(3, 0, 5), VersionClock()
+    if form == "arrays":
+        reply = read_arrays(result_arrays(result, clock=clock, session_id="s"))
+    else:
+        request = generate(routed_experts=True)
+        reply = json.loads(json.dumps(result_document(result, request=request, clock=clock)))
+    found = read_completions(reply, n=3, routed=True)
+    for one, given in zip(found, result.completions, strict=True):
+        assert (one.routed is None) == (given.routed is None)
+        if one.routed is not None and given.routed is not None:
+            assert one.routed.chosen.dtype == np.int16
+            assert np.array_equal(one.routed.chosen, given.routed.chosen)
+    assert all(one.routed is None for one in read_completions(reply, n=3)), "nobody asked"
+
+
+def test_a_server_that_does_not_say_them_has_not_answered():
+    with pytest.raises(KeyError, match="routed_experts"):
+        read_completions(
+            read_arrays(result_arrays(routed_result(0), clock=VersionClock(), session_id="s")), n=1, routed=True
+        )

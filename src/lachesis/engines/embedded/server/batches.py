@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
+from lachesis.common.routed_experts import RoutedExperts
 from lachesis.common.types import FinishReason, GenerationRequest
 from lachesis.engines.base import PauseMode
 from lachesis.engines.embedded.engine import EmbeddedEngine, Step
@@ -25,12 +26,13 @@ _INCOMPLETE = "\ufffd"  # what a decoder makes of the first bytes of a character
 
 @dataclass(slots=True)
 class Growing:
-    """One completion that grows. ``times`` [T] are ``time.monotonic()`` at each token."""
+    """One completion that grows. ``times`` [T] are ``time.monotonic()`` at each token, ``routed`` comes at its end."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[dict[int, float]] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    routed: RoutedExperts | None = None
     reason: FinishReason | None = None
 
 
@@ -204,6 +206,7 @@ def _note(jobs: Sequence[Job], step: Step) -> None:
         if job.top_logprobs and step.top_ids is not None and step.top_logprobs is not None:
             likeliest = zip(step.top_ids[row].tolist(), step.top_logprobs[row].tolist(), strict=True)
             sequence.top.append({token: logprob} | dict(list(likeliest)[: job.top_logprobs]))
+        sequence.routed = step.routed[row]
         sequence.logprobs.append(logprob)
         sequence.times.append(now)
         # Last, for a client that reads meanwhile takes its length as the length of all.

@@ -279,6 +279,7 @@ class ServedEmbedded(ServedEngine):
             prompt_ids = tuple(self._tokenizer(request.prompt)["input_ids"])  # type: ignore[arg-type]
         room = self._info.max_model_len - len(prompt_ids)
         params: dict[str, Any] = {"max_tokens": max(1, min(_MAX_TOKENS, room))}
+        params["routed_experts"] = request.routed_experts
         params |= {name: value for name, value in sampling.items() if name in _PARAMS}
         params |= {name: tuple(params.get(name, ())) for name in ("stop", "stop_token_ids")}
         params |= {"top_k": max(0, params.get("top_k", 0)), "guided_regex": _regex(sampling.get("structured_outputs"))}
@@ -306,6 +307,7 @@ class ServedEmbedded(ServedEngine):
             finish_reason=sequence.reason or "abort",
             logprobs=tuple(sequence.logprobs),
             top_logprobs=tuple(sequence.top) if request.logprobs else None,
+            routed=sequence.routed,
             first_token_time=sequence.times[0] if sequence.times else job.submitted,
             last_token_time=sequence.times[-1] if sequence.times else job.submitted,
         )

@@ -1,0 +1,42 @@
+"""The experts that vLLM says it used, by ``--enable-return-routed-experts``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lachesis.common.errors import EngineError
+from lachesis.common.routed_experts import RoutedExperts
+
+
+def returns_routes(config: Any) -> bool:
+    """Whether vLLM was started so, by its configuration: in 0.26 an option of the model, in 0.32 one of its outputs."""
+    holder = getattr(config, "aux_output_config", config.model_config)
+    return bool(getattr(holder, "enable_return_routed_experts", False))
+
+
+def read_routes(output: Any) -> RoutedExperts | None:
+    """The experts of prompt and completion without its last token, of a request's last output.
+
+    ``None`` where no token came.
+
+    Raises:
+        EngineError: vLLM gave fewer, or its kernels showed none: two of a token's experts are never the same.
+    """
+    (completion,) = output.outputs
+    if not completion.token_ids:
+        return None
+    chosen, wanted = completion.routed_experts, len(output.prompt_token_ids) + len(completion.token_ids) - 1
+    if chosen is None or len(chosen) < wanted:
+        raise EngineError(
+            f"vLLM gave the experts of {0 if chosen is None else len(chosen)} of {wanted} tokens",
+            remedy="report it with the server's log, and set algorithm.router_replay: false",
+        )
+    last = np.sort(chosen[wanted - 1].astype(np.int64), axis=-1)  # [L, K]; layers without experts have zeros
+    if last.shape[-1] > 1 and not (np.diff(last) > 0).all(-1).any():
+        raise EngineError(
+            "vLLM gave one expert twice in each layer: its kernels on this device do not show which they use",
+            remedy="set algorithm.router_replay: false, or serve on a GPU",
+        )
+    return RoutedExperts.of(chosen[:wanted])

@@ -1,0 +1,176 @@
+"""Routers that choose the experts that an engine has used (R3, Ma et al. 2025, arXiv:2510.11370).
+
+Engine and trainer compute the same router with other kernels: where two experts are nearly alike they choose another
+one, and from that layer on it is another network. Replayed, a token goes through the experts that it was sampled with,
+weighted by what the router thinks of them now, so that the router learns by its weights of the chosen experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lachesis.common.errors import ModelError
+from lachesis.common.mixtures import layer_number, stacked_experts
+from lachesis.metrics.values import Mean, MetricValue
+from lachesis.train.model.experts import routers
+
+# How far weights of the same experts may be apart that two ways of writing one formula give.
+_ROUNDING = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_LEAST_ROUNDING = 1e-5
+
+Weigh = Callable[[Tensor, Tensor], Tensor]
+"""Weights [tokens, k] of the experts [tokens, k] by a router's logits [tokens, experts]."""
+
+
+def _softmax(logits: Tensor, chosen: Tensor) -> Tensor:
+    return logits.softmax(-1, dtype=torch.float32).gather(-1, chosen)
+
+
+def _softmax_of_chosen(logits: Tensor, chosen: Tensor) -> Tensor:
+    weights = _softmax(logits, chosen)
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _sigmoid(logits: Tensor, chosen: Tensor) -> Tensor:
+    return logits.float().sigmoid().gather(-1, chosen)
+
+
+def _sigmoid_of_chosen(logits: Tensor, chosen: Tensor) -> Tensor:
+    weights = _sigmoid(logits, chosen)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20)
+
+
+# Qwen's and OLMoE's with and without norm_topk_prob (Mixtral's and GPT-OSS's are the latter), and DeepSeek's.
+_FORMULAS: tuple[Weigh, ...] = (_softmax_of_chosen, _softmax, _sigmoid_of_chosen, _sigmoid)
+
+
+@dataclass(slots=True)
+class _Router:
+    """A layer's router. ``weigh`` is how it weighs experts, found where it was first seen to do so."""
+
+    name: str
+    layer: int
+    scale: float
+    weigh: Weigh | None = None
+
+
+class RouterReplay:
+    """Has the routers of a model take their choices from a tensor while :meth:`replaying`.
+
+    Args:
+        model: a mixture of experts; hooks are added to its routers, and do nothing at other times.
+
+    Raises:
+        ModelError: it is none, or transformers does not say where its routers are.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._kind = type(model).__name__
+        self._routers: list[_Router] = []
+        self._routed: Tensor | None = None
+        self._learning = False
+        self._counting = False
+        self._differing: list[Tensor] = []
+        for name, module in routers(model):
+            router = _Router(name, layer_number(name), float(getattr(module, "routed_scaling_factor", 1.0)))
+            self._routers.append(router)
+            module.register_forward_hook(self._replace(router))
+        if not stacked_experts(model):
+            raise self._refused("it is no mixture of experts")
+        if not self._routers:
+            raise self._refused("transformers does not say where its routers are")
+
+    @contextmanager
+    def learning(self) -> Iterator[None]:
+        """Within it a pass shows how each router weighs the experts that it chooses.
+
+        Raises:
+            ModelError: in a way that is not known here; or one was not seen, as the model is no mixture there.
+        """
+        self._learning = True
+        try:
+            yield
+        finally:
+            self._learning = False
+        if unseen := [router.name for router in self._routers if router.weigh is None]:
+            raise self._refused(f"its router {unseen[0]} took no part in a pass")
+
+    @contextmanager
+    def replaying(self, routed: Tensor | None, *, counting: bool = False) -> Iterator[None]:
+        """Within it, backward passes included, tokens go through these experts.
+
+        Args:
+            routed: int16 [tokens, layers, k] in the order in which the routers see tokens; -1 leaves the choice to
+                the router. Everywhere, if unset.
+            counting: whether what differs is counted for :meth:`take`.
+        """
+        before = self._routed, self._counting
+        self._routed, self._counting = routed, counting
+        try:
+            yield
+        finally:
+            self._routed, self._counting = before
+
+    def take(self) -> dict[str, MetricValue]:
+        """Metrics of the passes since the last call, of this rank."""
+        if not self._differing:
+            return {}
+        differing, known = torch.stack(self._differing).sum(0).tolist()
+        self._differing = []
+        return {"router_replay_difference": Mean(differing, known)}
+
+    def _replace(self, router: _Router) -> Any:
+        def replace(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+            if self._learning:
+                router.weigh = self._formula(router, output)
+            if self._routed is None:
+                return None
+            logits, weights, own = output
+            assert router.weigh is not None, "learning() has seen to it"
+            given = self._routed[:, router.layer].to(own.dtype)
+            known = given >= 0
+            chosen = torch.where(known, given, own)
+            if self._counting:
+                self._differing.append(_differing(chosen, own, known[:, 0]))
+            return logits, (router.weigh(logits, chosen) * router.scale).to(weights.dtype), chosen
+
+        return replace
+
+    @torch.no_grad()
+    def _formula(self, router: _Router, output: Any) -> Weigh:
+        """How the router weighs what it chooses, of the ways that are known. Raises ModelError."""
+        if not (isinstance(output, tuple) and len(output) == 3 and all(isinstance(part, Tensor) for part in output)):
+            raise self._refused(f"its router {router.name} does not give logits, weights and chosen experts")
+        logits, weights, own = output
+        if own.is_floating_point() or weights.shape != own.shape or logits.shape[:-1] != own.shape[:-1]:
+            raise self._refused(f"its router {router.name} gives {_shapes(output)}, no k experts for each token")
+        apart = [float((w(logits, own) * router.scale - weights.float()).abs().max()) for w in _FORMULAS]
+        nearest = min(range(len(apart)), key=apart.__getitem__)
+        if not apart[nearest] <= _ROUNDING.get(weights.dtype, _LEAST_ROUNDING):
+            raise self._refused(
+                f"how its router {router.name} weighs experts is not known (weights differ by {apart[nearest]:.3g})"
+            )
+        return _FORMULAS[nearest]
+
+    def _refused(self, why: str) -> ModelError:
+        return ModelError(
+            f"the routing of {self._kind} cannot be replayed: {why}", remedy="set algorithm.router_replay: false"
+        )
+
+
+@torch.no_grad()
+def _differing(chosen: Tensor, own: Tensor, known: Tensor) -> Tensor:
+    """Of the tokens [tokens] that are ``known``, how many have other experts than their own, and how many there are."""
+    other = (chosen.sort(-1).values != own.sort(-1).values).any(-1) & known
+    return torch.stack([other.sum(), known.sum()])
+
+
+def _shapes(parts: Sequence[Tensor]) -> str:
+    return ", ".join(f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}" for part in parts)

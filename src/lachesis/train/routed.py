@@ -1,0 +1,60 @@
+"""The experts that engines used for the inputs of a micro-batch, as a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lachesis.common.errors import TrainingError
+from lachesis.common.routed_experts import RoutedExperts
+from lachesis.common.types import Group
+
+UNKNOWN = -1
+
+
+class Stretch(NamedTuple):
+    """The inputs ``start`` to ``stop`` of a sequence, and the experts of all of its inputs where they are known."""
+
+    routed: RoutedExperts | None
+    start: int
+    stop: int
+
+
+def routed_tensor(stretches: Sequence[Stretch]) -> Tensor | None:
+    """Int16 [T, L, K] of the inputs in their order, -1 where they are not known; ``None`` where none is.
+
+    Raises:
+        TrainingError: sequences have those of different models.
+    """
+    shapes = {stretch.routed.chosen.shape[1:] for stretch in stretches if stretch.routed is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise TrainingError(
+            f"routed experts of one batch have the layers and experts {' and '.join(map(str, sorted(shapes)))}",
+            remedy="let all engines serve the same model",
+        )
+    (shape,) = shapes
+    rows = np.full((sum(stop - start for _, start, stop in stretches), *shape), UNKNOWN, dtype=np.int16)
+    place = 0
+    for routed, start, stop in stretches:
+        if routed is not None:
+            rows[place : place + stop - start] = routed.chosen[start:stop]
+        place += stop - start
+    return torch.from_numpy(rows)
+
+
+def require_routed(groups: Sequence[Group]) -> None:
+    """Raise TrainingError where a sample has not the experts that it was sampled with."""
+    missing = sum(sample.routed is None for group in groups for sample in group.samples)
+    if missing:
+        raise TrainingError(
+            f"algorithm.router_replay is on, and {missing} of {sum(len(group.samples) for group in groups)} samples "
+            "came without the experts that they were sampled with",
+            remedy="sample with an engine that says them (vllm with --enable-return-routed-experts, embedded or "
+            "embedded_server), or set algorithm.router_replay: false",
+        )
