@@ -1,11 +1,16 @@
 """Whole steps on a GPU, from prompts to new weights in the engine: `lachesis train` and TRL's GRPOTrainer in turn.
 
-    PYTHONPATH=src python benchmarks/end_to_end.py [--only NAME ...] [--lengths equal|ragged] [--size 1.5B|8B] [--tiny]
+    PYTHONPATH=src python benchmarks/end_to_end.py [--only NAME ...] [--lengths equal|ragged] [--size SIZE] [--tiny]
 
 Each system trains in a process of its own, started as its users start it, with vLLM on the same GPU (`--devices` gives
 ours one for the engine): the same model of random bf16 weights, 32 prompts of 128 tokens, 8 completions each, AdamW.
 Equal completions have 512 tokens, which the end token does not cut short; ragged ones end where it is sampled, with a
 probability that is the same at every token, or at 2,048 tokens.
+
+`--size 30B-A3B` is a mixture of experts under an adapter, on the engine's own base weights, which vLLM draws by itself
+(`--load-format dummy`): no file has them, and TRL has no part in it. A second table has tokens/s and the share of the
+card's peak in forward and backward, by 6 FLOP for each parameter that a token goes through, as such shares are
+published, and by the 4 that frozen weights take.
 """
 
 from __future__ import annotations
@@ -28,12 +33,14 @@ from typing import Any
 
 import torch
 import yaml
-from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
+from architectures import LLAMA_3_1_8B, PEAK_BF16_FLOPS, QWEN2_5_1_5B, QWEN3_30B_A3B
 from needs_gpu import require_gpu
 from overlap import EOS, PAD, WORDS, write_problems
 
 PROMPTS, COMPLETIONS, PROMPT_TOKENS = 32, 8, 128
 EQUAL, RAGGED_MOST, RAGGED_MEAN = 512, 2048, 400
+# 61 GB of weights, and keys and values of 256 sequences (98 kB a token) beside them.
+MIXTURE_ENGINE_SHARE = 0.62
 LORA = {"kind": "lora", "r": 16, "alpha": 32, "targets": "all-linear"}
 ENGINE_START_S = 420
 REWARD = """
@@ -41,6 +48,9 @@ def share_of_ones(completions, **columns):
     texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
     return [text.count("1") / max(len(text), 1) for text in texts]
 """
+MIXTURE = "30B-A3B"
+# Room for adapters where this one has any, and not in the experts, whose kernels would compute with zeros.
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 OURS, OURS_ASYNC, TRL = "Lachesis", "Lachesis, asynchronous", "TRL"
 
 
@@ -62,7 +72,13 @@ class Run:
 
 
 def sizes(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    kind, fields = {"1.5B": ("qwen2", QWEN2_5_1_5B), "8B": ("llama", LLAMA_3_1_8B)}[options.size]
+    kind, fields = {
+        "1.5B": ("qwen2", QWEN2_5_1_5B),
+        "8B": ("llama", LLAMA_3_1_8B),
+        MIXTURE: ("qwen3_moe", QWEN3_30B_A3B),
+    }[options.size]
+    if options.tiny and options.size == MIXTURE:
+        fields = fields | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "head_dim": 32}
     if options.tiny:
         fields = fields | {
             "vocab_size": 512, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -81,18 +97,31 @@ def write_model(directory: Path, *, options: argparse.Namespace) -> None:
     config = AutoConfig.for_model(
         kind, **fields, max_position_embeddings=4096, bos_token_id=None, eos_token_id=EOS, pad_token_id=PAD
     )
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-    if options.lengths == "ragged":
-        favour_end(model, mean=options.mean)
-    model.save_pretrained(directory, max_shard_size="4GB")
+    if drawn_by_engine(options):
+        config.architectures, config.dtype = ["Qwen3MoeForCausalLM"], torch.bfloat16
+        config.save_pretrained(directory)
+    else:
+        write_weights(directory, AutoModelForCausalLM, config, options=options)
     vocabulary = {"<pad>": PAD, "<eos>": EOS} | {f"t{i}": i for i in range(WORDS, config.vocab_size)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     words.save_pretrained(directory / "tokenizer")
+
+
+def drawn_by_engine(options: argparse.Namespace) -> bool:
+    """Whether no file has the weights: 61 GB of them would be written and read for nothing."""
+    return options.size == MIXTURE and not options.tiny
+
+
+def write_weights(directory: Path, auto: Any, config: Any, *, options: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with torch.device(device):
+        model = auto.from_config(config, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    if options.lengths == "ragged":
+        favour_end(model, mean=options.mean)
+    model.save_pretrained(directory, max_shard_size="4GB")
 
 
 @torch.no_grad()
@@ -120,7 +149,7 @@ def favour_end(model: Any, *, mean: int) -> None:
 def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:
     work: Path = options.work
     gpu = torch.cuda.is_available()
-    lora = options.size == "8B"
+    lora = options.size != "1.5B"
     vllm: dict[str, Any] = {
         "kind": "vllm",
         "port": options.port,
@@ -129,6 +158,11 @@ def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:
         "enforce_eager": not gpu,
         "extra_args": ["--max-num-seqs", "1024"] if gpu else ["--max-num-seqs", "64", "--no-enable-chunked-prefill"],
     }
+    if options.size == MIXTURE:
+        vllm["extra_args"] += ["--lora-target-modules", *ADAPTED]
+        vllm["gpu_memory_utilization"] = MIXTURE_ENGINE_SHARE
+    if drawn_by_engine(options):
+        vllm["extra_args"] += ["--load-format", "dummy"]
     sampling: dict[str, Any] = {"num_generations": COMPLETIONS, "max_completion_length": options.most}
     embedded: dict[str, Any] = {"kind": "embedded_server", "port": options.port}
     if options.lengths == "equal" and options.engine == "vllm":
@@ -148,6 +182,8 @@ def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:
         "deadlines": {"engine_start_s": ENGINE_START_S},
     }
     tree["model"]["dtype"] = "bfloat16" if gpu else "float32"
+    if options.size == MIXTURE:
+        tree["model"]["gradient_checkpointing"] = True
     if lora and options.devices is None:
         tree["bridge"]["share_base"] = True
     if name == "asynchronous":
@@ -318,6 +354,30 @@ COLUMNS = {
 }
 
 
+def active_parameters(fields: dict[str, Any]) -> int:
+    """Those that a token goes through, embeddings aside."""
+    from lachesis.config.model_shape import read_shape
+
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **fields}))
+        shape = read_shape(directory)
+    assert shape is not None, "it has just been written"
+    idle = shape.layers * (shape.experts - shape.active_experts) * 3 * shape.hidden * shape.intermediate
+    return shape.parameters - idle - shape.vocab * shape.hidden
+
+
+def throughput(runs: list[Run], *, active: int, skip: int) -> str:
+    """What forward and backward make of the card, as a table."""
+    lines = ["| | tokens in a step | tokens/s | MFU, 6 FLOP | 4 FLOP | other experts |", "|---|---|---|---|---|---|"]
+    for run in runs:
+        tokens = run.median("tokens_forward", skip=skip)
+        speed = tokens / run.median("train_time", skip=skip)
+        shares = (f"{flop * active * speed / PEAK_BF16_FLOPS:.1%}" for flop in (6, 4))
+        other = f"{run.median('router_replay_difference', skip=skip):.2%}"
+        lines.append(f"| {run.name} | {tokens:,.0f} | {speed:,.0f} | {' | '.join(shares)} | {other} |")
+    return "\n".join([f"\n{active / 1e9:.2f} billion parameters for each token.\n", *lines, ""])
+
+
 def table(runs: list[Run], *, skip: int) -> str:
     """Markdown: means and medians after the first steps, the slowest over the median, and the way to the first."""
     heads = ["seconds, median", "a step, mean", *COLUMNS]
@@ -339,7 +399,9 @@ def table(runs: list[Run], *, skip: int) -> str:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=("1.5B", "8B"), default="1.5B", help="1.5B trains whole, 8B by LoRA")
+    parser.add_argument(
+        "--size", choices=("1.5B", "8B", MIXTURE), default="1.5B", help="1.5B trains whole, others by LoRA"
+    )
     parser.add_argument("--lengths", choices=("equal", "ragged"), default="equal")
     parser.add_argument("--only", nargs="+", choices=(OURS, OURS_ASYNC, TRL), default=[OURS, OURS_ASYNC, TRL])
     parser.add_argument("--steps", type=int, default=12)
@@ -360,6 +422,9 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--part", choices=("trl",), default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     require_gpu(tiny=options.tiny)
+    alone = options.lengths == "equal" and options.devices is None and TRL not in options.only
+    if options.size == MIXTURE and not alone:
+        parser.error(f"--size {MIXTURE} is on one GPU, with equal lengths, and without TRL: give --only {OURS}")
     options.mean, options.most = RAGGED_MEAN, EQUAL if options.lengths == "equal" else RAGGED_MOST
     if options.tiny:
         options.mean, options.most = 12, 16 if options.lengths == "equal" else 48
@@ -388,7 +453,10 @@ def main() -> None:
             options.out.write_text(json.dumps([asdict(run) for run in runs], indent=1))
     place = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU"
     sys.stdout.write(f"{place}, {options.size}, {options.lengths} lengths, {runs[-1].versions}\n\n")
-    sys.stdout.write(table(runs, skip=min(options.skip, options.steps - 1)))
+    skip = min(options.skip, options.steps - 1)
+    sys.stdout.write(table(runs, skip=skip))
+    if options.size == MIXTURE:
+        sys.stdout.write(throughput(runs, active=active_parameters(fields), skip=skip))
 
 
 if __name__ == "__main__":

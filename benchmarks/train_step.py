@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from architectures import LLAMA_3_1_8B, QWEN2_5_1_5B
+from architectures import LLAMA_3_1_8B, PEAK_BF16_FLOPS, QWEN2_5_1_5B
 from needs_gpu import require_gpu
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
@@ -53,7 +53,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "float8": {"matmul": "float8"},
     "float8_rowwise": {"matmul": "float8_rowwise"},
 }
-PEAK_BF16_FLOPS = 989e12  # H100 and H200, dense, by the vendor's datasheet
 GROUPS, GENERATIONS, PROMPT_TOKENS = 8, 8, 128
 TREE_GROUPS, TRAJECTORIES, TURNS = 2, 8, 10
 

@@ -58,6 +58,15 @@ def test_it_runs(name: str, tmp_path: Path):
     assert words in done.stdout
 
 
+def test_a_mixture_trains_on_the_weights_of_its_engine(tmp_path: Path):
+    """The small version of what a GPU measures: an adapter on shared weights, with routing replayed."""
+    words = ["--size", "30B-A3B", "--only", "Lachesis", "--engine", "embedded", "--steps", "2", "--prompts", "2"]
+    words += ["--set", "algorithm.router_replay=true", "--work", str(tmp_path / "work")]
+    done = script("end_to_end", "--tiny", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("| Lachesis |") == 2 and "| 0.00% |" in done.stdout
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")
 @pytest.mark.parametrize("name", OF_A_GPU)
 def test_what_measures_a_gpu_says_that_there_is_none(name: str, tmp_path: Path):

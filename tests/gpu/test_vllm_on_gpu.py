@@ -75,6 +75,7 @@ def live(
     bridge: dict[str, Any],
     lora: bool = False,
     base: str = "none",
+    algorithm: dict[str, Any] | None = None,
     **engine: Any,
 ) -> Iterator[tuple[EngineSide, Policy]]:
     """The two sides of a run, after the first sync."""
@@ -89,6 +90,7 @@ def live(
             "adapter": {"kind": "lora", "r": 4} if lora else {"kind": "none"},
             "engine": engine if engine.get("kind") == "http" else managed | engine,
             "bridge": bridge,
+            "algorithm": algorithm or {},
             "optimizer": {"learning_rate": 1e-2, "schedule": "constant"},
             "deadlines": {"sync_s": 60, "engine_start_s": 300, "generation_s": 60},
         }
@@ -146,6 +148,27 @@ def test_an_engine_in_8_bits_holds_what_the_trainer_would_round_to(kind: str, ke
         assert any(name.endswith("_scale") for name in ours) != lora
         held = side.bridge.engine.controls[0].state_dict_info(deadline=soon())
         assert held["model.layers.0.mlp.down_proj.weight"].dtype == "float8_e4m3fn"
+
+
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_a_mixture_shares_its_weights_and_replays_what_vllm_used(eager: bool, tmp_path: Path):
+    """An adapter on the weights that vLLM's kernels hold, in their order; tokens go through the experts of then."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    with live(
+        write_model(tmp_path / "model", "qwen3_moe", **experts),
+        tmp_path,
+        bridge={"kind": "lora_only", "share_base": True},
+        lora=True,
+        algorithm={"router_replay": True},
+        enforce_eager=eager,
+        extra_args=[*CACHE, "--lora-target-modules", "q_proj", "k_proj", "v_proj", "o_proj"],
+    ) as (side, policy):
+        check_updates(side, policy, updates=2)
+        prompts = [(*PROMPT, number) for number in range(20, 24)]
+        groups = side.bridge.engine.sample(prompts, n=8, max_tokens=64, routed_experts=True)
+        metrics = policy.forward_backward(groups)
+        assert 0 <= metrics["router_replay_difference"] < 0.2
+        assert metrics["logprob_diff_mean"] < 0.05 and metrics["logprob_diff_max"] < 2 * TOLERANCE
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (33, 48), (16, 4096), (7, 8200)])

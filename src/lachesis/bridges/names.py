@@ -2,7 +2,8 @@
 
 vLLM stores q, k and v of a layer as the rows of one matrix ``qkv_proj``, gate and up as those of
 ``gate_up_proj``, and pads the vocabulary; everything else has the name and the shape that it has in
-transformers. The embedded engine has transformers' own names throughout.
+transformers, but for a mixture's experts, which have names of vLLM's own. The embedded engine has transformers'
+own names throughout.
 """
 
 from __future__ import annotations
@@ -29,11 +30,23 @@ _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 VLLM_ARCHITECTURES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite"}
 )
+# The same of mixtures, as far as the kernels of their experts leave the order of transformers: vLLM's of Triton do, on
+# Hopper its first choice; those of FlashInfer for other cards do not, which shapes do not tell, and the canary does.
+VLLM_MIXTURES = frozenset({"qwen3_moe"})
+_EXPERTS = {
+    "experts.gate_up_proj": "experts.routed_experts.w13_weight",
+    "experts.down_proj": "experts.routed_experts.w2_weight",
+}
 _SHOWN = 4
 
 
 def map_parameters(
-    parameters: Mapping[str, Shape], engine: Mapping[str, Shape], *, model_type: str, engine_kind: str
+    parameters: Mapping[str, Shape],
+    engine: Mapping[str, Shape],
+    *,
+    model_type: str,
+    engine_kind: str,
+    mixtures: bool = False,
 ) -> dict[str, DigestSlice]:
     """Find every parameter in the engine's tensors.
 
@@ -42,17 +55,19 @@ def map_parameters(
         engine: shapes under the engine's names.
         model_type: transformers' name of the architecture.
         engine_kind: "embedded", or "vllm" with or without a version.
+        mixtures: also of an architecture whose experts vLLM's kernels may have put into another order.
 
     Raises:
         ModelError: vLLM stores this architecture in another way, or the engine serves another model; the
             message says how the two differ.
     """
     identical = not engine_kind.startswith("vllm")
-    if not identical and model_type not in VLLM_ARCHITECTURES:
+    known = VLLM_ARCHITECTURES | VLLM_MIXTURES if mixtures else VLLM_ARCHITECTURES
+    if not identical and model_type not in known:
         raise ModelError(
             f"how vLLM stores the weights of a {model_type!r} model is not known here, so they cannot be shared",
             remedy="use bridge.kind lora_only, broadcast or reload; shared weights exist for "
-            f"{', '.join(sorted(VLLM_ARCHITECTURES))}",
+            f"{', '.join(sorted(VLLM_ARCHITECTURES | VLLM_MIXTURES))}",
         )
     find = _find_identical if identical else _find
     # Where vLLM can serve adapters, it keeps the weights of adapted layers in an inner ``base_layer``.
@@ -105,13 +120,15 @@ def describe(shapes: Mapping[str, Shape]) -> str:
     return ", ".join(words)
 
 
-def _find_identical(name: str, parameters: Mapping[str, Shape], engine: Mapping[str, Shape]) -> DigestSlice | str:
-    shape = parameters[name]
-    if name not in engine:
-        return f"the engine has no {name}"
-    if engine[name] != shape:
-        return f"{list(shape)} here, {list(engine[name])} there"
-    return DigestSlice(name, 0, shape[0] if shape else 1)
+def _find_identical(
+    name: str, parameters: Mapping[str, Shape], engine: Mapping[str, Shape], *, theirs: str | None = None
+) -> DigestSlice | str:
+    shape, theirs = parameters[name], theirs or name
+    if theirs not in engine:
+        return f"the engine has no {theirs}"
+    if engine[theirs] != shape:
+        return f"{list(shape)} here, {list(engine[theirs])} there"
+    return DigestSlice(theirs, 0, shape[0] if shape else 1)
 
 
 def _find(name: str, parameters: Mapping[str, Shape], engine: Mapping[str, Shape]) -> DigestSlice | str:
@@ -125,7 +142,15 @@ def _find(name: str, parameters: Mapping[str, Shape], engine: Mapping[str, Shape
         if padded[1:] != shape[1:] or padded[0] < shape[0]:
             return f"{list(shape)} here, {list(padded)} there"
         return DigestSlice(name, 0, shape[0])
-    return _find_identical(name, parameters, engine)
+    return _find_identical(name, parameters, engine, theirs=_expert_name(name))
+
+
+def _expert_name(name: str) -> str:
+    """What vLLM calls the stacked weights of a mixture's experts; the name itself of anything else."""
+    for ours, theirs in _EXPERTS.items():
+        if name.endswith(f".{ours}"):
+            return name.removesuffix(ours) + theirs
+    return name
 
 
 def _split(name: str) -> tuple[str, str, str]:

@@ -113,6 +113,7 @@ class EngineWeights:
             {name: tuple(t.shape) for name, t in self._tensors.items()},
             model_type=text_config(model).model_type,
             engine_kind=file.engine,
+            mixtures=True,
         )
         self._check_dtypes(parameters, slices)
         self._check_head(slices)

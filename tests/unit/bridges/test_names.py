@@ -89,6 +89,49 @@ def test_slices_have_the_parameters_shapes_and_cover_the_engine_once(model_type)
         assert rows[-1][1] == (VOCAB if shape[0] == PADDED and "proj" not in name else shape[0])
 
 
+EXPERTS = f"{LAYER}.mlp.experts"
+MIXTURE = (
+    {
+        **{name: shape for name, shape in LLAMA[0].items() if "mlp" not in name},
+        **QK_NORMS,
+        f"{LAYER}.mlp.gate.weight": (8, HIDDEN),
+        f"{EXPERTS}.gate_up_proj": (8, 2 * INNER, HIDDEN),
+        f"{EXPERTS}.down_proj": (8, HIDDEN, INNER),
+    },
+    # As vLLM 0.26 and 0.32 list it.
+    {
+        **{name: shape for name, shape in LLAMA[1].items() if "mlp" not in name},
+        **QK_NORMS,
+        f"{LAYER}.mlp.gate.weight": (8, HIDDEN),
+        f"{EXPERTS}.routed_experts.w13_weight": (8, 2 * INNER, HIDDEN),
+        f"{EXPERTS}.routed_experts.w2_weight": (8, HIDDEN, INNER),
+    },
+)
+
+
+def test_experts_of_a_mixture_have_names_of_vllms_own():
+    ours, theirs = MIXTURE
+    slices = map_parameters(ours, theirs, model_type="qwen3_moe", engine_kind="vllm 0.26.0", mixtures=True)
+    assert shapes(slices, theirs) == ours
+    assert slices[f"{EXPERTS}.gate_up_proj"].name == f"{EXPERTS}.routed_experts.w13_weight"
+    assert slices[f"{EXPERTS}.down_proj"].name == f"{EXPERTS}.routed_experts.w2_weight"
+
+
+def test_where_their_order_is_not_certain_a_mixture_is_not_looked_at():
+    """A digest would be of other bytes; weights that are shared are proved by what is computed with them."""
+    with pytest.raises(ModelError, match="'qwen3_moe' model is not known"):
+        map_parameters(*MIXTURE, model_type="qwen3_moe", engine_kind="vllm 0.26.0")
+    check_same_model(*MIXTURE, model_type="qwen3_moe", engine_kind="vllm 0.26.0")
+
+
+def test_experts_in_another_shape_are_refused():
+    """As kernels of other cards lay them out."""
+    ours, theirs = MIXTURE
+    other = theirs | {f"{EXPERTS}.routed_experts.w13_weight": (8, 2, INNER, HIDDEN)}
+    with pytest.raises(ModelError, match=r"gate_up_proj: \[8, 96, 32\] here, \[8, 2, 48, 32\] there"):
+        map_parameters(ours, other, model_type="qwen3_moe", engine_kind="vllm 0.26.0", mixtures=True)
+
+
 def test_fused_matrices_are_split_by_rows():
     slices = mapped("qwen2")
     qkv, gate_up = f"{LAYER}.self_attn.qkv_proj", f"{LAYER}.mlp.gate_up_proj"

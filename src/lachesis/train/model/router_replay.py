@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lachesis.common.errors import ModelError
+from lachesis.common.errors import ModelError, TrainingError
 from lachesis.common.mixtures import layer_number, stacked_experts
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.train.model.experts import routers
@@ -53,12 +53,13 @@ _FORMULAS: tuple[Weigh, ...] = (_softmax_of_chosen, _softmax, _sigmoid_of_chosen
 
 @dataclass(slots=True)
 class _Router:
-    """A layer's router. ``weigh`` is how it weighs experts, found where it was first seen to do so."""
+    """A layer's router. ``weigh`` is how it weighs the ``k`` that it chooses, found where it was seen to do so."""
 
     name: str
     layer: int
     scale: float
     weigh: Weigh | None = None
+    k: int = 0
 
 
 class RouterReplay:
@@ -110,7 +111,12 @@ class RouterReplay:
             routed: int16 [tokens, layers, k] in the order in which the routers see tokens; -1 leaves the choice to
                 the router. Everywhere, if unset.
             counting: whether what differs is counted for :meth:`take`.
+
+        Raises:
+            TrainingError: they are of another model.
         """
+        if routed is not None:
+            self._require_own(routed)
         before = self._routed, self._counting
         self._routed, self._counting = routed, counting
         try:
@@ -129,7 +135,7 @@ class RouterReplay:
     def _replace(self, router: _Router) -> Any:
         def replace(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
             if self._learning:
-                router.weigh = self._formula(router, output)
+                router.weigh, router.k = self._formula(router, output), output[2].shape[-1]
             if self._routed is None:
                 return None
             logits, weights, own = output
@@ -158,6 +164,15 @@ class RouterReplay:
                 f"how its router {router.name} weighs experts is not known (weights differ by {apart[nearest]:.3g})"
             )
         return _FORMULAS[nearest]
+
+    def _require_own(self, routed: Tensor) -> None:
+        last = self._routers[-1]
+        if routed.shape[1] <= last.layer or routed.shape[2] != last.k:
+            raise TrainingError(
+                f"routed experts are of {routed.shape[1]} layers with {routed.shape[2]} for each token, and layer "
+                f"{last.layer} of {self._kind} chooses {last.k}",
+                remedy="let the engine serve the model that is trained",
+            )
 
     def _refused(self, why: str) -> ModelError:
         return ModelError(

@@ -54,6 +54,15 @@ def test_prompts_of_any_length_rows_that_part_and_rows_that_end():
     assert check(model, requests, make(model).generate(requests, deadline=soon())) > 100
 
 
+def test_samples_have_them_too():
+    model = tiny_model("qwen3_moe", **EXPERTS)
+    (group,) = make(model).sample([(5, 6, 7)], n=2, max_tokens=4, routed_experts=True)
+    for sample in group.samples:
+        assert sample.routed is not None
+        inputs = (sample.prompt_ids + sample.completion_ids)[:-1]
+        assert np.array_equal(np.sort(sample.routed.chosen, axis=-1), chosen(model, inputs))
+
+
 def test_a_layer_without_experts_has_zeros():
     model = tiny_model("qwen3_moe", mlp_only_layers=[0], **EXPERTS)
     requests = routed(mixture(n=1))

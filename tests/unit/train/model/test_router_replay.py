@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import ModelError
+from lachesis.common.errors import ModelError, TrainingError
 from lachesis.common.routed_experts import RoutedExperts
 from lachesis.common.types import GenerationRequest, Group, Prompt, Sample, SamplingParams
 from lachesis.engines.embedded.engine import EmbeddedEngine
@@ -264,6 +264,13 @@ class TestRefused:
         named = r"model\.layers\.0\.mlp\.gate weighs experts is not known"
         with pytest.raises(ModelError, match=named), replay.learning():
             model(input_ids=torch.arange(5)[None])
+
+    @pytest.mark.parametrize("shape", [(5, 1, 2), (5, 2, 3)], ids=["fewer layers", "more of each token"])
+    def test_experts_of_another_model(self, shape: tuple[int, ...]):
+        policy = policy_of(mixture())
+        assert policy.replay is not None
+        with pytest.raises(TrainingError, match="layer 1 of Qwen3MoeForCausalLM chooses 2"):
+            policy.replay.replaying(torch.zeros(shape, dtype=torch.int16)).__enter__()
 
     def test_a_router_that_gives_something_else(self):
         model = mixture()
