@@ -51,8 +51,10 @@ class ExpertRouting:
         self.top_k = int(getattr(config, "num_experts_per_tok", 1))
         self._seen: Routed | None = None
         self._experts = [*stacked_experts(model).values()]
+        # Compiled, it would differ from layer to layer, and after eight of them nothing would be compiled.
+        see: Any = torch.compiler.disable(self._see_experts)
         for module in self._experts:
-            module.register_forward_pre_hook(self._see_experts)
+            module.register_forward_pre_hook(see)
         recorder = _recorder(model)
         if self.coefficient and recorder is None:
             raise ModelError(
@@ -119,6 +121,7 @@ class ExpertRouting:
             self._seen.chosen.append(arguments[1].detach())
 
     def _see_router(self, index: int) -> Any:
+        @torch.compiler.disable
         def see(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
             if self._seen is not None:
                 self._seen.logits.append(output[index] if isinstance(output, tuple) else output)

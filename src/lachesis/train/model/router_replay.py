@@ -133,6 +133,8 @@ class RouterReplay:
         return {"router_replay_difference": Mean(differing, known)}
 
     def _replace(self, router: _Router) -> Any:
+        # Compiled, it would differ from layer to layer, and after eight of them nothing would be compiled.
+        @torch.compiler.disable
         def replace(module: nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
             if self._learning:
                 router.weigh, router.k = self._formula(router, output), output[2].shape[-1]

@@ -170,6 +170,19 @@ def test_gradients_are_those_of_a_plain_implementation(packing: str, checkpointi
     assert gate is not None and gate.abs().max() > 1e-4
 
 
+def test_layers_are_compiled_alike():
+    """What hooks note differs from layer to layer, and torch compiles no more than eight versions of a layer."""
+    groups = sampled(tiny_model("qwen3_moe", num_hidden_layers=4), count=1)
+    model = tiny_model("qwen3_moe", num_hidden_layers=4, output_router_logits=True, router_aux_loss_coef=0.1)
+    model.set_experts_implementation("grouped_mm")
+    policy = policy_of(model)
+    for layer in model.model.layers:
+        layer.compile(backend="eager", dynamic=True)
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        metrics = policy.forward_backward(groups)
+    assert metrics["router_replay_difference"] == 0 and metrics["router_aux_loss"] > 0
+
+
 def test_samples_without_routing_choose_for_themselves():
     groups = sampled(with_ties(mixture(), sign=1.0))
     first = replace(groups[0], samples=tuple(replace(s, routed=None) for s in groups[0].samples))
