@@ -13,17 +13,19 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from multiprocessing import forkserver as servers
 from multiprocessing import reduction
 from multiprocessing.process import current_process
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from tests.forkserver import forkserver
+from tests.forkserver import forked_from, forkserver
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 # In a forked process: what descriptors that were passed on are there, by what they were.
 received: dict[int, int] = {}
+_is_forked = False
 # The supervisor of a server, whose other parent has another number. Signals are as at first in what it starts.
 _SUPERVISE = """
 import os, runpy, subprocess, sys
@@ -42,6 +44,9 @@ class _Forked(subprocess.Popen):
     ``lachesis``, that is imported. What differs: its parent is the server, and so is its command line.
     """
 
+    # What the server imports beyond the usual; of a process that is forked itself there is the usual one only.
+    imports = ""
+
     def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any, cwd: Any,
                        env: Any, startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int,
                        c2pread: int, c2pwrite: int, errread: int, errwrite: int, *rest: Any) -> None:  # fmt: skip
@@ -56,7 +61,8 @@ class _Forked(subprocess.Popen):
             args=(words[1:], variables, os.fspath(cwd or os.getcwd()), streams, passed, rest[5]),
             daemon=True,
         )
-        self._forked.start()
+        with forked_from(self.imports) if self.imports and not _is_forked else nullcontext():
+            self._forked.start()
         assert self._forked.pid is not None
         self.pid, self._child_created = self._forked.pid, True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
@@ -73,9 +79,16 @@ class _Forked(subprocess.Popen):
         return self.returncode
 
 
+class _ForkedVllm(_Forked):
+    """For servers of vLLM, whose imports take most of their start."""
+
+    imports = "tests.imports_vllm"
+
+
 # CUDA is of no use to a process that was forked from one which has looked for GPUs, as some imports do.
 FORKS = shutil.which("nvidia-smi") is None
 Popen = _Forked if FORKS else subprocess.Popen
+VllmPopen = _ForkedVllm if FORKS else subprocess.Popen
 
 
 def run(command: Sequence[str | os.PathLike[str]], *, timeout: float, **options: Any) -> subprocess.CompletedProcess:
@@ -101,7 +114,14 @@ def _supervised(words: Sequence[str], **options: Any) -> subprocess.Popen:
     python, _, _, script, *arguments = words
     if arguments[3] != sys.executable:
         return subprocess.Popen(words, **options)
-    return Popen([python, "-c", _SUPERVISE, script, *arguments], **options)
+    popen = VllmPopen if _is_vllm(arguments[3:]) else Popen
+    return popen([python, "-c", _SUPERVISE, script, *arguments], **options)
+
+
+def _is_vllm(command: Sequence[str]) -> bool:
+    """Whether that is `lachesis serve` of vLLM, which is its default engine."""
+    serves = list(command[1:4]) == ["-m", "lachesis", "serve"]
+    return serves and "embedded" not in command
 
 
 class _Stream:
@@ -127,6 +147,8 @@ def _become(
     session: bool,
 ) -> None:
     """In the new process: be what ``python WORDS`` would be, to the end."""
+    global _is_forked
+    _is_forked = True
     atexit.unregister(os._exit)
     current_process()._config["daemon"] = False
     # Processes that this one starts are forked by the same server; Python's own would start another.

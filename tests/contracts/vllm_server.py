@@ -13,6 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 import lachesis
+from tests import warm
 from tests.contracts.servers import MAX_LEN, MAX_RANK, TOKEN, ServerFactory, process, python_path
 from tests.paths import ROOT
 from tests.ports import free_port
@@ -78,7 +79,9 @@ def start_vllm(
         "PYTHONPATH": python_path(entry_point(log.parent, plugin=plugin), ROOT),
         **variables,
     }
-    with process(command, url=f"http://127.0.0.1:{port}", log=log, start_s=START_S, **environment) as url:
+    with process(
+        command, url=f"http://127.0.0.1:{port}", log=log, start_s=START_S, popen=warm.VllmPopen, **environment
+    ) as url:
         yield url
 
 
