@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from lachesis.common.world import find_world
 from lachesis.config.schema import DistributedConfig, LoraAdapterConfig, OptimizerConfig
+from lachesis.metrics.names import TRAINING_OF
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import Batch, pack
 from lachesis.train.checkpoint import CheckpointManager
@@ -34,7 +35,7 @@ from lachesis.train.distributed.control import (
     init_process_group,
     rank_device,
 )
-from lachesis.train.distributed.follower import Follower
+from lachesis.train.distributed.follower import Follower, FollowingPolicy
 from lachesis.train.distributed.fsdp2 import Fsdp2
 from lachesis.train.distributed.job import join_job
 from lachesis.train.distributed.leader import BUILD, Leader, LeadingPolicy
@@ -275,6 +276,9 @@ def copied(value: Any) -> Any:
 def step(alone: Policy, leading: Policy, batch: Batch, case: Case) -> None:
     expected = reduce_metrics(alone.accumulate(batch) | alone.step())
     found = reduce_metrics(leading.accumulate(batch) | leading.step())
+    times = {name for name in found if name.startswith(TRAINING_OF)}
+    assert times == {f"{TRAINING_OF}{rank}" for rank in range(leading.strategy.world_size)}, times
+    found = {name: value for name, value in found.items() if name not in times}
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for metric, value in expected.items():
         assert abs(found[metric] - value) <= case.tolerance * max(1.0, abs(value)) + 1e-6, (metric, found, expected)
@@ -307,7 +311,8 @@ def main() -> None:
     def build_part(data: Mapping[str, Any]) -> tuple[Policy, int]:
         case = known[data["case"]]
         same_bits_again(name=data["case"])
-        return build(case, backend_of(case), device=device), 0
+        make = partial(FollowingPolicy, rank=world.rank, gpus=dict)
+        return build(case, backend_of(case), device=device, make=make), 0
 
     init_process_group(world, job.store, device=device, limit_s=LIMIT_S, secret=job.secret)
     if world.rank > 0:
