@@ -22,7 +22,7 @@ ORIGINAL_STAMP := $(ORIGINAL)/.installed
 # More than cores, as many tests wait.
 FORKS := 3
 
-.PHONY: install original verifiers-0.1 openenv tinker quickstart test lint types unit processes contracts e2e browser chromium docs site clean
+.PHONY: install original verifiers-0.1 openenv tinker quickstart test lint types unit processes contracts e2e browser chromium layouts docs site clean
 
 install: $(STAMP)
 
@@ -107,6 +107,10 @@ chromium:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || \
 	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; } || \
 	{ echo 'install Chromium and its driver: apt-get install chromium chromium-driver'; exit 1; }
+
+# Layouts of up to eight ranks beside those that e2e runs, each held against one process: some minutes on two cores.
+layouts: install
+	$(BIN)/python -m tests.layouts
 
 docs: install
 	$(BIN)/python docs/generate_reference.py

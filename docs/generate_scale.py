@@ -41,6 +41,8 @@ models: the memory of a rank, and how long loading, a transfer of the weights an
   on another node; `lachesis cluster slurm CONFIG` prints a job ([below](#several-nodes)); or the ranks by torchrun over
   them, and the engines as servers (`engine: {kind: http, urls: [...]}`). Where a node's cards hold the model,
   `distributed.shard_size` of as many ranks as a node has keeps the gathering of weights within it (HSDP).
+- **Sequences that no card takes**: `distributed.context_parallel_size` has several ranks share each micro-batch's
+  tokens, and its activations ([how](quickstart-by-mode.md#training-on-several-gpus)); `lachesis plan` counts both.
 
 ## Several nodes
 
@@ -156,9 +158,11 @@ holds what it has of Kubernetes' own API against that.
 
 One GPU, and two GPUs of one host, have run: sharded training over both, and trainer and engine on one each, with the
 transfer between them measured ([results](../benchmarks/RESULTS.md)). More ranks have run with small models on a CPU
-(the tests train by four, in two replicas of two shards); several nodes have not. All tables of this page are
-**calculated**: from the shapes of the models, from the counts of memory that are held against
-[measured steps](gpu-guide.md) of one GPU, and from these constants:
+over gloo, dense and a mixture of experts: the tests hold two replicas of two shards, contexts of two and of four ranks,
+and two replicas of contexts of two against one process, and `make layouts` up to eight ranks (replicate 2 x shard 2 x
+context 2). On GPUs neither replicas of shards nor contexts have run: that needs four of the former, two of the latter.
+Several nodes have not run at all. All tables of this page are **calculated**: from the shapes of the models, from the
+counts of memory that are held against [measured steps](gpu-guide.md) of one GPU, and from these constants:
 
 | constant | value | where from |
 |---|---|---|

@@ -74,6 +74,8 @@ class Case:
 
 
 EMA = {"kl_reference": "ema", "ref_mixup_alpha": 0.3, "ref_sync_steps": 1}
+MOE = {"architecture": "qwen3_moe", "output_router_logits": True}
+CONTEXT = {"context_parallel_size": 2}
 BF16 = {"dtype": "bfloat16", "tolerance": 0.05}
 CASES: dict[str, Case] = {
     "full": Case(),
@@ -87,9 +89,18 @@ CASES: dict[str, Case] = {
     "padded": Case(model={"architecture": "bloom"}, packing="padded"),
     "softcap": Case(model={"architecture": "gemma2"}),
     "groups_of_one": Case(distributed={"shard_size": 1}),
-    "moe": Case(model={"architecture": "qwen3_moe", "output_router_logits": True}),
+    "moe": Case(model=MOE),
     "replicate": Case(distributed={"strategy": "replicate"}, loss={"beta": 0.1, **EMA}, uses=2),
     "replicate_lora": Case(distributed={"strategy": "replicate"}, lora=True, optimizer={"kind": "adafactor"}),
+    "context": Case(distributed=CONTEXT, loss={"beta": 0.1, **EMA}, uses=2),
+    # What a loss needs of whole rows and of all tokens, over windows of attention.
+    "context_rows": Case(
+        distributed=CONTEXT,
+        loss={"importance_sampling_level": "sequence", "top_entropy_quantile": 0.4, "entropy_coef": 0.01},
+        checkpointing=True,
+        model={"architecture": "mistral"},
+    ),
+    "context_moe": Case(distributed=CONTEXT, model=MOE, lora=True),
     "masters": Case(**BF16),
     # Each rank draws its own rounding: without clipping, at whose edge the last bit of a ratio decides.
     "stochastic": Case(
@@ -100,9 +111,40 @@ CASES: dict[str, Case] = {
 # Of four ranks.
 LAYOUTS: dict[str, Case] = {
     "hsdp": Case(distributed={"shard_size": 2}, loss={"beta": 0.1, **EMA}),
-    "hsdp_moe": Case(
-        distributed={"replicate_size": 2}, model={"architecture": "qwen3_moe", "output_router_logits": True}, uses=2
-    ),
+    # More ranks than heads of keys and values, and than some micro-batches have tokens.
+    "context_of_four": Case(distributed={"context_parallel_size": 4}, checkpointing=True),
+    "hsdp_context_moe": Case(distributed={**CONTEXT, "replicate_size": 2}, model=MOE),
+}
+# Beside what the tests run, by number of ranks: `python -m tests.layouts`.
+FLOAT32 = {"dtype": "float32", "tolerance": 1e-6}
+TEACHER = {"kind": "model", "model": "tiny"}
+MORE: dict[int, dict[str, Case]] = {
+    2: {
+        "context_replicate": Case(distributed={**CONTEXT, "strategy": "replicate"}, loss={"beta": 0.1, **EMA}),
+        "context_lora": Case(distributed={**CONTEXT, "strategy": "replicate"}, lora=True, loss={"beta": 0.1}),
+        "context_model_head": Case(distributed=CONTEXT, model={"architecture": "granite"}),
+        "context_tied": Case(distributed=CONTEXT, model={"tie_word_embeddings": True}),
+        "context_teacher": Case(distributed=CONTEXT, loss={"teacher": TEACHER}),
+        "context_top_k": Case(distributed=CONTEXT, loss={"teacher": {**TEACHER, "top_k": 5}}),
+        "context_float32": Case(**FLOAT32, distributed=CONTEXT),
+        "context_moe_float32": Case(**FLOAT32, distributed=CONTEXT, model=MOE),
+        "context_compiled": Case(**FLOAT32, distributed=CONTEXT, compile=True),
+        "context_gathered": Case(distributed={**CONTEXT, "reshard_after_forward": False}),
+        "context_bf16": Case(**BF16, distributed=CONTEXT, residual=True, checkpointing=True),
+        "fsdp_float32": Case(**FLOAT32),
+        "fsdp_moe_float32": Case(**FLOAT32, model=MOE),
+    },
+    4: {
+        "hsdp_moe": Case(distributed={"replicate_size": 2}, model=MOE, uses=2),
+        "shard_context": Case(distributed={**CONTEXT, "shard_size": 2}, loss={"beta": 0.1, **EMA}, uses=2),
+        "replicate_context": Case(distributed={**CONTEXT, "strategy": "replicate"}),
+        "hsdp_float32": Case(**FLOAT32, distributed={"shard_size": 2}),
+    },
+    8: {
+        "replicate_shard_context": Case(distributed={**CONTEXT, "shard_size": 2}, loss={"beta": 0.1, **EMA}),
+        "replicate_shard_context_moe": Case(distributed={**CONTEXT, "replicate_size": 2}, model=MOE),
+        "hsdp_of_eight": Case(distributed={"shard_size": 4}),
+    },
 }
 GPU_CASES: dict[str, Case] = {
     "flash": Case(**BF16, loss={"beta": 0.1}),
@@ -114,7 +156,7 @@ GPU_CASES: dict[str, Case] = {
 # Those whose states differ in what ranks write of them.
 IN_PARTS = (
     *("ema", "lora_ema", "uses", "groups_of_one", "masters", "stochastic", "offload", "cpu_optimizer"),
-    *("hsdp", "hsdp_moe"),
+    *("hsdp", "hsdp_moe", "hsdp_context_moe", "shard_context", "replicate_shard_context"),
 )
 
 
@@ -150,6 +192,7 @@ def build(case: Case, strategy: Strategy, *, device: torch.device, make: Any = P
         options=loss_options(**case.loss),
         packing=case.packing,
         compile_layers=case.compile,
+        teacher=tiny_model(seed=1).to(dtype).requires_grad_(False) if "teacher" in case.loss else None,
     )
 
 
@@ -171,6 +214,8 @@ def compare(case: Case, leader: Leader, *, name: str, device: torch.device, join
         leading = build(case, join_backend(case), device=device, make=partial(LeadingPolicy, leader=leader))
     assert leading.plan == alone.plan, (leading.plan, alone.plan)
     todo = batches(case, packed=alone.plan.packed)
+    if leading.plan.context is not None:
+        assert_tokens_shared(leading, todo[0])
     before = {key: value.clone() for key, value in alone.weights().items()}
     for batch in todo[:-1]:
         step(alone, leading, batch, case)
@@ -188,6 +233,19 @@ def compare(case: Case, leader: Leader, *, name: str, device: torch.device, join
         exchange_parts(alone, leading, todo[0])
         step(alone, leading, todo[0], case)
     gather(leading, leader)
+
+
+def assert_tokens_shared(policy: Policy, batch: Batch) -> None:
+    """Of each micro-batch that is this rank's, no more than its part of the tokens goes through the model here."""
+    seen: list[int] = []
+    embeddings = policy.transformer.get_input_embeddings()
+    hook = embeddings.register_forward_hook(lambda module, given, output: seen.append(output.shape[1]))
+    policy.recompute_logprobs(batch)
+    hook.remove()
+    mesh = policy.strategy.mesh
+    sizes = [-(-micro.num_inputs // mesh.context) for micro in batch.micro_batches[:: mesh.parts]]
+    assert seen == sizes, (seen, sizes)
+    assert max(seen) < max(micro.num_inputs for micro in batch.micro_batches)
 
 
 class NoFeed:
@@ -300,7 +358,7 @@ def main() -> None:
     world = find_world(os.environ)
     assert world is not None
     device = rank_device(world, wanted=asked.device)
-    known = CASES | LAYOUTS | GPU_CASES
+    known = CASES | LAYOUTS | GPU_CASES | {name: case for cases in MORE.values() for name, case in cases.items()}
     job = join_job(world, limit_s=LIMIT_S)
     control = ControlGroup(world, job.store, limit_s=LIMIT_S, secret=job.secret)
 
@@ -321,7 +379,7 @@ def main() -> None:
         return
     leader = Leader(control, abort=abort_collectives)
     with closing(leader), destroying_process_group():
-        for name in asked.cases or known:
+        for name in asked.cases or CASES:
             compare(known[name], leader, name=name, device=device, join_backend=backend_of)
             sys.stdout.write(f"{name}: equal over {world.size} ranks\n")
             sys.stdout.flush()

@@ -38,6 +38,8 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4, "initializer_range": 0.25},
     "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "initializer_range": 0.25},
     "olmo2": _LLAMA_LIKE,
+    # Its logits are no linear map of the last hidden state by its head's weights alone.
+    "granite": _LLAMA_LIKE | {"logits_scaling": 2.0},
     # Grouped products of experts are of no float64.
     "qwen3_moe": _LLAMA_LIKE
     | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}

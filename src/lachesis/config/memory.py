@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from lachesis.common.mesh import derive_mesh
+from lachesis.common.mesh import Mesh, derive_mesh
 from lachesis.config.model_shape import ModelShape
 from lachesis.config.schema import LachesisConfig
 
@@ -89,14 +89,15 @@ def memory_parts(
         guesser: that of the model that ``engine.speculative`` names.
     """
     width = weight_bytes(config, shape, device=device)
+    mesh = derive_mesh(config.distributed, ranks=devices)
     parts = [
         *_held_parts(config, shape, width=width, device=device),
-        *_pass_parts(config, shape, lengths=lengths, width=width, device=device),
+        *_pass_parts(config, shape, lengths=lengths, width=width, device=device, context=mesh.context),
         *_update_parts(config, shape, width=width, device=device),
         *_teacher_parts(config, shape, teacher, lengths=lengths, device=device),
         *_engine_parts(config, shape, guesser, lengths=lengths, width=width),
     ]
-    return _sharded([part for part in parts if part.bytes], config, shape, devices=devices, width=width)
+    return _sharded([part for part in parts if part.bytes], config, shape, mesh=mesh, width=width)
 
 
 def _held_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device: str) -> Iterator[MemoryPart]:
@@ -112,16 +113,17 @@ def _held_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device
 
 
 def _pass_parts(
-    config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int, device: str
+    config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int, device: str, context: int
 ) -> Iterator[MemoryPart]:
-    """What forward and backward need for a micro-batch."""
-    layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device)
+    """What forward and backward need for a micro-batch, whose tokens and predictions ``context`` devices share."""
+    layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device, context=context)
+    tokens = -(-lengths.microbatch // context)
     stream = max(width, 4) if config.model.residual_dtype == "float32" else width
     kept = _kept_activations(config, shape, layer=layer, stream=stream, width=width)
     kept += _outside_activations(config, shape, width=width)
-    yield MemoryPart("activations", "trainer", ("passes",), round(lengths.microbatch * kept))
-    head = _head_bytes(config, shape, tokens=lengths.microbatch, width=width, device=device)
-    backward = _backward_bytes(config, shape, tokens=lengths.microbatch, width=width)
+    yield MemoryPart("activations", "trainer", ("passes",), round(tokens * kept))
+    head = _head_bytes(config, shape, tokens=tokens, width=width, device=device)
+    backward = _backward_bytes(config, shape, tokens=tokens, width=width)
     if head >= backward:  # the head's backward pass is over when that of the layers begins
         yield MemoryPart("logits chunk", "trainer", ("passes",), head)
     else:
@@ -133,7 +135,9 @@ def _pass_parts(
         yield MemoryPart("workspace", "trainer", ALWAYS, _CUBLAS_BYTES)
 
 
-def layer_activations(config: LachesisConfig, shape: ModelShape, *, keys: float, width: int, device: str) -> float:
+def layer_activations(
+    config: LachesisConfig, shape: ModelShape, *, keys: float, width: int, device: str, context: int = 1
+) -> float:
     """Bytes of a token that the backward pass of one decoder layer keeps.
 
     Attention keeps its queries, keys, values and result, and a float32 of each head. Compiled, a layer keeps the
@@ -141,11 +145,14 @@ def layer_activations(config: LachesisConfig, shape: ModelShape, *, keys: float,
     Uncompiled, a norm keeps its input (in float32, a copy where weights are 16-bit), what it multiplies by its weight
     where that is trained, and its result, and the feed-forward part the activated gate too. With queries and keys
     normalized, what goes into these norms comes on top. An adapter keeps the narrow result of each first matrix. Of a
-    mixture, tokens are gathered for their experts and weighted afterwards.
+    mixture, tokens are gathered for their experts and weighted afterwards. Where devices share a ``context``, each has
+    as much of attention in some heads of all tokens, but at least one head of keys and values; and attention's result
+    twice, before and after it is exchanged.
     """
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     compiled = config.model.compile == "on" or (config.model.compile == "auto" and device == "cuda")
-    attention = width * (2 * q + 2 * kv * keys) + 4 * shape.heads
+    own_kv = max(shape.kv_heads, context) * shape.head_dim
+    attention = width * ((2 if context == 1 else 3) * q + 2 * own_kv * keys) + 4 * shape.heads
     copied = 4 // width if width < 4 else 0 if compiled else 1
     if compiled:
         norms, per_expert = 4 * shape.hidden, 3 * shape.intermediate
@@ -233,19 +240,18 @@ def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, devi
 
 
 def _sharded(
-    parts: list[MemoryPart], config: LachesisConfig, shape: ModelShape, *, devices: int, width: int
+    parts: list[MemoryPart], config: LachesisConfig, shape: ModelShape, *, mesh: Mesh, width: int
 ) -> list[MemoryPart]:
     """What each of several devices holds of the trainer's parts, and the first of them of an engine in its process."""
     distributed = config.distributed
-    if devices == 1 or distributed.strategy == "replicate":
+    if mesh.ranks == 1 or mesh.whole:
         return parts
-    ways = derive_mesh(distributed, ranks=devices).cut
     found: list[MemoryPart] = []
     for part in parts:
         if part.place != "trainer" or part.name not in _SHARDED:
             found.append(part)
         elif not distributed.cpu_offload:
-            found.append(MemoryPart(part.name, part.place, part.phases, -(-part.bytes // ways)))
+            found.append(MemoryPart(part.name, part.place, part.phases, -(-part.bytes // mesh.cut)))
     found.append(MemoryPart("gathered weights", "trainer", ("passes",), _gathered_bytes(config, shape, width=width)))
     if config.engine.place == "trainer":
         found.append(MemoryPart("weights", "engine", ALWAYS, shape.parameters * width))

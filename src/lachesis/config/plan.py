@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lachesis.common.mesh import Mesh, derive_mesh
+from lachesis.common.mesh import Mesh, derive_mesh, require_heads
 from lachesis.config.memory import (
     ALWAYS,
     TRAINING,
@@ -115,12 +115,15 @@ def plan(
         found: the model's shape; looked for on this machine, and in the table of known models, if unset.
 
     Raises:
-        ConfigError: the model's config.json cannot be read, or so many devices make no mesh.
+        ConfigError: the model's config.json cannot be read, or so many devices make no mesh that
+            it goes together with.
     """
     mesh = derive_mesh(config.distributed, ranks=devices)
     chosen = device or _device(config)
     found = found or find_shape(config.model.path, revision=config.model.revision)
     shape = None if found is None else found.shape
+    if shape is not None:
+        require_heads(mesh.context, heads=shape.heads, kv_heads=shape.kv_heads)
     lengths = _lengths(config, shape)
     batches = _batches(config, lengths)
     taught = config.algorithm.teacher
@@ -331,7 +334,7 @@ def plan_lines(planned: Plan) -> list[str]:
         "batches",
         f"  step          {batches.prompts:,} {prompts}, {batches.completions:,} completions, at most "
         f"{batches.tokens:,} tokens in {batches.micro_batches:,} micro-batches of up to {size.microbatch:,}"
-        + (f", {-(-batches.micro_batches // planned.devices):,} passes of each device" * (planned.devices > 1)),
+        + (f", {-(-batches.micro_batches // planned.mesh.parts):,} passes of each device" * (planned.devices > 1)),
         f"  run           {steps}" + (f" over {batches.problems:,} problems" if batches.problems is not None else ""),
     ]
     if batches.start_steps:
@@ -357,7 +360,7 @@ def plan_lines(planned: Plan) -> list[str]:
 def _memory_lines(planned: Plan, place: Place) -> Iterator[str]:
     parts = [part for part in planned.memory if part.place == place]
     several = place == "trainer" and planned.devices > 1
-    layout = f" in {planned.mesh.words}" if planned.mesh.words else ""
+    layout = f", {planned.mesh.words}" if planned.mesh.words else ""
     each = f", each of {planned.devices} devices{layout}" if several else ""
     yield f"memory of the {place} ({planned.device}{each}): {size_text(planned.peak(place))}"
     for part in parts:

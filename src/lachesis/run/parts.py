@@ -362,7 +362,7 @@ def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Polic
     mixture = {} if algorithm.teacher is None else {"shares": shares(algorithm.teacher)}
     return pack_for_ranks(
         groups,
-        ranks=policy.strategy.world_size,
+        ranks=policy.strategy.mesh.parts,
         max_tokens=config.batch.max_tokens_per_microbatch,
         max_rows=config.batch.micro_batch_size,
         skip_zero_advantage=algorithm.skip_zero_advantage and policy.ignores_zero_advantage,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lachesis.common.errors import LachesisError
+from lachesis.common.mesh import derive_mesh
 from lachesis.common.world import World
 from lachesis.config.rules.distributed import require_distributable, shared_card
 from lachesis.config.schema import LachesisConfig
@@ -59,13 +60,17 @@ class Leadership:
 
 
 @contextmanager
-def leading(world: World, config: LachesisConfig) -> Iterator[Leadership]:
-    """Meet the followers. They are told when it ends, however it does.
+def leading(world: World | None, config: LachesisConfig) -> Iterator[Leadership | None]:
+    """Meet the followers. They are told when it ends, however it does. A process alone (no world) leads nobody.
 
     Raises:
-        ConfigError: the configuration is none for several ranks.
+        ConfigError: the configuration is none for so many ranks.
         DeadlineExceeded: not all came in time.
     """
+    if world is None:
+        derive_mesh(config.distributed, ranks=1)
+        yield None
+        return
     require_distributable(config, ranks=world.size)
     shared = shared_card(config, ranks=world.local_size, environment=os.environ)
     if rank_device(world, wanted=config.model.device).type == "cuda" and shared is not None:

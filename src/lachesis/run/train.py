@@ -196,7 +196,7 @@ def _train_once(
         set_up(config, console=console)
     check_custom_parts(config)
     with ExitStack() as closing:
-        leadership = None if world is None else closing.enter_context(leading(world, config))
+        leadership = closing.enter_context(leading(world, config))
         # Everything that can be wrong with the input shows here, before the run directory is touched.
         config, parts = build_parts(
             config,

@@ -114,7 +114,9 @@ class Policy(PolicyState):
                 if loaded.unread is not None and model is not teacher:
                     loaded.unread.fill(model)
         self.device = strategy.device(self.transformer)
-        self.plan: ForwardPlan = plan_forward(self.transformer, packing=packing, device=self.device)
+        self.plan: ForwardPlan = plan_forward(
+            self.transformer, packing=packing, device=self.device, context=strategy.context
+        )
         # Before what watches the experts: hooks see what those before them have made of an output.
         self.replay = self._learn_routers() if options.router_replay else None
         self.routing = ExpertRouting(self.transformer) if stacked_experts(self.transformer) else None
@@ -122,13 +124,18 @@ class Policy(PolicyState):
             build_reference(loaded, plan=self.plan, options=kl_reference, second=second) if kl_reference else None
         )
         self.teacher: Teacher | None = build_teacher(
-            teacher, options=options.teacher, packing=packing, device=self.device, student=self.transformer
+            teacher,
+            options=options.teacher,
+            packing=packing,
+            device=self.device,
+            student=self.transformer,
+            context=strategy.context,
         )
         if compile_layers:
             strategy.compile(self.transformer)
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
         self.optimizer = optimizer_builder(trained)
-        self._canary = CanaryReader(self.transformer, plan=self.plan, device=self.device, capture=not strategy.sharded)
+        self._canary = CanaryReader(self.transformer, plan=self.plan, device=self.device, capture=not strategy.together)
         self._old = OldLogprobStore()
         self._saving = None
         # Whoever else computes with these modules, as an engine that generates ahead does from a thread of its own,
@@ -306,8 +313,10 @@ class Policy(PolicyState):
             return
         with self.routing.watched() as routed:
             yield auxiliary
-        valid = None if self.plan.packed else valid_rows(micro).reshape(-1)
-        self.routing.count(routed, valid=valid)
+        valid, context = None if self.plan.packed else valid_rows(micro).reshape(-1), self.plan.context
+        self.routing.count(routed, valid=valid if context is None else context.holds(micro.num_inputs))
+        if context is not None:  # the loss is one of all tokens of the micro-batch
+            routed.logits = [context.gather(logits, total=micro.num_inputs) for logits in routed.logits]
         if self.routing.coefficient:
             share = micro.num_inputs / num_inputs
             auxiliary.append(self.routing.auxiliary_loss(routed, valid=valid, share=share))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.mesh import Mesh, derive_mesh
+from lachesis.common.mesh import Mesh, derive_mesh, require_heads
 from lachesis.config.schema import DistributedConfig
 
 
@@ -20,8 +20,12 @@ from lachesis.config.schema import DistributedConfig
         ({"replicate_size": 4, "shard_size": 2}, 8, Mesh(replicate=4, shard=2)),
         ({"replicate_size": 1}, 8, Mesh(shard=8)),
         ({"shard_size": 1}, 2, Mesh(replicate=2)),
-        ({"strategy": "replicate"}, 4, Mesh(replicate=4)),
-        ({"strategy": "replicate", "replicate_size": 4, "shard_size": 1}, 4, Mesh(replicate=4)),
+        ({"strategy": "replicate"}, 4, Mesh(replicate=4, whole=True)),
+        ({"strategy": "replicate", "replicate_size": 4, "shard_size": 1}, 4, Mesh(replicate=4, whole=True)),
+        ({"context_parallel_size": 2}, 8, Mesh(shard=4, context=2)),
+        ({"context_parallel_size": 4, "replicate_size": 2}, 8, Mesh(replicate=2, context=4)),
+        ({"context_parallel_size": 2, "shard_size": 2}, 8, Mesh(replicate=2, shard=2, context=2)),
+        ({"context_parallel_size": 2, "strategy": "replicate"}, 8, Mesh(replicate=4, context=2, whole=True)),
         ({"shard_size": 8, "replicate_size": 3}, 1, Mesh()),
     ],
 )
@@ -29,7 +33,7 @@ def test_what_is_left_out_is_what_the_others_leave(sizes: dict[str, Any], ranks:
     found = derive_mesh(DistributedConfig(**sizes), ranks=ranks)
     assert found == expected
     assert found.ranks == ranks
-    assert found.cut == expected.shard
+    assert found.cut == (1 if found.whole else ranks // found.replicate)
 
 
 @pytest.mark.parametrize(
@@ -37,10 +41,15 @@ def test_what_is_left_out_is_what_the_others_leave(sizes: dict[str, Any], ranks:
     [
         ({"shard_size": 3}, "shard_size is 3 and there are 4 devices: they make no whole groups"),
         ({"replicate_size": 3}, "replicate_size is 3 and there are 4 devices: they make no whole groups"),
-        ({"replicate_size": 2, "shard_size": 4}, "replicate_size 2 and groups of 4 are 8 devices, and there are 4"),
-        ({"replicate_size": 2, "shard_size": 1}, "replicate_size 2 and groups of 1 are 2 devices, and there are 4"),
-        ({"strategy": "replicate", "shard_size": 2}, "with distributed.strategy replicate nothing is cut"),
-        ({"strategy": "replicate", "replicate_size": 2}, "groups of 1 are 2 devices, and there are 4"),
+        ({"replicate_size": 2, "shard_size": 4}, "replicate_size is 2, of groups of 4, and there are 4 devices"),
+        ({"replicate_size": 2, "shard_size": 1}, "replicate_size is 2, of groups of 1, and there are 4 devices"),
+        ({"strategy": "replicate", "shard_size": 2}, "strategy replicate cuts nothing"),
+        ({"strategy": "replicate", "replicate_size": 2}, "of groups of 1, and there are 4 devices"),
+        ({"context_parallel_size": 3}, "context_parallel_size is 3 and there are 4 devices"),
+        (
+            {"context_parallel_size": 2, "shard_size": 4},
+            "shard_size is 4 and there are 2 groups of 2 that share a micro-batch",
+        ),
     ],
 )
 def test_what_does_not_divide_or_go_together_is_refused(sizes: dict[str, Any], expected: str):
@@ -49,7 +58,32 @@ def test_what_does_not_divide_or_go_together_is_refused(sizes: dict[str, Any], e
     assert caught.value.remedy
 
 
+def test_one_process_cannot_share_its_sequences():
+    with pytest.raises(ConfigError, match="context_parallel_size is 2 and there are 1 devices") as caught:
+        derive_mesh(DistributedConfig(context_parallel_size=2), ranks=1)
+    assert "torchrun" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("context", "heads", "kv_heads"), [(2, 4, 2), (4, 4, 2), (8, 16, 1), (1, 3, 3), (3, 6, 3)])
+def test_heads_are_dealt_out_and_those_of_keys_repeated(context: int, heads: int, kv_heads: int):
+    require_heads(context, heads=heads, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize(("context", "heads", "kv_heads"), [(3, 4, 2), (4, 12, 6), (8, 4, 4), (6, 12, 4)])
+def test_heads_that_make_no_whole_number_are_refused(context: int, heads: int, kv_heads: int):
+    with pytest.raises(ConfigError, match=f"{heads} attention heads, {kv_heads} of keys and values") as caught:
+        require_heads(context, heads=heads, kv_heads=kv_heads)
+    assert "divisor of" in caught.value.remedy
+
+
+def test_ranks_of_one_context_have_one_part():
+    mesh = Mesh(replicate=2, context=2)
+    assert mesh.of_ranks("ab") == ["a", "a", "b", "b"]
+    assert mesh.of_parts([1, 2, 3, 4]) == [1, 3]
+
+
 def test_two_dimensions_have_words():
-    assert Mesh(replicate=2, shard=4).words == "2 replicas of 4 shards"
+    assert Mesh(replicate=2, shard=4).words == "replicate 2 x shard 4"
+    assert Mesh(context=2).words == "context 2"
     assert not Mesh(replicate=4).words
     assert not Mesh(shard=4).words

@@ -163,6 +163,9 @@ def test_each_of_several_devices_holds_a_part(build, model):
         ({"strategy": "replicate"}, {"weights": 2.0}),
         ({"shard_size": 2}, {"weights": 1.0}),
         ({"replicate_size": 4}, {"weights": 2.0}),
+        ({"context_parallel_size": 2}, {"weights": 0.5}),
+        ({"context_parallel_size": 2, "shard_size": 1}, {"weights": 1.0}),
+        ({"context_parallel_size": 2, "strategy": "replicate"}, {"weights": 2.0}),
         ({"reshard_after_forward": False}, {"weights": 0.5}),
         ({"cpu_offload": True}, {"weights": None, "optimizer states": None}),
     ],
@@ -184,15 +187,34 @@ def test_beside_a_sharded_trainer_every_engine_has_a_whole_model(build, model, s
     assert [part.bytes for part in weights] == [2 * 1_543_714_304] * copies
 
 
+def test_devices_that_share_a_micro_batch_have_a_part_of_its_tokens(build, model):
+    """Qwen2.5 1.5B has 2 heads of keys and values: of four devices each has half a head's worth more than its part."""
+    config = build(model={"path": model(QWEN), "compile": "off"}, sampling={"max_completion_length": 16_384})
+    shared = build(
+        model={"path": model(QWEN), "compile": "off"},
+        sampling={"max_completion_length": 16_384},
+        distributed={"context_parallel_size": 4},
+    )
+    alone, four = (plan(one, device="cuda", devices=4) for one in (config, shared))
+    one, each = held_by_the_trainer(alone), held_by_the_trainer(four)
+    assert one["activations"] / 4 < each["activations"] < one["activations"] / 3
+    assert each["logits chunk"] < one["logits chunk"]
+    assert each["optimizer states"] == one["optimizer states"]
+    text = "\n".join(plan_lines(four))
+    assert f"{alone.batches.micro_batches:,} passes of each device" in text
+    assert "each of 4 devices, context 4" in text
+    with pytest.raises(ConfigError, match="12 attention heads, 2 of keys and values"):
+        plan(build(model={"path": model(QWEN)}, distributed={"context_parallel_size": 5}), device="cuda", devices=5)
+
+
 def test_the_text_says_of_how_many_devices(build, model):
     text = "\n".join(plan_lines(plan(build(model={"path": model(QWEN)}), device="cuda", devices=4)))
     assert "memory of the trainer (cuda, each of 4 devices): " in text
     assert "memory of the engine (cuda): " in text
     assert "passes of each device" in text
     config = build(model={"path": model(QWEN)}, distributed={"shard_size": 2})
-    assert "each of 4 devices in 2 replicas of 2 shards" in "\n".join(
-        plan_lines(plan(config, device="cuda", devices=4))
-    )
+    text = "\n".join(plan_lines(plan(config, device="cuda", devices=4)))
+    assert "each of 4 devices, replicate 2 x shard 2" in text
     with pytest.raises(ConfigError, match="they make no whole groups"):
         plan(config, device="cuda", devices=3)
 

@@ -12,7 +12,7 @@ from lachesis.config.dialects.convert import (
     held_out,
     one_of,
 )
-from lachesis.config.dialects.distributed import fsdp_option_entries, scaling_entries
+from lachesis.config.dialects.distributed import CONTEXTS, fsdp_option_entries, scaling_entries
 from lachesis.config.dialects.grpo import grpo_entries, transformers_entries
 from lachesis.config.dialects.table import Dialect, Entry, cannot, nothing, refused, together
 
@@ -167,9 +167,10 @@ def _scaling() -> Iterator[Entry]:
     yield Entry("dp_replicate_size", "distributed.replicate_size")
     yield from nothing("sharding is FSDP2's", "fsdp_version")
     yield from nothing("the trained model is written whole", "fsdp_final_state_dict_type")
+    for name in CONTEXTS:
+        yield together(name, "distributed.context_parallel_size", "by Ulysses")
     yield from cannot(
-        "no tensor, context or sequence is split over devices; the model is sharded over them (distributed)",
-        *("tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
+        "no matrix product is split over devices; the model is sharded over them (distributed)", "tensor_parallel_size"
     )
 
 

@@ -29,6 +29,8 @@ _OPTIONS: Mapping[str, str] = {
 }
 # Axolotl's sizes of groups of devices.
 _GROUPS = ("dp_shard_size", "dp_replicate_size")
+# The devices that share a sequence, and the older name for them.
+CONTEXTS = ("context_parallel_size", "sequence_parallel_degree")
 _DONE_ANYWAY = {
     "decoder layers are found, and sharded one by one": (
         *("transformer_layer_cls_to_wrap", "auto_wrap_policy", "min_num_params", "use_orig_params", "auto_wrap"),
@@ -94,6 +96,16 @@ def put_distributed(translation: Translation, options: Mapping[str, tuple[str, A
     asked = next((name for name in names if translation.has(name) and translation.value(name)), None)
     if asked is not None and processes == 1:
         translation.warning(asked, f"one process trains on one device, unsharded; start several with {HOW_TO_START}")
+
+
+def put_context(translation: Translation) -> int:
+    """Set ``distributed.context_parallel_size``; the processes that share a sequence."""
+    asked = {name: translation.whole(name, 1) or 1 for name in CONTEXTS if translation.value(name) is not None}
+    if len({*asked.values()}) > 1:
+        translation.problem(CONTEXTS[1], f"is another number than {CONTEXTS[0]}; keep one of them")
+    for name, size in asked.items():
+        translation.put("distributed.context_parallel_size", size, name)
+    return max(asked.values(), default=1)
 
 
 def option_of(name: str) -> str:

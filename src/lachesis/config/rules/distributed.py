@@ -56,7 +56,18 @@ def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
             f"bridge.share_base builds the model on one engine's memory, and {ranks} devices train",
             remedy="set bridge.share_base: false",
         )
-    derive_mesh(distributed, ranks=ranks)
+    mesh = derive_mesh(distributed, ranks=ranks)
+    if mesh.context > 1 and config.model.packing == "padded":
+        raise ConfigError(
+            f"model.packing is padded, and {mesh.context} devices are to share the tokens of a packed micro-batch",
+            remedy="leave model.packing out, or distributed.context_parallel_size",
+        )
+    if mesh.context > 1 and config.algorithm.router_replay:
+        raise ConfigError(
+            f"algorithm.router_replay gives each token of a micro-batch its experts, and {mesh.context} devices share "
+            "the tokens",
+            remedy="leave algorithm.router_replay out, or distributed.context_parallel_size",
+        )
     if distributed.strategy == "replicate":
         return
     if config.model.quantization != "none":

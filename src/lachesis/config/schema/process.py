@@ -189,6 +189,11 @@ class DistributedConfig(Section):
         default=None,
         description="How many such groups there are: the other way to say it; unset: what `shard_size` leaves.",
     )
+    context_parallel_size: PositiveInt = Field(
+        default=1,
+        description="Devices that share the tokens of a micro-batch (Ulysses), for sequences that are too long for "
+        "one; the attention heads are dealt out among them.",
+    )
 
 
 class ApiServiceConfig(Section):

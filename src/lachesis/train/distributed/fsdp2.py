@@ -125,7 +125,7 @@ def _device_mesh(device_type: str, mesh: Mesh) -> DeviceMesh:
     """The dimensions that FSDP knows of: over which parameters are replicated, if any, and over which they are cut."""
     if mesh.cut == mesh.ranks:
         return init_device_mesh(device_type, (mesh.ranks,), mesh_dim_names=(_SHARD,))
-    return init_device_mesh(device_type, (mesh.replicate, mesh.cut), mesh_dim_names=("replicate", _SHARD))
+    return init_device_mesh(device_type, (mesh.ranks // mesh.cut, mesh.cut), mesh_dim_names=("replicate", _SHARD))
 
 
 def _ahead(items: Iterable[T]) -> Iterator[T]:

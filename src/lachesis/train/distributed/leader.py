@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError, TrainingError, first_line
-from lachesis.metrics.names import TRAINING_OF
+from lachesis.metrics.names import GPU_MEMORY_IN_USE, GPU_UTILIZATION, TRAINING_OF
 from lachesis.metrics.values import Mean, MetricValue, merge_metrics
 from lachesis.train.batch import Batch, collect, deal, split
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
@@ -35,6 +35,8 @@ _BEAT_S = 5.0
 _NEWS_S = 5.0
 _SETTLE_S = 0.2
 _ABORT_S = 1.0
+# Beginnings of metrics that each rank has of itself.
+_OF_A_RANK = (TRAINING_OF, GPU_UTILIZATION, GPU_MEMORY_IN_USE)
 
 
 class Leader:
@@ -59,11 +61,6 @@ class Leader:
         self._threads = [threading.Thread(target=self._watch, args=(rank,), daemon=True) for rank in self._followers]
         for thread in (*self._threads, threading.Thread(target=self._beat, daemon=True)):
             thread.start()
-
-    @property
-    def size(self) -> int:
-        """All ranks, the leader included."""
-        return self._control.size
 
     @property
     def turns(self) -> int:
@@ -207,33 +204,46 @@ class LeadingPolicy(Policy):
     def __init__(self, *args: Any, leader: Leader, **options: Any) -> None:
         super().__init__(*args, **options)
         self._leader = leader
+        self._mesh = self.strategy.mesh
         self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+
+    def _parts_of(self, batch: Batch) -> list[Batch]:
+        """The part of each rank; groups stay with the leader."""
+        first, *others = self._mesh.of_ranks(split(batch, self._mesh.parts))
+        return [first, *(replace(part, groups=()) for part in others)]
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
         """As :meth:`Policy.accumulate`, of the whole batch; metrics are of all ranks."""
-        own, *others = split(batch, self._leader.size)
+        own, *others = self._parts_of(batch)
         with self._leader.turn("accumulate", what="forward and backward", parts=others, answers=True) as answers:
             began = time.perf_counter()
             metrics = super().accumulate(own)
-            seconds = time.perf_counter() - began
-        return merge_metrics([metrics, {f"{TRAINING_OF}0": Mean(seconds)}, *answers])
+            time_of_this = {f"{TRAINING_OF}0": Mean(time.perf_counter() - began)}
+        ranks = [metrics | time_of_this, *answers]
+        # What ranks of one part have learned is alike; their times and GPUs are their own.
+        beside = [
+            {name: value for name, value in answer.items() if name.startswith(_OF_A_RANK)}
+            for rank, answer in enumerate(ranks)
+            if rank % self._mesh.context
+        ]
+        return merge_metrics([*self._mesh.of_parts(ranks), *beside])
 
     def step(self) -> dict[str, MetricValue]:
         with self._leader.turn("step", what="the optimizer step"):
             return super().step()
 
     def canary(self, token_ids: Sequence[int]) -> list[float]:
-        if not self.strategy.sharded:
+        if not self.strategy.together:
             return super().canary(token_ids)
         with self._leader.turn("canary", tuple(token_ids), what="reading the canary"):
             return super().canary(token_ids)
 
     def recompute_logprobs(self, batch: Batch) -> Batch:
-        own, *others = split(batch, self._leader.size)
+        own, *others = self._parts_of(batch)
         what = "computing old logprobs"
         with self._leader.turn("recompute_logprobs", what=what, parts=others, answers=True) as answers:
             first = super().recompute_logprobs(own)
-        parts = [part.micro_batches for part in (first, *answers)]
+        parts = [part.micro_batches for part in self._mesh.of_parts([first, *answers])]
         return replace(batch, micro_batches=tuple(collect(parts)))
 
     def whole(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -290,7 +300,7 @@ class LeadingPolicy(Policy):
             super().load_parts(directory, state)
 
     def load_old_logprobs(self, held: list[Tensor]) -> None:
-        own, *others = _dealt_evenly(held, self._leader.size)
+        own, *others = self._mesh.of_ranks(_dealt_evenly(held, self._mesh.parts))
         with self._leader.turn("load_old_logprobs", what="loading old logprobs", parts=others):
             super().load_old_logprobs(own)
 
@@ -304,11 +314,11 @@ class LeadingPolicy(Policy):
         with self._leader.turn("old_logprobs", what="gathering old logprobs", answers=True) as answers:
             own = super().old_logprobs()
         # Idle passes are at the end, and have none.
-        return [tensor for tensor in collect([own, *answers]) if tensor.numel()]
+        return [tensor for tensor in collect(self._mesh.of_parts([own, *answers])) if tensor.numel()]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         reference = _shapes(state["reference"])
-        own, *others = _dealt_evenly(state["old_logprobs"], self._leader.size)
+        own, *others = self._mesh.of_ranks(_dealt_evenly(state["old_logprobs"], self._mesh.parts))
         parts = [{"reference": reference, "old_logprobs": part} for part in others]
         with self._leader.turn("load_state_dict", what="loading the policy's state", parts=parts):
             super().load_state_dict({**state, "old_logprobs": own})
@@ -330,8 +340,8 @@ def _shapes(state: Any) -> Any:
     )
 
 
-def _dealt_evenly(held: Sequence[Tensor], ranks: int) -> list[list[Tensor]]:
-    """Old logprobs by rank, with those of idle passes where a rank has fewer micro-batches."""
-    parts = [list(part) for part in deal(held, ranks)]
+def _dealt_evenly(held: Sequence[Tensor], number: int) -> list[list[Tensor]]:
+    """Old logprobs by part of a batch, with those of idle passes where a part has fewer micro-batches."""
+    parts = [list(part) for part in deal(held, number)]
     passes = len(parts[0])
     return [part + [torch.empty(0)] * (passes - len(part)) for part in parts]

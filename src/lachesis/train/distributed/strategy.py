@@ -8,11 +8,13 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from lachesis.common.mesh import Mesh, derive_mesh
 from lachesis.config.schema import DistributedConfig
+from lachesis.train.model.context import ContextGroup
 
 # Tensors travel in buffers of about this many elements: one collective for many small ones.
 BUFFER_ELEMENTS = 2**25
@@ -29,13 +31,20 @@ class Strategy:
 
     Attributes:
         mesh: how the ranks are laid out.
+        context: this rank and those that it shares a micro-batch's tokens with; None where it has them to itself.
         sharded: whether a parameter is cut over ranks, so that none of them has it whole.
     """
 
     rank: int
     world_size: int
     mesh: Mesh
+    context: ContextGroup | None
     sharded: bool
+
+    @property
+    def together(self) -> bool:
+        """Whether a pass through the model takes other ranks."""
+        return self.sharded or self.context is not None
 
     def place(self, model: PreTrainedModel) -> None:
         """Bring the model to where it is trained, sharded in place where it is; before anything runs it."""
@@ -50,7 +59,7 @@ class Strategy:
             layer.compile(dynamic=True)
 
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
-        """Sum integer counts over all ranks."""
+        """Sum integer counts over all parts of a batch; the ranks that share one give the same."""
         return counts
 
     def sum_values(self, values: Tensor) -> Tensor:
@@ -62,7 +71,7 @@ class Strategy:
         return count
 
     def gather_values(self, values: Tensor) -> Tensor:
-        """The values [n] of all ranks, one after the other; ranks may have any number of them."""
+        """The values [n] of all parts of a batch, one after the other; the ranks that share one give the same."""
         return values
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
@@ -93,6 +102,7 @@ class SingleDevice(Strategy):
     rank = 0
     world_size = 1
     mesh = Mesh()
+    context = None
     sharded = False
 
 
@@ -109,6 +119,7 @@ class Ranks(Strategy):
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.mesh = derive_mesh(config, ranks=self.world_size)
+        self.context = _context_group(device.type, self.mesh)
 
     def device(self, model: PreTrainedModel) -> torch.device:
         return self._device
@@ -121,7 +132,7 @@ class Ranks(Strategy):
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
         total = torch.tensor(counts, dtype=torch.int64, device=self._device)
         dist.all_reduce(total)
-        return tuple(total.tolist())
+        return tuple(count // self.mesh.context for count in total.tolist())
 
     def sum_values(self, values: Tensor) -> Tensor:
         total = values.to(self._device, copy=True)
@@ -134,15 +145,16 @@ class Ranks(Strategy):
         return int(largest.item())
 
     def gather_values(self, values: Tensor) -> Tensor:
-        own = torch.tensor([values.numel()], dtype=torch.int64, device=self._device)
-        counts = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(counts, own)
+        count = torch.tensor([values.numel()], dtype=torch.int64, device=self._device)
+        counts = [torch.empty_like(count) for _ in range(self.world_size)]
+        dist.all_gather(counts, count)
         lengths = [int(count.item()) for count in counts]
         padded = values.new_zeros(max(lengths))
         padded[: values.numel()] = values
         parts = [torch.empty_like(padded) for _ in range(self.world_size)]
         dist.all_gather(parts, padded)
-        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+        own = [part[:length] for part, length in zip(parts, lengths, strict=True)]
+        return torch.cat(self.mesh.of_parts(own))
 
     @torch.no_grad()
     def spread(self, like: Tensor, whole: Tensor) -> Tensor:
@@ -175,6 +187,14 @@ class Replicate(Ranks):
             parts = total.split([gradient.numel() for gradient in group])
             for gradient, part in zip(group, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+
+def _context_group(device_type: str, mesh: Mesh) -> ContextGroup | None:
+    if mesh.context == 1:
+        return None
+    names = ("part", "context")
+    own = init_device_mesh(device_type, (mesh.parts, mesh.context), mesh_dim_names=names)["context"]
+    return ContextGroup(rank=own.get_local_rank(), size=mesh.context, group=own.get_group())
 
 
 def by_size(tensors: Sequence[TensorT], *, elements: int) -> Iterator[list[TensorT]]:

@@ -22,6 +22,7 @@ from lachesis.config.schema import TeacherConfig
 from lachesis.train.batch import MicroBatch, Shares
 from lachesis.train.losses.divergence import IMPOSSIBLE, divergence, sampled_reverse_kl, with_rest
 from lachesis.train.losses.ratios import count_rows
+from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.forward import ForwardPlan, Packing, distributions, plan_forward, target_logprobs
 from lachesis.train.model.head import Read, TokenLogprobs
 
@@ -138,7 +139,7 @@ class TeacherModel(Teacher):
 
     @torch.no_grad()
     def candidates(self, micro: MicroBatch) -> Candidates:
-        top_k, found, sizes = self.options.top_k, list[Tensor](), set[int]()
+        top_k, sizes = self.options.top_k, set[int]()
 
         def read(log_p: Tensor, chunk: slice) -> Tensor:
             sizes.add(log_p.shape[1])
@@ -146,11 +147,16 @@ class TeacherModel(Teacher):
             if top_k is None or top_k >= shared.shape[1]:
                 return shared
             top = shared.topk(top_k)
-            found.append(top.indices)
-            return top.values
+            # In one tensor with the values, of float32 at least, numbers of tokens are exact.
+            return torch.cat([top.values, top.indices.to(top.values.dtype)], dim=1)
 
-        logprobs = distributions(self._model, micro, plan=self._plan, read=read)
-        return Candidates(logprobs, torch.cat(found) if found else None, whole=sizes == {logprobs.shape[1]})
+        found = distributions(self._model, micro, plan=self._plan, read=read)
+        (size,) = sizes
+        shared = min(size, self._vocab)
+        if top_k is None or top_k >= shared:
+            return Candidates(found, None, whole=shared == size)
+        logprobs, ids = found.tensor_split(2, dim=1)
+        return Candidates(logprobs, ids.long(), whole=False)
 
     @torch.no_grad()
     def logprobs(self, micro: MicroBatch) -> Tensor:
@@ -164,12 +170,14 @@ def build_teacher(
     packing: Packing,
     device: torch.device,
     student: PreTrainedModel,
+    context: ContextGroup | None = None,
 ) -> Teacher | None:
     """The teacher that the options name; None where they name none.
 
     Args:
         model: where the teacher is one of ours: loaded, and placed where the policy's is.
         student: the policy's model.
+        context: the ranks that share the tokens of a micro-batch.
 
     Raises:
         ModelError: the teacher cannot be run as ``packing`` demands.
@@ -179,7 +187,7 @@ def build_teacher(
     if options.kind != "model":
         return ToldTeacher(options)
     assert model is not None, "load_teacher() loads it"
-    plan = plan_forward(model, packing=packing, device=device)
+    plan = plan_forward(model, packing=packing, device=device, context=context)
     vocab: int = student.config.get_text_config().vocab_size  # pyright: ignore[reportUnknownMemberType]  # its stub is bare
     return TeacherModel(model, plan=plan, vocab=vocab, options=options)
 

@@ -24,6 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lachesis.train.batch import MicroBatch
+from lachesis.train.model.context import ContextGroup
 
 ATTENTION_NAME = "lachesis_packed"
 # A bucket may be padded to at most this multiple of its real size before it is cut in two.
@@ -78,17 +79,20 @@ def install(model: PreTrainedModel) -> None:
     model.set_attn_implementation(ATTENTION_NAME)
 
 
-def packing_arguments(micro: MicroBatch, *, flash: bool) -> dict[str, Any]:
+def packing_arguments(micro: MicroBatch, *, flash: bool, context: ContextGroup | None = None) -> dict[str, Any]:
     """The keyword arguments that make a forward pass attend within the micro-batch's segments.
 
     ``flash`` uses the variable-length kernel (16-bit weights on a GPU), else segments go in buckets. The 4-d
-    attention mask is a placeholder: it keeps transformers from building a [T, T] mask of its own.
+    attention mask is a placeholder: it keeps transformers from building a [T, T] mask of its own. With a ``context``
+    the pass is of this rank's run of the tokens.
     """
     placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=micro.input_ids.device)
+    arguments: dict[str, Any] = {"attention_mask": placeholder}
+    if context is not None:
+        arguments |= {"packed_context": context, "packed_tokens": micro.num_inputs}
     if not flash:
-        return {"attention_mask": placeholder, "packed_plan": plan_buckets(micro)}
-    return {
-        "attention_mask": placeholder,
+        return arguments | {"packed_plan": plan_buckets(micro)}
+    return arguments | {
         "cu_seq_lens_q": micro.cu_seq_q,
         "cu_seq_lens_k": micro.cu_seq_k,
         # Rounded up so that compiled layers are not compiled anew for each length.
@@ -124,12 +128,36 @@ def packed_attention(
     max_length_k: int | None = None,
     packed_key_index: Tensor | None = None,
     packed_alone: bool = False,
+    packed_context: ContextGroup | None = None,
+    packed_tokens: int = 0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention function of transformers' interface: query [1, H, T, D], key and value [1, Hkv, T, D].
 
+    With a ``packed_context`` these are of a run of the ``packed_tokens`` alone.
+
     Returns the output as [1, T, H, D], and no weights.
     """
+    if packed_context is not None:
+        query, key, value = packed_context.to_heads(query, key, value, tokens=packed_tokens)
+        attended, _ = packed_attention(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            packed_plan=packed_plan,
+            cu_seq_lens_q=cu_seq_lens_q,
+            cu_seq_lens_k=cu_seq_lens_k,
+            max_length_q=max_length_q,
+            max_length_k=max_length_k,
+            packed_key_index=packed_key_index,
+            packed_alone=packed_alone,
+        )
+        return packed_context.to_tokens(attended), None
     if packed_plan is not None:
         return bucketed_attention(
             query, key, value, packed_plan, scaling=scaling, sliding_window=sliding_window, softcap=softcap

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -16,6 +17,7 @@ from lachesis.train.batch import MicroBatch, pack
 from lachesis.train.distributed.strategy import run_within
 from lachesis.train.model import attention
 from lachesis.train.model.activations import spares_memory
+from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.head import (
     Logits,
     Read,
@@ -42,11 +44,13 @@ class ForwardPlan:
     ``attention``: over segments with the variable-length kernel, over segments in buckets, or over padded
     rows. ``head``: ``chunked`` where the logits are a linear map of the last hidden state, else the model
     computes them itself, at the chosen positions only. ``softcap``: what the head does to its logits.
+    ``context``: the ranks that share the tokens of a micro-batch, where there are several.
     """
 
     attention: AttentionKind
     head: HeadKind
     softcap: float | None = None
+    context: ContextGroup | None = field(default=None, compare=False)
 
     @property
     def packed(self) -> bool:
@@ -71,36 +75,53 @@ def target_logprobs(
 def _target_logprobs(
     model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan, read: Read | None
 ) -> TokenLogprobs:
-    values = _values(model, micro, plan=plan)
-    inverse = micro.inverse_temperature
+    values, own = _values(model, micro, plan=plan)
+    targets, inverse = micro.targets[own], micro.inverse_temperature[own]
     if plan.head == "model":
-        found = logprobs_from_logits(values, micro.targets, inverse)
+        found = logprobs_from_logits(values, targets, inverse)
     else:
         weight, bias = _head_of(model)
-        found = token_logprobs(
-            values, weight, micro.targets, inverse, bias=bias, softcap=plan.softcap, keep=not spares_memory(model)
-        )
-    return found if read is None else found._replace(read=_read(model, micro, values, plan=plan, read=read))
+        spares = spares_memory(model)
+        found = token_logprobs(values, weight, targets, inverse, bias=bias, softcap=plan.softcap, keep=not spares)
+    found = TokenLogprobs(_whole(found.logprobs, micro, plan=plan), _whole(found.entropies, micro, plan=plan))
+    if read is None:
+        return found
+    return found._replace(read=_read(model, micro, values, own, plan=plan, read=read))
 
 
 def distributions(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan, read: Read) -> Tensor:
     """What ``read`` makes of the distributions of the predictions, [M, ...], and nothing else."""
-    return run_within(model, lambda: _read(model, micro, _values(model, micro, plan=plan), plan=plan, read=read))
+    return run_within(model, lambda: _read(model, micro, *_values(model, micro, plan=plan), plan=plan, read=read))
 
 
-def _read(model: PreTrainedModel, micro: MicroBatch, values: Tensor, *, plan: ForwardPlan, read: Read) -> Tensor:
+def _read(
+    model: PreTrainedModel, micro: MicroBatch, values: Tensor, own: slice, *, plan: ForwardPlan, read: Read
+) -> Tensor:
     logits: Logits = scaled_logits
     vocab = values.shape[1]
     if plan.head == "chunked":
         weight, bias = _head_of(model)
         logits, vocab = logits_of_head(weight, bias=bias, softcap=plan.softcap), weight.shape[0]
-    return read_distributions(values, micro.inverse_temperature, logits=logits, read=read, vocab=vocab)
+
+    def read_own(log_p: Tensor, chunk: slice) -> Tensor:
+        return read(log_p, slice(own.start + chunk.start, own.start + chunk.stop))
+
+    inverse = micro.inverse_temperature[own]
+    return _whole(read_distributions(values, inverse, logits=logits, read=read_own, vocab=vocab), micro, plan=plan)
 
 
-def _values(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> Tensor:
-    """[M, H] hidden states for the head, or [M, V] logits where the model computes them itself."""
+def _values(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> tuple[Tensor, slice]:
+    """[m, H] hidden states for the head, or [m, V] logits where the model computes them itself, and of which of the
+    micro-batch's predictions they are: of all, or of those that this rank takes."""
     module = model if plan.head == "model" else model.base_model
-    return _packed(module, micro, plan=plan) if plan.packed else _padded(module, micro)
+    if not plan.packed:
+        return _padded(module, micro), slice(0, micro.targets.numel())
+    return _packed(module, micro, plan=plan)
+
+
+def _whole(own: Tensor, micro: MicroBatch, *, plan: ForwardPlan) -> Tensor:
+    """From what this rank has of its predictions [m, ...] to that of all, [M, ...]."""
+    return own if plan.context is None else plan.context.gather(own, total=micro.targets.numel())
 
 
 def _head_of(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
@@ -126,19 +147,25 @@ def at_loss_tokens(found: TokenLogprobs, micro: MicroBatch) -> TokenLogprobs:
     return TokenLogprobs(*rows)  # type: ignore[arg-type]
 
 
-def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) -> Tensor:
-    """[M, H] hidden states of the base model, or [M, V] logits of the whole model, at ``micro.predict``."""
-    keep = {"logits_to_keep": micro.predict} if plan.head == "model" else {}
+def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) -> tuple[Tensor, slice]:
+    """[m, H] hidden states of the base model, or [m, V] logits of the whole model, and which predictions' they are."""
+    share = None if plan.context is None else plan.context.share(micro)
+    ids, positions, places = (micro.input_ids, micro.position_ids, micro.predict) if share is None else share[:3]
+    keep = {"logits_to_keep": places} if plan.head == "model" else {}
     output = module(
-        input_ids=micro.input_ids[None],
-        position_ids=micro.position_ids[None],
+        input_ids=ids[None],
+        position_ids=positions[None],
         use_cache=False,
-        **attention.packing_arguments(micro, flash=plan.attention == "flash"),
+        **attention.packing_arguments(micro, flash=plan.attention == "flash", context=plan.context),
         **keep,
     )
     if plan.head == "model":
-        return output.logits.squeeze(0)
-    return output.last_hidden_state.squeeze(0).index_select(0, micro.predict)
+        values = output.logits.squeeze(0)
+    else:
+        values = output.last_hidden_state.squeeze(0).index_select(0, places)
+    if plan.context is None or share is None:
+        return values, slice(0, micro.targets.numel())
+    return plan.context.deal(values, share), share.predictions
 
 
 def _padded(module: torch.nn.Module, micro: MicroBatch) -> Tensor:
@@ -157,14 +184,22 @@ def valid_rows(micro: MicroBatch) -> Tensor:
     return torch.arange(micro.max_q, device=lengths.device) < lengths[:, None]
 
 
-def plan_forward(model: PreTrainedModel, *, packing: Packing, device: torch.device | None = None) -> ForwardPlan:
+def plan_forward(
+    model: PreTrainedModel,
+    *,
+    packing: Packing,
+    device: torch.device | None = None,
+    context: ContextGroup | None = None,
+) -> ForwardPlan:
     """Choose the fastest way of running the model that gives the model's own logprobs, by trying them.
 
     Args:
         device: where the model computes; where its parameters are, if unset.
+        context: the ranks that are to share the tokens of a micro-batch.
 
     Raises:
-        ModelError: ``packing="packed"`` was asked for and the model cannot.
+        ModelError: ``packing="packed"`` was asked for, or a ``context``, and the model cannot.
+        ConfigError: its heads cannot be shared out among the ranks of the context.
     """
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         # transformers' SDPA leaves the softcap out, which makes another model of it.
@@ -177,11 +212,18 @@ def plan_forward(model: PreTrainedModel, *, packing: Packing, device: torch.devi
     takes_attention = any(getattr(model, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
     if packing != "padded" and takes_attention:
         attention.install(model)
-        for plan in _candidates(model, device, packed=True):
+        for candidate in _candidates(model, device, packed=True):
+            plan = replace(candidate, context=context)
             differences[plan.words] = difference = _difference(model, plan, probe, device)
             if not difference:
                 return plan
         model.set_attn_implementation(before)
+    if context is not None:
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained by devices that share the tokens of a micro-batch "
+            f"({_tried(differences) or 'its attention cannot be replaced'})",
+            remedy="leave distributed.context_parallel_size out",
+        )
     if packing == "packed":
         raise ModelError(
             f"{type(model).__name__} cannot train on packed sequences: its attention does not follow the "
@@ -192,11 +234,14 @@ def plan_forward(model: PreTrainedModel, *, packing: Packing, device: torch.devi
         differences[plan.words] = difference = _difference(model, plan, probe, device)
         if not difference:
             return plan
-    tried = "; ".join(f"{words}: {difference}" for words, difference in differences.items())
     raise ModelError(
-        f"the logits of {type(model).__name__} could not be reproduced, packed or padded ({tried})",
+        f"the logits of {type(model).__name__} could not be reproduced, packed or padded ({_tried(differences)})",
         remedy="check that the model is a causal language model of transformers",
     )
+
+
+def _tried(differences: Mapping[str, str]) -> str:
+    return "; ".join(f"{words}: {difference}" for words, difference in differences.items())
 
 
 def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool) -> list[ForwardPlan]:

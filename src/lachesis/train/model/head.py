@@ -109,7 +109,7 @@ def read_distributions(
         checkpoint(of_chunk, values[c], c, use_reentrant=False, preserve_rng_state=False)
         for c in _chunks(values.shape[0], vocab, values.device)
     ]
-    return torch.cat(parts) if parts else values.new_zeros(0)
+    return torch.cat(parts)
 
 
 class _ChunkedHead(torch.autograd.Function):
@@ -321,7 +321,8 @@ def _sum_dtype(weight: Tensor) -> torch.dtype:
 def _chunks(rows: int, vocab: int, device: torch.device) -> list[slice]:
     elements = _CHUNK_ELEMENTS.get(device.type, _CHUNK_ELEMENTS["cpu"])
     size = max(1, elements // vocab)
-    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+    # One at least: of no rows too there is a result, and a gradient.
+    return [slice(start, min(start + size, rows)) for start in range(0, max(rows, 1), size)]
 
 
 def _kept_rows(rows: int, vocab: int, device: torch.device) -> int:

@@ -68,6 +68,17 @@ def test_a_strategy_may_be_an_option_too(word: Any):
     assert found == {"strategy": "shard", "reshard_after_forward": False}
 
 
+@pytest.mark.parametrize("name", ["context_parallel_size", "sequence_parallel_degree"])
+def test_processes_that_share_a_sequence_count_as_one(name: str):
+    rows = {"micro_batch_size": 4, "gradient_accumulation_steps": 2}
+    found = translated(AXOLOTL, 4, **rows, **{name: 2})
+    assert found.document.data["distributed"] == {"context_parallel_size": 2}
+    assert found.document.data["batch"]["prompts_per_step"] == 4 * 2 * (4 // 2) // 4
+    assert translated(AXOLOTL, 4, **rows).document.data["batch"]["prompts_per_step"] == 4 * 2 * 4 // 4
+    assert not found.document.problems
+    assert not distributed(AXOLOTL, **{name: None})
+
+
 def test_the_size_of_a_group():
     assert distributed(AXOLOTL, dp_shard_size=4, fsdp=["hybrid_shard"])["shard_size"] == 4
     assert distributed(AXOLOTL, dp_replicate_size=2, dp_shard_size=4) == {"replicate_size": 2, "shard_size": 4}
@@ -128,6 +139,15 @@ def test_axolotls_own_files_go_by_their_names():
 @pytest.mark.parametrize("dialect", [AXOLOTL, TRL])
 def test_what_cannot_be_understood_is_an_error(dialect: str, keys: dict[str, Any], expected: str):
     assert any(expected in problem for problem in translated(dialect, **keys).document.problems)
+
+
+def test_two_names_of_one_size_have_to_agree():
+    def problems(degree: int) -> list[str]:
+        sizes = {"context_parallel_size": 2, "sequence_parallel_degree": degree}
+        return translated(AXOLOTL, micro_batch_size=4, **sizes).document.problems
+
+    assert any("another number than context_parallel_size" in problem for problem in problems(4))
+    assert not problems(2)
 
 
 def test_no_file_and_a_broken_one(tmp_path):

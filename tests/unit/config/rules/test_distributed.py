@@ -21,6 +21,7 @@ HTTP = {"engine": {"kind": "http"}}
         {"checkpoint": {"asynchronous": True}},
         {"distributed": {"shard_size": 2}},
         {"distributed": {"replicate_size": 2}},
+        {"distributed": {"context_parallel_size": 2, "shard_size": 2}},
         {"distributed": {"strategy": "replicate"}, "adapter": LORA, "model": {"path": "m", "quantization": "nf4"}},
         {"distributed": {"strategy": "replicate"}, "optimizer": {"kind": "adamw_8bit"}},
         {"optimizer": {"kind": "adamw_cpu"}},
@@ -41,6 +42,14 @@ def test_what_several_devices_can_do(build, sections: dict[str, Any]):
             r"bridge.share_base builds the model on one engine's memory",
         ),
         ({"distributed": {"shard_size": 3}}, r"shard_size is 3 and there are 4 devices"),
+        (
+            {"distributed": {"context_parallel_size": 2}, "model": {"path": "m", "packing": "padded"}},
+            r"packing is padded, and 2 devices are to share the tokens of a packed",
+        ),
+        (
+            {"distributed": {"context_parallel_size": 2}, "algorithm": {"router_replay": True}},
+            r"router_replay gives each token of a micro-batch its experts, and 2 devices share",
+        ),
         ({"adapter": LORA, "model": {"path": "m", "quantization": "nf4"}}, r"weights in nf4 cannot be sharded"),
         (
             {"checkpoint": {"asynchronous": True, "format": "whole"}},

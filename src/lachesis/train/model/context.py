@@ -1,0 +1,180 @@
+"""Context parallelism: several ranks compute one micro-batch together, each a run of its tokens (Ulysses).
+
+Embeddings, norms, linear layers and experts need no other token than their own. Attention does: around it each rank
+gives the others their heads of its own tokens and gets its own heads of all tokens (DeepSpeed-Ulysses, arXiv
+2309.14509), so that what attends to what, shared prompts included, is written down as it is on one rank. Of the
+predictions, which may all stand at the end of the stream, each rank takes as many through the head; logprobs, a number
+each, are then put together, and each rank computes the whole loss. Its gradient goes back through a rank's own numbers
+alone, so that the gradients of all ranks add up to that of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from lachesis.common.mesh import require_heads
+from lachesis.train.batch import MicroBatch
+
+# As torch calls it since 2.13, or before.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class Share(NamedTuple):
+    """What a rank computes of a micro-batch: n of its tokens, and m of its predictions.
+
+    Attributes:
+        input_ids, position_ids: int64 [n]; beyond the end of the stream they are 0.
+        places: int64 [p], where in ``input_ids`` the predictions of all ranks stand that are made of these tokens.
+        sent: how many of ``places`` each rank takes, in the order of ranks.
+        received: how many predictions this rank gets from each.
+        order: int64 [m], where each of the rank's predictions is among those that it gets.
+        predictions: which of the micro-batch's are the rank's.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    places: Tensor
+    sent: list[int]
+    received: list[int]
+    order: Tensor
+    predictions: slice
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ContextGroup:
+    """The ranks that share the tokens of a micro-batch, of which this is ``rank`` of ``size``; all call it together."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+    def share(self, micro: MicroBatch) -> Share:
+        """This rank's part of a micro-batch, which all ranks of the group have whole."""
+        run, taken = self.part(micro.num_inputs), self.part(micro.targets.numel())
+        owner = micro.predict // run
+        taker = torch.arange(len(owner), device=owner.device) // taken
+        own = owner == self.rank
+        predictions = self.slice_of(len(owner))
+        from_rank = owner[predictions]
+        return Share(
+            input_ids=self._cut(micro.input_ids),
+            position_ids=self._cut(micro.position_ids),
+            places=micro.predict[own] - self.rank * run,
+            sent=torch.bincount(taker[own], minlength=self.size).tolist(),
+            received=torch.bincount(from_rank, minlength=self.size).tolist(),
+            # What arrives is sorted by where it is from.
+            order=torch.argsort(torch.argsort(from_rank, stable=True)),
+            predictions=predictions,
+        )
+
+    def deal(self, values: Tensor, share: Share) -> Tensor:
+        """From values [p, ...] at the places of a rank's tokens to those [m, ...] of the predictions that it takes."""
+        return _exchange(values, share.sent, share.received, self.group).index_select(0, share.order)
+
+    def gather(self, own: Tensor, *, total: int) -> Tensor:
+        """Of ``total`` values that are dealt out evenly, in order, all of them from this rank's own.
+
+        Differentiable in the own ones, by the gradient that they have in a loss which each rank computes as a whole.
+        """
+        whole: Any = _Gather.apply(own, total, self)
+        return whole
+
+    def holds(self, tokens: int) -> Tensor:
+        """Which of the places of a rank's run are tokens of a stream of so many, and not beyond its end: bool [n]."""
+        run = self.part(tokens)
+        return torch.arange(self.rank * run, (self.rank + 1) * run) < tokens
+
+    def to_heads(self, *states: Tensor, tokens: int) -> list[Tensor]:
+        """Queries, keys and values [1, H, n, D] of a rank's tokens as those [1, H / size, tokens, D] of its heads.
+
+        Where there are fewer heads of keys and values than ranks, each is given to several.
+
+        Raises:
+            ConfigError: the heads are no whole number for each rank.
+        """
+        heads, kv_heads = states[0].shape[1], states[1].shape[1]
+        require_heads(self.size, heads=heads, kv_heads=kv_heads)
+        return [self._to_heads(x if x.shape[1] >= self.size else _repeated(x, self.size), tokens) for x in states]
+
+    def to_tokens(self, attended: Tensor) -> Tensor:
+        """The reverse for what attention returns: [1, tokens, H / size, D] to [1, n, H, D]."""
+        tokens = attended.shape[1]
+        missing = self.size * self.part(tokens) - tokens
+        rows = pad(attended.squeeze(0), (0, 0, 0, 0, 0, missing)).unflatten(0, (self.size, -1))
+        blocks = self._exchanged(rows)
+        return blocks.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def _to_heads(self, states: Tensor, tokens: int) -> Tensor:
+        blocks = self._exchanged(states.squeeze(0).unflatten(0, (self.size, -1)))
+        return blocks.transpose(0, 1).flatten(1, 2)[:, :tokens].unsqueeze(0)
+
+    def _exchanged(self, blocks: Tensor) -> Tensor:
+        """Block i of [size, ...] goes to rank i, and what comes from rank i is block i."""
+        ones = [1] * self.size
+        return _exchange(blocks, ones, ones, self.group)
+
+    def part(self, number: int) -> int:
+        """How many of a number each rank has; the last ranks may have fewer, or none."""
+        return -(-number // self.size)
+
+    def slice_of(self, number: int) -> slice:
+        """Which of a number are this rank's, where they are dealt out evenly and in order."""
+        part = self.part(number)
+        return slice(min(self.rank * part, number), min((self.rank + 1) * part, number))
+
+    def _cut(self, stream: Tensor) -> Tensor:
+        own = stream[self.slice_of(len(stream))]
+        return pad(own, (0, self.part(len(stream)) - len(own)))
+
+
+def _repeated(states: Tensor, heads: int) -> Tensor:
+    return states.repeat_interleave(heads // states.shape[1], dim=1)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows [rows, ...] to other ranks, ``sent`` and ``received`` of them by rank; gradients go the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+# Not a part of compiled graphs: it waits for other ranks.
+_exchange: Any = torch.compiler.disable(_AllToAll.apply)
+
+
+class _Gather(torch.autograd.Function):
+    """``total`` rows, of which a rank has its own, and maybe others beyond the end; these alone get a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, total: int, context: ContextGroup) -> Tensor:
+        part = context.part(total)
+        ctx.given, ctx.own = len(own), context.slice_of(total)
+        padded = own.new_zeros((part, *own.shape[1:]))
+        padded[: len(own)] = own
+        whole = own.new_empty((context.size * part, *own.shape[1:]))
+        _all_gather(whole, padded, group=context.group)
+        # FSDP's hooks want no view.
+        return whole if len(whole) == total else whole[:total].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own = grads[0][ctx.own]
+        return torch.cat([own, own.new_zeros((ctx.given - len(own), *own.shape[1:]))]), None, None
