@@ -160,9 +160,10 @@ One GPU, and two GPUs of one host, have run: sharded training over both, and tra
 transfer between them measured ([results](../benchmarks/RESULTS.md)). More ranks have run with small models on a CPU
 over gloo, dense and a mixture of experts: the tests hold two replicas of two shards, contexts of two and of four ranks,
 and two replicas of contexts of two against one process, and `make layouts` up to eight ranks (replicate 2 x shard 2 x
-context 2). On GPUs neither replicas of shards nor contexts have run: that needs four of the former, two of the latter.
-Several nodes have not run at all. All tables of this page are **calculated**: from the shapes of the models, from the
-counts of memory that are held against [measured steps](gpu-guide.md) of one GPU, and from these constants:
+context 2), and what a layer keeps on each rank of a context against what `plan` counts. On GPUs neither replicas of
+shards nor contexts have run: that needs four of the former, two of the latter. Several nodes have not run at all. All
+tables of this page are **calculated**: from the shapes of the models, from the counts of memory that are held against
+[measured steps](gpu-guide.md) of one GPU, and from these constants:
 
 | constant | value | where from |
 |---|---|---|

@@ -40,6 +40,7 @@ from lachesis.train.distributed.fsdp2 import Fsdp2
 from lachesis.train.distributed.job import join_job
 from lachesis.train.distributed.leader import BUILD, Leader, LeadingPolicy
 from lachesis.train.distributed.strategy import Replicate, SingleDevice, Strategy
+from lachesis.train.model.activations import keep_activations
 from lachesis.train.model.loading import LoadedModel, add_lora
 from lachesis.train.model.residual import keep_residual_in_float32
 from lachesis.train.optim.sharded import build_sharded_optimizer
@@ -66,6 +67,7 @@ class Case:
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     distributed: Mapping[str, Any] = field(default_factory=dict)
     checkpointing: bool = False
+    selective: bool = False
     residual: bool = False
     compile: bool = False
     packing: str = "auto"
@@ -129,6 +131,7 @@ MORE: dict[int, dict[str, Case]] = {
         "context_float32": Case(**FLOAT32, distributed=CONTEXT),
         "context_moe_float32": Case(**FLOAT32, distributed=CONTEXT, model=MOE),
         "context_compiled": Case(**FLOAT32, distributed=CONTEXT, compile=True),
+        "context_selective": Case(distributed=CONTEXT, selective=True),
         "context_gathered": Case(distributed={**CONTEXT, "reshard_after_forward": False}),
         "context_bf16": Case(**BF16, distributed=CONTEXT, residual=True, checkpointing=True),
         "fsdp_float32": Case(**FLOAT32),
@@ -175,6 +178,8 @@ def build(case: Case, strategy: Strategy, *, device: torch.device, make: Any = P
         keep_residual_in_float32(transformer)
     if case.checkpointing:
         transformer.gradient_checkpointing_enable({"use_reentrant": False})
+    if case.selective:
+        keep_activations(transformer, "selective")
     if not strategy.sharded:
         transformer.to(device)
     adapted = add_lora(transformer, LoraAdapterConfig(r=4)).to(dtype) if case.lora else transformer

@@ -70,8 +70,8 @@ def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
     context = distributed.context_parallel_size
     if ranks % context:
         raise ConfigError(
-            f"distributed.context_parallel_size is {context} and there are {ranks} devices: they make no whole groups",
-            remedy=f"leave it out, or have a multiple of it train: {HOW_TO_START}",
+            f"distributed.context_parallel_size is {context} and {ranks} device(s) train: they make no whole groups",
+            remedy=f"leave it out, or have a multiple of it train (plan: --devices {context}): {HOW_TO_START}",
         )
     if ranks == 1:
         return Mesh()

@@ -45,7 +45,7 @@ def test_what_is_left_out_is_what_the_others_leave(sizes: dict[str, Any], ranks:
         ({"replicate_size": 2, "shard_size": 1}, "replicate_size is 2, of groups of 1, and there are 4 devices"),
         ({"strategy": "replicate", "shard_size": 2}, "strategy replicate cuts nothing"),
         ({"strategy": "replicate", "replicate_size": 2}, "of groups of 1, and there are 4 devices"),
-        ({"context_parallel_size": 3}, "context_parallel_size is 3 and there are 4 devices"),
+        ({"context_parallel_size": 3}, "context_parallel_size is 3 and 4 device\\(s\\) train: they make no whole"),
         (
             {"context_parallel_size": 2, "shard_size": 4},
             "shard_size is 4 and there are 2 groups of 2 that share a micro-batch",
@@ -59,9 +59,10 @@ def test_what_does_not_divide_or_go_together_is_refused(sizes: dict[str, Any], e
 
 
 def test_one_process_cannot_share_its_sequences():
-    with pytest.raises(ConfigError, match="context_parallel_size is 2 and there are 1 devices") as caught:
+    with pytest.raises(ConfigError, match="context_parallel_size is 2 and 1 device") as caught:
         derive_mesh(DistributedConfig(context_parallel_size=2), ranks=1)
     assert "torchrun" in caught.value.remedy
+    assert "--devices 2" in caught.value.remedy
 
 
 @pytest.mark.parametrize(("context", "heads", "kv_heads"), [(2, 4, 2), (4, 4, 2), (8, 16, 1), (1, 3, 3), (3, 6, 3)])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -37,12 +39,26 @@ def test_sizes_are_those_of_the_rooms_that_they_are_about():
     assert shares == (cards.SHARED_GPU_UTILIZATION, cards.OWN_GPU_UTILIZATION)
 
 
-def kept_bytes(directory: Path, *, model_type: str, layers: int, lora: bool, dtype: torch.dtype) -> int:
+def plain_pass(model: Any) -> Any:
+    """Of all tokens, as transformers runs it."""
+    return model.model(input_ids=torch.arange(TOKENS)[None], use_cache=False)
+
+
+def kept_bytes(
+    directory: Path,
+    *,
+    model_type: str,
+    layers: int,
+    lora: bool,
+    dtype: torch.dtype,
+    run: Callable[[Any], Any] = plain_pass,
+    fields: Mapping[str, Any] = MappingProxyType({}),
+) -> int:
     """What autograd keeps of the layers' forward pass, parameters left out."""
-    (directory / "config.json").write_text(json.dumps(FIELDS | {"model_type": model_type, "num_hidden_layers": layers}))
+    shape = FIELDS | {"model_type": model_type, "num_hidden_layers": layers} | dict(fields)
+    (directory / "config.json").write_text(json.dumps(shape))
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory), dtype=dtype)
     model.train()
-    inner: Any = model.model
     if lora:
         get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"), autocast_adapter_dtype=False)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -54,7 +70,7 @@ def kept_bytes(directory: Path, *, model_type: str, layers: int, lora: bool, dty
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        held = inner(input_ids=torch.arange(TOKENS)[None], use_cache=False)
+        held = run(model)
     assert held.last_hidden_state.requires_grad
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 

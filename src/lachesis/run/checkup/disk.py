@@ -40,7 +40,8 @@ def try_disk(config: LachesisConfig) -> Check:
             f"{directory} cannot be written: {error.strerror or error}",
             remedy="give a run.dir where this user may write and where there is room",
         ) from error
-    planned = plan(config)
+    # A checkpoint is as large for any number of devices; these are the fewest that the run takes.
+    planned = plan(config, devices=config.distributed.context_parallel_size)
     message = (
         f"{directory}: {speed.write / _MB:,.0f} MB/s written, {speed.read / _MB:,.0f} MB/s read, of "
         f"{speed.bytes / _MB:,.0f} MB (limit {LIMIT_S:.0f} s)"

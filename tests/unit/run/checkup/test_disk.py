@@ -49,6 +49,13 @@ def test_speed_and_seconds_of_a_checkpoint_are_told_and_nothing_stays(at: Any, t
     assert [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
 
 
+def test_a_run_that_takes_several_devices_is_looked_at_by_one_process(at: Any, tmp_path: Path):
+    alone, shared = ({}, {"distributed": {"context_parallel_size": 2}})
+    said = [try_disk(at(tmp_path / "runs", **sections)).message for sections in (alone, shared)]
+    sizes = {message.partition("a checkpoint of ")[2].partition(" GB")[0] for message in said}
+    assert len(sizes) == 1 and sizes != {""}
+
+
 def test_what_was_written_is_on_the_disk_before_the_clock_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     synced: list[int] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
