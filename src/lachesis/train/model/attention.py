@@ -117,6 +117,30 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+    packed_context: ContextGroup | None = None,
+    packed_tokens: int = 0,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Attention function of transformers' interface: query [1, H, T, D], key and value [1, Hkv, T, D].
+
+    With a ``packed_context`` these are of a run of the ``packed_tokens`` alone; other arguments are those of
+    :func:`packing_arguments` and of the layer.
+
+    Returns the output as [1, T, H, D], and no weights.
+    """
+    if packed_context is None:
+        return _attend(module, query, key, value, attention_mask, **arguments), None
+    query, key, value = packed_context.to_heads(query, key, value, tokens=packed_tokens)
+    return packed_context.to_tokens(_attend(module, query, key, value, attention_mask, **arguments)), None
+
+
+def _attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -128,46 +152,19 @@ def packed_attention(
     max_length_k: int | None = None,
     packed_key_index: Tensor | None = None,
     packed_alone: bool = False,
-    packed_context: ContextGroup | None = None,
-    packed_tokens: int = 0,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Attention function of transformers' interface: query [1, H, T, D], key and value [1, Hkv, T, D].
-
-    With a ``packed_context`` these are of a run of the ``packed_tokens`` alone.
-
-    Returns the output as [1, T, H, D], and no weights.
-    """
-    if packed_context is not None:
-        query, key, value = packed_context.to_heads(query, key, value, tokens=packed_tokens)
-        attended, _ = packed_attention(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            scaling=scaling,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            packed_plan=packed_plan,
-            cu_seq_lens_q=cu_seq_lens_q,
-            cu_seq_lens_k=cu_seq_lens_k,
-            max_length_q=max_length_q,
-            max_length_k=max_length_k,
-            packed_key_index=packed_key_index,
-            packed_alone=packed_alone,
-        )
-        return packed_context.to_tokens(attended), None
+) -> Tensor:
+    """Of all tokens of a pass, by the kernel that its arguments ask for; shapes as :func:`packed_attention`."""
     if packed_plan is not None:
         return bucketed_attention(
             query, key, value, packed_plan, scaling=scaling, sliding_window=sliding_window, softcap=softcap
-        ), None
+        )
     if cu_seq_lens_q is not None:
         if softcap is not None:
             raise ValueError("the variable-length kernel has no softcap")
         assert max_length_q is not None and max_length_k is not None, "packing_arguments gives all of them"
         if packed_alone and sliding_window is None and query.shape[-1] <= _CUDNN_HEAD_DIM:
-            return causal_attention(query, key, value, scaling=scaling), None
+            return causal_attention(query, key, value, scaling=scaling)
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         if packed_key_index is not None:
             k, v = k.index_select(0, packed_key_index), v.index_select(0, packed_key_index)
@@ -176,10 +173,12 @@ def packed_attention(
             options["enable_gqa"] = True
         out = varlen_attn(q, k, v, cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, scale=scaling, **options)
         assert isinstance(out, Tensor), "the log-sum-exp comes with it only where return_aux asks for it"
-        return out.unsqueeze(0), None
+        return out.unsqueeze(0)
     if softcap is not None:
-        return _softcapped_attention(query, key, value, attention_mask, scaling=scaling, softcap=softcap), None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        return _softcapped_attention(query, key, value, attention_mask, scaling=scaling, softcap=softcap)
+    return sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+    )[0]
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, *, scaling: float | None) -> Tensor:
