@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import DeadlineExceeded
 from lachesis.common.run_files import run_paths
 from lachesis.run.cluster.placement import (
@@ -144,12 +145,16 @@ class Ranks:
 
     def _node_lost(self, rank: int, end: Lost) -> bool:
         """Whether its node is lost too, which Ray may come to know later."""
-        place, until = self.places[rank // self._job.layout.ranks_per_node], time.monotonic() + NEWS_S
-        while not end.node_lost and self._cluster.lives(place):
-            if time.monotonic() > until:
-                return False
-            self._meanwhile()
-            time.sleep(_LOOK_S)
+        place = self.places[rank // self._job.layout.ranks_per_node]
+        news = Deadline(f"rank {rank}: news of its node", NEWS_S, watch=self._meanwhile)
+
+        def lives() -> str:
+            return f"Ray has {place.node}" if not end.node_lost and self._cluster.lives(place) else ""
+
+        try:
+            wait_until(lives, Retry(news, first_s=_LOOK_S, longest_s=_LOOK_S))
+        except DeadlineExceeded:
+            return False
         return True
 
     def _stop(self) -> None:
