@@ -189,7 +189,7 @@ def live_page(loaded: LoadedConfig, *, asked: bool) -> Iterator[None]:
         return
     from lachesis.run.live_page import beside
 
-    with beside(Path(loaded.config.run.dir) / loaded.config.run.name) as words:
+    with beside(loaded.config.run.directory) as words:
         console.print(f"live page: {words}")
         yield
 

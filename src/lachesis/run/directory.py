@@ -157,7 +157,7 @@ def _write_live(path: Path, waits: tuple[Wait, ...], *, loop: int, engines: Sequ
 
 def run_directory(config: LachesisConfig) -> Path:
     """The absolute path of the run's directory."""
-    return Path(os.path.abspath(config.run.dir)) / config.run.name
+    return Path(os.path.abspath(config.run.directory))
 
 
 def engine_log(directory: Path) -> Path:

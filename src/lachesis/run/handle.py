@@ -70,7 +70,7 @@ class Run:
     @property
     def directory(self) -> Path:
         """The run directory; nothing is there before the start."""
-        return Path(self.config.run.dir) / self.config.run.name
+        return self.config.run.directory
 
     def start(self, *, resume: bool = False, overwrite: bool = False, console: Console | None = None) -> Run:
         """Begin to train, in a thread; returns this handle at once.

@@ -140,7 +140,7 @@ def _feeds(config: LachesisConfig) -> bool:
 
 def _directory(config: LachesisConfig) -> RunDirectory:
     """Where servers and bridges that save exchange files with this process."""
-    run = RunDirectory(Path(config.run.dir) / config.run.name)
+    run = RunDirectory(config.run.directory)
     if config.engine.place != "trainer":
         run.path.mkdir(parents=True, exist_ok=True)
     return run

@@ -94,7 +94,7 @@ def config_options(
     if isinstance(engine, schema.HttpEngineConfig):
         theirs = _vllm_section(path, overrides=overrides) if loaded.dialect == "axolotl" else {}
         engine, more = _vllm_at(engine.urls, theirs, port=port)
-    run_directory = Path(config.run.dir) / config.run.name
+    run_directory = config.run.directory
     run_directory.mkdir(parents=True, exist_ok=True)  # the server looks into it before the run is there
     options = server_options(config, engine, directory=run_directory.absolute())
     if isinstance(engine, schema.VllmEngineConfig) and engine.data_parallel_size > 1:

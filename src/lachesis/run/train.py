@@ -21,7 +21,7 @@ from lachesis.common.errors import CheckpointError, ConfigError, EngineError, En
 from lachesis.common.files import write_atomic
 from lachesis.common.garbage import freeze, thaw
 from lachesis.common.run_files import run_paths
-from lachesis.common.types import EvalResult, Prompt
+from lachesis.common.types import EvalResult, Finding, Prompt
 from lachesis.common.world import World
 from lachesis.config.load import LoadedConfig, dump_config, log_findings
 from lachesis.config.rules import check
@@ -134,8 +134,9 @@ def train(
         raise ConfigError(
             "cluster.kind is ray, and this starts the run here", remedy="use `lachesis run CONFIG`, or leave it out"
         )
-    log_findings([*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)])
-    directory = Path(loaded.config.run.dir) / loaded.config.run.name
+    findings = [*loaded.findings, *check(loaded.config, located=loaded.located, name=loaded.name)]
+    log_findings(findings)
+    directory = loaded.config.run.directory
     most = loaded.config.services.restarts if world is None else 0  # torchrun starts ranks again
     hub = loaded.config.checkpoint.hub
     if hub is not None:
@@ -143,7 +144,8 @@ def train(
     for restart in range(1, most + 2):
         try:
             summary = _train_once(
-                loaded,
+                loaded.config,
+                findings=findings,
                 resume=resume,
                 overwrite=overwrite,
                 console=console,
@@ -172,8 +174,9 @@ def train(
 
 
 def _train_once(
-    loaded: LoadedConfig,
+    config: LachesisConfig,
     *,
+    findings: Sequence[Finding],
     resume: bool,
     overwrite: bool,
     console: Console | None,
@@ -183,9 +186,7 @@ def _train_once(
     launched: LaunchedEngine | None,
 ) -> RunSummary:
     """One attempt. Raises EngineLost where another may go on from a checkpoint."""
-    config = loaded.config
-    findings = [*loaded.findings, *check(config, located=loaded.located, name=loaded.name)]
-    directory = Path(config.run.dir) / config.run.name
+    directory = config.run.directory
     if world is not None and began_before(world, directory, limit_s=config.deadlines.ranks_s):
         resume = _can_resume(directory, restarts=world.restarts)
         overwrite = not resume

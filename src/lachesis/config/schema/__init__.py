@@ -40,7 +40,14 @@ from lachesis.config.schema.engines import (
     SpeculativeConfig,
     VllmEngineConfig,
 )
-from lachesis.config.schema.model import AdapterConfig, LoraAdapterConfig, ModelConfig, NoAdapterConfig, RunConfig
+from lachesis.config.schema.model import (
+    Activations,
+    AdapterConfig,
+    LoraAdapterConfig,
+    ModelConfig,
+    NoAdapterConfig,
+    RunConfig,
+)
 from lachesis.config.schema.process import (
     ApiServiceConfig,
     CheckpointConfig,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -29,6 +30,14 @@ class RunConfig(Section):
         description="Import path or file path `FILE.py:FUNCTION` of a function called once before the model "
         "is loaded, with the model path; for examples that build their own model.",
     )
+
+    @property
+    def directory(self) -> Path:
+        """DIR/NAME."""
+        return Path(self.dir) / self.name
+
+
+Activations = Literal["auto", "keep", "selective", "recompute"]
 
 
 class ModelConfig(Section):
@@ -66,7 +75,7 @@ class ModelConfig(Section):
     trust_remote_code: bool = Field(
         default=False, description="Run code that comes with the model. Off unless you ask."
     )
-    activations: Literal["auto", "keep", "selective", "recompute"] = Field(
+    activations: Activations = Field(
         default="keep",
         description="What decoder layers keep for the backward pass: everything (`keep`), their inputs and the results "
         "of attention (`selective`, for long sequences, whose attention costs most), or their inputs alone "
@@ -97,7 +106,7 @@ class ModelConfig(Section):
     )
 
     @property
-    def kept_activations(self) -> Literal["auto", "keep", "selective", "recompute"]:
+    def kept_activations(self) -> Activations:
         """``activations``, by either of the keys that say it."""
         return "recompute" if self.gradient_checkpointing else self.activations
 

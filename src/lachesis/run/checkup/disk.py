@@ -31,7 +31,7 @@ class DiskSpeed:
 
 def try_disk(config: LachesisConfig) -> Check:
     """Write and read a file in the run directory; it is gone afterwards."""
-    directory = _nearest(Path(config.run.dir) / config.run.name)
+    directory = _nearest(config.run.directory)
     try:
         speed = measure(directory)
         room = shutil.disk_usage(directory).free

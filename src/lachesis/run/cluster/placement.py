@@ -90,7 +90,7 @@ class RayJob:
     @property
     def run_dir(self) -> Path:
         """Of the run."""
-        return run_dir_of(self.config)
+        return self.config.run.directory
 
     @property
     def engines_file(self) -> Path:
@@ -112,11 +112,6 @@ def takes_ray(config: LachesisConfig, environment: Mapping[str, str]) -> bool:
     """Whether `lachesis run` places the run on a Ray cluster."""
     kind = config.cluster.kind
     return kind == "ray" or (kind == "auto" and bool(environment.get("RAY_ADDRESS")))
-
-
-def run_dir_of(config: LachesisConfig) -> Path:
-    """The run directory."""
-    return Path(config.run.dir) / config.run.name
 
 
 def passed_on(config: LachesisConfig, environment: Mapping[str, str]) -> dict[str, str]:

@@ -41,7 +41,6 @@ from lachesis.run.cluster.placement import (
     machines_of,
     passed_on,
     preflight_tasks,
-    run_dir_of,
     service_task,
     spread,
 )
@@ -86,7 +85,7 @@ def run_on_ray(
         log_findings(loaded.findings)
         check(loaded.config, located=loaded.located, name=loaded.name)  # rank 0 says what is no problem
         config = loaded.config
-        run_dir = run_dir_of(config)
+        run_dir = config.run.directory
         tokens = {name: secrets.token_hex(32) for name in (JOB_TOKEN, SESSION_TOKEN)}
         environment = passed_on(config, os.environ) | tokens
         job = RayJob(config, layout, run_dir.with_name(f"{run_dir.name}-ray"), environment)

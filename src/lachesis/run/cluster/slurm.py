@@ -61,7 +61,7 @@ def render_slurm(config: LachesisConfig, layout: Layout, job: SlurmJob) -> str:
     Raises:
         ConfigError: an option is none that sbatch takes.
     """
-    run_dir = Path(config.run.dir) / config.run.name
+    run_dir = config.run.directory
     engine = config.engine
     return _template().render(
         name=config.run.name,

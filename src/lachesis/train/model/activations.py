@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from functools import partial
 from types import MethodType
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
+from lachesis.config.schema import Activations
 from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.attention import ATTENTION_OPERATORS
 
 _SPARES = "_lachesis_spares_memory"
 
 
-def keep_activations(model: PreTrainedModel, which: Literal["auto", "keep", "selective", "recompute"]) -> None:
+def keep_activations(model: PreTrainedModel, which: Activations) -> None:
     """Have the layers keep all of them, the results of attention alone (``selective``), or their inputs alone.
 
     What is not kept is computed again in the backward pass. Attention costs the square of a sequence's length, so that
