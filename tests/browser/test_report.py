@@ -27,6 +27,17 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND",
     "--window-size=1280,1000",
 )
+# Where an element is once two frames agree: Chromium goes on scrolling for a frame or two when content
+# above has changed its height, and a mouse that moves in between meets the neighbour.
+WHERE_IT_RESTS = """
+const [selector, done] = arguments;
+const place = () => document.querySelector(selector).getBoundingClientRect().toJSON();
+const settle = (before) => requestAnimationFrame(() => setTimeout(() => {
+  const now = place();
+  if (now.x === before.x && now.y === before.y) done(now); else settle(now);
+}));
+settle(place());
+"""
 
 
 class Page:
@@ -48,7 +59,7 @@ class Page:
         self.driver.execute_script(
             "document.querySelector(arguments[0]).scrollIntoView({block: 'center', behavior: 'instant'})", selector
         )
-        box = self.ask(f"document.querySelector({json.dumps(selector)}).getBoundingClientRect().toJSON()")
+        box = self.driver.execute_async_script(WHERE_IT_RESTS, selector)
         where = {"x": box["x"] + x * box["width"], "y": box["y"] + y * box["height"]}
         self.driver.execute_cdp_cmd("Input.dispatchMouseEvent", {"type": "mouseMoved", **where})
 
