@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -29,7 +30,7 @@ def zip_pairs(text):
 """
 
 
-def write(directory: Path, *, steps: int, **sections: dict[str, Any]) -> Path:
+def write(directory: Path, *, steps: int, optimizer: dict[str, Any] | None = None, **sections: dict[str, Any]) -> Path:
     """A run of the doctor's model that is to go on with the alphabet."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "alphabet.py").write_text(REWARD)
@@ -37,7 +38,7 @@ def write(directory: Path, *, steps: int, **sections: dict[str, Any]) -> Path:
         directory,
         rewards={"functions": [f"{directory / 'alphabet.py'}:right"]},
         sampling={"max_completion_length": 4},
-        optimizer={"learning_rate": 1e-2},
+        optimizer=optimizer or {"learning_rate": 1e-2},
         run={"name": "run", "dir": str(directory / "runs"), "steps": steps},
         **sections,
     )
@@ -99,6 +100,40 @@ def test_a_teacher_saves_tokens(tmp_path: Path, teacher: Path, alone: Path, opti
 
 
 SAVED = {"checkpoint": {"save_final": True}}
+
+
+def test_a_teacher_for_some_prompts_and_rewards_for_the_others(tmp_path: Path, teacher: Path):
+    """What is measured of the first kind is no reward to learn from, and the teacher would say something else of the
+    second: each has to be learned from what its environment names, and from that alone."""
+    section = {
+        "model": str(teacher),
+        "column": "subject",
+        "weights": {"letters": 0.0},
+        "reward_weights": {"alphabet": 0.0},
+    }
+    config = write(tmp_path, steps=80, algorithm={"teacher": section}, optimizer={"learning_rate": 3e-3}, **SAVED)
+    (tmp_path / "alphabet.py").write_text(
+        "def right(completions, **columns):\n"
+        "    return [completion[0]['content'].count('a') / 4 for completion in completions]\n"
+    )
+    subjects = {prompt: "alphabet" if prompt[0] in "ab" else "letters" for prompt in PROMPTS}
+    (tmp_path / "problems.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt, "subject": subject}) + "\n" for prompt, subject in subjects.items())
+    )
+    said = greedy(run_here(config).run_dir / "final", length=4)
+    assert {prompt: said[prompt] for prompt in PROMPTS if subjects[prompt] == "alphabet"} == {
+        prompt: continued(prompt[-1]) for prompt in PROMPTS if subjects[prompt] == "alphabet"
+    }
+    assert {said[prompt] for prompt in PROMPTS if subjects[prompt] == "letters"} == {"aaaa"}
+
+
+def greedy(model_dir: Path, *, length: int) -> dict[str, str]:
+    """What a saved model says to each prompt, always its likeliest token."""
+    model, tokenizer = Qwen2ForCausalLM.from_pretrained(model_dir), AutoTokenizer.from_pretrained(model_dir)
+    ids = torch.tensor([tokenizer(prompt)["input_ids"] for prompt in PROMPTS])
+    for _ in range(length):
+        ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+    return dict(zip(PROMPTS, tokenizer.batch_decode(ids[:, -length:]), strict=True))
 
 
 @pytest.fixture(scope="module")
