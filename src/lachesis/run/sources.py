@@ -37,6 +37,7 @@ from lachesis.rollouts.tools import Toolbox, load_parser, load_tools, tool_schem
 from lachesis.rollouts.tools.player import ToolTurns, TurnLimits
 from lachesis.rollouts.tools.template import Continuation
 from lachesis.rollouts.verifiers.build import verifiers_players
+from lachesis.run.teacher import check_environments
 from lachesis.train.model.loading import (
     context_length,
     eos_token_ids,
@@ -52,7 +53,8 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
     """Problems to train on, none where environments have their own, and those held out.
 
     Raises:
-        ConfigError: the model's context has no room for a prompt and a completion, or a transform is none.
+        ConfigError: the model's context has no room for a prompt and a completion, a transform is none, or an
+            environment of ``algorithm.teacher`` is not there.
         DataError: as :func:`load_problems`, or nothing would remain to train on.
     """
     trains = config.source.kind in ("local", "agent")  # environments have problems of their own
@@ -67,6 +69,7 @@ def load_data(config: LachesisConfig) -> tuple[list[Prompt], list[Prompt]]:
     if trains or not apart:
         problems = load(first, more=[Dataset(**one.model_dump()) for one in data.more])
         problems = keep_matching(problems, data.filter) if data.filter else problems
+        check_environments(problems, config.algorithm.teacher)
     if not apart:
         problems, held_out = split_eval(problems, data.eval_size, seed=config.run.seed)
     else:

@@ -11,9 +11,9 @@ from functools import partial
 from transformers import PreTrainedTokenizerBase
 
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import DataError
+from lachesis.common.errors import ConfigError, DataError
 from lachesis.common.taught import TaughtTokens, taught_tokens
-from lachesis.common.types import Group
+from lachesis.common.types import Group, Prompt
 from lachesis.config.schema import LachesisConfig, TeacherConfig
 from lachesis.engines.http.teacher import KEY_VARIABLE, TeacherServer
 from lachesis.train.losses.teacher import shares
@@ -25,6 +25,8 @@ _SETTING = "deadlines.teacher_s"
 # A wrong address is to be said before long.
 _FIRST_ANSWER_S = 60.0
 _COMPARED = 4096
+# Environments that a message names.
+_NAMED = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +81,35 @@ def _with_lessons(group: Group, lessons: dict[_Sequence, TaughtTokens]) -> Group
         s if s.taught is not None else replace(s, taught=lessons[s.prompt_ids, s.completion_ids]) for s in group.samples
     )
     return replace(group, samples=tuple(samples))
+
+
+def check_environments(problems: Sequence[Prompt], options: TeacherConfig | None) -> None:
+    """See that the environments whose weights are set are those of the problems.
+
+    A problem of no environment would be weighed as if it were of any, and a misspelt name weighs nothing.
+
+    Raises:
+        DataError: a problem does not say where it is from.
+        ConfigError: no problem is from an environment that has a weight.
+    """
+    if options is None or not problems or not (options.weights or options.reward_weights):
+        return
+    key = "algorithm.teacher"
+    silent = next((problem for problem in problems if problem.columns.get(options.column) is None), None)
+    if silent is not None:
+        raise DataError(
+            f"problem {silent.id} has nothing in the column {options.column}, which {key}.column names; it has "
+            f"{', '.join(sorted(silent.columns)) or 'no columns'}",
+            remedy=f"name the column that says where a problem is from by {key}.column, and fill it in each row",
+        )
+    there = {str(problem.columns[options.column]) for problem in problems}
+    for field, weights in (("weights", options.weights), ("reward_weights", options.reward_weights)):
+        for name in weights:
+            if name not in there:
+                raise ConfigError(
+                    f"{key}.{field} names {name}, and no problem has that in the column {options.column}",
+                    remedy=f"it has {', '.join(sorted(there)[:_NAMED])}{' and more' if len(there) > _NAMED else ''}",
+                )
 
 
 def build_teach(config: LachesisConfig, *, tokenizer: PreTrainedTokenizerBase, closing: ExitStack) -> Teach:
