@@ -12,7 +12,8 @@ from typing import Any
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
-from lachesis.metrics.report.data import CHARTS, ChartPlan, Run, chart_of, read_run, series_of
+from lachesis.metrics.report.charts import CHARTS, ChartPlan, chart_of, series_of
+from lachesis.metrics.report.data import Run, read_run
 from lachesis.metrics.sinks.tape import read_lines, tape_files
 from lachesis.web.pages import render_page
 

@@ -14,6 +14,8 @@ from lachesis.common.types import StepRecord
 from lachesis.metrics.health.monitor import RULES
 from lachesis.metrics.hub import Sink
 from lachesis.metrics.report import data as report_data
+from lachesis.metrics.report import rollouts as report_rollouts
+from lachesis.metrics.report.charts import charts, timing
 from lachesis.metrics.report.configuration import key_lines, key_parts
 from lachesis.metrics.report.data import read_run, result_sentence, run_seconds, setting
 from lachesis.metrics.sinks.jsonl import StepLine
@@ -105,11 +107,11 @@ def report_values(run_dir: Path) -> dict[str, Any]:
         "findings": findings,
         "unusual": report_data.unusual(steps),
         "config": config,
-        "held_out": report_data.held_out(run_paths(run_dir)["evaluations"]),
+        "held_out": report_rollouts.held_out(run_paths(run_dir)["evaluations"]),
         "data": {
-            "charts": report_data.charts(run.log),
-            "timing": report_data.timing(steps),
-            "rollouts": _with_rewards(report_data.rollouts(run_paths(run_dir)["rollouts"], groups=groups), steps),
+            "charts": charts(run.log),
+            "timing": timing(steps),
+            "rollouts": _with_rewards(report_rollouts.rollouts(run_paths(run_dir)["rollouts"], groups=groups), steps),
         },
     }
 

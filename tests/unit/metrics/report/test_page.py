@@ -14,8 +14,10 @@ import pytest
 
 from lachesis.common.errors import DataError
 from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, StepRecord
-from lachesis.metrics.report.data import MAX_STEPS, MAX_TOKENS, descriptors, downsample, result_sentence, timing
+from lachesis.metrics.report.charts import downsample, timing
+from lachesis.metrics.report.data import descriptors, result_sentence
 from lachesis.metrics.report.page import ReportSink, write_report
+from lachesis.metrics.report.rollouts import MAX_STEPS, MAX_TOKENS
 from lachesis.metrics.sinks.jsonl import JsonlSink, StepLine
 from lachesis.metrics.sinks.tape import TapeSink
 

@@ -1,0 +1,223 @@
+"""The curves of a report: which metrics are drawn together, their points, and where the seconds of a step went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from lachesis.metrics.names import (
+    BY_ENVIRONMENT,
+    GENERATION_OF,
+    GPU_MEMORY_IN_USE,
+    GPU_UTILIZATION,
+    TRAINING_OF,
+    describe,
+    reward_functions,
+)
+from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine
+
+MAX_POINTS = 2000
+MAX_BARS = 400
+
+TRAINING = (("train_time", "Training"), ("sync_time", "Optimizer and sync"))
+SAMPLING = (("generation_time", "Generation"), ("reward_time", "Rewards"))
+# In the place of sampling where that goes on elsewhere: beside training, or in environments.
+WAITING = (("data_fetch_time", "Waiting for a batch"),)
+
+# What a line is called beside others in one chart.
+LABELS = {
+    "mean_kl": "sampler",
+    "kl_reference": "base model",
+    "clipped_fraction": "all",
+    "clip_fraction_low": "below",
+    "clip_fraction_high": "above",
+    "completion_length/mean": "mean",
+    "completion_length/max": "longest",
+    "generation_tokens_per_s": "generation",
+    "train_tokens_per_s": "training",
+    "logprob_diff_mean": "mean",
+    "logprob_diff_max": "largest",
+    "gpu_memory_gb": "used",
+    "gpu_memory_reserved_gb": "reserved",
+}
+LOGGED = "reward_metrics/"
+
+
+@dataclass(frozen=True, slots=True)
+class ChartPlan:
+    """One chart: the metrics drawn in it, the first of which gives title, unit and healthy range.
+
+    ``band`` names the metric whose size is drawn on both sides of the line, ``log`` allows a logarithmic
+    axis, ``exact`` forbids smoothing, ``floor`` and ``ceiling`` are ends that the axis shows,
+    ``least`` is the smallest range it covers, so that noise does not look like news.
+    """
+
+    names: tuple[str, ...]
+    title: str = ""
+    band: str = ""
+    wide: bool = False
+    log: bool = False
+    exact: bool = False
+    floor: float | None = None
+    ceiling: float | None = None
+    least: float = 0.0
+
+
+CHARTS = (
+    ChartPlan(("reward",), band="reward_std", wide=True, floor=0.0),
+    ChartPlan(("evaluation/accuracy",), wide=True, floor=0.0, ceiling=1.0),
+    ChartPlan(("mean_kl", "kl_reference"), title="KL divergence", floor=0.0, least=1e-3),
+    ChartPlan(("distill_kl",), floor=0.0),
+    ChartPlan(("sft_loss",), floor=0.0),
+    ChartPlan(("mean_ratio",), least=0.02),
+    ChartPlan(("clipped_fraction", "clip_fraction_low", "clip_fraction_high"), floor=0.0, least=0.01),
+    ChartPlan(("entropy",), floor=0.0),
+    ChartPlan(("completion_length/mean", "completion_length/max"), floor=0.0),
+    ChartPlan(("grad_norm",), log=True),
+    ChartPlan(("learning_rate",), exact=True, floor=0.0),
+    ChartPlan(("generation_tokens_per_s", "train_tokens_per_s"), title="Speed", floor=0.0),
+    ChartPlan(("zero_std_fraction",), floor=0.0, ceiling=1.0),
+    ChartPlan(("staleness",), floor=0.0, least=1.0),
+    ChartPlan(("loss",), least=1e-4),
+    ChartPlan(("truncated_fraction",), floor=0.0, least=0.01),
+    ChartPlan(("logprob_diff_mean", "logprob_diff_max"), title="Trainer against engine", log=True),
+    ChartPlan(("gpu_memory_gb", "gpu_memory_reserved_gb"), floor=0.0),
+)
+
+
+def charts(log: MetricsLog) -> list[dict[str, Any]]:
+    """All charts that have data."""
+    functions = reward_functions(log.steps[-1].values) if log.steps else []
+    by_function = ChartPlan(tuple(f"rewards/{name}/mean" for name in functions), title="Rewards by function")
+    by_environment = ChartPlan(_beginning_with(BY_ENVIRONMENT, log), title="Rewards by environment")
+    several = [plan for plan in (by_function, by_environment) if len(plan.names) > 1]
+    processes = (
+        ChartPlan(_beginning_with(GENERATION_OF, log), title="Generation by engine", floor=0.0),
+        ChartPlan(_beginning_with(TRAINING_OF, log), title="Training by rank", floor=0.0),
+    )
+    gpus = (
+        ChartPlan(_beginning_with(GPU_UTILIZATION, log), title="GPU utilization", floor=0.0, ceiling=1.0),
+        ChartPlan(_beginning_with(GPU_MEMORY_IN_USE, log), title="GPU memory in use", floor=0.0),
+    )
+    # What reward functions gave to log_metric.
+    logged = [ChartPlan((name,), title=name.removeprefix(LOGGED)) for name in _beginning_with(LOGGED, log)]
+    plans = (*CHARTS[:2], *several, *CHARTS[2:], *(plan for plan in (*processes, *gpus) if plan.names), *logged)
+    if not any(line.values.get("staleness", 0.0) > 0 for line in log.steps):  # as in runs that take turns
+        plans = tuple(plan for plan in plans if "staleness" not in plan.names)
+    return [chart for plan in plans if (chart := _chart(plan, log))["series"]]
+
+
+def _beginning_with(prefix: str, log: MetricsLog) -> tuple[str, ...]:
+    """The metrics of one kind that any step has, in the order of the numbers or names that they end in."""
+    found = {name for line in log.steps for name in line.values if name.startswith(prefix)}
+    return tuple(sorted(found, key=lambda name: (not name[len(prefix) :].isdecimal(), len(name), name)))
+
+
+def _chart(plan: ChartPlan, log: MetricsLog) -> dict[str, Any]:
+    series = [series for name in plan.names if (series := series_of(name, plan.band, log)) is not None]
+    return {**chart_of(plan), "series": series}
+
+
+def chart_of(plan: ChartPlan) -> dict[str, Any]:
+    """What a chart says of itself; its series are another matter."""
+    metric = describe(plan.names[0])
+    return {
+        "id": metric.name,
+        "title": plan.title or metric.title,
+        "unit": metric.unit,
+        "explanation": metric.explanation,
+        "healthy": None if metric.healthy is None else list(metric.healthy),
+        **{name: getattr(plan, name) for name in ("wide", "log", "exact", "floor", "ceiling", "least")},
+    }
+
+
+def series_of(name: str, band: str, log: MetricsLog) -> dict[str, Any] | None:
+    """A line of a chart, cut to size; ``None`` where a run has no such value."""
+    points = _points(name, log)
+    if not points:
+        return None
+    chosen = downsample([y for _, y in points], limit=MAX_POINTS)
+    series: dict[str, Any] = {
+        "name": name,
+        "label": LABELS.get(name) or describe(name).title.removeprefix("Reward "),
+        "x": [points[index][0] for index in chosen],
+        "y": [_rounded(points[index][1]) for index in chosen],
+    }
+    if band:
+        widths = {line.step: line.values[band] for line in log.steps if band in line.values}
+        series["band"] = [_rounded(widths.get(step, math.nan)) for step in series["x"]]
+    return series
+
+
+def _points(name: str, log: MetricsLog) -> list[tuple[int, float]]:
+    if name.startswith("evaluation/"):
+        field = name.removeprefix("evaluation/")
+        return [(result.step, getattr(result, field)) for result in log.evaluations]
+    return [(line.step, line.values[name]) for line in log.steps if name in line.values]
+
+
+def downsample(values: Sequence[float], *, limit: int) -> list[int]:
+    """Indices of at most ``limit`` values: the ends, and the lowest and highest of each stretch."""
+    count = len(values)
+    if count <= limit:
+        return list(range(count))
+    buckets = (limit - 2) // 2
+    chosen = {0, count - 1}
+    for bucket in range(buckets):
+        stretch = range(bucket * count // buckets, (bucket + 1) * count // buckets)
+        known = [index for index in stretch if math.isfinite(values[index])]
+        if known:
+            chosen |= {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}
+    return sorted(chosen)
+
+
+def timing(steps: Sequence[StepLine]) -> dict[str, Any] | None:
+    """Seconds a step by part, averaged over stretches of steps; None where steps were not timed.
+
+    The parts add up to the step: of sampling that goes on beside training, what the trainer waited for.
+    """
+    timed = [line for line in steps if "step_time" in line.values]
+    named = (*(WAITING if _sampled_elsewhere(timed) else SAMPLING), *TRAINING)
+    parts = [(name, title) for name, title in named if any(name in line.values for line in timed)]
+    if not timed or not parts:
+        return None
+    stretches = min(len(timed), MAX_BARS)
+    edges = [index * len(timed) // stretches for index in range(stretches + 1)]
+    rows = [timed[a:b] for a, b in pairwise(edges)]
+    columns = [(name, title, [_seconds(row, name) for row in rows]) for name, title in parts]
+    whole = [_mean(row, "step_time") for row in rows]
+    rest = [max(0.0, total - sum(column[index] for *_, column in columns)) for index, total in enumerate(whole)]
+    columns.append(("other", "Other", rest))
+    return {
+        "x": [row[-1].step for row in rows],
+        "parts": [
+            {"name": name, "label": title, "y": [_rounded(value) for value in column]}
+            for name, title, column in columns
+        ],
+        "mean": _rounded(_mean(timed, "step_time")),
+    }
+
+
+def _sampled_elsewhere(timed: Sequence[StepLine]) -> bool:
+    """Whether sampling was no part of what the trainer waited for, or more than that."""
+    sampling = sum(_seconds(timed, name) for name, _ in SAMPLING)
+    waited = any("data_fetch_time" in line.values for line in timed)
+    return waited and not 0 < sampling <= _mean(timed, "data_fetch_time")
+
+
+def _seconds(lines: Sequence[StepLine], name: str) -> float:
+    """Mean seconds of a part; of rewards, those in which nothing was generated."""
+    return _mean(lines, name) - (_mean(lines, "hidden_reward_time") if name == "reward_time" else 0.0)
+
+
+def _mean(lines: Sequence[StepLine], name: str) -> float:
+    values = [value for line in lines if math.isfinite(value := line.values.get(name, 0.0))]
+    return sum(values) / len(values) if values else 0.0
+
+
+def _rounded(value: float) -> float | None:
+    """Five digits are more than a chart can show; JSON has no NaN."""
+    return float(f"{value:.5g}") if math.isfinite(value) else None
