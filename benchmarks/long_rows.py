@@ -28,6 +28,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.config.architectures import known_architecture
+from lachesis.config.schema import SPARING
 
 PROMPT_TOKENS, STEP_TOKENS = 256, 65_536
 # prime-rl's benchmarks of one H100, shares of the peak by its formula.
@@ -121,7 +122,7 @@ def run(shape: Shape, *, device: torch.device, options: argparse.Namespace) -> R
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--activations", choices=("keep", "selective", "recompute"), default="selective")
+    parser.add_argument("--activations", choices=("keep", *SPARING), default="selective")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[""], help="run only rows whose names contain one of these")
     parser.add_argument("--out", type=Path)

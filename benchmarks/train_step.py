@@ -34,7 +34,7 @@ from needs_gpu import require_gpu
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.config.schema import AlgorithmConfig, LoraAdapterConfig, NoAdapterConfig, OptimizerConfig
+from lachesis.config.schema import Activations, AlgorithmConfig, LoraAdapterConfig, NoAdapterConfig, OptimizerConfig
 from lachesis.train.batch import pack
 from lachesis.train.distributed.strategy import SingleDevice
 from lachesis.train.model.activations import keep_activations
@@ -49,6 +49,7 @@ Plan = tuple[str, int | None, Callable[[], tuple[Callable[[], None], int, int]]]
 VARIANTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"activations": "recompute"},
     "selective": {"activations": "selective"},
+    "offload": {"activations": "offload"},
     "float32 residual": {"residual": True},
     "float8": {"matmul": "float8"},
     "float8_rowwise": {"matmul": "float8_rowwise"},
@@ -189,7 +190,7 @@ def our_step(
     max_tokens: int,
     share_prefixes: bool = True,
     lora: bool = False,
-    activations: Literal["keep", "selective", "recompute"] = "keep",
+    activations: Activations = "keep",
     residual: bool = False,
     matmul: Literal["auto", "float8", "float8_rowwise"] = "auto",
 ) -> tuple[Callable[[], None], int, int]:

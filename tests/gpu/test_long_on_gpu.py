@@ -1,4 +1,4 @@
-"""Long sequences on a real GPU: cuDNN's attention, and layers that keep the results of attention alone.
+"""Long sequences on a real GPU: cuDNN's attention, layers that keep its results alone, inputs that are offloaded.
 
 PYTHONPATH=src python -m pytest tests/gpu
 """
@@ -65,3 +65,26 @@ def test_selective_layers_learn_the_same_and_run_attention_once(length):
     assert relative(found, logprobs) < 0.01
     assert relative(found_gradient, gradient) < 0.03
     assert any("flash" in name or "cudnn" in name for name in kernels)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_offloaded_inputs_learn_the_same_bit_by_bit_in_the_memory_of_two(compiled):
+    layers, length = 8, 1 << 16
+    micro, found = long_sequence(length), {}
+    for which in ("recompute", "offload"):
+        model = tiny_model("qwen3", num_hidden_layers=layers, hidden_size=256, initializer_range=0.1)
+        model = model.to("cuda", torch.bfloat16).train()
+        keep_activations(model, which)
+        if compiled:
+            SingleDevice().compile(model)
+        learn(model, micro)  # what compiling takes is no memory of a step
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        logprobs, gradient, kernels = learn(model, micro)
+        found[which] = logprobs, gradient, torch.cuda.max_memory_allocated() - before
+        assert any("Memcpy DtoH" in name for name in kernels) == (which == "offload")
+        torch.compiler.reset()
+    (logprobs, gradient, less), (expected, expected_gradient, more) = found["offload"], found["recompute"]
+    assert torch.equal(logprobs, expected)
+    assert torch.equal(gradient, expected_gradient)
+    assert more - less > (layers - 3) * length * 256 * 2

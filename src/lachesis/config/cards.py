@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lachesis.config.memory import shares_weights, sleeps
 from lachesis.config.plan import Plan, plan
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import SPARING, LachesisConfig
 
 GB = 10**9
 # Sizes of cards that are asked about, as their vendors call them. They hold a little more, which the driver takes.
@@ -73,7 +73,7 @@ def decide_activations(config: LachesisConfig, *, card_gb: float, devices: int =
     """With ``model.activations`` as it is trained on such a card: of ``auto`` the first that fits, or the least."""
     if config.model.kept_activations != "auto":
         return config
-    for which in ("keep", "selective", "recompute"):
+    for which in ("keep", *SPARING):
         config = config.model_copy(update={"model": config.model.model_copy(update={"activations": which})})
         planned = plan(config, device="cuda", devices=devices)
         if planned.shape is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from pydantic import ValidationError
@@ -36,6 +37,11 @@ class Change:
 
     sections: Mapping[str, Mapping[str, Any]]
     costs: str
+
+    @property
+    def keys(self) -> set[tuple[str, str]]:
+        """Sections and keys that it sets."""
+        return {(section, key) for section, values in self.sections.items() for key in values}
 
     def words(self) -> list[str]:
         """As ``--set`` takes them."""
@@ -94,7 +100,7 @@ def fit(config: LachesisConfig, *, card_gb: float, devices: int = 1, found: Foun
                 continue
             taken, current = [*_without_superseded(taken, step), step], changed
         if use.settled(current) is not None:
-            return _described(config, _needed_only(config, taken, use), use)
+            return _described(config, _mildest(config, _needed_only(config, taken, use), use), use)
     return None
 
 
@@ -167,14 +173,22 @@ def _needed_only(config: LachesisConfig, changes: Sequence[Change], use: _Uses) 
     return kept
 
 
+def _mildest(config: LachesisConfig, changes: Sequence[Change], use: _Uses) -> list[Change]:
+    """In the place of each the first step that sets the same keys and with which it fits too."""
+    kept = list(changes)
+    for place, change in enumerate(changes):
+        for step in takewhile(lambda step, change=change: step != change, _steps(config)):
+            milder = [*kept[:place], step, *kept[place + 1 :]]
+            changed = _all_changed(config, milder, devices=use.devices) if step.keys == change.keys else None
+            if changed is not None and use.settled(changed) is not None:
+                kept = milder
+                break
+    return kept
+
+
 def _without_superseded(taken: Sequence[Change], step: Change) -> list[Change]:
     """A step that sets what an earlier one set takes its place."""
-    keys = {(section, key) for section, values in step.sections.items() for key in values}
-    return [
-        one
-        for one in taken
-        if not {(section, key) for section, values in one.sections.items() for key in values} <= keys
-    ]
+    return [one for one in taken if not one.keys <= step.keys]
 
 
 def _steps(config: LachesisConfig) -> Iterator[Change]:
@@ -194,6 +208,7 @@ def _steps(config: LachesisConfig) -> Iterator[Change]:
     for which, costs in (
         ("selective", "layers run twice but for their attention, the same result"),
         ("recompute", "layers run twice: about a third more time, the same result"),
+        ("offload", "what layers keep waits in the host's memory, the same result"),
     ):
         yield Change({"model": {"activations": which}}, costs)
     if config.adapter.kind == "none":

@@ -12,7 +12,7 @@ from typing import Literal
 
 from lachesis.common.mesh import Mesh, derive_mesh
 from lachesis.config.model_shape import ModelShape
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import SPARING, LachesisConfig
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 Place = Literal["trainer", "engine"]
@@ -173,7 +173,8 @@ def layer_activations(
 def _kept_activations(config: LachesisConfig, shape: ModelShape, *, layer: float, stream: int, width: int) -> float:
     """Bytes of a token that all decoder layers keep, and those that the one computed again has in the backward pass.
 
-    Selective ones keep the result of attention, and a float32 of each head, beside their input.
+    Selective ones keep the result of attention, and a float32 of each head, beside their input. Of offloaded inputs two
+    are there: the one in use, and the one that travels.
     """
     which = config.model.kept_activations
     if which in ("auto", "keep"):  # a run has decided what auto is before it counts
@@ -181,7 +182,8 @@ def _kept_activations(config: LachesisConfig, shape: ModelShape, *, layer: float
     own = shape.hidden * stream
     if which == "selective":
         own += shape.heads * (shape.head_dim * width + 4)
-    return shape.layers * own + layer
+    layers = min(2, shape.layers) if which == "offload" else shape.layers
+    return layers * own + layer
 
 
 def _outside_activations(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
@@ -202,7 +204,7 @@ def _head_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width
     if config.adapter.kind == "lora" or config.model.train_layers is not None:
         return chunk + elements * width + hidden
     weight = shape.vocab * shape.hidden
-    if config.model.kept_activations in ("selective", "recompute"):
+    if config.model.kept_activations in SPARING:
         return hidden + 4 * weight + max(chunk, weight * width) + elements * width
     kept = min(KEPT_ELEMENTS[device], tokens * shape.vocab) * width
     return hidden + kept + max(chunk, weight * (4 + width))

@@ -45,7 +45,8 @@ def configured(directory: Path, size: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("size", "card", "wanted"),
     [
-        ("8B", 24, "nf4"),
+        ("8B", 24, "offload"),
+        ("8B", 20, "nf4"),
         ("8B", 32, "share_base"),
         ("8B", 40, "share_base"),
         ("8B", 80, "adamw_cpu"),
@@ -79,6 +80,17 @@ def test_no_change_is_proposed_without_which_it_fits(tmp_path: Path):
     assert lines[0].startswith("it fits with these: ") and "saves" in "".join(lines)
     roomy = fit(config, card_gb=100)
     assert roomy is not None and not any("adapter" in word for word in roomy.words())
+
+
+def test_layers_keep_as_much_as_there_is_room_for(tmp_path: Path):
+    """Of the changes that set one key the first that does, though later ones save more."""
+    config = LachesisConfig.model_validate(configured(tmp_path, "14B"))
+    chosen = []
+    for card in (16, 20, 41, 44):
+        found = fit(config, card_gb=card)
+        assert found is not None and found.use.fits
+        chosen.append(found.config.model.activations)
+    assert chosen == ["offload", "recompute", "offload", "recompute"]
 
 
 def test_the_engine_gets_what_the_trainer_leaves(tmp_path: Path):

@@ -253,7 +253,7 @@ def test_activations_of_a_measured_step(build, model):
     assert fewer < activations / 10
 
 
-def test_selective_layers_keep_their_input_and_what_attention_gives(build, model):
+def test_layers_that_run_twice_keep_their_input_and_what_attention_gives_or_two_inputs(build, model):
     def activations(**options) -> int:
         planned = plan(build(model={"path": model(QWEN), **options}), device="cuda")
         (found,) = (part.bytes for part in planned.memory if part.name == "activations")
@@ -263,6 +263,8 @@ def test_selective_layers_keep_their_input_and_what_attention_gives(build, model
     of_attention = tokens * layers * (2 * hidden + 4 * heads)  # 12 heads of 128, and a float32 of each
     assert activations(activations="selective") - activations(activations="recompute") == of_attention
     assert activations(activations="recompute") == activations(gradient_checkpointing=True)
+    of_inputs = tokens * (layers - 2) * 2 * hidden  # of a layer that runs and of the one before it they are there
+    assert activations(activations="recompute") - activations(activations="offload") == of_inputs
 
 
 def test_what_the_head_keeps_of_all_weights_is_counted_but_where_memory_is_spared(build, model):

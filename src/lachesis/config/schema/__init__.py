@@ -41,6 +41,7 @@ from lachesis.config.schema.engines import (
     VllmEngineConfig,
 )
 from lachesis.config.schema.model import (
+    SPARING,
     Activations,
     AdapterConfig,
     LoraAdapterConfig,

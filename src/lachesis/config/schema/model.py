@@ -37,7 +37,9 @@ class RunConfig(Section):
         return Path(self.dir) / self.name
 
 
-Activations = Literal["auto", "keep", "selective", "recompute"]
+Activations = Literal["auto", "keep", "selective", "recompute", "offload"]
+# Those with which layers keep less than all, from the fastest to the one that takes the least memory.
+SPARING: tuple[Activations, ...] = ("selective", "recompute", "offload")
 
 
 class ModelConfig(Section):
@@ -78,8 +80,9 @@ class ModelConfig(Section):
     activations: Activations = Field(
         default="keep",
         description="What decoder layers keep for the backward pass: everything (`keep`), their inputs and the results "
-        "of attention (`selective`, for long sequences, whose attention costs most), or their inputs alone "
-        "(`recompute`); what is not kept is computed again. `auto` is the first of them that fits on the GPU by what "
+        "of attention (`selective`, for long sequences, whose attention costs most), their inputs alone "
+        "(`recompute`), or these in the host's memory (`offload`: the GPU holds those of two layers at a time, however "
+        "many there are); what is not kept is computed again. `auto` is the first of them that fits on the GPU by what "
         "`plan` counts, and `keep` on a CPU.",
     )
     gradient_checkpointing: bool = Field(

@@ -10,26 +10,39 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-from lachesis.config.schema import Activations
+from lachesis.config.schema import SPARING, Activations
 from lachesis.train.distributed.strategy import decoder_layers
 from lachesis.train.model.attention import ATTENTION_OPERATORS
+from lachesis.train.model.offload import HostMemory
 
 _SPARES = "_lachesis_spares_memory"
 
 
 def keep_activations(model: PreTrainedModel, which: Activations) -> None:
-    """Have the layers keep all of them, the results of attention alone (``selective``), or their inputs alone.
+    """Have the layers keep all of them, the results of attention beside their inputs (``selective``), or their inputs
+    alone, on their device (``recompute``) or in the host's memory (``offload``).
 
     What is not kept is computed again in the backward pass. Attention costs the square of a sequence's length, so that
     in a long one it is most of a layer's work, and its result the least of a layer's memory. ``auto``, which a run has
     decided before (:mod:`lachesis.run.activations`), keeps all.
     """
-    setattr(model, _SPARES, which in ("selective", "recompute"))
-    if which == "recompute":
+    setattr(model, _SPARES, which in SPARING)
+    if which in ("recompute", "offload"):
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if which == "offload":
+        memory = HostMemory()
+        for layer in decoder_layers(model):
+            checkpointed = partial(_offloading, memory, layer._gradient_checkpointing_func)
+            layer._gradient_checkpointing_func = checkpointed  # pyright: ignore[reportArgumentType]  # no parameter
     elif which == "selective":
         for layer in decoder_layers(model):
             layer.forward = MethodType(_keeping_attention, layer)
+
+
+def _offloading(memory: HostMemory, checkpointed: Any, *args: Any) -> Any:
+    """A layer by transformers' own checkpointing, whose inputs wait in ``memory``; what runs in it is not saved."""
+    with memory.keeping():
+        return checkpointed(*args)
 
 
 def spares_memory(model: nn.Module) -> bool:

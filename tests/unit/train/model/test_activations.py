@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections import Counter
 
 import pytest
@@ -41,7 +42,7 @@ def learn(model: Qwen2ForCausalLM) -> tuple[dict[str, torch.Tensor], int]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, attentions.count
 
 
-@pytest.mark.parametrize(("which", "attentions"), [("keep", 1), ("selective", 1), ("recompute", 2)])
+@pytest.mark.parametrize(("which", "attentions"), [("keep", 1), ("selective", 1), ("recompute", 2), ("offload", 2)])
 def test_gradients_are_the_same_and_attention_runs_again_only_to_recompute_all(which, attentions):
     expected, _ = learn(made())
     model = made()
@@ -51,6 +52,32 @@ def test_gradients_are_the_same_and_attention_runs_again_only_to_recompute_all(w
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name])
+
+
+def test_offloaded_layers_learn_what_recomputed_ones_do_bit_by_bit():
+    model, other = made(), made()
+    keep_activations(model, "offload")
+    keep_activations(other, "recompute")
+    for _ in range(2):  # a second pass has nothing of the first
+        (found, _), (expected, _) = learn(model), learn(other)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_of_offloaded_layers_the_inputs_themselves_are_gone_until_the_backward_pass():
+    def still_there(which: str) -> int:
+        model, inputs = made(), []
+        keep_activations(model, which)
+        for layer in model.model.layers:
+            layer.register_forward_pre_hook(lambda module, args: inputs.append(weakref.ref(args[0])))
+        output = model(input_ids=torch.arange(12)[None], use_cache=False).logits
+        there = sum(one() is not None for one in inputs)
+        output.sum().backward()
+        assert len(inputs) == 2 * LAYERS
+        return there
+
+    assert still_there("recompute") == LAYERS
+    assert still_there("offload") == 0
 
 
 def test_selective_layers_keep_less():
@@ -64,9 +91,10 @@ def test_selective_layers_keep_less():
     assert kept("selective") < kept("keep") / 2
 
 
-def test_a_copy_of_a_selective_model_runs_its_own_layers():
+@pytest.mark.parametrize("which", ["selective", "offload"])
+def test_a_copy_of_a_model_runs_its_own_layers(which):
     model = made()
-    keep_activations(model, "selective")
+    keep_activations(model, which)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in other.parameters():
