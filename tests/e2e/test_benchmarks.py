@@ -27,6 +27,7 @@ RUN_HERE = {
     "memory": (["--only", "1.5B, LoRA, 1024", "--steps", "2"], "1.5B, LoRA, 1024"),
     "multi_turn": ([], "rollouts"),
     "overlap": (["--work", WORK], "a step over the longer of generation and training"),
+    "packing": ([], "| 128 | ragged | 4 | as they are |"),
     "reasoning_tasks": (["--only", "chain_sum"], "| chain_sum | 2 |"),
     "time_to_first_step": (["--engine", "embedded", "--prompts", "2", "--repeats", "0", "--work", WORK],
                            "| **longer than the engine alone** |"),

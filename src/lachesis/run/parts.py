@@ -34,7 +34,7 @@ from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.requests import take
 from lachesis.run.sources import build_player, build_source, generated_ahead, load_answers, sampling_params
 from lachesis.run.teacher import Teach
-from lachesis.train.batch import Batch, pack_for_ranks
+from lachesis.train.batch import Batch, pack
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.iterations import Pack, RepeatedFeed, undivided
@@ -360,7 +360,7 @@ def pack_batch(groups: Sequence[Group], *, config: LachesisConfig, policy: Polic
     """Pack as the batch section says; sequences are left out only where that changes nothing."""
     algorithm = config.algorithm
     mixture = {} if algorithm.teacher is None else {"shares": shares(algorithm.teacher)}
-    return pack_for_ranks(
+    return pack(
         groups,
         ranks=policy.strategy.mesh.parts,
         max_tokens=config.batch.max_tokens_per_microbatch,

@@ -16,11 +16,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, compress, repeat, zip_longest
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -28,22 +28,13 @@ from torch import Tensor
 
 from lachesis.common.errors import TrainingError
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, Sample
-from lachesis.train.prefix_tree import branches
+from lachesis.train.packing import Inputs, OldLogprobs, Part, Row, Shares, Unit, arrange, trees
 from lachesis.train.routed import Stretch, routed_tensor
 from lachesis.train.taught import Said, taught_tensors
 
 T = TypeVar("T")
 Objective = Literal["policy", "sft"]
 """What a batch is learned from by: a policy-gradient loss, or the likelihood of its tokens."""
-OldLogprobs = Literal["sampler", "trainer"]
-"""Whose logprobs the importance ratio compares with: what the samples came with, or the trainer's at first use."""
-
-
-class Shares(NamedTuple):
-    """What the advantages of a group are multiplied by, and a teacher's part of its loss."""
-
-    reward: float = 1.0
-    teacher: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,51 +135,6 @@ class Batch:
     objective: Objective = "policy"
 
 
-class _Row(NamedTuple):
-    """A sample of the batch, where its old logprobs are from, the number of its group, and what its loss is made of."""
-
-    sample: Sample
-    old_logprobs: OldLogprobs
-    group: int
-    shares: Shares = Shares()
-
-
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """What goes through the model for samples that are equal in all that they predict: the last token is no input."""
-
-    inputs: tuple[int, ...]
-    prompt_tokens: int
-    rows: tuple[_Row, ...]
-
-
-class _Part(NamedTuple):
-    """A sequence in a unit, and how many of its first inputs the one before it there has too."""
-
-    sequence: _Sequence
-    shared: int
-
-    @property
-    def new(self) -> int:
-        return len(self.sequence.inputs) - self.shared
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """Sequences in the order of their prefix tree: what packing moves around."""
-
-    parts: tuple[_Part, ...]
-
-    @property
-    def num_inputs(self) -> int:
-        return sum(part.new for part in self.parts)
-
-    @property
-    def num_rows(self) -> int:
-        """Sequences that go through the model: equal ones are one."""
-        return len(self.parts)
-
-
 def pack(
     groups: Sequence[Group],
     *,
@@ -200,6 +146,7 @@ def pack(
     old_logprobs: OldLogprobs = "sampler",
     replayed_old_logprobs: OldLogprobs = "sampler",
     shares: Callable[[Group], Shares] = lambda group: Shares(),
+    ranks: int = 1,
 ) -> Batch:
     """Pack scored groups (advantages set) into micro-batches of at most ``max_tokens`` inputs.
 
@@ -216,13 +163,14 @@ def pack(
         old_logprobs, replayed_old_logprobs: what the importance ratio compares with, for fresh groups and for
             those from the replay buffer.
         shares: how much of each group's loss is the rewards' and how much a teacher's.
+        ranks: that share the micro-batches (:func:`split`), which are as even then as keeps all of them busy.
 
     Raises:
         TrainingError: no sample has a token to learn from (truncated ones aside: a step may consist of them),
             or a sample is malformed.
     """
     rows = [
-        _Row(sample, replayed_old_logprobs if group.replayed else old_logprobs, number, shares(group))
+        Row(sample, replayed_old_logprobs if group.replayed else old_logprobs, number, shares(group))
         for number, group in enumerate(groups)
         for sample in group.samples
     ]
@@ -237,18 +185,16 @@ def pack(
     if mask_truncated:
         counted = [row for row in counted if row.sample.finish_reason == "stop"]
     kept = [row for row in counted if not skip_zero_advantage or _teaches(row.sample)]
-    trees = [*_trees(kept)]
-    cut = partial(_cut, max_tokens=max_tokens, max_rows=max_rows) if share_prefixes else _flat
-    # The longest first: sequences of one length meet, and the last micro-batch is the fullest it can be.
-    units = sorted((unit for tree in trees for unit in cut(tree)), key=lambda unit: unit.num_inputs, reverse=True)
+    whole = [*trees(kept)]
+    passes = arrange(whole, max_tokens=max_tokens, max_rows=max_rows, share_prefixes=share_prefixes, ranks=ranks)
     return Batch(
         groups=tuple(groups),
-        micro_batches=tuple(_collate(bin_) for bin_ in _fill(units, max_tokens=max_tokens, max_rows=max_rows)),
+        micro_batches=tuple(_collate(units) for units in passes),
         num_sequences=len(rows),
         num_tokens=sum(sum(row.sample.loss_mask()) for row in counted),
         skipped_sequences=len(counted) - len(kept),
-        distinct_tokens=sum(tree.num_inputs for tree in trees),
-        flat_tokens=sum(len(part.sequence.inputs) * len(part.sequence.rows) for tree in trees for part in tree.parts),
+        distinct_tokens=sum(tree.num_inputs for tree in whole),
+        flat_tokens=sum(len(part.sequence.ids) * len(part.sequence.rows) for tree in whole for part in tree.parts),
     )
 
 
@@ -273,64 +219,6 @@ def _require_whole(sample: Sample) -> None:
         f"logprobs and a mask of {len(sample.loss_mask())}",
         remedy="give a prompt, and for each completion token a logprob (NaN where unknown) and a mask value",
     )
-
-
-def _trees(rows: Sequence[_Row]) -> Iterator[_Unit]:
-    """A prefix tree for each group, and one for those that have a prompt in common."""
-    trees: dict[int, dict[tuple, list[_Row]]] = {}
-    tree_of: dict[int | tuple[int, ...], int] = {}
-    for row in rows:
-        sample = row.sample
-        tree = tree_of.get(row.group, tree_of.get(sample.prompt_ids, row.group))
-        tree_of[row.group] = tree_of[sample.prompt_ids] = tree
-        # Samples with other loss masks or temperatures have other predictions: they are not duplicates.
-        key = (sample.prompt_ids, sample.completion_ids, sample.mask, sample.temperature)
-        trees.setdefault(tree, {}).setdefault(key, []).append(row)
-    for tree in trees.values():
-        sequences = [_Sequence(p + c[:-1], len(p), tuple(same)) for (p, c, _, _), same in tree.items()]
-        order = branches([sequence.inputs for sequence in sequences])
-        yield _Unit(tuple(_Part(sequences[branch.index], branch.shared) for branch in order))
-
-
-def _flat(tree: _Unit) -> Iterator[_Unit]:
-    """Each sample alone, with its whole sequence."""
-    for sequence, _ in tree.parts:
-        yield from (_Unit((_Part(dataclasses.replace(sequence, rows=(row,)), 0),)) for row in sequence.rows)
-
-
-def _cut(tree: _Unit, *, max_tokens: int, max_rows: int | None) -> Iterator[_Unit]:
-    """The tree in units that a micro-batch can take, cut also where nothing is shared."""
-    kept: list[_Part] = []
-    inputs = 0
-    for part in tree.parts:
-        full = inputs + part.new > max_tokens or len(kept) == max_rows
-        if kept and (full or not part.shared):
-            yield _Unit(tuple(kept))
-            kept, inputs = [], 0
-        kept.append(part if kept else part._replace(shared=0))
-        inputs += kept[-1].new
-    yield _Unit(tuple(kept))
-
-
-def _fill(units: Sequence[_Unit], *, max_tokens: int, max_rows: int | None) -> list[list[_Unit]]:
-    """First-fit decreasing bin packing by inputs (and rows)."""
-    bins: list[list[_Unit]] = []
-    tokens: list[int] = []
-    rows: list[int] = []
-    for unit in units:
-        num_inputs, num_rows = unit.num_inputs, unit.num_rows
-        for i in range(len(bins)):
-            if tokens[i] + num_inputs <= max_tokens and (max_rows is None or rows[i] + num_rows <= max_rows):
-                break
-        else:
-            i = len(bins)
-            bins.append([])
-            tokens.append(0)
-            rows.append(0)
-        bins[i].append(unit)
-        tokens[i] += num_inputs
-        rows[i] += num_rows
-    return bins
 
 
 class _Stream:
@@ -369,7 +257,7 @@ class _Stream:
         self.len_k.append(len(context) + len(ids))
         return positions
 
-    def add_sequence(self, sequence: _Sequence, *, path: Sequence[int], overlap: int, known: dict[tuple, int]) -> None:
+    def add_sequence(self, sequence: Inputs, *, path: Sequence[int], overlap: int, known: dict[tuple, int]) -> None:
         """Append the loss tokens of a sequence whose inputs stand at the stream positions ``path``.
 
         Predictions at the first ``overlap`` of them may be those of other sequences too: ``known`` has their numbers.
@@ -399,7 +287,7 @@ class _Stream:
         self.targets.extend(targets)
         self.inverse_temperature.extend([inverse_temperature] * len(positions))
 
-    def _add_row(self, row: _Row, mask: Sequence[int], numbers: Sequence[int]) -> None:
+    def _add_row(self, row: Row, mask: Sequence[int], numbers: Sequence[int]) -> None:
         """Append a sample of which the tokens that the ``mask`` counts are the predictions ``numbers``."""
         sample = row.sample
         self.expand.extend(numbers)
@@ -417,14 +305,14 @@ class _Stream:
         self.token_advantages.extend([row.shares.reward * (advantage + value) for value in counted])
 
 
-def _leaf(parts: Sequence[_Part], place: int) -> int:
+def _leaf(parts: Sequence[Part], place: int) -> int:
     """The place of the sequence that the one at ``place`` is the beginning of, and those in between; or its own."""
-    while place + 1 < len(parts) and parts[place + 1].shared == len(parts[place].sequence.inputs):
+    while place + 1 < len(parts) and parts[place + 1].shared == len(parts[place].sequence.ids):
         place += 1
     return place
 
 
-def _collate(units: Sequence[_Unit]) -> MicroBatch:
+def _collate(units: Sequence[Unit]) -> MicroBatch:
     stream = _Stream()
     for unit in units:
         path: list[int] = []
@@ -434,9 +322,9 @@ def _collate(units: Sequence[_Unit]) -> MicroBatch:
             if place > leaf:
                 leaf = _leaf(unit.parts, place)
                 whole, context = unit.parts[leaf].sequence, path[:shared]
-                path = [*context, *stream.add_segment(whole.inputs[shared:], context=context)]
+                path = [*context, *stream.add_segment(whole.ids[shared:], context=context)]
                 # What sequences share goes through the experts that the first of them had.
-                stream.routes.append(Stretch(whole.rows[0].sample.routed, shared, len(whole.inputs)))
+                stream.routes.append(Stretch(whole.rows[0].sample.routed, shared, len(whole.ids)))
             # In the order of the tree no later sequence shares more than the next one does.
             following = unit.parts[place + 1].shared if place + 1 < len(unit.parts) else 0
             stream.add_sequence(sequence, path=path, overlap=max(shared, following), known=known)
@@ -447,8 +335,8 @@ def plain_micro_batch(token_ids: Sequence[int]) -> MicroBatch:
     """One sequence whose every token but the first is predicted, at temperature 1; no advantage."""
     prompt, completion = tuple(token_ids[:1]), tuple(token_ids[1:])
     sample = Sample(prompt, completion, (math.nan,) * len(completion), "stop", UNKNOWN_VERSIONS)
-    sequence = _Sequence(prompt + completion[:-1], len(prompt), (_Row(sample, "sampler", 0),))
-    return _collate([_Unit((_Part(sequence, 0),))])
+    sequence = Inputs(prompt + completion[:-1], len(prompt), (Row(sample, "sampler", 0),))
+    return _collate([Unit((Part(sequence, 0),))])
 
 
 def idle_micro_batch() -> MicroBatch:
@@ -526,24 +414,3 @@ def collect(parts: Sequence[Sequence[T]]) -> list[T]:
     missing = object()
     rounds = zip_longest(*parts, fillvalue=missing)
     return [item for items in rounds for item in items if item is not missing]  # type: ignore[misc]
-
-
-def pack_for_ranks(groups: Sequence[Group], *, ranks: int, max_tokens: int, **options: Any) -> Batch:
-    """As :func:`pack`, in micro-batches that keep all ranks busy.
-
-    One that holds all that a device may take at once leaves others idle where there is no second one. So smaller ones
-    are tried too, as many as make full passes, and taken where the passes are shorter then.
-    """
-    batch = pack(groups, max_tokens=max_tokens, **options)
-    if ranks == 1 or not batch.micro_batches:
-        return batch
-    passes = -(-len(batch.micro_batches) // ranks)
-    total = sum(micro.num_inputs for micro in batch.micro_batches)
-    even = pack(groups, max_tokens=min(max_tokens, -(-total // (passes * ranks))), **options)
-    return min((batch, even), key=lambda packed: passes_cost(packed, ranks))
-
-
-def passes_cost(batch: Batch, ranks: int) -> int:
-    """Tokens that the passes of a split batch take time for: the largest micro-batch of each pass."""
-    sizes = [micro.num_inputs for micro in batch.micro_batches]
-    return sum(max(sizes[start : start + ranks]) for start in range(0, len(sizes), ranks))

@@ -10,7 +10,8 @@ import torch
 
 from lachesis.common.errors import TrainingError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.train.batch import MicroBatch, collect, deal, pack, pack_for_ranks, passes_cost, split
+from lachesis.train.batch import Batch, MicroBatch, collect, deal, pack, split
+from lachesis.train.packing import PASS_TOKENS, passes_cost
 from tests.unit.train.model.test_forward import random_groups
 
 
@@ -172,6 +173,10 @@ def test_unknown_behaviour_logprobs_stay_nan():
     assert micro.sampling_logprobs.isnan().all()
 
 
+def cost(batch: Batch, ranks: int) -> int:
+    return passes_cost([micro.num_inputs for micro in batch.micro_batches], ranks)
+
+
 DEALT = random_groups(groups=5, samples=4, longest=8)
 
 
@@ -200,31 +205,31 @@ def test_what_is_dealt_is_collected_in_its_order(count: int):
 
 
 def test_a_pass_takes_as_long_as_its_largest():
-    batch = pack(DEALT, max_tokens=20)
-    sizes = [micro.num_inputs for micro in batch.micro_batches]
-    assert passes_cost(batch, 1) == sum(sizes)
-    assert passes_cost(batch, len(sizes)) == max(sizes)
+    sizes = [20, 20, 18, 7]
+    assert passes_cost(sizes, 1) == sum(sizes) + 4 * PASS_TOKENS
+    assert passes_cost(sizes, 2) == 20 + 18 + 2 * PASS_TOKENS
+    assert passes_cost(sizes, 4) == passes_cost(sizes, 5) == 20 + PASS_TOKENS
 
 
 def test_one_micro_batch_is_cut_for_the_ranks_that_would_have_none():
-    alone = pack_for_ranks(DEALT, ranks=1, max_tokens=1 << 20)
+    alone = pack(DEALT, ranks=1, max_tokens=1 << 20)
     assert len(alone.micro_batches) == 1
-    halves = pack_for_ranks(DEALT, ranks=2, max_tokens=1 << 20)
+    halves = pack(DEALT, ranks=2, max_tokens=1 << 20)
     assert len(halves.micro_batches) >= 2
-    assert passes_cost(halves, 2) < passes_cost(alone, 2)
+    assert cost(halves, 2) < cost(alone, 2)
     assert (halves.num_tokens, halves.num_sequences) == (alone.num_tokens, alone.num_sequences)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("max_tokens", [15, 30, 60, 200])
 def test_micro_batches_for_ranks_are_within_the_budget_and_never_slower(ranks: int, max_tokens: int):
-    plain, found = (pack_for_ranks(DEALT, ranks=n, max_tokens=max_tokens) for n in (1, ranks))
+    plain, found = (pack(DEALT, ranks=n, max_tokens=max_tokens) for n in (1, ranks))
     assert all(micro.num_inputs <= max_tokens for micro in found.micro_batches)
-    assert passes_cost(found, ranks) <= passes_cost(plain, ranks)
+    assert cost(found, ranks) <= cost(plain, ranks)
 
 
 def test_nothing_to_learn_is_no_micro_batch():
     from tests.unit.train.test_policy import without_advantage
 
-    packed = pack_for_ranks(without_advantage(DEALT), ranks=2, max_tokens=100, skip_zero_advantage=True)
+    packed = pack(without_advantage(DEALT), ranks=2, max_tokens=100, skip_zero_advantage=True)
     assert packed.micro_batches == ()

@@ -84,7 +84,7 @@ def test_step_does_not_depend_on_budget_accumulation_or_order(loss_type, level):
     assert (whole - before).abs().max() > 1e-6, "the step moved nothing: the comparison would be empty"
     shuffled = random.Random(0).sample(groups, len(groups))
     cases = {
-        "small budget": (groups, {"max_tokens": 20}),
+        "small budget, groups split": (groups, {"max_tokens": 20}),
         "one by one": (groups, {"max_tokens": 1, "max_rows": 1}),
         "row cap": (groups, {"max_tokens": 1 << 20, "max_rows": 3}),
         "other order": (shuffled, {"max_tokens": 30}),

@@ -19,12 +19,13 @@ from transformers import PreTrainedModel
 from lachesis.common.errors import TrainingError
 from lachesis.common.types import Group
 from lachesis.config.schema import TeacherConfig
-from lachesis.train.batch import MicroBatch, Shares
+from lachesis.train.batch import MicroBatch
 from lachesis.train.losses.divergence import IMPOSSIBLE, divergence, sampled_reverse_kl, with_rest
 from lachesis.train.losses.ratios import count_rows
 from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.forward import ForwardPlan, Packing, distributions, plan_forward, target_logprobs
 from lachesis.train.model.head import Read, TokenLogprobs
+from lachesis.train.packing import Shares
 
 
 class Candidates(NamedTuple):

@@ -1,0 +1,229 @@
+"""Which sequences go through the model together: from samples to trees of what they share, and to passes of a budget.
+
+A group is one tree as long as nothing is gained by cutting it. Where groups leave room that no whole one fits into,
+they are split between passes, and what the sequences on both sides share is computed on both: only if all passes
+together cost less then, each for its tokens and for itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from typing import Literal, NamedTuple
+
+from lachesis.common.types import Sample
+from lachesis.train.prefix_tree import branches
+
+OldLogprobs = Literal["sampler", "trainer"]
+"""Whose logprobs the importance ratio compares with: what the samples came with, or the trainer's at first use."""
+# What a pass costs beside its tokens, in tokens: weights are read twice, gradients added to, kernels launched. At 1.5B
+# on an H200 it was as much as 360 to 650 tokens (benchmarks/RESULTS.md: one step in 1, 2, 4 and 8 passes); for larger
+# models it is 210 to 300 by 12 bytes a weight at the memory's speed, over 6 FLOP a weight and token.
+PASS_TOKENS = 384
+# Of the smaller budgets that are tried for several ranks: the even one has no room for sequences of unequal lengths.
+_SLACK = (1.0, 1.1, 1.25, 1.5)
+
+
+class Shares(NamedTuple):
+    """What the advantages of a group are multiplied by, and a teacher's part of its loss."""
+
+    reward: float = 1.0
+    teacher: float = 1.0
+
+
+class Row(NamedTuple):
+    """A sample of the batch, where its old logprobs are from, the number of its group, and what its loss is made of."""
+
+    sample: Sample
+    old_logprobs: OldLogprobs
+    group: int
+    shares: Shares = Shares()
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What goes through the model for samples that are equal in all that they predict: the last token is no input."""
+
+    ids: tuple[int, ...]
+    prompt_tokens: int
+    rows: tuple[Row, ...]
+
+
+class Part(NamedTuple):
+    """A sequence in a unit, and how many of its first inputs the one before it there has too."""
+
+    sequence: Inputs
+    shared: int
+
+    @property
+    def new(self) -> int:
+        return len(self.sequence.ids) - self.shared
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Sequences in the order of their prefix tree: what packing moves around."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def num_inputs(self) -> int:
+        return sum(part.new for part in self.parts)
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences that go through the model: equal ones are one."""
+        return len(self.parts)
+
+
+@dataclass(slots=True)
+class _Pass:
+    """What goes through the model together, as it is filled."""
+
+    units: list[Unit] = field(default_factory=list[Unit])
+    tokens: int = 0
+    rows: int = 0
+
+    def add(self, unit: Unit) -> None:
+        self.units.append(unit)
+        self.tokens += unit.num_inputs
+        self.rows += unit.num_rows
+
+
+class _Budget(NamedTuple):
+    """What a pass may have at most."""
+
+    tokens: int
+    rows: float
+
+    def fitting(self, unit: Unit, passes: Sequence[_Pass]) -> _Pass | None:
+        """The first of the passes that has room for all of a unit."""
+        tokens, rows = self.tokens - unit.num_inputs, self.rows - unit.num_rows
+        return next((one for one in passes if one.tokens <= tokens and one.rows <= rows), None)
+
+
+def trees(rows: Sequence[Row]) -> Iterator[Unit]:
+    """A prefix tree for each group, and one for those that have a prompt in common."""
+    grown: dict[int, dict[tuple, list[Row]]] = {}
+    tree_of: dict[int | tuple[int, ...], int] = {}
+    for row in rows:
+        sample = row.sample
+        tree = tree_of.get(row.group, tree_of.get(sample.prompt_ids, row.group))
+        tree_of[row.group] = tree_of[sample.prompt_ids] = tree
+        # Samples with other loss masks or temperatures have other predictions: they are not duplicates.
+        key = (sample.prompt_ids, sample.completion_ids, sample.mask, sample.temperature)
+        grown.setdefault(tree, {}).setdefault(key, []).append(row)
+    for tree in grown.values():
+        sequences = [Inputs(p + c[:-1], len(p), tuple(same)) for (p, c, _, _), same in tree.items()]
+        order = branches([sequence.ids for sequence in sequences])
+        yield Unit(tuple(Part(sequences[branch.index], branch.shared) for branch in order))
+
+
+def arrange(
+    whole: Sequence[Unit], *, max_tokens: int, max_rows: int | None, share_prefixes: bool, ranks: int
+) -> list[list[Unit]]:
+    """The units of each pass, of all that is in the trees ``whole``, in the cheapest of a few ways.
+
+    The ways are whole groups, and groups that are split where room is left. For several ranks, of which one that has no
+    pass of its own would idle, both are also tried with smaller budgets, by which all ranks have equally much to do.
+
+    Args:
+        max_tokens: inputs of a pass at most; a sequence that is longer goes alone.
+        max_rows: sequences of a pass at most.
+        share_prefixes: ``False`` makes each sample a unit of its own, with its whole sequence.
+        ranks: that take a pass each, at the same time.
+    """
+
+    def ways(tokens: int) -> list[list[_Pass]]:
+        budget = _Budget(tokens, math.inf if max_rows is None else max_rows)
+        cut = partial(_cut, budget=budget) if share_prefixes else _flat
+        units = [unit for tree in whole for unit in cut(tree)]
+        filled = [_filled(units, budget=budget, split=False)]
+        least = -(-sum(one.tokens for one in filled[0]) // tokens)
+        if share_prefixes and len(filled[0]) > least:
+            filled.append(_filled(units, budget=budget, split=True))
+        return filled
+
+    found = ways(max_tokens)
+    if ranks > 1 and found[0]:
+        even = min(_even_budget(passes, ranks) for passes in found)
+        for tokens in {min(max_tokens, round(even * slack)): None for slack in _SLACK}:
+            found += ways(tokens)
+    best = min(found, key=lambda passes: passes_cost([one.tokens for one in passes], ranks))
+    return [one.units for one in best]
+
+
+def passes_cost(sizes: Sequence[int], ranks: int) -> int:
+    """What passes of so many inputs take, in tokens: ranks wait for the largest of those that they make together."""
+    return sum(max(sizes[start : start + ranks]) + PASS_TOKENS for start in range(0, len(sizes), ranks))
+
+
+def _even_budget(passes: Sequence[_Pass], ranks: int) -> int:
+    """Tokens of each pass where all ranks are busy as often as any of them is."""
+    rounds = -(-len(passes) // ranks)
+    return -(-sum(one.tokens for one in passes) // (rounds * ranks))
+
+
+def _filled(units: Sequence[Unit], *, budget: _Budget, split: bool) -> list[_Pass]:
+    """First-fit decreasing bin packing by inputs (and rows).
+
+    The longest first: sequences of one length meet, and the last pass is the fullest it can be.
+
+    Args:
+        split: of a unit that fits nowhere as many sequences as there is room for go to the pass with the most room.
+    """
+    passes: list[_Pass] = []
+    waiting = deque(sorted(units, key=lambda unit: unit.num_inputs, reverse=True))
+    while waiting:
+        unit = waiting.popleft()
+        fitting = budget.fitting(unit, passes)
+        if fitting is None and split and passes:
+            roomiest = min(passes, key=lambda one: one.tokens)
+            pieces = _split(unit, tokens=budget.tokens - roomiest.tokens, rows=budget.rows - roomiest.rows)
+            if pieces is not None:
+                fitting, unit = roomiest, pieces[0]
+                waiting.appendleft(pieces[1])
+        if fitting is None:
+            passes.append(fitting := _Pass())
+        fitting.add(unit)
+    return passes
+
+
+def _split(unit: Unit, *, tokens: int, rows: float) -> tuple[Unit, Unit] | None:
+    """As many of its sequences as there is room for, and the others; ``None`` where that is of no use.
+
+    It is of none where what is computed again is more than is moved, or more than a pass costs beside its tokens.
+    """
+    ends = accumulate(part.new for part in unit.parts)
+    count = sum(number < rows and end <= tokens for number, end in enumerate(ends))
+    if count == 0:
+        return None
+    head, (first, *others) = Unit(unit.parts[:count]), unit.parts[count:]
+    if first.shared > min(PASS_TOKENS, head.num_inputs - first.shared):
+        return None
+    return head, Unit((first._replace(shared=0), *others))
+
+
+def _flat(tree: Unit) -> Iterator[Unit]:
+    """Each sample alone, with its whole sequence."""
+    for sequence, _ in tree.parts:
+        yield from (Unit((Part(dataclasses.replace(sequence, rows=(row,)), 0),)) for row in sequence.rows)
+
+
+def _cut(tree: Unit, *, budget: _Budget) -> Iterator[Unit]:
+    """The tree in units that a pass can take, cut also where nothing is shared."""
+    kept: list[Part] = []
+    inputs = 0
+    for part in tree.parts:
+        full = inputs + part.new > budget.tokens or len(kept) == budget.rows
+        if kept and (full or not part.shared):
+            yield Unit(tuple(kept))
+            kept, inputs = [], 0
+        kept.append(part if kept else part._replace(shared=0))
+        inputs += kept[-1].new
+    yield Unit(tuple(kept))
