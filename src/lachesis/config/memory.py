@@ -31,8 +31,8 @@ KEPT_ELEMENTS = {"cuda": 5 << 28, "cpu": 1 << 26}
 _CPU_CHUNK_TENSORS = 6
 # As in lachesis.train.optim.weight_update: elements of the parameters that are updated together.
 BUCKET_ELEMENTS = 1 << 26
-# As in lachesis.transport.layout: of one of the two buffers that a channel sends.
-TRANSFER_BYTES = 256 * 2**20
+# As in lachesis.transport.layout: a bucket of a channel, and how many are under way while the next is made.
+TRANSFER_BYTES, TRANSFER_WINDOW = 256 * 2**20, 4
 # cuBLAS keeps a workspace of this size, which torch allocates for it (NVIDIA's advice for Hopper; 8 MiB before).
 _CUBLAS_BYTES = 32 * 2**20
 
@@ -235,7 +235,7 @@ def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, devi
         moment = 8 * buckets + 4 * largest
     if config.optimizer.kind == "adafactor":
         moment += 2 * 4 * largest
-    sent = 2 * TRANSFER_BYTES if config.bridge.kind in ("broadcast", "lora_nccl") else 0
+    sent = (TRANSFER_WINDOW + 1) * TRANSFER_BYTES if config.bridge.kind in ("broadcast", "lora_nccl") else 0
     if config.adapter.kind == "lora":
         sent = min(sent, 2 * trained * width)
     yield MemoryPart("update", "trainer", ("update",), max(moment, sent))

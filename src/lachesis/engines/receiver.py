@@ -190,11 +190,11 @@ class _Update:
         try:
             with (
                 self._beside.entered(),
-                self._channel.receive(self._spec.tensors, deadline=deadline) as arriving,
+                self._channel.receive(
+                    self._spec.tensors, deadline=deadline, keep=self._beside.staging_device(self._spec)
+                ) as arriving,
             ):
-                place = self._beside.staging_device(self._spec)
-                # Copies of views into the receive buffer, which the next tensors overwrite.
-                self.tensors = {name: tensor.detach().to(place, copy=True) for name, tensor in arriving}
+                self.tensors = dict(arriving)
                 if self._beside.device.type == "cuda":
                     torch.cuda.current_stream().synchronize()
                 self.arrived.set()

@@ -1,11 +1,12 @@
 """A one-way channel for weights, from a trainer to the workers of an engine.
 
 It has process groups of its own and never touches torch's default one, so that it lives beside those of FSDP and
-vLLM. An update goes bucket by bucket::
+vLLM. An update goes bucket by bucket, several under way: they are packed into a ring one after the other::
 
     trainer                                   each engine worker
     header: update number, tensors    ->      compare with what is expected; accept or refuse
-    for each bucket: announce, broadcast ->   hand out views of the buffer, then ask for the next
+    for each bucket: announce, broadcast ->   hand out its tensors
+                                      <-      taken: its place in the ring may be written to again
                                       <-      loaded
 
 Before anything large moves both sides have agreed on it, and a side that fails or dies is noticed by the other at
@@ -15,8 +16,10 @@ once, in whatever it waits for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,15 +28,25 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
 from lachesis.transport.layout import (
     BUCKET_BYTES,
+    WINDOW,
     Bucket,
     ChannelBackend,
     ReceivedTensor,
     difference,
     plan_buckets,
+    ring_bytes,
     to_wire,
 )
 from lachesis.transport.rendezvous import PROTOCOL, Links, Message, Rendezvous, listen
 from lachesis.transport.transports import Collective, SharedBuffer, Transport, build_group
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What an update was: its bytes, and those of the buckets that were under way at a time, at most."""
+
+    num_bytes: int
+    most_under_way: int
 
 
 class Channel:
@@ -107,23 +120,25 @@ class Channel:
         *,
         deadline: Deadline,
         bucket_bytes: int = BUCKET_BYTES,
-    ) -> None:
+        window: int = WINDOW,
+    ) -> Sent:
         """Rank 0: send one update; returns once every engine worker has loaded all of it.
 
         Args:
             tensors: name and tensor in the order of ``specs``, on any device; taken one by one, so that they may
                 be made on the way (gathered, merged) and no second copy of the model is ever held.
             specs: names, shapes and dtypes; a tensor of another dtype is cast.
-            bucket_bytes: bounds the buffer on each side, unless one tensor is larger.
+            bucket_bytes: bounds a bucket, unless one tensor is larger.
+            window: so many buckets are under way at a time, for which there is memory.
 
         Raises:
             EngineError: a worker refused the header, failed or died, or ``tensors`` are not those of ``specs``.
             DeadlineExceeded: the deadline passed.
         """
         self._check(sending=True)
-        buckets = plan_buckets(specs, limit_bytes=bucket_bytes)
+        buckets = plan_buckets(specs, limit_bytes=bucket_bytes, window=window)
         with self._breaking():
-            refusal = self._offer(specs, bucket_bytes=bucket_bytes, deadline=deadline)
+            refusal = self._offer(specs, bucket_bytes=bucket_bytes, window=window, deadline=deadline)
         if refusal is not None:
             raise EngineError(
                 f"the engine refuses update {self.updates} of the weights: {refusal}",
@@ -131,31 +146,52 @@ class Channel:
             )
         with self._breaking():
             source = iter(tensors)
-            room = self._transport.buffer(max((bucket.num_bytes for bucket in buckets), default=0))
-            for number, bucket in enumerate(buckets):
-                buffer = room[: bucket.num_bytes]
-                _pack(buffer, bucket, source)
-                self._links.send({"bucket": number, **self._transport.announcement()})
-                self._transport.send(buffer, deadline=deadline)
-                self._expect("taken", deadline=deadline)
+            most = self._send_buckets(buckets, source, deadline=deadline)
             extra = next(source, None)
             if extra is not None:
                 raise EngineError(f"the tensor {extra[0]!r} was to be sent and is not in the list of tensors")
             self._links.send({"end": self.updates})
             self._expect("loaded", deadline=deadline)
+            self._transport.let_go()
+        return Sent(sum(bucket.num_bytes for bucket in buckets), most)
+
+    def _send_buckets(
+        self, buckets: Sequence[Bucket], source: Iterator[tuple[str, Tensor]], *, deadline: Deadline
+    ) -> int:
+        """Pack and send each as soon as its place in the ring is free; bytes that were under way, at most."""
+        ring = self._transport.ring(ring_bytes(buckets))
+        under_way: deque[tuple[Bucket, Callable[[], None]]] = deque()
+        taken = most = 0
+
+        def take_back(until: int) -> None:
+            nonlocal taken
+            for _ in range(taken, until):
+                self._expect("taken", deadline=deadline)
+                under_way.popleft()[1]()
+            taken = max(taken, until)
+
+        for number, bucket in enumerate(buckets):
+            take_back(bucket.after)
+            place = ring[bucket.place : bucket.place + bucket.num_bytes]
+            _pack(place, bucket, source)
+            self._links.send({"bucket": number, **self._transport.announcement()})
+            under_way.append((bucket, self._transport.send(place, deadline=deadline)))
+            most = max(most, sum(sent.num_bytes for sent, _ in under_way))
+        take_back(len(buckets))
+        return most
 
     @contextmanager
     def receive(
-        self, specs: Sequence[ReceivedTensor], *, deadline: Deadline
+        self, specs: Sequence[ReceivedTensor], *, deadline: Deadline, keep: torch.device | None = None
     ) -> Generator[Iterator[tuple[str, Tensor]]]:
         """Other ranks: the tensors of one update, as they arrive::
 
             with channel.receive(specs, deadline=deadline) as tensors:
                 model.load_weights(tensors)
 
-        A tensor is a view of the receive buffer: copy it (on the current stream) before asking for the next. All
-        must be taken; an error inside the block is reported to the trainer and breaks the channel. Leaving the
-        block tells the trainer that everything has been loaded.
+        A tensor is a view of the receive buffer: copy it (on the current stream) before asking for the next; with
+        ``keep`` it is the caller's own, on that device. All must be taken; an error inside the block is reported to
+        the trainer and breaks the channel. Leaving the block tells the trainer that everything has been loaded.
 
         Raises:
             EngineError: the trainer wants to send something else, failed or died.
@@ -175,13 +211,15 @@ class Channel:
         if "stop" in (go := self._next(deadline, "the first bucket")):
             raise EngineError(f"the trainer stopped update {self.updates}: {go['stop']}")
         with self._breaking():
-            tensors = self._arriving(plan_buckets(specs, limit_bytes=header["bucket_bytes"]), go, deadline=deadline)
+            buckets = plan_buckets(specs, limit_bytes=header["bucket_bytes"], window=header["window"])
+            tensors = self._arriving(buckets, go, keep=keep, deadline=deadline)
             yield tensors
             left = next(tensors, None)
             if left is not None:
                 raise EngineError(f"the engine did not take the tensor {left[0]!r} and those after it")
-            self._transport.finish_reading(deadline=deadline)
+            self._transport.finish(self._transport.mark(), deadline=deadline)
             self._links.send({"loaded": self.updates})
+            self._transport.let_go()
 
     def abort(self, reason: str) -> None:
         """End whatever this side waits for, with an EngineError; from any thread."""
@@ -193,10 +231,13 @@ class Channel:
         self._links.close()
         self._transport.close()
 
-    def _offer(self, specs: Sequence[ReceivedTensor], *, bucket_bytes: int, deadline: Deadline) -> str | None:
+    def _offer(
+        self, specs: Sequence[ReceivedTensor], *, bucket_bytes: int, window: int, deadline: Deadline
+    ) -> str | None:
         """Send the header; a reason if some worker refuses, after the others were told to forget it."""
         self.updates += 1
-        self._links.send({"update": self.updates, "tensors": to_wire(specs), "bucket_bytes": bucket_bytes})
+        sizes = {"bucket_bytes": bucket_bytes, "window": window}
+        self._links.send({"update": self.updates, "tensors": to_wire(specs), **sizes})
         answers = {
             rank: self._links.receive(rank, deadline=deadline, waiting_for="its answer to the header")
             for rank in self._links.ranks
@@ -209,16 +250,22 @@ class Channel:
         return reason
 
     def _arriving(
-        self, buckets: Sequence[Bucket], message: Message, *, deadline: Deadline
+        self, buckets: Sequence[Bucket], message: Message, *, keep: torch.device | None, deadline: Deadline
     ) -> Iterator[tuple[str, Tensor]]:
+        ring, taken = ring_bytes(buckets), 0
+        marks: deque[torch.cuda.Event | None] = deque()
         for number, bucket in enumerate(buckets):
             if message.get("bucket") != number:
                 raise EngineError(f"bucket {number} of update {self.updates} was to come, not {dict(message)}")
-            buffer = self._transport.receive(bucket.num_bytes, announcement=message, deadline=deadline)
+            buffer = self._transport.receive(bucket, ring=ring, announcement=message, keep=keep, deadline=deadline)
             for packed, view in zip(bucket.tensors, _views(buffer, bucket), strict=True):
                 yield packed.tensor.name, view
-            self._transport.finish_reading(deadline=deadline)
-            self._links.send({"taken": number})
+            marks.append(self._transport.mark())
+            # What the trainer waits for before it sends the next one, and no more: the others are still under way.
+            while taken < (buckets[number + 1].after if number + 1 < len(buckets) else len(buckets)):
+                self._transport.finish(marks.popleft(), deadline=deadline)
+                self._links.send({"taken": taken})
+                taken += 1
             message = self._next(deadline, "the next bucket")
         if message.get("end") != self.updates:
             raise EngineError(f"the end of update {self.updates} was to come, not {dict(message)}")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lachesis.common.errors import EngineError
@@ -13,6 +14,9 @@ from lachesis.common.json_values import is_list
 ChannelBackend = Literal["nccl", "gloo", "ipc"]
 
 BUCKET_BYTES = 256 * 2**20
+# So many full buckets are under way at a time: enough that none of the wire, the copies at its ends and the messages
+# beside it waits for another.
+WINDOW = 4
 # Every tensor starts at a multiple of this, so that a buffer of bytes can be viewed as any dtype there.
 _ALIGNMENT = 256
 _ITEM_BYTES = {
@@ -43,14 +47,22 @@ class PackedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that travel together in one flat buffer of ``num_bytes``."""
+    """Tensors that travel together in one flat buffer of ``num_bytes``.
+
+    It lies at ``place`` of the ring that the buckets of an update are packed into one after the other, once the first
+    ``after`` of them have been taken.
+    """
 
     tensors: tuple[PackedTensor, ...]
     num_bytes: int
+    place: int = 0
+    after: int = 0
 
 
-def plan_buckets(tensors: Sequence[ReceivedTensor], *, limit_bytes: int) -> tuple[Bucket, ...]:
+def plan_buckets(tensors: Sequence[ReceivedTensor], *, limit_bytes: int, window: int = 1) -> tuple[Bucket, ...]:
     """Fill buckets of up to ``limit_bytes`` in the order of ``tensors``; a larger tensor has a bucket of its own.
+
+    Their ring has room for ``window`` full ones, or for the largest.
 
     Raises:
         EngineError: a dtype that no channel carries, or a name that occurs twice.
@@ -68,10 +80,35 @@ def plan_buckets(tensors: Sequence[ReceivedTensor], *, limit_bytes: int) -> tupl
             buckets.append(Bucket(tuple(packed), end))
             packed, end = [], 0
         packed.append(PackedTensor(tensor, offset=end, num_bytes=size))
-        end += math.ceil(size / _ALIGNMENT) * _ALIGNMENT
+        end += _aligned(size)
     if packed:
         buckets.append(Bucket(tuple(packed), end))
-    return tuple(buckets)
+    largest = max((bucket.num_bytes for bucket in buckets), default=0)
+    return _placed(buckets, ring=max(largest, window * _aligned(limit_bytes)))
+
+
+def ring_bytes(buckets: Sequence[Bucket]) -> int:
+    """The size of the ring that the buckets were given places in."""
+    return max((bucket.place + bucket.num_bytes for bucket in buckets), default=0)
+
+
+def _placed(buckets: Sequence[Bucket], *, ring: int) -> tuple[Bucket, ...]:
+    """Each bucket where the one before ends, or at the beginning; what lies there has to have been taken by then."""
+    placed: list[Bucket] = []
+    held: deque[tuple[int, Bucket]] = deque()
+    end = after = 0
+    for number, bucket in enumerate(buckets):
+        place = end if end + bucket.num_bytes <= ring else 0
+        end = place + bucket.num_bytes
+        while any(place < other.place + other.num_bytes and other.place < end for _, other in held):
+            after = held.popleft()[0] + 1
+        placed.append(replace(bucket, place=place, after=after))
+        held.append((number, placed[-1]))
+    return tuple(placed)
+
+
+def _aligned(size: int) -> int:
+    return math.ceil(size / _ALIGNMENT) * _ALIGNMENT
 
 
 def num_bytes(tensor: ReceivedTensor) -> int:

@@ -30,7 +30,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 from lachesis.common.json_values import is_object
 
-PROTOCOL = 2
+PROTOCOL = 3
 _LONGEST_HELLO, _LONGEST_MESSAGE = 4096, 64 * 2**20
 # Of a challenge, and of its SHA-256 answer.
 _PROOF_BYTES = 32

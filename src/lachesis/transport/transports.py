@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,7 @@ from torch import distributed as dist
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError, first_line
 from lachesis.common.threads import call_watched
+from lachesis.transport.layout import Bucket
 from lachesis.transport.rendezvous import Links, Message
 from lachesis.transport.shared_tensors import (
     Attachments,
@@ -27,7 +29,9 @@ from lachesis.transport.shared_tensors import (
     export_from_file,
 )
 
-_POLL_S = 0.001
+# Between two looks at what is under way. Waiting for messages meanwhile would round it up to a whole millisecond.
+_POLL_S = 0.0001
+_NEWS_S = 0.5
 # Of torch's own timers, which end operations in their own time and, with NCCL, in their own way; ours come first.
 _LONG = timedelta(days=30)
 # What torch.distributed takes from its C++ part has no types that are exported.
@@ -35,7 +39,7 @@ _c10d: Any = dist
 
 
 class Transport(ABC):
-    """Moves one bucket at a time from rank 0 to all others. ``device`` is where its buffers are."""
+    """Moves buckets from rank 0 to all others, in order, several under way. ``device`` is where their ring is."""
 
     def __init__(self, *, device: torch.device, links: Links) -> None:
         self.device = device
@@ -43,30 +47,51 @@ class Transport(ABC):
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     @abstractmethod
-    def buffer(self, num_bytes: int) -> Tensor:
-        """Rank 0: bytes to pack the next bucket into; whatever they held has been taken by the others."""
+    def ring(self, num_bytes: int) -> Tensor:
+        """Rank 0: bytes to pack the buckets of an update into."""
 
     def announcement(self) -> Message:
-        """Rank 0: what the others must know to receive the buffer that was handed out last."""
+        """Rank 0: what the others must know to receive the bucket that was packed last."""
         return {}
 
     @abstractmethod
-    def send(self, buffer: Tensor, *, deadline: Deadline) -> None:
-        """Rank 0: returns when ``buffer`` has been sent. Raises EngineError or DeadlineExceeded."""
+    def send(self, bucket: Tensor, *, deadline: Deadline) -> Callable[[], None]:
+        """Rank 0: begin to send part of the ring; the result is called before that is written to again.
+
+        Both raise EngineError or DeadlineExceeded.
+        """
 
     @abstractmethod
-    def receive(self, num_bytes: int, *, announcement: Message, deadline: Deadline) -> Tensor:
-        """Other ranks: the bytes of the bucket; valid until :meth:`finish_reading`."""
+    def receive(
+        self, bucket: Bucket, *, ring: int, announcement: Message, keep: torch.device | None, deadline: Deadline
+    ) -> Tensor:
+        """Other ranks: the bytes of the bucket, as work on the current stream sees them.
 
-    def finish_reading(self, *, deadline: Deadline) -> None:
-        """Return when all work on the current stream is done; peers are watched: a dead one's collective never ends."""
+        With ``keep`` they are the caller's own, on that device; without they lie in a ring of so many bytes, until
+        the trainer hears that they were taken.
+        """
+
+    def mark(self) -> torch.cuda.Event | None:
+        """What is on the current stream by now, to be waited for by :meth:`finish`."""
         if self.device.type != "cuda":
-            return
+            return None
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
-        while not event.query():
-            self._links.watch(_POLL_S)
-            deadline.check("the GPU is still busy with a bucket of weights")
+        return event
+
+    def finish(self, mark: torch.cuda.Event | None, *, deadline: Deadline) -> None:
+        """Return when the work before the mark is done; peers are watched: a dead one's collective never ends."""
+        while mark is not None and not mark.query():
+            self._look("the GPU is still busy with a bucket of weights", deadline)
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Between updates: give memory back that the next one can have again."""
+
+    def _look(self, waiting_for: str, deadline: Deadline) -> None:
+        self._links.watch(0.0)
+        deadline.check(waiting_for)
+        time.sleep(_POLL_S)
 
     @abstractmethod
     def abort(self) -> None:
@@ -84,19 +109,27 @@ class Collective(Transport):
         super().__init__(device=device, links=links)
         self._group: Any = group
 
-    def buffer(self, num_bytes: int) -> Tensor:
+    def ring(self, num_bytes: int) -> Tensor:
         if self._buffer.numel() < num_bytes:
-            self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)  # the old one goes first
+            self.let_go()  # the old one goes first
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return self._buffer[:num_bytes]
+        return self._buffer
 
-    def send(self, buffer: Tensor, *, deadline: Deadline) -> None:
-        self._broadcast(buffer, deadline=deadline)
+    def send(self, bucket: Tensor, *, deadline: Deadline) -> Callable[[], None]:
+        return self._broadcast(bucket, deadline=deadline)
 
-    def receive(self, num_bytes: int, *, announcement: Message, deadline: Deadline) -> Tensor:
-        buffer = self.buffer(num_bytes)
-        self._broadcast(buffer, deadline=deadline)
-        return buffer
+    def receive(
+        self, bucket: Bucket, *, ring: int, announcement: Message, keep: torch.device | None, deadline: Deadline
+    ) -> Tensor:
+        if keep == self.device:
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=keep)
+        else:
+            buffer = self.ring(ring)[bucket.place : bucket.place + bucket.num_bytes]
+        self._broadcast(buffer, deadline=deadline)()
+        return buffer if keep is None else buffer.to(keep)
+
+    def let_go(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
 
     def abort(self) -> None:
         if self._group is not None and self.device.type == "cuda":
@@ -107,24 +140,32 @@ class Collective(Transport):
         self._group = None
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
-    def _broadcast(self, buffer: Tensor, *, deadline: Deadline) -> None:
+    def _broadcast(self, buffer: Tensor, *, deadline: Deadline) -> Callable[[], None]:
+        """Begin; the result ends it, on a GPU for the current stream alone, which waits there and not here."""
         if buffer.numel() == 0:
-            return
+            return lambda: None
         group = self._group
         if group is None:
             raise EngineError("the weight channel was closed")
-        try:
-            with _current(self.device):
-                work = group.broadcast([buffer], _from_trainer(deadline))
-                if self.device.type == "cuda":
-                    work.wait()  # on the stream, not on the host
-                    self.finish_reading(deadline=deadline)
-                    return
-                while not work.is_completed():
-                    self._links.watch(_POLL_S)
-                    deadline.check("a broadcast of weights is under way")
+        with _current(self.device), self._explained(deadline):
+            work = group.broadcast([buffer], _from_trainer(deadline))
+
+        def finish() -> None:
+            with _current(self.device), self._explained(deadline):
+                while self.device.type != "cuda" and not work.is_completed():
+                    self._look("a broadcast of weights is under way", deadline)
                 work.wait()
+
+        return finish
+
+    @contextmanager
+    def _explained(self, deadline: Deadline) -> Generator[None]:
+        try:
+            yield
         except RuntimeError as error:
+            heard = Deadline("news of a peer's end", _NEWS_S)
+            while heard.remaining_s():
+                self._links.watch(_NEWS_S / 10)  # raises who has gone: that says more than what became of its broadcast
             deadline.check()
             raise EngineError(
                 f"the broadcast of weights failed: {first_line(error)}", remedy="look at the log of the other side"
@@ -143,10 +184,10 @@ class SharedBuffer(Transport):
         self._file: SharedFile | None = None
         self._attachments = Attachments()
 
-    def buffer(self, num_bytes: int) -> Tensor:
+    def ring(self, num_bytes: int) -> Tensor:
         if self._buffer.numel() < num_bytes:
             self._unannounced = self._allocate(num_bytes).to_json()
-        return self._buffer[:num_bytes]
+        return self._buffer
 
     def announcement(self) -> Message:
         # The others may read as soon as they hear of it, so packing has to be done.
@@ -155,17 +196,24 @@ class SharedBuffer(Transport):
         shared, self._unannounced = self._unannounced, None
         return {} if shared is None else {"shared": shared}
 
-    def send(self, buffer: Tensor, *, deadline: Deadline) -> None:
+    def send(self, bucket: Tensor, *, deadline: Deadline) -> Callable[[], None]:
         """Nothing moves: the announcement was all."""
+        return lambda: None
 
-    def receive(self, num_bytes: int, *, announcement: Message, deadline: Deadline) -> Tensor:
+    def receive(
+        self, bucket: Bucket, *, ring: int, announcement: Message, keep: torch.device | None, deadline: Deadline
+    ) -> Tensor:
         if "shared" in announcement:
             shared = SharedTensor.from_json("the channel's buffer", announcement["shared"])
             self._attachments.close()  # unmaps the buffer before, once its last view is gone
             self._buffer = self._attachments.tensor("the channel's buffer", shared)
-        if self._buffer.numel() < num_bytes:
-            raise EngineError(f"the trainer shares {self._buffer.numel()} bytes, a bucket has {num_bytes}")
-        return self._buffer[:num_bytes]
+        if self._buffer.numel() < ring:
+            raise EngineError(f"the trainer shares {self._buffer.numel()} bytes, an update takes {ring}")
+        shown = self._buffer[bucket.place : bucket.place + bucket.num_bytes]
+        return shown if keep is None else shown.to(keep, copy=True)
+
+    def let_go(self) -> None:
+        """The others have it mapped, and read it at the next update."""
 
     def abort(self) -> None:
         """Nothing is ever under way."""

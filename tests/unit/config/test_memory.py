@@ -34,7 +34,7 @@ def test_sizes_are_those_of_the_rooms_that_they_are_about():
     assert head._CHUNK_ELEMENTS == memory.CHUNK_ELEMENTS
     assert head._KEPT_ELEMENTS == memory.KEPT_ELEMENTS
     assert weight_update.BUCKET_ELEMENTS == memory.BUCKET_ELEMENTS
-    assert layout.BUCKET_BYTES == memory.TRANSFER_BYTES
+    assert (layout.BUCKET_BYTES, layout.WINDOW) == (memory.TRANSFER_BYTES, memory.TRANSFER_WINDOW)
     shares = (engines.SHARED_GPU_UTILIZATION, engines.OWN_GPU_UTILIZATION)
     assert shares == (cards.SHARED_GPU_UTILIZATION, cards.OWN_GPU_UTILIZATION)
 

@@ -31,14 +31,14 @@ class FakeChannel:
         self._aborted = ""
 
     @contextmanager
-    def receive(self, specs: Any, *, deadline: Any):
+    def receive(self, specs: Any, *, deadline: Any, keep: torch.device):
         self.sent.wait(LONG_S)
         if self._aborted:
             raise EngineError(self._aborted)
         if self.breaks_with is not None:
             raise self.breaks_with
         try:
-            yield ((spec.name, self.buffer) for spec in specs)
+            yield ((spec.name, self.buffer.to(keep, copy=True)) for spec in specs)
         except Exception as error:
             self.told.append(f"failed: {error}")
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
 from lachesis.transport.channel import Channel
-from lachesis.transport.layout import ReceivedTensor, difference, plan_buckets, to_wire
+from lachesis.transport.layout import ReceivedTensor, difference, plan_buckets, ring_bytes, to_wire
 from lachesis.transport.rendezvous import Rendezvous, listen, parse_init_method
 from lachesis.transport.shared_tensors import memory_directory
 from tests.forkserver import forkserver
@@ -131,6 +132,56 @@ def test_updates_follow_each_other_and_are_counted(channels: list[Channel]):
         trainer.send(tensors.items(), SPECS, deadline=within())
         assert_same(received.result(LONG_S), tensors)
     assert (trainer.updates, engine.updates) == (3, 3)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_window_of_buckets_is_under_way_and_no_more(backend: str, window: int):
+    """While the engine looks at the first tensor the trainer makes the next ones, as far as there is room for them."""
+    trainer, engine = pair(backend=backend)
+    tensors = {f"t{i}": torch.full((64,), float(i)) for i in range(8)}
+    made: list[str] = []
+    seen = threading.Event()
+
+    def make() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            made.append(name)
+            if len(made) == window:
+                seen.set()
+            yield name, tensor
+
+    def take_slowly() -> tuple[dict[str, Tensor], int]:
+        with engine.receive(specs_of(tensors), deadline=within()) as arriving:
+            name, tensor = next(arriving)
+            assert seen.wait(LONG_S)
+            ahead = len(made)
+            return {name: tensor.clone()} | {name: tensor.clone() for name, tensor in arriving}, ahead
+
+    received = in_thread(take_slowly)
+    sent = trainer.send(make(), specs_of(tensors), deadline=within(), bucket_bytes=256, window=window)
+    arrived, ahead = received.result(LONG_S)
+    assert_same(arrived, tensors)
+    assert ahead == window
+    assert (sent.num_bytes, sent.most_under_way) == (8 * 256, window * 256)
+    for channel in (trainer, engine):
+        channel.close()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_tensors_that_are_kept_are_the_callers_own(backend: str):
+    trainer, engine = pair(backend=backend)
+
+    def keep() -> dict[str, Tensor]:
+        with engine.receive(SPECS, deadline=within(), keep=torch.device("cpu")) as arriving:
+            return dict(arriving)
+
+    for update in range(2):
+        received = in_thread(keep)
+        tensors = {name: tensor + update for name, tensor in TENSORS.items()}
+        trainer.send(tensors.items(), SPECS, deadline=within(), bucket_bytes=300, window=2)
+        assert_same(received.result(LONG_S), tensors)
+    for channel in (trainer, engine):
+        channel.close()
 
 
 def test_several_workers_receive_the_same():
@@ -410,6 +461,30 @@ def test_nccl_without_a_gpu_is_an_error_in_words(monkeypatch):
     for side in sides:
         with pytest.raises(EngineError, match=r"NCCL or no GPU|closed its end"):
             side.result(LONG_S)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_two_buckets_that_are_under_way_lie_at_one_place(seed: int):
+    source = random.Random(seed)
+    sizes = [source.choice((0, 1, 250, source.randrange(2000))) for _ in range(source.randrange(1, 40))]
+    limit, window = source.randrange(1, 900), source.randrange(1, 6)
+    specs = [ReceivedTensor(f"t{i}", (size,), "int8") for i, size in enumerate(sizes)]
+    buckets = plan_buckets(specs, limit_bytes=limit, window=window)
+    assert [packed.tensor for bucket in buckets for packed in bucket.tensors] == specs
+    largest = max(bucket.num_bytes for bucket in buckets)
+    assert ring_bytes(buckets) <= max(largest, window * -(-limit // 256) * 256)
+    for number, bucket in enumerate(buckets):
+        assert bucket.after <= number
+        for other in buckets[bucket.after : number]:
+            assert bucket.place >= other.place + other.num_bytes or other.place >= bucket.place + bucket.num_bytes
+
+
+def test_as_many_buckets_are_under_way_as_there_is_room_for():
+    specs = [ReceivedTensor(f"t{i}", (200,), "int8") for i in range(6)]
+    buckets = plan_buckets(specs, limit_bytes=256, window=3)
+    assert [bucket.after for bucket in buckets] == [0, 0, 0, 1, 2, 3]
+    assert [bucket.place for bucket in buckets] == [0, 256, 512, 0, 256, 512]
+    assert ring_bytes(buckets) == 768
 
 
 def test_buckets_are_bounded_aligned_and_in_order():
