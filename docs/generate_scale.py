@@ -43,6 +43,10 @@ models: the memory of a rank, and how long loading, a transfer of the weights an
   `distributed.shard_size` of as many ranks as a node has keeps the gathering of weights within it (HSDP).
 - **Sequences that no card takes**: `distributed.context_parallel_size` has several ranks share each micro-batch's
   tokens, and its activations ([how](quickstart-by-mode.md#training-on-several-gpus)); `lachesis plan` counts both.
+- **Layers that are too large gathered**, or more GPUs than a batch has micro-batches:
+  `distributed.tensor_parallel_size` has several ranks of a node share the matrices of each layer. FSDP alone sends
+  weights, which takes as long for a small micro-batch as for a large one; a tensor group sends activations, as many as
+  the micro-batch has tokens.
 
 ## Several nodes
 
@@ -159,11 +163,12 @@ holds what it has of Kubernetes' own API against that.
 One GPU, and two GPUs of one host, have run: sharded training over both, and trainer and engine on one each, with the
 transfer between them measured ([results](../benchmarks/RESULTS.md)). More ranks have run with small models on a CPU
 over gloo, dense and a mixture of experts: the tests hold two replicas of two shards, contexts of two and of four ranks,
-and two replicas of contexts of two against one process, and `make layouts` up to eight ranks (replicate 2 x shard 2 x
-context 2), and what a layer keeps on each rank of a context against what `plan` counts. On GPUs neither replicas of
-shards nor contexts have run: that needs four of the former, two of the latter. Several nodes have not run at all. All
-tables of this page are **calculated**: from the shapes of the models, from the counts of memory that are held against
-[measured steps](gpu-guide.md) of one GPU, and from these constants:
+two replicas of contexts of two, and tensor groups of two, sharded and not, against one process, and `make layouts` up
+to eight ranks (replicate 2 x shard 2 x context 2, or x tensor 2; shard 2 x context 2 x tensor 2), and what a layer
+keeps on each rank of a context or a tensor group against what `plan` counts. On GPUs neither replicas of shards nor
+contexts nor tensor groups have run: that needs four of the first, two of the others. Several nodes have not run at
+all. All tables of this page are **calculated**: from the shapes of the models, from the counts of memory that are held
+against [measured steps](gpu-guide.md) of one GPU, and from these constants:
 
 | constant | value | where from |
 |---|---|---|

@@ -78,6 +78,7 @@ class Case:
 EMA = {"kl_reference": "ema", "ref_mixup_alpha": 0.3, "ref_sync_steps": 1}
 MOE = {"architecture": "qwen3_moe", "output_router_logits": True}
 CONTEXT = {"context_parallel_size": 2}
+TENSOR = {"tensor_parallel_size": 2}
 BF16 = {"dtype": "bfloat16", "tolerance": 0.05}
 CASES: dict[str, Case] = {
     "full": Case(),
@@ -103,6 +104,11 @@ CASES: dict[str, Case] = {
         model={"architecture": "mistral"},
     ),
     "context_moe": Case(distributed=CONTEXT, model=MOE, lora=True),
+    "tensor": Case(distributed=TENSOR, loss={"beta": 0.1, **EMA}, uses=2),
+    "tensor_tied": Case(
+        distributed=TENSOR, model={"architecture": "qwen3", "tie_word_embeddings": True}, checkpointing=True
+    ),
+    "tensor_lora": Case(distributed=TENSOR, lora=True, loss={"beta": 0.1, **EMA}),
     "masters": Case(**BF16),
     # Each rank draws its own rounding: without clipping, at whose edge the last bit of a ratio decides.
     "stochastic": Case(
@@ -116,6 +122,7 @@ LAYOUTS: dict[str, Case] = {
     # More ranks than heads of keys and values, and than some micro-batches have tokens.
     "context_of_four": Case(distributed={"context_parallel_size": 4}, checkpointing=True),
     "hsdp_context_moe": Case(distributed={**CONTEXT, "replicate_size": 2}, model=MOE),
+    "shard_tensor": Case(distributed=TENSOR, loss={"beta": 0.1, **EMA}),
 }
 # Beside what the tests run, by number of ranks: `python -m tests.layouts`.
 FLOAT32 = {"dtype": "float32", "tolerance": 1e-6}
@@ -134,6 +141,29 @@ MORE: dict[int, dict[str, Case]] = {
         "context_selective": Case(distributed=CONTEXT, selective=True),
         "context_gathered": Case(distributed={**CONTEXT, "reshard_after_forward": False}),
         "context_bf16": Case(**BF16, distributed=CONTEXT, residual=True, checkpointing=True),
+        "tensor_float32": Case(**FLOAT32, distributed=TENSOR),
+        "tensor_qwen3": Case(distributed=TENSOR, model={"architecture": "qwen3"}, selective=True),
+        "tensor_llama": Case(
+            distributed={**TENSOR, "reshard_after_forward": False},
+            model={"architecture": "llama", "attention_bias": True, "mlp_bias": True},
+        ),
+        "tensor_rows": Case(
+            distributed=TENSOR,
+            loss={"importance_sampling_level": "sequence", "top_entropy_quantile": 0.4, "entropy_coef": 0.01},
+            model={"architecture": "mistral"},
+            lora=True,
+            checkpointing=True,
+        ),
+        "tensor_padded": Case(distributed=TENSOR, packing="padded"),
+        "tensor_teacher": Case(distributed=TENSOR, loss={"teacher": TEACHER}),
+        "tensor_compiled": Case(**FLOAT32, distributed=TENSOR, compile=True),
+        "tensor_bf16": Case(**BF16, distributed=TENSOR, residual=True, checkpointing=True),
+        "tensor_stochastic": Case(
+            **BF16,
+            distributed=TENSOR,
+            optimizer={"weight_update": "stochastic_rounding"},
+            loss={"epsilon": 0.999, "epsilon_high": 9.0},
+        ),
         "fsdp_float32": Case(**FLOAT32),
         "fsdp_moe_float32": Case(**FLOAT32, model=MOE),
     },
@@ -142,11 +172,24 @@ MORE: dict[int, dict[str, Case]] = {
         "shard_context": Case(distributed={**CONTEXT, "shard_size": 2}, loss={"beta": 0.1, **EMA}, uses=2),
         "replicate_context": Case(distributed={**CONTEXT, "strategy": "replicate"}),
         "hsdp_float32": Case(**FLOAT32, distributed={"shard_size": 2}),
+        "tensor_of_four": Case(
+            distributed={"tensor_parallel_size": 4},
+            model={"architecture": "qwen3", "num_key_value_heads": 4, "tie_word_embeddings": True},
+        ),
+        "replicate_tensor": Case(distributed={**TENSOR, "shard_size": 1}, loss={"beta": 0.1, **EMA}, uses=2),
+        "context_tensor": Case(distributed={**CONTEXT, **TENSOR}, loss={"beta": 0.1}, checkpointing=True),
+        "shard_tensor_lora": Case(distributed=TENSOR, lora=True, loss={"beta": 0.1, **EMA}),
+        "shard_tensor_float32": Case(**FLOAT32, distributed=TENSOR),
     },
     8: {
         "replicate_shard_context": Case(distributed={**CONTEXT, "shard_size": 2}, loss={"beta": 0.1, **EMA}),
         "replicate_shard_context_moe": Case(distributed={**CONTEXT, "replicate_size": 2}, model=MOE),
         "hsdp_of_eight": Case(distributed={"shard_size": 4}),
+        "replicate_shard_tensor": Case(distributed={**TENSOR, "shard_size": 2}, loss={"beta": 0.1, **EMA}),
+        "shard_context_tensor": Case(distributed={**CONTEXT, **TENSOR}, model={"architecture": "qwen3"}),
+        "tensor_of_four_shard": Case(
+            distributed={"tensor_parallel_size": 4}, model={"num_key_value_heads": 4}, lora=True
+        ),
     },
 }
 GPU_CASES: dict[str, Case] = {
@@ -160,6 +203,7 @@ GPU_CASES: dict[str, Case] = {
 IN_PARTS = (
     *("ema", "lora_ema", "uses", "groups_of_one", "masters", "stochastic", "offload", "cpu_optimizer"),
     *("hsdp", "hsdp_moe", "hsdp_context_moe", "shard_context", "replicate_shard_context"),
+    *("tensor", "tensor_stochastic", "shard_tensor", "replicate_shard_tensor", "shard_tensor_lora"),
 )
 
 

@@ -36,14 +36,14 @@ def memory(name: str) -> float:
     return int(found.group(1)) / 1024
 
 
-def loaded(path: str, *, lora: bool) -> tuple[LoadedModel, Fsdp2]:
+def loaded(path: str, *, lora: bool = False, **sizes: int) -> tuple[LoadedModel, Fsdp2]:
     """As a run builds it: loaded, sharded, read."""
     torch.manual_seed(0)
     adapter = LoraAdapterConfig(r=4) if lora else NoAdapterConfig()
     saved_rows._WINDOW_BYTES = WINDOW
     made = load_model(ModelConfig(path=path, device="cpu"), adapter, sharded=True)
     assert made.unread is not None, "it would have been loaded whole"
-    strategy = Fsdp2(CPU, DistributedConfig(strategy="shard"))
+    strategy = Fsdp2(CPU, DistributedConfig(**sizes))
     strategy.place(made.transformer)
     made.unread.fill(made.transformer)
     return made, strategy
@@ -65,14 +65,15 @@ def main(path: str, limit_mib: float | None = None) -> None:
     with destroying_process_group():
         job = join_job(world, limit_s=LIMIT_S)
         init_process_group(world, job.store, device=CPU, limit_s=LIMIT_S, secret=job.secret)
-        loaded(str(Path(path) / "small"), lora=False)  # what is imported and made at first counts for nothing
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
-        before = memory("VmRSS")
-        made, strategy = loaded(path, lora=limit_mib is None)
-        grown = memory("VmHWM") - before
-        if limit_mib is not None:
-            assert grown < limit_mib, f"{grown:.0f} MiB"
-        check_equal(made, strategy, path)
+        loaded(str(Path(path) / "small"))  # what is imported and made at first counts for nothing
+        for sizes in ({}, {"tensor_parallel_size": 2}) if limit_mib is not None else ({},):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
+            before = memory("VmRSS")
+            made, strategy = loaded(path, lora=limit_mib is None, **sizes)
+            grown = memory("VmHWM") - before
+            if limit_mib is not None:
+                assert grown < limit_mib, f"{sizes}: {grown:.0f} MiB"
+            check_equal(made, strategy, path)
     if world.rank == 0:
         sys.stdout.write("equal\n")
 

@@ -16,24 +16,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks in a mesh ``replicate x shard x context``, numbered so that the last dimension turns fastest.
+    """Ranks in a mesh ``replicate x shard x context x tensor``, numbered so that the last dimension turns fastest.
 
     Attributes:
         replicate: groups of ranks that have the whole model each; gradients are added up over them.
         shard: parts of a batch that such a group computes at a time, over which each parameter is cut (FSDP).
         context: ranks that share the tokens of a micro-batch. Parameters are cut over these too.
+        tensor: ranks that share the matrices of each layer, and compute all tokens with their parts of them.
         whole: whether no parameter is cut after all: each rank has the model (DDP).
     """
 
     replicate: int = 1
     shard: int = 1
     context: int = 1
+    tensor: int = 1
     whole: bool = False
 
     @property
     def ranks(self) -> int:
         """All there are."""
-        return self.replicate * self.shard * self.context
+        return self.parts * self.alike
 
     @property
     def parts(self) -> int:
@@ -41,24 +43,29 @@ class Mesh:
         return self.replicate * self.shard
 
     @property
+    def alike(self) -> int:
+        """So many ranks have the same part of a batch, and compute it together."""
+        return self.context * self.tensor
+
+    @property
     def cut(self) -> int:
-        """Ways in which each parameter, its gradient and its optimizer states are cut."""
+        """Ways in which each parameter, its gradient and its optimizer states are cut, but for those by ``tensor``."""
         return 1 if self.whole else self.shard * self.context
 
     @property
     def words(self) -> str:
         """For a screen; empty where data-parallel ranks that are all alike are the only dimension."""
-        sizes = {"replicate": self.replicate, "shard": self.shard, "context": self.context}
+        sizes = {"replicate": self.replicate, "shard": self.shard, "context": self.context, "tensor": self.tensor}
         dimensions = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-        return " x ".join(dimensions) if len(dimensions) > 1 or self.context > 1 else ""
+        return " x ".join(dimensions) if len(dimensions) > 1 or self.alike > 1 else ""
 
     def of_ranks(self, parts: Sequence[T]) -> list[T]:
         """The part of each rank, of one for each part of a batch."""
-        return [part for part in parts for _ in range(self.context)]
+        return [part for part in parts for _ in range(self.alike)]
 
     def of_parts(self, values: Sequence[T]) -> list[T]:
         """The reverse: of what ranks of one part have alike, that of the first."""
-        return list(values[:: self.context])
+        return list(values[:: self.alike])
 
 
 def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
@@ -67,16 +74,24 @@ def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
     Raises:
         ConfigError: the sizes that are asked for do not divide the ranks, or do not go together.
     """
-    context = distributed.context_parallel_size
-    if ranks % context:
+    context, tensor = distributed.context_parallel_size, distributed.tensor_parallel_size
+    alike = context * tensor
+    if ranks % alike:
+        sizes = {"context_parallel_size": context, "tensor_parallel_size": tensor}
+        named = " and ".join(f"distributed.{key} is {size}" for key, size in sizes.items() if size > 1)
         raise ConfigError(
-            f"distributed.context_parallel_size is {context} and {ranks} device(s) train: they make no whole groups",
-            remedy=f"leave it out, or have a multiple of it train (plan: --devices {context}): {HOW_TO_START}",
+            f"{named} and {ranks} device(s) train: they make no whole groups",
+            remedy=f"leave it out, or have a multiple of {alike} train (plan: --devices {alike}): {HOW_TO_START}",
         )
     if ranks == 1:
         return Mesh()
-    parts, whole = ranks // context, distributed.strategy == "replicate"
-    there_are = f"there are {parts} " + (f"groups of {context} that share a micro-batch" if context > 1 else "devices")
+    parts, whole = ranks // alike, distributed.strategy == "replicate"
+    there_are = f"there are {parts} " + (f"groups of {alike} that share a micro-batch" if alike > 1 else "devices")
+    if whole and tensor > 1:
+        raise ConfigError(
+            f"distributed.tensor_parallel_size is {tensor}, and distributed.strategy replicate cuts nothing",
+            remedy="leave distributed.strategy out; distributed.shard_size: 1 has no other cut than that of tensors",
+        )
     if whole and (distributed.shard_size or 1) > 1:
         raise ConfigError(
             f"distributed.shard_size is {distributed.shard_size}, and distributed.strategy replicate cuts nothing",
@@ -96,19 +111,28 @@ def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
             f"distributed.replicate_size is {replicate}, of groups of {shard}, and {there_are}",
             remedy="leave replicate_size or shard_size out: it is what the other leaves of the devices",
         )
-    return Mesh(replicate=replicate, shard=shard, context=context, whole=whole)
+    return Mesh(replicate=replicate, shard=shard, context=context, tensor=tensor, whole=whole)
 
 
-def require_heads(context: int, *, heads: int, kv_heads: int) -> None:
-    """See that attention's heads can be shared out among the ranks of a context.
+def require_heads(mesh: Mesh, *, heads: int, kv_heads: int) -> None:
+    """See that attention's heads can be shared out among the ranks of a mesh.
 
     Raises:
         ConfigError: they cannot.
     """
+    tensor, context = mesh.tensor, mesh.context
+    of_model = f"the model has {heads} attention heads, {kv_heads} of keys and values"
+    if heads % tensor or kv_heads % tensor:
+        raise ConfigError(
+            f"distributed.tensor_parallel_size is {tensor}, and {of_model}: they are no whole number for each device",
+            remedy=f"choose a divisor of {math.gcd(heads, kv_heads)}, or leave it out",
+        )
+    heads, kv_heads = heads // tensor, kv_heads // tensor
     if heads % context == 0 and (kv_heads % context == 0 or context % kv_heads == 0):
         return
+    left = f", of which each group of {context} has {heads} and {kv_heads}" if tensor > 1 else ""
     raise ConfigError(
-        f"distributed.context_parallel_size is {context}, and the model has {heads} attention heads, {kv_heads} of "
-        "keys and values: they are no whole number for each device",
+        f"distributed.context_parallel_size is {context}, and {of_model}{left}: they are no whole number for each "
+        "device",
         remedy=f"choose a divisor of {math.gcd(heads, kv_heads)}, or leave it out",
     )

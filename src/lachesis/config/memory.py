@@ -6,6 +6,7 @@ Parts are of tensors; what a process has besides them (CUDA's context, the alloc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -36,6 +37,9 @@ TRANSFER_BYTES, TRANSFER_WINDOW = 256 * 2**20, 4
 # cuBLAS keeps a workspace of this size, which torch allocates for it (NVIDIA's advice for Hopper; 8 MiB before).
 _CUBLAS_BYTES = 32 * 2**20
 
+_ALONE = Mesh()
+# Linear layers that a tensor group cuts by their inputs; others are cut by their outputs.
+_BY_INPUTS = ("o_proj", "down_proj")
 _SHARDED = ("weights", "gradients", "adapter", "optimizer states", "reference", "teacher")
 
 
@@ -92,7 +96,7 @@ def memory_parts(
     mesh = derive_mesh(config.distributed, ranks=devices)
     parts = [
         *_held_parts(config, shape, width=width, device=device),
-        *_pass_parts(config, shape, lengths=lengths, width=width, device=device, context=mesh.context),
+        *_pass_parts(config, shape, lengths=lengths, width=width, device=device, mesh=mesh),
         *_update_parts(config, shape, width=width, device=device),
         *_teacher_parts(config, shape, teacher, lengths=lengths, device=device),
         *_engine_parts(config, shape, guesser, lengths=lengths, width=width),
@@ -113,17 +117,17 @@ def _held_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device
 
 
 def _pass_parts(
-    config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int, device: str, context: int
+    config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, width: int, device: str, mesh: Mesh
 ) -> Iterator[MemoryPart]:
-    """What forward and backward need for a micro-batch, whose tokens and predictions ``context`` devices share."""
-    layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device, context=context)
-    tokens = -(-lengths.microbatch // context)
+    """What forward and backward need for a micro-batch, as far as devices do not share it."""
+    layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device, mesh=mesh)
+    tokens = -(-lengths.microbatch // mesh.context)
     stream = max(width, 4) if config.model.residual_dtype == "float32" else width
-    kept = _kept_activations(config, shape, layer=layer, stream=stream, width=width)
+    kept = _kept_activations(config, shape, layer=layer, stream=stream, width=width, tensor=mesh.tensor)
     kept += _outside_activations(config, shape, width=width)
     yield MemoryPart("activations", "trainer", ("passes",), round(tokens * kept))
-    head = _head_bytes(config, shape, tokens=tokens, width=width, device=device)
-    backward = _backward_bytes(config, shape, tokens=tokens, width=width)
+    head = _head_bytes(config, shape, tokens=-(-tokens // mesh.tensor), width=width, device=device)
+    backward = _backward_bytes(config, shape, tokens=tokens, width=width, tensor=mesh.tensor)
     if head >= backward:  # the head's backward pass is over when that of the layers begins
         yield MemoryPart("logits chunk", "trainer", ("passes",), head)
     else:
@@ -136,7 +140,7 @@ def _pass_parts(
 
 
 def layer_activations(
-    config: LachesisConfig, shape: ModelShape, *, keys: float, width: int, device: str, context: int = 1
+    config: LachesisConfig, shape: ModelShape, *, keys: float, width: int, device: str, mesh: Mesh = _ALONE
 ) -> float:
     """Bytes of a token that the backward pass of one decoder layer keeps.
 
@@ -147,19 +151,22 @@ def layer_activations(
     normalized, what goes into these norms comes on top. An adapter keeps the narrow result of each first matrix. Of a
     mixture, tokens are gathered for their experts and weighted afterwards. Where devices share a ``context``, each has
     as much of attention in some heads of all tokens, but at least one head of keys and values; and attention's result
-    twice, before and after it is exchanged.
+    twice, before and after it is exchanged. Where they share matrices (``tensor``), each has its heads and its hidden
+    units of all tokens, and all of the rest.
     """
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    context, heads, kv_heads = mesh.context, shape.heads // mesh.tensor, shape.kv_heads // mesh.tensor
+    intermediate = shape.intermediate / mesh.tensor
+    q, kv = heads * shape.head_dim, kv_heads * shape.head_dim
     compiled = config.model.compile == "on" or (config.model.compile == "auto" and device == "cuda")
-    own_kv = max(shape.kv_heads, context) * shape.head_dim
-    attention = width * ((2 if context == 1 else 3) * q + 2 * own_kv * keys) + 4 * shape.heads
+    own_kv = max(kv_heads, context) * shape.head_dim
+    attention = width * ((2 if context == 1 else 3) * q + 2 * own_kv * keys) + 4 * heads
     copied = 4 // width if width < 4 else 0 if compiled else 1
     if compiled:
-        norms, per_expert = 4 * shape.hidden, 3 * shape.intermediate
+        norms, per_expert = 4 * shape.hidden, 3 * intermediate
         narrow = q + kv if shape.qk_norm else 0
     else:
         trained = 1 if config.adapter.kind == "none" else 0
-        norms, per_expert = 2 * (copied + trained + 1) * shape.hidden, 4 * shape.intermediate
+        norms, per_expert = 2 * (copied + trained + 1) * shape.hidden, 4 * intermediate
         narrow = (copied + trained) * (q + kv) if shape.qk_norm else 0
     routed = 2 * shape.hidden if shape.experts > 1 else 0
     elements = norms + narrow + (per_expert + routed) * shape.active_experts
@@ -170,7 +177,9 @@ def layer_activations(
     return width * elements + attention + widened + router
 
 
-def _kept_activations(config: LachesisConfig, shape: ModelShape, *, layer: float, stream: int, width: int) -> float:
+def _kept_activations(
+    config: LachesisConfig, shape: ModelShape, *, layer: float, stream: int, width: int, tensor: int
+) -> float:
     """Bytes of a token that all decoder layers keep, and those that the one computed again has in the backward pass.
 
     Selective ones keep the result of attention, and a float32 of each head, beside their input. Of offloaded inputs two
@@ -181,7 +190,7 @@ def _kept_activations(config: LachesisConfig, shape: ModelShape, *, layer: float
         return shape.layers * layer
     own = shape.hidden * stream
     if which == "selective":
-        own += shape.heads * (shape.head_dim * width + 4)
+        own += shape.heads // tensor * (shape.head_dim * width + 4)
     layers = min(2, shape.layers) if which == "offload" else shape.layers
     return layers * own + layer
 
@@ -210,10 +219,10 @@ def _head_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width
     return hidden + kept + max(chunk, weight * (4 + width))
 
 
-def _backward_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int) -> int:
+def _backward_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int, tensor: int) -> int:
     """Most of a layer's backward pass: gradients of its widest part, and those of its weights before they are added."""
-    flowing = (2 * shape.hidden + 3 * shape.intermediate * shape.active_experts) * width * tokens
-    trained = shape.layer_parameters if config.adapter.kind == "none" else 0
+    flowing = (2 * shape.hidden + 3 * shape.intermediate * shape.active_experts // tensor) * width * tokens
+    trained = layer_part(shape, tensor=tensor) if config.adapter.kind == "none" else 0
     return flowing + trained * width
 
 
@@ -253,21 +262,51 @@ def _sharded(
         if part.place != "trainer" or part.name not in _SHARDED:
             found.append(part)
         elif not distributed.cpu_offload:
-            found.append(MemoryPart(part.name, part.place, part.phases, -(-part.bytes // mesh.cut)))
-    found.append(MemoryPart("gathered weights", "trainer", ("passes",), _gathered_bytes(config, shape, width=width)))
+            shared = _matrices_share(config, shape, part.name)
+            left = part.bytes * (shared / mesh.tensor + 1 - shared)
+            found.append(MemoryPart(part.name, part.place, part.phases, math.ceil(left / mesh.cut)))
+    gathered = _gathered_bytes(config, shape, width=width, tensor=mesh.tensor)
+    found.append(MemoryPart("gathered weights", "trainer", ("passes",), gathered))
     if config.engine.place == "trainer":
         found.append(MemoryPart("weights", "engine", ALWAYS, shape.parameters * width))
     return found
 
 
-def _gathered_bytes(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:
+def _matrices_share(config: LachesisConfig, shape: ModelShape, part: str) -> float:
+    """How much of what a part has an element for each parameter of is of matrices that a tensor group shares.
+
+    Of an adapter these are the second matrix of what is cut by its outputs, and the first of what is cut by its inputs.
+    """
+    if part in ("weights", "reference", "teacher") or config.adapter.kind == "none":
+        whole = part in ("weights", "teacher") or config.model.train_layers is None
+        parameters = shape.parameters if whole else shape.layers * shape.layer_parameters
+        return shape.layers * _matrices(shape) / parameters
+    cut = both = 0
+    for name in shape.targeted_names(config.adapter.targets):
+        inputs, outputs = shape.linears[name]
+        cut += inputs if name in _BY_INPUTS else outputs
+        both += inputs + outputs
+    return cut / max(1, both)
+
+
+def _matrices(shape: ModelShape) -> int:
+    """Elements of the matrices of a layer that a tensor group shares."""
+    return sum(inputs * outputs for inputs, outputs in shape.linears.values())
+
+
+def layer_part(shape: ModelShape, *, tensor: int) -> int:
+    """Parameters of a layer that each of so many devices computes with."""
+    return shape.layer_parameters - _matrices(shape) + _matrices(shape) // tensor
+
+
+def _gathered_bytes(config: LachesisConfig, shape: ModelShape, *, width: int, tensor: int) -> int:
     """Whole weights, and whole gradients on their way to the ranks that keep them.
 
     A layer that runs and the one that is gathered meanwhile, and what is outside of the layers, or everything where it
     is not let go. Gradients are added up over ranks in float32, of a layer or of what is outside of them.
     """
-    layer, outside = shape.layer_parameters, shape.outside_parameters
-    held = (outside + 2 * layer if config.distributed.reshard_after_forward else shape.parameters) * width
+    layer, outside = layer_part(shape, tensor=tensor), shape.outside_parameters
+    held = (outside + (2 if config.distributed.reshard_after_forward else shape.layers) * layer) * width
     return held if config.adapter.kind == "lora" else held + layer * (width + 4)
 
 

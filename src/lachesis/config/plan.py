@@ -123,7 +123,7 @@ def plan(
     found = found or find_shape(config.model.path, revision=config.model.revision)
     shape = None if found is None else found.shape
     if shape is not None:
-        require_heads(mesh.context, heads=shape.heads, kv_heads=shape.kv_heads)
+        require_heads(mesh, heads=shape.heads, kv_heads=shape.kv_heads)
     lengths = _lengths(config, shape)
     batches = _batches(config, lengths)
     taught = config.algorithm.teacher

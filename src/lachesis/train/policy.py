@@ -115,7 +115,7 @@ class Policy(PolicyState):
                     loaded.unread.fill(model)
         self.device = strategy.device(self.transformer)
         self.plan: ForwardPlan = plan_forward(
-            self.transformer, packing=packing, device=self.device, context=strategy.context
+            self.transformer, packing=packing, device=self.device, context=strategy.context, tensor=strategy.tensor
         )
         # Before what watches the experts: hooks see what those before them have made of an output.
         self.replay = self._learn_routers() if options.router_replay else None
@@ -130,6 +130,7 @@ class Policy(PolicyState):
             device=self.device,
             student=self.transformer,
             context=strategy.context,
+            tensor=strategy.tensor,
         )
         if compile_layers:
             strategy.compile(self.transformer)

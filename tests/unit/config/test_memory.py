@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lachesis.config import cards, memory
@@ -51,6 +52,7 @@ def kept_bytes(
     layers: int,
     lora: bool,
     dtype: torch.dtype,
+    prepare: Callable[[Any], None] = lambda model: None,
     run: Callable[[Any], Any] = plain_pass,
     fields: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
@@ -61,7 +63,9 @@ def kept_bytes(
     model.train()
     if lora:
         get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"), autocast_adapter_dtype=False)
-    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    prepare(model)
+    own = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    parameters = {p.untyped_storage().data_ptr() for p in own}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:

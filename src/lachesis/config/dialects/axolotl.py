@@ -11,7 +11,7 @@ from lachesis.common.json_values import is_list, is_object
 from lachesis.config.dialects.axolotl_names import AXOLOTL, EARLIER_SERVER_KEYS, TRACKERS
 from lachesis.config.dialects.chat_templates import put_chat_template
 from lachesis.config.dialects.convert import engine_address, one_of
-from lachesis.config.dialects.distributed import is_known_option, option_of, put_context, put_distributed
+from lachesis.config.dialects.distributed import is_known_option, option_of, put_distributed, put_shared
 from lachesis.config.dialects.grpo import (
     check_generation_batch,
     note_paging,
@@ -69,7 +69,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
         generations="trl.num_generations",
         default_rows=1,
         processes=processes,
-        context=put_context(translation),
+        sharing=put_shared(translation),
     )
     if translation.has("trl.generation_batch_size"):
         prompts = translation.whole("trl.generation_batch_size", 1)

@@ -12,7 +12,7 @@ from lachesis.config.dialects.convert import (
     held_out,
     one_of,
 )
-from lachesis.config.dialects.distributed import CONTEXTS, fsdp_option_entries, scaling_entries
+from lachesis.config.dialects.distributed import CONTEXTS, TENSOR, fsdp_option_entries, scaling_entries
 from lachesis.config.dialects.grpo import grpo_entries, transformers_entries
 from lachesis.config.dialects.table import Dialect, Entry, cannot, nothing, refused, together
 
@@ -169,9 +169,7 @@ def _scaling() -> Iterator[Entry]:
     yield from nothing("the trained model is written whole", "fsdp_final_state_dict_type")
     for name in CONTEXTS:
         yield together(name, "distributed.context_parallel_size", "by Ulysses")
-    yield from cannot(
-        "no matrix product is split over devices; the model is sharded over them (distributed)", "tensor_parallel_size"
-    )
+    yield together(TENSOR, "distributed.tensor_parallel_size")
 
 
 def _server() -> Iterator[Entry]:

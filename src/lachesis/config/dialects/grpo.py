@@ -303,20 +303,20 @@ def put_batch(
     generations: str,
     default_rows: int,
     processes: int | None,
-    context: int = 1,
+    sharing: int = 1,
 ) -> int:
     """Set ``batch.prompts_per_step`` and ``batch.micro_batch_size``; the processes that were counted.
 
     One optimizer step there has rows x accumulation x processes completions (TRL's GRPOConfig), which must be
     whole groups: prompts_per_step is that divided by the group size, exactly or not at all. A file that nobody
     has started several processes for may be for several: it says so, or the fewest that make whole groups count.
-    ``context`` processes that share their sequences count as one.
+    ``sharing`` processes that compute their sequences together count as one.
     """
     written = translation.whole(_PROCESSES, 1)
     micro = translation.whole(rows, default_rows)
     steps = translation.whole(accumulation, 1)
     group = translation.whole(generations, 8)
-    counted = max(1, (processes or written or 1) // context)
+    counted = max(1, (processes or written or 1) // sharing)
     if micro is None or steps is None or group is None:
         return counted
     if processes is None and not translation.has(_PROCESSES):

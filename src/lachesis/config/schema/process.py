@@ -194,6 +194,11 @@ class DistributedConfig(Section):
         description="Devices that share the tokens of a micro-batch (Ulysses), for sequences that are too long for "
         "one; the attention heads are dealt out among them.",
     )
+    tensor_parallel_size: PositiveInt = Field(
+        default=1,
+        description="Devices that share the matrices of each layer, and compute each micro-batch together; the "
+        "attention heads are dealt out among them. Within a node.",
+    )
 
 
 class ApiServiceConfig(Section):

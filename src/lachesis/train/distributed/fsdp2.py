@@ -3,12 +3,14 @@
 A decoder layer's parameters are gathered when it runs and, if asked for, let go again until its backward pass; what
 is outside of the layers (embeddings, last norm, head; tied ones as one) stays gathered from a pass's forward to its
 backward. The policy reads the head's weight itself, so that the whole pass is run as the model's forward
-(:func:`~lachesis.train.distributed.strategy.run_within`).
+(:func:`~lachesis.train.distributed.strategy.run_within`). Where ranks share the matrices of a layer, what is sharded is
+each one's part of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -24,12 +26,24 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from lachesis.common.mesh import Mesh
 from lachesis.config.schema import DistributedConfig
-from lachesis.train.distributed.strategy import BUFFER_ELEMENTS, FORWARD_METHOD, Ranks, T, by_size, decoder_layers
+from lachesis.train.distributed.sharded_checkpoint import sharded_as
+from lachesis.train.distributed.strategy import (
+    BUFFER_ELEMENTS,
+    FORWARD_METHOD,
+    Ranks,
+    T,
+    by_size,
+    decoder_layers,
+    sum_in_place,
+)
+from lachesis.train.distributed.tensor_parallel import TENSOR, TensorCut, is_cut
 
 # The dimension of the mesh over which tensors are cut.
 _SHARD = "shard"
@@ -54,12 +68,13 @@ class Fsdp2(Ranks):
         super().__init__(device, config)
         self._buffer_elements = buffer_elements
         self._config = config
-        self._device_mesh = _device_mesh(device.type, self.mesh)
+        self._meshes = _meshes(device.type, self.mesh)
+        self._cuts: list[TensorCut] = []
 
     def place(self, model: PreTrainedModel) -> None:
         offloaded = self._config.cpu_offload and self._device.type != "cpu"
         options = {
-            "mesh": self._device_mesh,
+            "mesh": self._meshes.sharded,
             "reshard_after_forward": self._config.reshard_after_forward,
             # Whatever the weights are in, ranks' gradients are added up in float32.
             "mp_policy": MixedPrecisionPolicy(
@@ -67,7 +82,10 @@ class Fsdp2(Ranks):
             ),
             "offload_policy": CPUOffloadPolicy() if offloaded else OffloadPolicy(),
         }
+        cut = self._cut(model)
         for layer in decoder_layers(model):
+            if cut is not None:
+                cut.apply(layer)
             fully_shard(layer, **options)
         fully_shard(model, **options)
         for module in _sharded_modules(model):
@@ -78,54 +96,121 @@ class Fsdp2(Ranks):
         register_fsdp_forward_method(model, FORWARD_METHOD)
         setattr(model, FORWARD_METHOD, _Resharding(model, getattr(model, FORWARD_METHOD)))
 
+    def _cut(self, model: PreTrainedModel) -> TensorCut | None:
+        if self.tensor is None:
+            return None
+        assert self._meshes.tensor is not None
+        self._cuts.append(TensorCut(model, mesh=self._meshes.tensor, group=self.tensor))
+        return self._cuts[-1]
+
+    def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
+        """Of what a tensor group has alike, so that it stays so; all else FSDP has added up."""
+        if self.tensor is None:
+            return
+        partial = {number for cut in self._cuts for number in cut.partial}
+        gradients: list[Tensor] = []
+        for parameter in parameters:
+            if isinstance(parameter.grad, DTensor) and not is_cut(parameter):
+                gradient = parameter.grad.to_local()
+                gradients.append(gradient if id(parameter) in partial else gradient.div_(self.tensor.size))
+        sum_in_place(gradients, device=self._device, group=self.tensor.group)
+
+    def sum_squares(self, alike: float, cut: float) -> float:
+        squares = torch.tensor([alike, cut], dtype=torch.float64, device=self._device)
+        dist.all_reduce(squares, group=self._meshes.sharded.get_group(_SHARD))
+        if self.tensor is not None:
+            dist.all_reduce(squares[1:], group=self.tensor.group)
+        return squares.sum().item()
+
     def whole(self, tensor: Tensor) -> Tensor:
         return next(self.gather([tensor]))
 
     def gather(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         """As :meth:`Strategy.gather`; while one buffer's tensors are used, the next buffer travels."""
         cut = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-        whole = _ahead(self._begin(bucket) for bucket in by_size(cut, elements=self._buffer_elements))
-        arrived = (tensor for finish in whole for tensor in finish())
+        buckets = by_size(cut, elements=self._buffer_elements, kind=lambda tensor: (tensor.dtype, is_cut(tensor)))
+        arrived = (tensor for finish in _ahead(map(self._begin, buckets)) for tensor in finish())
         return (next(arrived) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
 
     @torch.no_grad()
     def _begin(self, bucket: Sequence[DTensor]) -> Callable[[], Iterator[Tensor]]:
         """Send for what other ranks have of some tensors of one dtype; the result waits for it.
 
-        Rank r of n has the rows [r * k, (r + 1) * k) of a tensor [rows, ...], where k = ceil(rows / n); the last ranks
-        may have fewer, or none.
+        Of what a tensor group has of a tensor, all or a part, rank r of n has the rows [r * k, (r + 1) * k) of [rows,
+        ...], where k = ceil(rows / n); the last ranks may have fewer, or none.
         """
-        mesh = bucket[0].device_mesh
-        assert all(tensor.device_mesh == mesh and tensor.placements[-1] == Shard(0) for tensor in bucket)
-        ranks = mesh.size(-1)
-        sizes = [-(-tensor.shape[0] // ranks) * tensor.shape[1:].numel() for tensor in bucket]
+        ways = self.mesh.tensor if is_cut(bucket[0]) else 1
+        mesh = self._meshes.sharded if ways == 1 else self._meshes.cut
+        shapes = [_part_shape(tensor, ways) for tensor in bucket]
+        ranks = self._meshes.sharded.size(-1)
+        sizes = [-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes]
         own = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=self._device)
         for room, tensor in zip(own.split(sizes), bucket, strict=True):
             local = tensor.to_local().reshape(-1)
             room[: local.numel()].copy_(local)
-        buffer = own.new_empty(ranks * own.numel())
+        buffer = own.new_empty(ranks * ways * own.numel())
         work = _all_gather(buffer, own, group=mesh.get_group(_SHARD), async_op=True)
 
         def finish() -> Iterator[Tensor]:
             work.wait()
-            for part, tensor in zip(buffer.view(ranks, -1).split(sizes, dim=1), bucket, strict=True):
-                yield part.flatten()[: tensor.numel()].view(tensor.shape)
+            arrived = buffer.view(ranks, ways, -1).split(sizes, dim=2)
+            for rows, shape, tensor in zip(arrived, shapes, bucket, strict=True):
+                parts = [rows[:, way].flatten()[: shape.numel()].view(shape) for way in range(ways)]
+                yield parts[0] if ways == 1 else torch.cat(parts, dim=_cut_dimension(tensor))
 
         return finish
 
     @torch.no_grad()
     def spread(self, like: Tensor, whole: Tensor) -> Tensor:
+        own = super().spread(like, whole)
         if not isinstance(like, DTensor):
-            return super().spread(like, whole)
-        own = whole.to(self._device) if self.rank == 0 else torch.empty_like(whole, device=self._device)
-        return distribute_tensor(own, like.device_mesh, like.placements).to(like.device)
+            return own
+        shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+        places = tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+        return sharded_as(like, own[places].to(like.device, copy=True))
 
 
-def _device_mesh(device_type: str, mesh: Mesh) -> DeviceMesh:
-    """The dimensions that FSDP knows of: over which parameters are replicated, if any, and over which they are cut."""
-    if mesh.cut == mesh.ranks:
-        return init_device_mesh(device_type, (mesh.ranks,), mesh_dim_names=(_SHARD,))
-    return init_device_mesh(device_type, (mesh.ranks // mesh.cut, mesh.cut), mesh_dim_names=("replicate", _SHARD))
+@dataclass(frozen=True, slots=True)
+class _Meshes:
+    """The same ranks as FSDP knows of them, as a tensor group does, and as those who have all of a cut tensor.
+
+    The last dimension of ``sharded``, and of ``cut``, is that over which a tensor is gathered.
+    """
+
+    sharded: DeviceMesh
+    cut: DeviceMesh
+    tensor: DeviceMesh | None = None
+
+
+def _meshes(device_type: str, mesh: Mesh) -> _Meshes:
+    replicas, tensor = mesh.parts * mesh.context // mesh.cut, mesh.tensor
+    flat = _named(device_type, {"replicate": replicas, _SHARD: mesh.cut * tensor})
+    if tensor == 1:
+        return _Meshes(sharded=flat, cut=flat)
+    whole = _named(device_type, {"replicate": replicas, _SHARD: mesh.cut, TENSOR: tensor})
+    sharded = whole[_SHARD] if replicas == 1 else whole["replicate", _SHARD]
+    return _Meshes(sharded=sharded, cut=flat, tensor=whole[TENSOR])
+
+
+def _named(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """A mesh of these dimensions, without replicas where there is one alone."""
+    kept = {name: size for name, size in sizes.items() if name != "replicate" or size > 1}
+    return init_device_mesh(device_type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _cut_dimension(tensor: DTensor) -> int:
+    """That over which a tensor group has cut a tensor."""
+    placement = tensor.placements[-1]
+    assert isinstance(placement, Shard)
+    return placement.dim
+
+
+def _part_shape(tensor: DTensor, ways: int) -> torch.Size:
+    """Of what FSDP cuts further by its rows."""
+    shape = [*tensor.shape]
+    if ways > 1:
+        shape[_cut_dimension(tensor)] //= ways
+    return torch.Size(shape)
 
 
 def _ahead(items: Iterable[T]) -> Iterator[T]:

@@ -8,18 +8,21 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from lachesis.common.mesh import Mesh, derive_mesh
 from lachesis.config.schema import DistributedConfig
 from lachesis.train.model.context import ContextGroup
+from lachesis.train.model.rank_group import RankGroup
+from lachesis.train.model.tensor import TensorGroup
 
 # Tensors travel in buffers of about this many elements: one collective for many small ones.
 BUFFER_ELEMENTS = 2**25
 T = TypeVar("T")
 TensorT = TypeVar("TensorT", bound=Tensor)
+GroupT = TypeVar("GroupT", bound=RankGroup)
 # The method that a strategy gives a model whose parameters are whole during its forward only.
 FORWARD_METHOD = "run_within"
 
@@ -32,6 +35,7 @@ class Strategy:
     Attributes:
         mesh: how the ranks are laid out.
         context: this rank and those that it shares a micro-batch's tokens with; None where it has them to itself.
+        tensor: this rank and those that it shares the matrices of each layer with; None where it has them to itself.
         sharded: whether a parameter is cut over ranks, so that none of them has it whole.
     """
 
@@ -39,6 +43,7 @@ class Strategy:
     world_size: int
     mesh: Mesh
     context: ContextGroup | None
+    tensor: TensorGroup | None
     sharded: bool
 
     @property
@@ -63,8 +68,12 @@ class Strategy:
         return counts
 
     def sum_values(self, values: Tensor) -> Tensor:
-        """The sum over all ranks of a tensor that has one shape on all of them."""
+        """The sum of a tensor that has one shape on all ranks, over all but those that compute the same."""
         return values
+
+    def sum_squares(self, alike: float, cut: float) -> float:
+        """The sum over all that is sharded: of this rank's part of what a tensor group has alike, and of what not."""
+        return alike + cut
 
     def max_count(self, count: int) -> int:
         """The largest of a count over all ranks: how often each has to take part in what all do together."""
@@ -103,6 +112,7 @@ class SingleDevice(Strategy):
     world_size = 1
     mesh = Mesh()
     context = None
+    tensor = None
     sharded = False
 
 
@@ -119,7 +129,10 @@ class Ranks(Strategy):
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.mesh = derive_mesh(config, ranks=self.world_size)
-        self.context = _context_group(device.type, self.mesh)
+        shape, names = (self.mesh.parts, self.mesh.context, self.mesh.tensor), ("part", "context", "tensor")
+        alike = init_device_mesh(device.type, shape, mesh_dim_names=names) if self.mesh.alike > 1 else None
+        self.context = _rank_group(ContextGroup, alike, "context")
+        self.tensor = _rank_group(TensorGroup, alike, "tensor")
 
     def device(self, model: PreTrainedModel) -> torch.device:
         return self._device
@@ -132,10 +145,12 @@ class Ranks(Strategy):
     def sum_counts(self, *counts: int) -> tuple[int, ...]:
         total = torch.tensor(counts, dtype=torch.int64, device=self._device)
         dist.all_reduce(total)
-        return tuple(count // self.mesh.context for count in total.tolist())
+        return tuple(count // self.mesh.alike for count in total.tolist())
 
     def sum_values(self, values: Tensor) -> Tensor:
         total = values.to(self._device, copy=True)
+        if self.tensor is not None and self.tensor.rank > 0:  # it has seen the same tokens
+            total.zero_()
         dist.all_reduce(total)
         return total
 
@@ -177,33 +192,39 @@ class Replicate(Ranks):
         for tensor in (*model.parameters(), *model.buffers()):
             dist.broadcast(tensor, src=0)
 
-    @torch.no_grad()
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
-        for group in by_size([p.grad for p in parameters if p.grad is not None], elements=BUFFER_ELEMENTS):
-            flat = torch.cat([gradient.reshape(-1) for gradient in group])
-            # 16-bit sums would lose what a rank adds.
-            total = flat.to(torch.promote_types(flat.dtype, torch.float32))
-            dist.all_reduce(total)
-            parts = total.split([gradient.numel() for gradient in group])
-            for gradient, part in zip(group, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+        sum_in_place([p.grad for p in parameters if p.grad is not None], device=self._device)
 
 
-def _context_group(device_type: str, mesh: Mesh) -> ContextGroup | None:
-    if mesh.context == 1:
+def _rank_group(kind: type[GroupT], mesh: DeviceMesh | None, name: str) -> GroupT | None:
+    """This rank's group in a dimension of the mesh; None where it is alone in it."""
+    if mesh is None or (own := mesh[name]).size() == 1:
         return None
-    names = ("part", "context")
-    own = init_device_mesh(device_type, (mesh.parts, mesh.context), mesh_dim_names=names)["context"]
-    return ContextGroup(rank=own.get_local_rank(), size=mesh.context, group=own.get_group())
+    return kind(rank=own.get_local_rank(), size=own.size(), group=own.get_group())
 
 
-def by_size(tensors: Sequence[TensorT], *, elements: int) -> Iterator[list[TensorT]]:
-    """Runs of one dtype, of at most so many elements or a single tensor."""
+@torch.no_grad()
+def sum_in_place(tensors: Sequence[Tensor], *, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    """Add up tensors over the ranks of a group, or over all; several small ones travel together."""
+    for bucket in by_size(tensors, elements=BUFFER_ELEMENTS):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket]).to(device)
+        # 16-bit sums would lose what a rank adds.
+        total = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        dist.all_reduce(total, group=group)
+        parts = total.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def by_size(
+    tensors: Sequence[TensorT], *, elements: int, kind: Callable[[TensorT], object] = lambda tensor: tensor.dtype
+) -> Iterator[list[TensorT]]:
+    """Runs of one kind, of at most so many elements or a single tensor."""
     group: list[TensorT] = []
     held = 0
     for tensor in tensors:
         full = held + tensor.numel() > elements
-        if group and (full or tensor.dtype != group[0].dtype):
+        if group and (full or kind(tensor) != kind(group[0])):
             yield group
             group, held = [], 0
         group.append(tensor)

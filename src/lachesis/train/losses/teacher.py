@@ -25,6 +25,7 @@ from lachesis.train.losses.ratios import count_rows
 from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.forward import ForwardPlan, Packing, distributions, plan_forward, target_logprobs
 from lachesis.train.model.head import Read, TokenLogprobs
+from lachesis.train.model.tensor import TensorGroup
 from lachesis.train.packing import Shares
 
 
@@ -172,6 +173,7 @@ def build_teacher(
     device: torch.device,
     student: PreTrainedModel,
     context: ContextGroup | None = None,
+    tensor: TensorGroup | None = None,
 ) -> Teacher | None:
     """The teacher that the options name; None where they name none.
 
@@ -179,6 +181,7 @@ def build_teacher(
         model: where the teacher is one of ours: loaded, and placed where the policy's is.
         student: the policy's model.
         context: the ranks that share the tokens of a micro-batch.
+        tensor: the ranks that share the matrices of its layers.
 
     Raises:
         ModelError: the teacher cannot be run as ``packing`` demands.
@@ -188,7 +191,7 @@ def build_teacher(
     if options.kind != "model":
         return ToldTeacher(options)
     assert model is not None, "load_teacher() loads it"
-    plan = plan_forward(model, packing=packing, device=device, context=context)
+    plan = plan_forward(model, packing=packing, device=device, context=context, tensor=tensor)
     vocab: int = student.config.get_text_config().vocab_size  # pyright: ignore[reportUnknownMemberType]  # its stub is bare
     return TeacherModel(model, plan=plan, vocab=vocab, options=options)
 

@@ -10,7 +10,6 @@ alone, so that the gradients of all ranks add up to that of one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lachesis.common.mesh import require_heads
+from lachesis.common.mesh import Mesh, require_heads
 from lachesis.train.batch import MicroBatch
-
-# As torch calls it since 2.13, or before.
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+from lachesis.train.model.rank_group import RankGroup
 
 
 class Share(NamedTuple):
@@ -46,13 +43,10 @@ class Share(NamedTuple):
     predictions: slice
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ContextGroup:
-    """The ranks that share the tokens of a micro-batch, of which this is ``rank`` of ``size``; all call it together."""
+class ContextGroup(RankGroup):
+    """The ranks that share the tokens of a micro-batch."""
 
-    rank: int
-    size: int
-    group: dist.ProcessGroup
+    __slots__ = ()
 
     def share(self, micro: MicroBatch) -> Share:
         """This rank's part of a micro-batch, which all ranks of the group have whole."""
@@ -77,14 +71,6 @@ class ContextGroup:
         """From values [p, ...] at the places of a rank's tokens to those [m, ...] of the predictions that it takes."""
         return _exchange(values, share.sent, share.received, self.group).index_select(0, share.order)
 
-    def gather(self, own: Tensor, *, total: int) -> Tensor:
-        """Of ``total`` values that are dealt out evenly, in order, all of them from this rank's own.
-
-        Differentiable in the own ones, by the gradient that they have in a loss which each rank computes as a whole.
-        """
-        whole: Any = _Gather.apply(own, total, self)
-        return whole
-
     def holds(self, tokens: int) -> Tensor:
         """Which of the places of a rank's run are tokens of a stream of so many, and not beyond its end: bool [n]."""
         run = self.part(tokens)
@@ -99,7 +85,7 @@ class ContextGroup:
             ConfigError: the heads are no whole number for each rank.
         """
         heads, kv_heads = states[0].shape[1], states[1].shape[1]
-        require_heads(self.size, heads=heads, kv_heads=kv_heads)
+        require_heads(Mesh(context=self.size), heads=heads, kv_heads=kv_heads)
         return [self._to_heads(x if x.shape[1] >= self.size else _repeated(x, self.size), tokens) for x in states]
 
     def to_tokens(self, attended: Tensor) -> Tensor:
@@ -118,15 +104,6 @@ class ContextGroup:
         """Block i of [size, ...] goes to rank i, and what comes from rank i is block i."""
         ones = [1] * self.size
         return _exchange(blocks, ones, ones, self.group)
-
-    def part(self, number: int) -> int:
-        """How many of a number each rank has; the last ranks may have fewer, or none."""
-        return -(-number // self.size)
-
-    def slice_of(self, number: int) -> slice:
-        """Which of a number are this rank's, where they are dealt out evenly and in order."""
-        part = self.part(number)
-        return slice(min(self.rank * part, number), min((self.rank + 1) * part, number))
 
     def _cut(self, stream: Tensor) -> Tensor:
         own = stream[self.slice_of(len(stream))]
@@ -158,23 +135,3 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.
 
 # Not a part of compiled graphs: it waits for other ranks.
 _exchange: Any = torch.compiler.disable(_AllToAll.apply)
-
-
-class _Gather(torch.autograd.Function):
-    """``total`` rows, of which a rank has its own, and maybe others beyond the end; these alone get a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, total: int, context: ContextGroup) -> Tensor:
-        part = context.part(total)
-        ctx.given, ctx.own = len(own), context.slice_of(total)
-        padded = own.new_zeros((part, *own.shape[1:]))
-        padded[: len(own)] = own
-        whole = own.new_empty((context.size * part, *own.shape[1:]))
-        _all_gather(whole, padded, group=context.group)
-        # FSDP's hooks want no view.
-        return whole if len(whole) == total else whole[:total].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        own = grads[0][ctx.own]
-        return torch.cat([own, own.new_zeros((ctx.given - len(own), *own.shape[1:]))]), None, None

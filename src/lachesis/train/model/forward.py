@@ -28,6 +28,7 @@ from lachesis.train.model.head import (
     scaled_logits,
     token_logprobs,
 )
+from lachesis.train.model.tensor import TensorGroup
 
 AttentionKind = Literal["flash", "bucketed", "padded"]
 HeadKind = Literal["chunked", "model"]
@@ -44,13 +45,15 @@ class ForwardPlan:
     ``attention``: over segments with the variable-length kernel, over segments in buckets, or over padded
     rows. ``head``: ``chunked`` where the logits are a linear map of the last hidden state, else the model
     computes them itself, at the chosen positions only. ``softcap``: what the head does to its logits.
-    ``context``: the ranks that share the tokens of a micro-batch, where there are several.
+    ``context``: the ranks that share the tokens of a micro-batch, where there are several; ``tensor``: those that
+    share the matrices of its layers.
     """
 
     attention: AttentionKind
     head: HeadKind
     softcap: float | None = None
     context: ContextGroup | None = field(default=None, compare=False)
+    tensor: TensorGroup | None = field(default=None, compare=False)
 
     @property
     def packed(self) -> bool:
@@ -114,14 +117,17 @@ def _values(model: PreTrainedModel, micro: MicroBatch, *, plan: ForwardPlan) -> 
     """[m, H] hidden states for the head, or [m, V] logits where the model computes them itself, and of which of the
     micro-batch's predictions they are: of all, or of those that this rank takes."""
     module = model if plan.head == "model" else model.base_model
-    if not plan.packed:
-        return _padded(module, micro), slice(0, micro.targets.numel())
-    return _packed(module, micro, plan=plan)
+    values, own = _packed(module, micro, plan=plan) if plan.packed else _padded(module, micro)
+    return (values, own) if plan.tensor is None else plan.tensor.deal(values, own)
 
 
 def _whole(own: Tensor, micro: MicroBatch, *, plan: ForwardPlan) -> Tensor:
     """From what this rank has of its predictions [m, ...] to that of all, [M, ...]."""
-    return own if plan.context is None else plan.context.gather(own, total=micro.targets.numel())
+    total = micro.targets.numel()
+    if plan.tensor is not None:
+        dealt = slice(0, total) if plan.context is None else plan.context.slice_of(total)
+        own = plan.tensor.gather(own, total=dealt.stop - dealt.start)
+    return own if plan.context is None else plan.context.gather(own, total=total)
 
 
 def _head_of(model: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
@@ -168,14 +174,14 @@ def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) ->
     return plan.context.deal(values, share), share.predictions
 
 
-def _padded(module: torch.nn.Module, micro: MicroBatch) -> Tensor:
-    """[M, H] or [M, V] of a model that takes one right-padded row a sequence."""
+def _padded(module: torch.nn.Module, micro: MicroBatch) -> tuple[Tensor, slice]:
+    """[M, H] or [M, V] of a model that takes one right-padded row a sequence, and that they are of all predictions."""
     valid = valid_rows(micro)
     rows = torch.zeros(valid.shape, dtype=torch.int64, device=valid.device)
     rows[valid] = micro.input_ids
     output = module(input_ids=rows, attention_mask=valid.long(), use_cache=False)
     values = output.logits if hasattr(output, "logits") else output.last_hidden_state
-    return values[valid].index_select(0, micro.predict)
+    return values[valid].index_select(0, micro.predict), slice(0, micro.targets.numel())
 
 
 def valid_rows(micro: MicroBatch) -> Tensor:
@@ -190,15 +196,17 @@ def plan_forward(
     packing: Packing,
     device: torch.device | None = None,
     context: ContextGroup | None = None,
+    tensor: TensorGroup | None = None,
 ) -> ForwardPlan:
     """Choose the fastest way of running the model that gives the model's own logprobs, by trying them.
 
     Args:
         device: where the model computes; where its parameters are, if unset.
         context: the ranks that are to share the tokens of a micro-batch.
+        tensor: the ranks that share the matrices of the model's layers.
 
     Raises:
-        ModelError: ``packing="packed"`` was asked for, or a ``context``, and the model cannot.
+        ModelError: ``packing="packed"`` was asked for, or a ``context`` or ``tensor``, and the model cannot.
         ConfigError: its heads cannot be shared out among the ranks of the context.
     """
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
@@ -212,8 +220,8 @@ def plan_forward(
     takes_attention = any(getattr(model, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
     if packing != "padded" and takes_attention:
         attention.install(model)
-        for candidate in _candidates(model, device, packed=True):
-            plan = replace(candidate, context=context)
+        for candidate in _candidates(model, device, packed=True, shared_head=tensor is not None):
+            plan = replace(candidate, context=context, tensor=tensor)
             differences[plan.words] = difference = _difference(model, plan, probe, device)
             if not difference:
                 return plan
@@ -230,10 +238,17 @@ def plan_forward(
             "segments of a pack",
             remedy="set model.packing: auto (or padded), which trains on padded rows",
         )
-    for plan in _candidates(model, device, packed=False):
+    for candidate in _candidates(model, device, packed=False, shared_head=tensor is not None):
+        plan = replace(candidate, tensor=tensor)
         differences[plan.words] = difference = _difference(model, plan, probe, device)
         if not difference:
             return plan
+    if tensor is not None:
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained by devices that share the matrices of its layers: its logits "
+            f"are no product of its head's weight alone ({_tried(differences)})",
+            remedy="leave distributed.tensor_parallel_size out",
+        )
     raise ModelError(
         f"the logits of {type(model).__name__} could not be reproduced, packed or padded ({_tried(differences)})",
         remedy="check that the model is a causal language model of transformers",
@@ -244,13 +259,13 @@ def _tried(differences: Mapping[str, str]) -> str:
     return "; ".join(f"{words}: {difference}" for words, difference in differences.items())
 
 
-def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool) -> list[ForwardPlan]:
-    """Ways of running the model, the fastest first."""
+def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool, shared_head: bool) -> list[ForwardPlan]:
+    """Ways of running the model, the fastest first; those whose predictions ranks can share, where they have to."""
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
     has_flash = device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16)
     kinds: list[AttentionKind] = ["padded"] if not packed else ["flash", "bucketed"] if has_flash else ["bucketed"]
     chunked = [ForwardPlan(attention=kind, head="chunked", softcap=softcap) for kind in kinds]
-    return chunked + [ForwardPlan(attention=kind, head="model") for kind in kinds]
+    return chunked if shared_head else chunked + [ForwardPlan(attention=kind, head="model") for kind in kinds]
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,20 +53,24 @@ class SavedRows:
             for name, parameter in model.named_parameters():
                 parts = self.parts.get(own_name(name))
                 if parts is not None:
-                    local, first = local_rows(parameter)
-                    self._read(files, parts, first=first, into=local)
+                    local, offset = local_part(parameter)
+                    self._read(files, parts, offset=offset, into=local)
 
-    def _read(self, files: _Files, parts: str | tuple[tuple[str, ...], ...], *, first: int, into: Tensor) -> None:
+    def _read(
+        self, files: _Files, parts: str | tuple[tuple[str, ...], ...], *, offset: tuple[int, ...], into: Tensor
+    ) -> None:
         if not isinstance(parts, str):
-            for row, names in zip(into, parts[first:], strict=False):
-                row.copy_(torch.cat([files.rows(name) for name in names]))
+            for row, names in zip(into, parts[offset[0] :], strict=False):
+                row.copy_(torch.cat([files.all(name) for name in names]))
         elif into.ndim == 0:
-            into.copy_(files.rows(parts))
+            into.copy_(files.all(parts))
         else:
+            first, *others = offset
+            beside = [slice(start, start + size) for start, size in zip(others, into.shape[1:], strict=True)]
             step = max(1, _WINDOW_BYTES // max(1, into[:1].nbytes))
             for start in range(0, len(into), step):
                 some = into[start : start + step]
-                some.copy_(files.rows(parts, first + start, first + start + len(some)))
+                some.copy_(files.part(parts, slice(first + start, first + start + len(some)), *beside))
 
 
 class _Files:
@@ -78,17 +82,25 @@ class _Files:
         self._open: Any = None
         self._read = 0
 
-    def rows(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Rows of a tensor; it is valid until the next call."""
+    def all(self, name: str) -> Tensor:
+        """A tensor; it is valid until the next call."""
+        return self._counted(self._file_of(name).get_tensor(name))
+
+    def part(self, name: str, *places: slice) -> Tensor:
+        """Of each dimension of a tensor some places; it is valid until the next call."""
+        return self._counted(self._file_of(name).get_slice(name)[places])
+
+    def _file_of(self, name: str) -> Any:
         path = self._files[name]
         if path != self._path or self._read > _WINDOW_BYTES:
             self.close()
             self._open = safe_open(path, framework="pt").__enter__()
             self._path, self._read = path, 0
-        found = self._open.get_slice(name)
-        rows = found[start:stop] if found.get_shape() else self._open.get_tensor(name)
-        self._read += rows.nbytes
-        return rows
+        return self._open
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        self._read += tensor.nbytes
+        return tensor
 
     def close(self) -> None:
         if self._open is not None:
@@ -96,13 +108,13 @@ class _Files:
         self._open = self._path = None
 
 
-def local_rows(parameter: Tensor) -> tuple[Tensor, int]:
-    """What this rank has of a parameter, live, and which of its rows is the first."""
+def local_part(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank has of a parameter, live, and where in each dimension it begins."""
     if not isinstance(parameter, DTensor):
-        return parameter.detach(), 0
+        return parameter.detach(), (0,) * parameter.ndim
     local = parameter.to_local().detach()
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
-    return local, offset[0] if offset else 0
+    return local, tuple(offset)
 
 
 def find_rows(model: PreTrainedModel, path: str, *, revision: Mapping[str, str]) -> SavedRows | None:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
@@ -21,6 +20,7 @@ from lachesis.common.errors import CheckpointError
 from lachesis.config.schema import OptimizerConfig
 from lachesis.train.distributed.sharded_checkpoint import NOISE, OPTIMIZER, sharded_as
 from lachesis.train.distributed.strategy import Strategy
+from lachesis.train.distributed.tensor_parallel import is_cut
 from lachesis.train.optim.optimizer import PolicyOptimizer, build_optimizer, global_norm
 
 # What is to be in the place of a tensor, from its name in a checkpoint, the parameter that it belongs to, and what is
@@ -56,20 +56,18 @@ class Shards:
         for parameter in self.whole.values():
             parameter.grad = None
 
-    def total_norm(self, of_parts: float) -> float:
-        """The L2 norm of all that ranks have together, from that of what this one has."""
-        mesh = next(iter(self.whole.values())).device_mesh
-        squares = torch.tensor([of_parts**2], dtype=torch.float64, device=mesh.device_type)
-        dist.all_reduce(squares, group=mesh.get_group("shard"))
-        return squares.sqrt().item()
+    def norm(self) -> float:
+        """The L2 norm of the gradients of all that ranks have together."""
+        gradients: dict[bool, list[Tensor]] = {False: [], True: []}
+        for name, part in self.parts:
+            if part.grad is not None:
+                gradients[is_cut(self.whole[name])].append(part.grad)
+        alike, cut = (global_norm(gradients[kind]) ** 2 for kind in (False, True))
+        return self.strategy.sum_squares(alike, cut) ** 0.5
 
     def gather(self, like: DTensor, part: Tensor) -> Tensor:
         """The whole of which each rank has a part as of ``like``: on rank 0's CPU, an empty tensor elsewhere."""
-        device = torch.device(like.device_mesh.device_type)
-        cut = DTensor.from_local(
-            part.to(device), like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
-        )
-        whole = self.strategy.whole(cut)
+        whole = self.strategy.whole(sharded_as(like, part))
         return whole.cpu() if self.strategy.rank == 0 else part.new_empty(0)
 
     def cut(self, like: DTensor, whole: Tensor) -> Tensor:
@@ -85,7 +83,7 @@ class ShardedOptimizer(PolicyOptimizer):
     Args:
         *args, **options: of :class:`PolicyOptimizer`.
         shards: the parts.
-        seed: of the noise, which is another on each rank.
+        seed: of the noise, which is another on each rank, but for those of a tensor group.
     """
 
     def __init__(self, *args: Any, shards: Shards, seed: int, **options: Any) -> None:
@@ -109,11 +107,12 @@ class ShardedOptimizer(PolicyOptimizer):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """As :meth:`PolicyOptimizer.load_state_dict`; other ranks than 0 give meta tensors.
 
-        Of the noise of stochastic rounding a checkpoint has that of rank 0; others begin anew.
+        Of the noise of stochastic rounding a checkpoint has that of rank 0; others begin anew, but for its tensor
+        group.
         """
         self._require_fitting(state)
         super().load_state_dict(self._converted(state, lambda _, like, whole: self._shards.cut(like, whole)))
-        if self._shards.strategy.rank > 0:
+        if self._stream > 0:
             self._renew_noise()
 
     def parts(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -168,20 +167,26 @@ class ShardedOptimizer(PolicyOptimizer):
             tensors[self._noise_name] = torch.empty_like(saved[self._noise_name], device="cpu")
         read(tensors)
         super().load_state_dict({**local, "noise": tensors[self._noise_name]} if known else local)
-        if not known and self._shards.strategy.rank > 0:
+        if not known and self._stream > 0:
             self._renew_noise()
 
     def _norm(self, gradients: Sequence[Tensor]) -> float:
-        return self._shards.total_norm(global_norm(gradients))
+        return self._shards.norm()
 
     @property
     def _noise_name(self) -> str:
         strategy = self._shards.strategy
         return f"{NOISE}{strategy.rank} of {strategy.world_size}"
 
+    @property
+    def _stream(self) -> int:
+        """Which noise is this rank's: ranks of a tensor group have some parameters alike, which have to stay so."""
+        strategy = self._shards.strategy
+        return strategy.rank // strategy.mesh.tensor
+
     def _renew_noise(self) -> None:
         if self._noise is not None:
-            self._noise.manual_seed((self._seed + 1_000_003 * self._shards.strategy.rank + self._step) % 2**63)
+            self._noise.manual_seed((self._seed + 1_000_003 * self._stream + self._step) % 2**63)
 
     def _converted(self, state: dict[str, Any], convert: Convert) -> dict[str, Any]:
         """A state whose sharded tensors are converted, in an order that is the same on all ranks."""

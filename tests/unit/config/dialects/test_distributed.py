@@ -150,6 +150,13 @@ def test_two_names_of_one_size_have_to_agree():
     assert not problems(2)
 
 
+def test_processes_that_share_matrices_have_one_batch():
+    keys = {"micro_batch_size": 4, "gradient_accumulation_steps": 2, "tensor_parallel_size": 2}
+    found = translated(AXOLOTL, 4, **keys).document.data
+    assert found["distributed"]["tensor_parallel_size"] == 2
+    assert found["batch"]["prompts_per_step"] == 4 * 2 * 2 // 4
+
+
 def test_no_file_and_a_broken_one(tmp_path):
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "text.json").write_text("{")

@@ -1,0 +1,217 @@
+"""Each layer's matrices cut over the ranks of a tensor group, by the plan that transformers has for the model.
+
+A cut parameter is a DTensor over the ranks that share it, which is what FSDP shards further, checkpoints save in parts
+and bridges gather. A layer computes with the part alone (:mod:`lachesis.train.model.tensor`): attention, adapters and
+the head see tensors as they see them on one rank. Transformers' own hooks would have FSDP add up the gradients of its
+norms once for each micro-batch, and know no adapter.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import Parameter
+from transformers import PreTrainedModel
+
+from lachesis.common.errors import ConfigError, ModelError
+from lachesis.train.model.tensor import TensorGroup, scale_gradient
+
+# The dimension of the mesh over which a layer's matrices are cut.
+TENSOR = "tensor"
+# Architectures whose layers were compared with those of one process, by model_type: a plan alone does not say what
+# else in a layer counts on having all heads.
+ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_COLWISE, _ROWWISE, _OF_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
+# Of a linear layer the dimension of its weight [out, in] that is cut.
+_CUT_DIMENSION = {_COLWISE: 0, _ROWWISE: 1}
+
+
+def is_cut(tensor: Tensor) -> bool:
+    """Whether ranks of a tensor group have parts of it, and not all of them the same."""
+    return isinstance(tensor, DTensor) and TENSOR in (tensor.device_mesh.mesh_dim_names or ())
+
+
+class TensorCut:
+    """How a model's layers are cut.
+
+    Args:
+        model: before any of it is sharded; it may wear an adapter.
+        mesh: of the tensor group.
+        group: the same ranks.
+
+    Raises:
+        ModelError: it is of an architecture that nobody has tried, or a layer of another kind than linear is to be cut.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, mesh: DeviceMesh, group: TensorGroup) -> None:
+        self._mesh = mesh
+        self._group = group
+        self._styles = dict(_planned(model))
+        self._names = {module: name for name, module in model.named_modules()}
+        self._entrances = _entrances(self._names[m] for m, style in self._styles.items() if style == _COLWISE)
+        self._partial: list[tuple[nn.Module, str]] = []
+        self._share_head(model)
+
+    @property
+    def partial(self) -> set[int]:
+        """By id, the parameters that ranks have alike, of whose gradient each has a part of the sum."""
+        return {id(getattr(module, name)) for module, name in self._partial}
+
+    def apply(self, layer: nn.Module) -> None:
+        """Cut what the plan names in a layer, in place.
+
+        Raises:
+            ConfigError: a dimension is no multiple of the ranks.
+        """
+        for module in [*layer.modules()]:
+            style = self._styles.get(module)
+            if style == _OF_HEADS:
+                self._partial += [(module, name) for name, _ in module.named_parameters(recurse=False)]
+            elif style is not None:
+                for part, cut in _linear_parts(module, style):
+                    self._cut(part, cut, name=self._names[module])
+                self._compute_in_parts(module, style)
+
+    def _cut(self, linear: nn.Module, dimension: int | None, *, name: str) -> None:
+        """Keep this rank's part of a layer's weight; ``None``: all of it, and a part of the gradient's sum."""
+        parameters = dict(linear.named_parameters(recurse=False))
+        for key, parameter in parameters.items():
+            if dimension is None or dimension >= parameter.ndim:
+                self._partial.append((linear, key))
+            else:
+                setattr(linear, key, self._part_of(parameter, dimension, name=f"{name}.{key}"))
+        _compute_with_local(linear, adds_bias=dimension != 1 or self._group.rank == 0)
+
+    def _part_of(self, parameter: Parameter, dimension: int, *, name: str) -> Parameter:
+        size, ranks = parameter.shape[dimension], self._group.size
+        if size % ranks:
+            raise ConfigError(
+                f"distributed.tensor_parallel_size is {ranks}, and {name} has {size} "
+                f"{'columns' if dimension else 'rows'}: they are no whole number for each device",
+                remedy=f"choose a divisor of {size}, or leave it out",
+            )
+        part = parameter.detach().narrow(dimension, self._group.rank * (size // ranks), size // ranks)
+        # A copy, after which the whole can be let go.
+        cut = DTensor.from_local(
+            part.clone(memory_format=torch.contiguous_format), self._mesh, [Shard(dimension)], run_check=False
+        )
+        return Parameter(cut, requires_grad=parameter.requires_grad)
+
+    def _compute_in_parts(self, module: nn.Module, style: str) -> None:
+        forward: Any = module.forward
+        if style == _ROWWISE:
+            module.forward = lambda states, *args, **options: self._group.leave(forward(states, *args, **options))
+            return
+        entrance = self._entrances[_parent(self._names[module])]
+        module.forward = lambda states, *args, **options: forward(entrance.enter(states, self._group), *args, **options)
+
+    def _share_head(self, model: PreTrainedModel) -> None:
+        """Of the predictions, hence of the sum of its weight's gradient, each rank has its share."""
+        head: Any = model.get_output_embeddings()
+        embeddings: Any = model.get_input_embeddings()
+        if head is None:
+            return
+        self._partial += [(head, name) for name, _ in head.named_parameters(recurse=False)]
+        if head.weight is embeddings.weight:
+            # The gradient that comes by way of the embeddings is whole on each rank.
+            share = 1 / self._group.size
+
+            def scale(module: nn.Module, given: Any, output: Tensor) -> Tensor:
+                return scale_gradient(output, share)
+
+            embeddings.register_forward_hook(scale)
+
+
+class _Entrance:
+    """Where the same states enter several matrices, of which all want their gradients added up once."""
+
+    def __init__(self, times: int) -> None:
+        self._times = self._left = times
+        self._given: Tensor | None = None
+        self._entered: Tensor | None = None
+
+    def enter(self, states: Tensor, group: TensorGroup) -> Tensor:
+        if states is not self._given or self._entered is None:
+            self._given, self._entered, self._left = states, group.enter(states), self._times
+        entered = self._entered
+        self._left -= 1
+        if self._left == 0:  # nothing is kept longer than it is needed
+            self._given = self._entered = None
+        return entered
+
+
+def _entrances(colwise: Iterator[str]) -> dict[str, _Entrance]:
+    return {parent: _Entrance(number) for parent, number in Counter(map(_parent, colwise)).items()}
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _planned(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
+    """The modules of a model's layers that are cut, or see some heads only, each with its style."""
+    config: Any = model.config.get_text_config()
+    if config.model_type not in ARCHITECTURES:
+        raise ModelError(
+            f"the layers of {type(model).__name__} have not been tried in parts",
+            remedy=f"leave distributed.tensor_parallel_size out; it is for {', '.join(sorted(ARCHITECTURES))}",
+        )
+    plan: Mapping[str, str] = model.tp_plan
+    whole = (model.get_output_embeddings(), model.get_input_embeddings())
+    for name, module in model.named_modules():
+        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
+        if style is not None and module not in whole:
+            if style not in (_COLWISE, _ROWWISE, _OF_HEADS):
+                raise ModelError(
+                    f"transformers has {name} cut as {style!r}, which is not built",
+                    remedy="leave distributed.tensor_parallel_size out",
+                )
+            yield module, style
+
+
+def _linear_parts(module: nn.Module, style: str) -> Iterator[tuple[nn.Module, int | None]]:
+    """The linear layers that a module is, and how each is cut; None: not at all.
+
+    Under an adapter B @ A is cut as the weight is: B by its outputs, or A by its inputs.
+    """
+    base: Any = getattr(module, "base_layer", module)
+    if not isinstance(base, nn.Linear):
+        raise ModelError(
+            f"a {type(base).__name__} is to be cut over devices, and only linear layers can be",
+            remedy="leave distributed.tensor_parallel_size out",
+        )
+    yield base, _CUT_DIMENSION[style]
+    if base is not module:
+        yield from ((a, 1 if style == _ROWWISE else None) for a in _adapters(module, "lora_A"))
+        yield from ((b, 0 if style == _COLWISE else None) for b in _adapters(module, "lora_B"))
+
+
+def _adapters(module: nn.Module, kind: str) -> Iterator[nn.Module]:
+    found: Any = getattr(module, kind)
+    return iter(found.values())
+
+
+def _compute_with_local(linear: nn.Module, *, adds_bias: bool) -> None:
+    """Have a layer compute with this rank's part of its parameters; of a bias after a sum, one rank's counts."""
+    forward: Any = linear.forward
+
+    def local(name: str, parameter: Tensor) -> Tensor:
+        part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        return part if name != "bias" or adds_bias else part * 0
+
+    def compute(*args: Any, **options: Any) -> Any:
+        whole = dict(linear._parameters)  # pyright: ignore[reportPrivateUsage]  # which takes no plain tensor by setattr
+        linear._parameters.update({n: local(n, p) for n, p in whole.items() if p is not None})  # type: ignore[arg-type]
+        try:
+            return forward(*args, **options)
+        finally:
+            linear._parameters.update(whole)
+
+    linear.forward = compute

@@ -1,0 +1,59 @@
+"""Ranks that compute one micro-batch together, and what they deal out among themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# As torch calls it since 2.13, or before.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankGroup:
+    """Of its ranks this is ``rank`` of ``size``; all call its methods together."""
+
+    rank: int
+    size: int
+    group: dist.ProcessGroup
+
+    def gather(self, own: Tensor, *, total: int) -> Tensor:
+        """Of ``total`` values that are dealt out evenly, in order, all of them from this rank's own.
+
+        Differentiable in the own ones, by the gradient that they have in a loss which each rank computes as a whole.
+        """
+        whole: Any = _Gather.apply(own, total, self)
+        return whole
+
+    def part(self, number: int) -> int:
+        """How many of a number each rank has; the last ranks may have fewer, or none."""
+        return -(-number // self.size)
+
+    def slice_of(self, number: int) -> slice:
+        """Which of a number are this rank's, where they are dealt out evenly and in order."""
+        part = self.part(number)
+        return slice(min(self.rank * part, number), min((self.rank + 1) * part, number))
+
+
+class _Gather(torch.autograd.Function):
+    """``total`` rows, of which a rank has its own, and maybe others beyond the end; these alone get a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, total: int, group: RankGroup) -> Tensor:
+        part = group.part(total)
+        ctx.given, ctx.own = len(own), group.slice_of(total)
+        padded = own.new_zeros((part, *own.shape[1:]))
+        padded[: len(own)] = own
+        whole = own.new_empty((group.size * part, *own.shape[1:]))
+        _all_gather(whole, padded, group=group.group)
+        # FSDP's hooks want no view.
+        return whole if len(whole) == total else whole[:total].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        own = grads[0][ctx.own]
+        return torch.cat([own, own.new_zeros((ctx.given - len(own), *own.shape[1:]))]), None, None
