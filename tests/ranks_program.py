@@ -12,7 +12,8 @@ import argparse
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +23,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from lachesis.bridges.broadcast import travelling
+from lachesis.bridges.extract import tensor_list
+from lachesis.common.adapted import is_adapted
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError
 from lachesis.common.world import find_world
 from lachesis.config.schema import DistributedConfig, LoraAdapterConfig, OptimizerConfig
+from lachesis.engines.serving.served import TransferKind
 from lachesis.metrics.names import TRAINING_OF
 from lachesis.metrics.values import reduce_metrics
 from lachesis.train.batch import Batch, pack
@@ -46,6 +53,10 @@ from lachesis.train.model.residual import keep_residual_in_float32
 from lachesis.train.optim.sharded import build_sharded_optimizer
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
+from lachesis.transport.channel import Channel
+from lachesis.transport.layout import num_bytes
+from lachesis.transport.rendezvous import listen
+from lachesis.transport.transports import Partners, SharedRoom
 from tests.losses import loss_options
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.unit.train.drifted import drifted_groups, used
@@ -282,6 +293,8 @@ def compare(case: Case, leader: Leader, *, name: str, device: torch.device, join
         exchange_parts(alone, leading, todo[0])
         step(alone, leading, todo[0], case)
     gather(leading, leader)
+    if device.type == "cpu":  # a process cannot map memory of its own GPU from outside
+        pack_for_workers(leading)
 
 
 def assert_tokens_shared(policy: Policy, batch: Batch) -> None:
@@ -367,6 +380,58 @@ def gather(policy: Policy, leader: Leader) -> None:
     assert leader.turns - before == (2 if policy.strategy.sharded else 0)
 
 
+def pack_for_workers(policy: LeadingPolicy) -> None:
+    """The worker beside each rank reads what that one packs; ranks go on where one dies in the midst of an update."""
+    for kind in ("lora", "full") if is_adapted(policy.model) else ("full",):
+        pack_kind_for_workers(policy, kind)
+
+
+def pack_kind_for_workers(policy: LeadingPolicy, kind: TransferKind) -> None:
+    expected = {name: tensor.clone() for name, tensor in travelling(kind, policy.whole).tensors(policy, False)}
+    specs, size = tensor_list(expected), policy.strategy.world_size
+    largest = max(map(num_bytes, specs))
+    rendezvous = listen("tcp://127.0.0.1:0")
+    options: dict[str, Any] = {
+        "init_method": rendezvous.init_method, "world_size": 1 + size, "backend": "ipc", "device": "cpu",
+        "deadline": Deadline("meeting", LIMIT_S),
+    }  # fmt: skip
+
+    def take(worker: Channel) -> dict[str, torch.Tensor]:
+        with worker.receive(specs, deadline=Deadline("an update", LIMIT_S)) as tensors:
+            return {name: tensor.clone() for name, tensor in tensors}
+
+    with ThreadPoolExecutor(size) as pool:
+        joining = [pool.submit(Channel.connect, rank=1 + rank, **options) for rank in range(size)]
+        channel = Channel.connect(rank=0, rendezvous=rendezvous, **options)
+        workers = [joined.result() for joined in joining]
+
+        def update() -> None:
+            def send(tensors: Iterator[tuple[str, torch.Tensor]], partners: Partners) -> None:
+                deadline = Deadline("an update", LIMIT_S)
+                channel.send(tensors, specs, deadline=deadline, bucket_bytes=largest, partners=partners)
+
+            policy.pack_buckets(kind, False, largest, channel.updates == 0, send=send)
+
+        for _ in range(2):
+            taken = [pool.submit(take, worker) for worker in workers]
+            update()
+            for found in taken:
+                assert_same(found.result(), expected)
+            assert channel.read_ranks == {1 + rank: rank for rank in range(size)}
+        workers[-1].close()
+        taken = [pool.submit(take, worker) for worker in workers[:-1]]
+        try:
+            update()
+        except EngineError:
+            channel.close()
+        else:
+            raise AssertionError("a worker is gone")
+        assert all(found.exception() is not None for found in taken)
+        for worker in workers:
+            worker.close()
+    assert_same(dict(travelling(kind, policy.whole).tensors(policy, False)), expected)
+
+
 def snapshot(policy: Policy) -> tuple[Any, Any, Any]:
     """As a checkpoint's file would have it: on the CPU, and apart from what it was taken from."""
     return tuple(copied(state) for state in (policy.weights(), policy.optimizer_state(), policy.state_dict()))
@@ -418,7 +483,7 @@ def main() -> None:
     def build_part(data: Mapping[str, Any]) -> tuple[Policy, int]:
         case = known[data["case"]]
         same_bits_again(name=data["case"])
-        make = partial(FollowingPolicy, rank=world.rank, gpus=dict)
+        make = partial(FollowingPolicy, control=control, room=SharedRoom(device), gpus=dict)
         return build(case, backend_of(case), device=device, make=make), 0
 
     init_process_group(world, job.store, device=device, limit_s=LIMIT_S, secret=job.secret)

@@ -14,7 +14,10 @@ import torch
 from transformers import PreTrainedModel
 
 from lachesis.transport.channel import Channel
+from lachesis.transport.layout import ChannelBackend, plan_buckets
+from lachesis.transport.partners import PartnerLine, pack_beside
 from lachesis.transport.rendezvous import listen
+from lachesis.transport.transports import SharedRoom
 from tests.contracts.guesses import DRAFTS, check_guesses
 from tests.contracts.servers import MAX_LEN, Server, ServerFactory, running
 from tests.contracts.test_server_contract import (
@@ -29,6 +32,7 @@ from tests.contracts.test_server_contract import (
 )
 from tests.contracts.vllm_server import SIZES, VLLM_SERVER, needs_vllm, start_vllm
 from tests.tiny import tiny_model
+from tests.unit.transport.test_partners import FakeLine
 
 pytestmark = needs_vllm
 WORKERS = 2
@@ -152,8 +156,11 @@ def test_no_route_reads_the_cache_of_old_weights(server: Server, base: PreTraine
     server.post("/lora/unload", adapter_name="adapter-6")
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_every_worker_is_a_rank_of_the_channel(kind: str, server: Server, base: PreTrainedModel):
+@pytest.mark.parametrize(("kind", "backend"), [("lora", "gloo"), ("full", "gloo"), ("full", "ipc")])
+def test_every_worker_is_a_rank_of_the_channel(
+    kind: str, backend: ChannelBackend, server: Server, base: PreTrainedModel
+):
+    """With ``ipc`` each reads what the trainer's rank beside it has packed."""
     if kind == "lora":
         model = save_adapter(base, server.root / "sent", seed=7)
         tensors = {
@@ -166,21 +173,28 @@ def test_every_worker_is_a_rank_of_the_channel(kind: str, server: Server, base: 
         model = build_model(8)
         tensors, lora = {name: parameter.detach() for name, parameter in model.named_parameters()}, None
     rendezvous = listen("tcp://127.0.0.1:0")
-    body = receiver_body(tensors, init_method=rendezvous.init_method, kind=kind, lora=lora)
+    body = receiver_body(tensors, init_method=rendezvous.init_method, kind=kind, lora=lora) | {"backend": backend}
     assert "2 workers" in refused(server.http.post("/nccl/start_receiver", json=body), 422)
     server.post("/nccl/start_receiver", **(body | {"world_size": 1 + WORKERS}))
     trainer = Channel.connect(
-        init_method=rendezvous.init_method, world_size=1 + WORKERS, rank=0, backend="gloo", device="cpu",
+        init_method=rendezvous.init_method, world_size=1 + WORKERS, rank=0, backend=backend, device="cpu",
         deadline=soon(), rendezvous=rendezvous,
     )  # fmt: skip
     until(lambda: server.get("/nccl/status")["status"] == "connected")
-    with ThreadPoolExecutor(1) as pool:
+    line, room, specs = FakeLine(), SharedRoom(torch.device("cpu")), specs_of(tensors)
+    limit = 1 << 16
+    partners = PartnerLine(line, left=len(plan_buckets(specs, limit_bytes=limit))) if backend == "ipc" else None
+    with ThreadPoolExecutor(2) as pool:
         receiving = pool.submit(server.http.post, "/nccl/receive", json={"weight_version": 77})
-        trainer.send(tensors.items(), specs_of(tensors), deadline=soon())
+        if partners is not None:
+            pool.submit(pack_beside, tensors.items(), specs, bucket_bytes=limit, room=room, line=line.partner)
+        trainer.send(tensors.items(), specs, deadline=soon(), bucket_bytes=limit, partners=partners)
         assert receiving.result(60).is_success
     assert worst(server, model) <= TOLERANCE
+    assert trainer.read_ranks == ({1: 0, 2: 1} if backend == "ipc" else {1: 0, 2: 0})
     server.post("/nccl/stop_receiver")
     trainer.close()
+    room.close()
     if kind == "lora":
         server.post("/lora/unload", adapter_name="sent")
     else:

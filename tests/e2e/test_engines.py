@@ -24,7 +24,19 @@ from lachesis.engines.http.control import ServerControl
 from tests import warm
 from tests.contracts.servers import SOURCE, process
 from tests.contracts.vllm_server import ENVIRONMENT, entry_point, needs_vllm
-from tests.e2e.runs import FORKING, Main, Outcome, environment, files, metrics, rewards, state, write_reward, write_run
+from tests.e2e.runs import (
+    FORKING,
+    Main,
+    Outcome,
+    environment,
+    files,
+    metrics,
+    rewards,
+    state,
+    torchrun,
+    write_reward,
+    write_run,
+)
 from tests.e2e.test_learning import sharpen
 from tests.ports import free_port
 from tests.waiting import LONG_S
@@ -137,6 +149,40 @@ def test_a_run_over_a_server_learns(tmp_path: Path, bridge: dict, sections: dict
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["proof"]
 
 
+def widen(directory: Path) -> None:
+    """vLLM's attention on the CPU knows no heads smaller than 32."""
+    before = Qwen2Config.from_pretrained(directory / "model")
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    Qwen2ForCausalLM(Qwen2Config(**before.to_dict() | sizes)).save_pretrained(directory / "model")
+    sharpen(directory)
+
+
+@needs_vllm
+@pytest.mark.usefixtures("sessions")
+@pytest.mark.timeout(600)
+def test_two_ranks_with_an_engine_beside_each_learn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each copy of the model reads its own rank's shared memory, in which the CPU stands for a GPU of each."""
+    config = write(
+        tmp_path,
+        engine={"kind": "vllm", "max_model_len": 32, "enforce_eager": True, "data_parallel_size": 2},
+        bridge={"kind": "lora_nccl", "transport": "ipc"},
+        run={"steps": 12},
+    )
+    widen(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(entry_point(tmp_path / "plugin")))
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    done = torchrun(2, "tests.e2e.forking", "train", config)
+    assert done.code == 0, done.err
+    run_dir = tmp_path / "runs" / "proof"
+    assert rise(run_dir) > 0.4
+    for line in metrics(run_dir).steps:
+        assert line.values["weight_version"] == line.step
+        assert line.values["canary_error"] < 1e-3
+        assert {"train_time/0", "train_time/1"} <= line.values.keys()
+    assert "what ranks pack: 1 of rank 0, 2 of rank 1" in (run_dir / "logs" / "trainer.log").read_text()
+
+
 @needs_vllm
 @pytest.mark.usefixtures("sessions")
 @pytest.mark.timeout(600)
@@ -144,11 +190,7 @@ def test_a_run_over_vllm_learns(tmp_path: Path):
     config = write(
         tmp_path, engine={"kind": "vllm", "max_model_len": 32, "enforce_eager": True}, bridge={"kind": "lora_only"}
     )
-    # vLLM's attention on the CPU knows no heads smaller than 32.
-    before = Qwen2Config.from_pretrained(tmp_path / "model")
-    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
-    Qwen2ForCausalLM(Qwen2Config(**before.to_dict() | sizes)).save_pretrained(tmp_path / "model")
-    sharpen(tmp_path)
+    widen(tmp_path)
     path = os.pathsep.join([str(SOURCE), str(entry_point(tmp_path / "plugin"))])
     done = train(config, **ENVIRONMENT, PYTHONPATH=path)
     assert done.code == 0, done.err

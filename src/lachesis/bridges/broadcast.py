@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -37,10 +37,13 @@ from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
 from lachesis.transport.bridge_file import write_channel_file
 from lachesis.transport.channel import Channel
-from lachesis.transport.layout import ChannelBackend, ReceivedTensor
+from lachesis.transport.layout import BUCKET_BYTES, ChannelBackend, ReceivedTensor
+from lachesis.transport.partners import SendPacked
 from lachesis.transport.rendezvous import Aborted, Rendezvous, address_towards, listen
 
 logger = logging.getLogger(__name__)
+
+PolicyIn = TypeVar("PolicyIn", contravariant=True)
 
 _POLL_S = 0.1
 # How long the side that did not fail first gets to say what it saw.
@@ -95,6 +98,25 @@ def full_source(
     )
 
 
+class _HasModel(Protocol):
+    @property
+    def model(self) -> nn.Module: ...
+
+
+def travelling(kind: TransferKind, whole: Whole) -> TravellingWeights[_HasModel]:
+    """What travels of a policy whose parameters ``whole`` makes whole."""
+    make = lora_source if kind == "lora" else full_source
+    return make(lambda policy: policy.model, lambda policy: whole)
+
+
+class PackBuckets(Protocol[PolicyIn]):
+    """Has all of a policy's ranks pack each bucket of an update, as ``LeadingPolicy.pack_buckets`` does."""
+
+    def __call__(
+        self, policy: PolicyIn, kind: TransferKind, saved: bool, bucket_bytes: int, anew: bool, *, send: SendPacked
+    ) -> None: ...
+
+
 class BroadcastBridge(ExternalBridge[PolicyT]):
     """A channel from the trainer to all workers of all servers; nothing touches the disk.
 
@@ -108,6 +130,8 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         init_method: where the workers meet the trainer, "tcp://HOST:PORT"; by default a free port of the address by
             which this machine reaches the servers.
         directory: where ``nccl_bridge_config.json`` goes, as the run's.
+        pack_buckets: with ``ipc``, where the engine is on the GPUs of several ranks: each of them packs what the worker
+            on its GPU reads.
     """
 
     def __init__(
@@ -119,8 +143,10 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         device: torch.device | str,
         directory: Path,
         init_method: str | None = None,
+        pack_buckets: PackBuckets[PolicyT] | None = None,
     ) -> None:
         super().__init__(servers, capabilities=source.capabilities)
+        self._pack_buckets = pack_buckets
         self._source = source
         self._backend: ChannelBackend = backend
         self._device = torch.device(device)
@@ -166,7 +192,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         received = self._threads.submit(self.engine.on_all, lambda server: server.receive(version, deadline=deadline))
         received.add_done_callback(lambda future: _abort_on_error(channel, future))
         try:
-            channel.send(self._source.tensors(self.policy, self._saved_names), self._specs, deadline=deadline)
+            self._send_tensors(channel, deadline=deadline)
         except Aborted:
             received.result()  # raises what a server said
             raise
@@ -175,6 +201,25 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         except EngineError as error:
             raise _with_servers_reason(error, received, version=version) from error
         received.result()
+
+    def _send_tensors(self, channel: Channel, *, deadline: Deadline) -> None:
+        if self._pack_buckets is None:
+            channel.send(self._source.tensors(self.policy, self._saved_names), self._specs, deadline=deadline)
+            return
+        anew = channel.updates == 0
+        self._pack_buckets(
+            self.policy,
+            self._source.transfer,
+            self._saved_names,
+            BUCKET_BYTES,
+            anew,
+            send=lambda tensors, partners: channel.send(
+                tensors, self._specs, deadline=deadline, bucket_bytes=BUCKET_BYTES, partners=partners
+            ),
+        )
+        if anew:
+            pairs = ", ".join(f"{worker} of rank {rank}" for worker, rank in sorted(channel.read_ranks.items()))
+            logger.info("[NCCL] The engine's workers read in place, on their own GPUs, what ranks pack: %s", pairs)
 
     def renew(self) -> None:
         self._disconnect()

@@ -11,8 +11,8 @@ from typing import Any, Generic, Literal, Protocol
 from torch import nn
 
 from lachesis.bridges.base import Bridge
-from lachesis.bridges.broadcast import BroadcastBridge, TravellingWeights, full_source, lora_source
-from lachesis.bridges.external import Command, OwnedEngine, Servers
+from lachesis.bridges.broadcast import BroadcastBridge, PackBuckets, TravellingWeights, full_source, lora_source
+from lachesis.bridges.external import Command, OwnedEngine, Servers, empty_cache
 from lachesis.bridges.extract import Whole, as_saved, full_weights, lora_tensors
 from lachesis.bridges.proof import ModelPolicyT, remote_proof
 from lachesis.bridges.saved import (
@@ -65,6 +65,8 @@ class BridgeParts(Generic[ModelPolicyT]):
         members: which servers there are to be now, where that may change.
         whole_of: makes a policy's parameters whole before they travel.
         companions: writes what a checkpoint of a policy has besides weights.
+        make_room: as :class:`~lachesis.bridges.external.Servers` has it.
+        pack_buckets: where the engine is on the GPUs of several ranks: as :class:`BroadcastBridge` takes it.
     """
 
     config: LachesisConfig
@@ -76,6 +78,8 @@ class BridgeParts(Generic[ModelPolicyT]):
     members: Callable[[], Sequence[str]] | None
     whole_of: Callable[[ModelPolicyT], Whole]
     companions: Callable[[ModelPolicyT, Path], None]
+    make_room: Callable[[ModelPolicyT], None] = empty_cache
+    pack_buckets: PackBuckets[ModelPolicyT] | None = None
 
 
 def build_bridge(parts: BridgeParts[ModelPolicyT]) -> Bridge[ModelPolicyT]:
@@ -140,6 +144,7 @@ def _servers(
         owned=parts.owned,
         trains_in_engine=weights is not None,
         sleep_level=sleep_level(config),
+        make_room=parts.make_room,
         sync_s=config.deadlines.sync_s + start_s,
         every_steps=every_steps,
         pause_mode=pause,
@@ -165,13 +170,15 @@ def _broadcast(
         [Callable[[ModelPolicyT], nn.Module], Callable[[ModelPolicyT], Whole]], TravellingWeights[ModelPolicyT]
     ],
 ) -> Bridge[ModelPolicyT]:
+    backend = channel_backend(parts.config, kind)
     return BroadcastBridge(
         _servers(parts, every_steps=kind.every_steps),
         source=source(lambda policy: policy.model, parts.whole_of),
-        backend=channel_backend(parts.config, kind),
+        backend=backend,
         device=resolve_device(parts.config.model.device),
         directory=parts.directory,
         init_method=kind.init_method,
+        pack_buckets=parts.pack_buckets if backend == "ipc" else None,
     )
 
 

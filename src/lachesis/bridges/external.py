@@ -94,26 +94,27 @@ class OwnedEngine:
         with deadline.waiting():
             self.restart(deadline=deadline)
 
-    def replace_dead(self) -> tuple[str, ...]:
+    def replace_dead(self, *, waiting: bool = False) -> tuple[str, ...]:
         """Have dead servers started again beside everything else; those that are ready since the last call.
 
-        A server that has hung is ended first. Others go on meanwhile, and one that cannot be started stays dead.
+        A server that has hung is ended first. Others go on meanwhile, and one that cannot be started stays dead. With
+        ``waiting`` all starts are over when this returns.
         """
-        ready: list[str] = []
         fleet = self.engine.fleet
         for control, process in zip(self.engine.controls, self._processes, strict=True):
-            start = self._starts.get(control.url)
-            if start is not None and start.done():
-                del self._starts[control.url]
-                if (error := start.exception()) is None:
-                    ready.append(control.url)
-                else:
-                    logger.error("the engine at %s cannot be started again: %s", control.url, error)
-                    fleet.died(control.url, str(error))
-            elif start is None and fleet.state(control.url) is State.DEAD:
+            if control.url not in self._starts and fleet.state(control.url) is State.DEAD:
                 logger.warning("the engine at %s is started again: %s", control.url, fleet.reason(control.url))
                 fleet.replaced(control.url)
                 self._starts[control.url] = self._threads.submit(self._replace, process)
+        if waiting:
+            wait(self._starts.values())
+        ready: list[str] = []
+        for url in [url for url, start in self._starts.items() if start.done()]:
+            if (error := self._starts.pop(url).exception()) is None:
+                ready.append(url)
+            else:
+                logger.error("the engine at %s cannot be started again: %s", url, error)
+                fleet.died(url, str(error))
         return tuple(ready)
 
     def _replace(self, process: ManagedProcess) -> None:
@@ -167,6 +168,12 @@ class OwnedEngine:
             process.log_path = place
 
 
+def empty_cache(policy: object) -> None:
+    """Of this process: what its allocator keeps of a GPU is for others to take."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Servers(Generic[PolicyT]):
     """The servers that a policy's weights are brought to, as every bridge to them needs them.
@@ -178,6 +185,7 @@ class Servers(Generic[PolicyT]):
         trains_in_engine: the policy is built on the engine's memory, and lost with it.
         sleep_level: they give their GPU memory back while the trainer computes; at level 1 their weights wait on the
             host, at level 2 they are dropped, because new ones come in any case; at 0 they do not sleep.
+        make_room: has the trainer give back what its allocators keep without need, on each GPU on which servers wake.
         members: which servers it is to have now, by address, where that may change; may raise LachesisError, and then
             nothing changes.
         quorum: so many have to live before a transfer; they are waited for, ``quorum_s`` seconds at most. Without it
@@ -190,6 +198,7 @@ class Servers(Generic[PolicyT]):
     owned: OwnedEngine | None = None
     trains_in_engine: bool = False
     sleep_level: Literal[0, 1, 2] = 0
+    make_room: Callable[[PolicyT], None] = empty_cache
     members: Callable[[], Sequence[str]] | None = None
     quorum: int | None = None
     quorum_s: float | None = None
@@ -263,13 +272,21 @@ class ExternalBridge(Bridge[PolicyT]):
         """Have dead servers replaced, and let those take part that came or came back."""
         engine = self.engine
         engine.look(needed=self._servers.quorum is None)
-        for url in self._owned.replace_dead() if self._owned is not None else self._absent():
+        for url in self._replaced() if self._owned is not None else self._absent():
             try:
                 engine.greet(url, deadline=Deadline(f"an answer of {url}", _GREETING_S))
             except (EngineError, DeadlineExceeded) as error:
                 engine.fleet.died(url, error.message)
             else:
                 logger.info("the engine at %s is there again; it serves once it has the weights", url)
+
+    def _replaced(self) -> tuple[str, ...]:
+        """Those that are ready. One that starts takes the memory that a sleeping one leaves to the trainer."""
+        assert self._owned is not None, "others start them"
+        sleeps = bool(self._servers.sleep_level)
+        if sleeps and self.engine.fleet.having(State.DEAD):
+            self._servers.make_room(self.policy)
+        return self._owned.replace_dead(waiting=sleeps)
 
     def rest(self) -> None:
         if level := self._servers.sleep_level:
@@ -279,8 +296,7 @@ class ExternalBridge(Bridge[PolicyT]):
 
     def wake(self, *, for_weights: bool = False) -> None:
         if self._servers.sleep_level:
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()  # what the allocator keeps of the training pass is the engine's again
+            self._servers.make_room(self.policy)  # what is kept of the training pass is the engine's again
             self.engine.wake_up(("weights",) if for_weights else MEMORY_PARTS)
 
     def recover(self, error: EngineError) -> None:
@@ -314,6 +330,8 @@ class ExternalBridge(Bridge[PolicyT]):
         self._recovered = self.version
         logger.warning("the engine died; starting it again with weight version %d", self.version)
         if not self.capabilities.owns_engine:  # those start it in their transfer
+            if self._servers.sleep_level:
+                self._servers.make_room(self.policy)
             self._owned.start_again()
         self.renew()
         self.sync(self.version)

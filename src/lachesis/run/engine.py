@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from lachesis.bridges.base import Bridge
+from lachesis.bridges.broadcast import PackBuckets
 from lachesis.bridges.build import BridgeParts, build_bridge, engine_weights
 from lachesis.bridges.external import OwnedEngine
 from lachesis.bridges.extract import Whole, as_they_are
@@ -84,6 +85,7 @@ def build_engine_side(
     watch: Callable[[], None] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
     launched: LaunchedEngine | None = None,
+    pack_buckets: PackBuckets[Policy] | None = None,
 ) -> EngineSide:
     """The bridge with its engine. One in this process is built once the policy exists, others run when this returns.
 
@@ -92,12 +94,15 @@ def build_engine_side(
         watch: called while servers are waited for; what it raises ends the wait.
         meanwhile: called once, when servers have been started that take their time to come up.
         launched: the servers that the run starts, where they are on their way up already.
+        pack_buckets: as :class:`~lachesis.bridges.build.BridgeParts` has it.
 
     Raises:
         EngineError, DeadlineExceeded: as :func:`build_servers`.
     """
     if config.engine.place != "trainer":
-        return build_servers(config, place=place, watch=watch, meanwhile=meanwhile, launched=launched)
+        return build_servers(
+            config, place=place, watch=watch, meanwhile=meanwhile, launched=launched, pack_buckets=pack_buckets
+        )
     second = load_model(config.model, config.adapter) if sharded else None
 
     def engine_around(policy: Policy) -> Engine:
@@ -133,6 +138,7 @@ def build_servers(
     watch: Callable[[], None] | None = None,
     meanwhile: Callable[[], None] = lambda: None,
     launched: LaunchedEngine | None = None,
+    pack_buckets: PackBuckets[Policy] | None = None,
 ) -> EngineSide:
     """The engine in its own process, started if the run manages it and claimed, and the bridge to it.
 
@@ -177,6 +183,8 @@ def build_servers(
             members=members,
             whole_of=whole_of,
             companions=lambda policy, path: save_companions(policy.transformer, policy.loaded.tokenizer, path),
+            make_room=lambda policy: policy.make_room(),
+            pack_buckets=pack_buckets,
         )
         bridge = build_bridge(parts)
     except BaseException:

@@ -6,18 +6,21 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
+from lachesis.bridges.broadcast import PackBuckets
 from lachesis.common.errors import LachesisError
 from lachesis.common.mesh import derive_mesh
 from lachesis.common.world import World
-from lachesis.config.rules.distributed import require_distributable, shared_card
+from lachesis.config.colocated import is_colocated
+from lachesis.config.rules.distributed import require_distributable, require_one_machine, shared_card
 from lachesis.config.schema import LachesisConfig
+from lachesis.engines.serving.served import TransferKind
 from lachesis.run.gpus import rank_meter
 from lachesis.run.parts import build_policy
 from lachesis.run.start import set_up
@@ -35,6 +38,8 @@ from lachesis.train.distributed.leader import BUILD, Leader, LeadingPolicy
 from lachesis.train.distributed.strategy import Replicate, Strategy
 from lachesis.train.model.loading import WeightSource
 from lachesis.train.policy import Policy
+from lachesis.transport.partners import SendPacked
+from lachesis.transport.transports import SharedRoom
 
 __all__ = ["Leadership", "ToldLeader", "began_before", "follow", "leading"]
 
@@ -58,6 +63,17 @@ class Leadership:
         with self.leader.turn(BUILD, config.model_dump(mode="json"), what="building the policy"):
             return _build_policy(config, self.world, self.job, make=partial(LeadingPolicy, leader=self.leader))
 
+    def pack_buckets(self, config: LachesisConfig) -> PackBuckets[Policy] | None:
+        """How ranks pack what the engine's workers beside them read; None where those are elsewhere."""
+        return _pack_buckets if is_colocated(config, ranks=self.world.size) else None
+
+
+def _pack_buckets(
+    policy: Policy, kind: TransferKind, saved: bool, bucket_bytes: int, anew: bool, *, send: SendPacked
+) -> None:
+    assert isinstance(policy, LeadingPolicy), "rank 0 has the engine"
+    policy.pack_buckets(kind, saved, bucket_bytes, anew, send=send)
+
 
 @contextmanager
 def leading(world: World | None, config: LachesisConfig) -> Iterator[Leadership | None]:
@@ -72,6 +88,7 @@ def leading(world: World | None, config: LachesisConfig) -> Iterator[Leadership 
         yield None
         return
     require_distributable(config, ranks=world.size)
+    require_one_machine(config, ranks=world.size, here=world.local_size)
     shared = shared_card(config, ranks=world.local_size, environment=os.environ)
     if rank_device(world, wanted=config.model.device).type == "cuda" and shared is not None:
         logger.warning("%s", shared)
@@ -97,18 +114,24 @@ def follow(world: World, *, end_process: Callable[[LachesisError], None]) -> Non
     """
     job = join_job(world, limit_s=_FIRST_LIMIT_S)
     control = ControlGroup(world, job.store, limit_s=_FIRST_LIMIT_S, secret=job.secret)
-    with destroying_process_group():
-        Follower(control, build=partial(_build, world, job), end_process=end_process).follow()
+    with ExitStack() as closing, destroying_process_group():
+        build = partial(_build, world, job, control, closing)
+        Follower(control, build=build, end_process=end_process).follow()
 
 
-def _build(world: World, job: Job, data: Mapping[str, Any]) -> tuple[Policy, int]:
-    """The policy of a follower, and the run's seed."""
+def _build(
+    world: World, job: Job, control: ControlGroup, closing: ExitStack, data: Mapping[str, Any]
+) -> tuple[Policy, int]:
+    """The policy of a follower, and the run's seed; ``closing`` gets what has to be closed."""
     config = LachesisConfig.model_validate(data)
     set_up(config)
     # On the leader's machine a GPU is known by its number alone, as there is one machine for most.
     machine = "" if world.rank == world.local_rank else f"{socket.gethostname()}:"
-    meter = rank_meter(rank_device(world, wanted=config.model.device), machine=machine)
-    make = partial(FollowingPolicy, rank=world.rank, gpus=dict if meter is None else meter.take)
+    device = rank_device(world, wanted=config.model.device)
+    meter = rank_meter(device, machine=machine)
+    room = SharedRoom(device)
+    closing.callback(room.close)
+    make = partial(FollowingPolicy, control=control, room=room, gpus=dict if meter is None else meter.take)
     return _build_policy(config, world, job, make=make), config.run.seed
 
 

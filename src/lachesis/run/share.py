@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 
 import torch
 
 from lachesis.common.device import resolve_device
 from lachesis.common.world import world_size
 from lachesis.config.cards import GB, SHARED_GPU_UTILIZATION, card_use, process_bytes
+from lachesis.config.colocated import is_colocated, rank_cards
 from lachesis.config.model_shape import find_shape
 from lachesis.config.plan import plan
 from lachesis.config.schema import LachesisConfig
@@ -27,6 +29,15 @@ def with_share(config: LachesisConfig) -> LachesisConfig:
     card = torch.cuda.get_device_properties(0).total_memory
     share = share_beside_trainer(config, card_bytes=card, devices=world_size(os.environ))
     return config.model_copy(update={"engine": engine.model_copy(update={"gpu_memory_utilization": share})})
+
+
+def with_devices(config: LachesisConfig, *, environment: Mapping[str, str]) -> LachesisConfig:
+    """With the ranks' cards as ``engine.devices``, where the engine is on them: each copy gets its own."""
+    ranks = world_size(environment)
+    if config.engine.kind != "vllm" or not is_colocated(config, ranks=ranks):
+        return config
+    cards = ",".join(rank_cards(environment, ranks=ranks))
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"devices": cards})})
 
 
 def share_beside_trainer(config: LachesisConfig, *, card_bytes: int, devices: int = 1) -> float:

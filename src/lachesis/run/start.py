@@ -6,6 +6,7 @@ So nothing here imports them but where it has to. :mod:`lachesis.run.train` does
 from __future__ import annotations
 
 import importlib
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -139,9 +140,10 @@ def launch_servers(config: LachesisConfig, *, directory: Path, log_path: Path) -
         EngineError: a port is taken.
     """
     from lachesis.engines.build import server_processes
-    from lachesis.run.share import with_share
+    from lachesis.run.share import with_devices, with_share
 
-    processes = server_processes(with_share(config), directory=directory, log_path=log_path)
+    placed = with_devices(with_share(config), environment=os.environ)
+    processes = server_processes(placed, directory=directory, log_path=log_path)
     try:
         for process in processes:
             process.log_path.unlink(missing_ok=True)

@@ -354,7 +354,13 @@ def build_parts(
         stop = partial(raise_if_asked, stop_requested, leadership)
         early = EarlyPolicy(config, build, alone=leadership is None)
         side = build_engine_side(
-            config, place=place, sharded=sharded, watch=stop, meanwhile=early.begin, launched=launched
+            config,
+            place=place,
+            sharded=sharded,
+            watch=stop,
+            meanwhile=early.begin,
+            launched=launched,
+            pack_buckets=None if leadership is None else leadership.pack_buckets(config),
         )
         closing.callback(side.close)
         bridge = side.bridge

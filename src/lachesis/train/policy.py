@@ -255,6 +255,11 @@ class Policy(PolicyState):
         skipped = Sum(float(self.optimizer.skipped))
         return {"grad_norm": Mean(norm), "learning_rate": Mean(rate), "skipped_steps": skipped}
 
+    def make_room(self) -> None:
+        """Give back what the allocator keeps of the GPU without need: an engine beside the policy takes its own."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def canary(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of ``token_ids[1:]`` at temperature 1, through the path that training takes."""
         return self._canary.read(token_ids)

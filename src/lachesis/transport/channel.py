@@ -38,7 +38,7 @@ from lachesis.transport.layout import (
     to_wire,
 )
 from lachesis.transport.rendezvous import PROTOCOL, Links, Message, Rendezvous, listen
-from lachesis.transport.transports import Collective, SharedBuffer, Transport, build_group
+from lachesis.transport.transports import Collective, NoPartners, Partners, SharedBuffer, Transport, build_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,14 @@ class Channel:
 
     After an error inside an update the channel is broken and every later call says why: close it and connect both
     sides anew. An update that was refused by its header breaks nothing.
+
+    ``read_ranks``, of rank 0: the trainer's rank whose bytes each worker read in the last update, by the worker's.
     """
 
     def __init__(self, *, rank: int, links: Links, transport: Transport) -> None:
         self.rank = rank
         self.updates = 0
+        self.read_ranks: dict[int, int] = {}
         self._links = links
         self._transport = transport
         self._broken: str | None = None
@@ -121,6 +124,7 @@ class Channel:
         deadline: Deadline,
         bucket_bytes: int = BUCKET_BYTES,
         window: int = WINDOW,
+        partners: Partners | None = None,
     ) -> Sent:
         """Rank 0: send one update; returns once every engine worker has loaded all of it.
 
@@ -130,6 +134,7 @@ class Channel:
             specs: names, shapes and dtypes; a tensor of another dtype is cast.
             bucket_bytes: bounds a bucket, unless one tensor is larger.
             window: so many buckets are under way at a time, for which there is memory.
+            partners: ranks that pack the same buckets, each where workers on its device read them.
 
         Raises:
             EngineError: a worker refused the header, failed or died, or ``tensors`` are not those of ``specs``.
@@ -146,17 +151,23 @@ class Channel:
             )
         with self._breaking():
             source = iter(tensors)
-            most = self._send_buckets(buckets, source, deadline=deadline)
+            most = self._send_buckets(buckets, source, partners=partners or NoPartners(), deadline=deadline)
             extra = next(source, None)
             if extra is not None:
                 raise EngineError(f"the tensor {extra[0]!r} was to be sent and is not in the list of tensors")
             self._links.send({"end": self.updates})
-            self._expect("loaded", deadline=deadline)
+            loaded = self._expect("loaded", deadline=deadline)
+            self.read_ranks = {rank: answer["read"] for rank, answer in loaded.items()}
             self._transport.let_go()
         return Sent(sum(bucket.num_bytes for bucket in buckets), most)
 
     def _send_buckets(
-        self, buckets: Sequence[Bucket], source: Iterator[tuple[str, Tensor]], *, deadline: Deadline
+        self,
+        buckets: Sequence[Bucket],
+        source: Iterator[tuple[str, Tensor]],
+        *,
+        partners: Partners,
+        deadline: Deadline,
     ) -> int:
         """Pack and send each as soon as its place in the ring is free; bytes that were under way, at most."""
         ring = self._transport.ring(ring_bytes(buckets))
@@ -173,8 +184,9 @@ class Channel:
         for number, bucket in enumerate(buckets):
             take_back(bucket.after)
             place = ring[bucket.place : bucket.place + bucket.num_bytes]
-            _pack(place, bucket, source)
-            self._links.send({"bucket": number, **self._transport.announcement()})
+            partners.begin()
+            pack(place, bucket, source)
+            self._links.send({"bucket": number, **self._transport.announcement(partners.packed())})
             under_way.append((bucket, self._transport.send(place, deadline=deadline)))
             most = max(most, sum(sent.num_bytes for sent, _ in under_way))
         take_back(len(buckets))
@@ -218,7 +230,7 @@ class Channel:
             if left is not None:
                 raise EngineError(f"the engine did not take the tensor {left[0]!r} and those after it")
             self._transport.finish(self._transport.mark(), deadline=deadline)
-            self._links.send({"loaded": self.updates})
+            self._links.send({"loaded": self.updates, "read": self._transport.read_rank})
             self._transport.let_go()
 
     def abort(self, reason: str) -> None:
@@ -281,11 +293,14 @@ class Channel:
         with self._breaking():
             return self._links.receive(0, deadline=deadline, waiting_for=waiting_for)
 
-    def _expect(self, word: str, *, deadline: Deadline) -> None:
+    def _expect(self, word: str, *, deadline: Deadline) -> dict[int, Message]:
+        answers: dict[int, Message] = {}
         for rank in self._links.ranks:
             answer = self._links.receive(rank, deadline=deadline, waiting_for=f'"{word}" of update {self.updates}')
             if word not in answer:
                 raise EngineError(f"rank {rank} was to answer {word!r}, not {dict(answer)}")
+            answers[rank] = answer
+        return answers
 
     @contextmanager
     def _breaking(self) -> Generator[None]:
@@ -317,7 +332,7 @@ def _build_transport(
     """Connect a transport over established links; all ranks call it together. Raises as :meth:`Channel.connect`."""
     transport: Transport
     if backend == "ipc":
-        transport = SharedBuffer(device=device, links=links)
+        transport = SharedBuffer(rank=rank, device=device, links=links)
     else:
         group = build_group(backend, rank=rank, world_size=world_size, device=device, links=links, deadline=deadline)
         transport = Collective(group, device=device if backend == "nccl" else torch.device("cpu"), links=links)
@@ -331,7 +346,7 @@ def _build_transport(
     return transport
 
 
-def _pack(buffer: Tensor, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> None:
+def pack(buffer: Tensor, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> None:
     """Copy the next tensors of ``source`` into ``buffer`` [bytes], checking that they are those of the bucket."""
     for packed, view in zip(bucket.tensors, _views(buffer, bucket), strict=True):
         name, tensor = next(source, ("nothing", None))

@@ -141,7 +141,7 @@ def export_cuda(tensor: Tensor) -> SharedTensor:
     values: list[Any] = [base64.b64encode(x).decode("ascii") if isinstance(x, bytes) else x for x in items]
     storage = CudaStorage(
         **dict(zip(CUDA_ITEMS, values, strict=True)),
-        device_uuid=_uuid(tensor.device),
+        device_uuid=gpu_uuid(tensor.device),
     )
     return _described(tensor, storage)
 
@@ -276,7 +276,8 @@ def _open_cuda(name: str, storage: CudaStorage) -> torch.UntypedStorage:
         ) from error
 
 
-def _uuid(device: torch.device | int) -> str:
+def gpu_uuid(device: torch.device | int) -> str:
+    """Which GPU it is, whatever its number in this process."""
     return str(torch.cuda.get_device_properties(device).uuid)  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]  # untyped in torch
 
 
@@ -286,7 +287,7 @@ def _local_device(name: str, storage: CudaStorage) -> int:
     if not storage.device_uuid:
         found = [storage.device_index] if storage.device_index < count else []
     else:
-        found = [i for i in range(count) if _uuid(i) == storage.device_uuid]
+        found = [i for i in range(count) if gpu_uuid(i) == storage.device_uuid]
     if found:
         return found[0]
     raise EngineError(

@@ -6,10 +6,10 @@ import os
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +22,13 @@ from lachesis.transport.layout import Bucket
 from lachesis.transport.rendezvous import Links, Message
 from lachesis.transport.shared_tensors import (
     Attachments,
+    CudaStorage,
     SharedFile,
     SharedTensor,
     create_file,
     export_cuda,
     export_from_file,
+    gpu_uuid,
 )
 
 # Between two looks at what is under way. Waiting for messages meanwhile would round it up to a whole millisecond.
@@ -38,8 +40,35 @@ _LONG = timedelta(days=30)
 _c10d: Any = dist
 
 
+class Partners(Protocol):
+    """The trainer's other ranks, where each of them packs every bucket too, in memory of its own device."""
+
+    def begin(self) -> None:
+        """Have them pack the next bucket: what lies at its place of their rings has been taken."""
+        ...
+
+    def packed(self) -> Sequence[Message]:
+        """Return once all have packed it: where each one's ring is, in the order of ranks; nothing if known."""
+        ...
+
+
+class NoPartners:
+    """One rank sends: there are no others, or they have nothing to do with it."""
+
+    def begin(self) -> None:
+        """Nothing to do."""
+
+    def packed(self) -> Sequence[Message]:
+        return ()
+
+
 class Transport(ABC):
-    """Moves buckets from rank 0 to all others, in order, several under way. ``device`` is where their ring is."""
+    """Moves buckets from rank 0 to all others, in order, several under way. ``device`` is where their ring is.
+
+    ``read_rank`` is the trainer's rank whose bytes this side receives.
+    """
+
+    read_rank = 0
 
     def __init__(self, *, device: torch.device, links: Links) -> None:
         self.device = device
@@ -50,8 +79,11 @@ class Transport(ABC):
     def ring(self, num_bytes: int) -> Tensor:
         """Rank 0: bytes to pack the buckets of an update into."""
 
-    def announcement(self) -> Message:
-        """Rank 0: what the others must know to receive the bucket that was packed last."""
+    def announcement(self, others: Sequence[Message] = ()) -> Message:
+        """Rank 0: what the workers must know to receive the bucket that was packed last.
+
+        ``others`` are the rings of further ranks of the trainer's that have packed the same.
+        """
         return {}
 
     @abstractmethod
@@ -172,29 +204,66 @@ class Collective(Transport):
             ) from error
 
 
-class SharedBuffer(Transport):
-    """One allocation of the trainer's that the engine's workers on the same device read in place.
+class SharedRoom:
+    """One allocation of this process that others on the same device read in place; on the CPU it is shared memory."""
 
-    NCCL refuses two ranks on one device; this needs no copy beyond packing. On the CPU it is shared memory.
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._file: SharedFile | None = None
+        self._untold: Message | None = None
+
+    def bytes(self, num_bytes: int) -> Tensor:
+        """So many bytes, in new memory where there are fewer than that."""
+        if self._bytes.numel() < num_bytes:
+            self._untold = self._allocate(num_bytes).to_json()
+        return self._bytes[:num_bytes]
+
+    def packed(self) -> Message:
+        """Where others find what was written, which is there when this returns; empty where they were told before."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+        untold, self._untold = self._untold, None
+        return untold or {}
+
+    def close(self) -> None:
+        """Let go of it; what others have mapped stays until they let go too. Idempotent."""
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=self._device)
+        if self._file is not None:
+            self._file.close()
+
+    def _allocate(self, num_bytes: int) -> SharedTensor:
+        self.close()
+        if self._device.type == "cuda":
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+            return export_cuda(self._bytes)
+        self._file = file = create_file(num_bytes)
+        self._bytes = torch.empty(0, dtype=torch.uint8).set_(file.storage, 0, (num_bytes,), (1,))
+        return export_from_file(self._bytes, file)
+
+
+class SharedBuffer(Transport):
+    """Memory of the trainer's that the engine's workers on the same device read in place.
+
+    NCCL refuses two ranks on one device; this needs no copy beyond packing. Where each rank of the trainer packs, a
+    worker reads what the one on its own GPU has packed; on the CPU, where there is but one device, the one of its
+    number.
     """
 
-    def __init__(self, *, device: torch.device, links: Links) -> None:
+    def __init__(self, *, rank: int, device: torch.device, links: Links) -> None:
         super().__init__(device=device, links=links)
-        self._unannounced: dict[str, Any] | None = None
-        self._file: SharedFile | None = None
+        self.read_rank = 0
+        self._rank = rank
+        self._room = SharedRoom(device)
         self._attachments = Attachments()
 
     def ring(self, num_bytes: int) -> Tensor:
-        if self._buffer.numel() < num_bytes:
-            self._unannounced = self._allocate(num_bytes).to_json()
-        return self._buffer
+        return self._room.bytes(num_bytes)
 
-    def announcement(self) -> Message:
+    def announcement(self, others: Sequence[Message] = ()) -> Message:
         # The others may read as soon as they hear of it, so packing has to be done.
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        shared, self._unannounced = self._unannounced, None
-        return {} if shared is None else {"shared": shared}
+        shared = self._room.packed()
+        return {"shared": [shared, *others]} if shared else {}
 
     def send(self, bucket: Tensor, *, deadline: Deadline) -> Callable[[], None]:
         """Nothing moves: the announcement was all."""
@@ -204,9 +273,10 @@ class SharedBuffer(Transport):
         self, bucket: Bucket, *, ring: int, announcement: Message, keep: torch.device | None, deadline: Deadline
     ) -> Tensor:
         if "shared" in announcement:
-            shared = SharedTensor.from_json("the channel's buffer", announcement["shared"])
+            offered = [SharedTensor.from_json("the channel's buffer", entry) for entry in announcement["shared"]]
+            self.read_rank = self._nearest(offered)
             self._attachments.close()  # unmaps the buffer before, once its last view is gone
-            self._buffer = self._attachments.tensor("the channel's buffer", shared)
+            self._buffer = self._attachments.tensor("the channel's buffer", offered[self.read_rank])
         if self._buffer.numel() < ring:
             raise EngineError(f"the trainer shares {self._buffer.numel()} bytes, an update takes {ring}")
         shown = self._buffer[bucket.place : bucket.place + bucket.num_bytes]
@@ -221,18 +291,23 @@ class SharedBuffer(Transport):
     def close(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._attachments.close()
-        if self._file is not None:
-            self._file.close()
+        self._room.close()
 
-    def _allocate(self, num_bytes: int) -> SharedTensor:
+    def _nearest(self, offered: Sequence[SharedTensor]) -> int:
+        """Whose buffer this worker reads, of those of the trainer's ranks."""
+        if len(offered) == 1:
+            return 0
         if self.device.type == "cuda":
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            return export_cuda(self._buffer)
-        if self._file is not None:
-            self._file.close()
-        self._file = file = create_file(num_bytes)
-        self._buffer = torch.empty(0, dtype=torch.uint8).set_(file.storage, 0, (num_bytes,), (1,))
-        return export_from_file(self._buffer, file)
+            here = gpu_uuid(self.device)
+            gpus = [shared.storage.device_uuid for shared in offered if isinstance(shared.storage, CudaStorage)]
+        else:
+            here, gpus = str(self._rank - 1), [*map(str, range(len(offered)))]
+        if here in gpus:
+            return gpus.index(here)
+        raise EngineError(
+            f"none of the trainer's {len(offered)} ranks is on GPU {here}, where a worker of the engine is",
+            remedy="give the engine the GPUs of the ranks, one each: leave engine.devices out, or set bridge.transport",
+        )
 
 
 def build_group(

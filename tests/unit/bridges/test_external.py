@@ -137,6 +137,45 @@ def test_its_cache_wakes_up_once_the_weights_are_there(level: Any, tmp_path):
     assert read(built.server.tensors) == read(lora_tensors(built.policy.model))
 
 
+def test_ranks_give_back_what_they_keep_before_each_part_of_it_wakes_up(tmp_path):
+    """Else it could not take it: its cache stands beside what has arrived, too."""
+    asleep: list[set[str]] = []
+    servers: list[FakeServer] = []
+    room = lambda policy: asleep.extend(set(server.asleep) for server in servers)  # noqa: E731
+    built = Built(tmp_path, sleep_level=2, make_room=room)
+    servers.append(built.server)
+    built.bridge.rest()
+    assert not asleep
+    with built.bridge.update_to(1):
+        built.policy.step()
+    assert asleep == [{"weights", "kv_cache"}, {"kv_cache"}]
+
+
+def test_one_of_several_that_sleep_is_started_again_before_anything_is_trained(tmp_path):
+    """Beside the training there would be no room for it."""
+    servers = [FakeServer(number=i) for i in range(2)]
+    processes = [FakeProcess(server) for server in servers]
+    engine = FakeHttpEngine(*servers)
+    owned = OwnedEngine(engine=engine, processes=processes, owner="run 7")  # type: ignore[arg-type]
+    for process in processes:
+        process.launch()
+    starts: list[int] = []
+    room = lambda policy: starts.append(processes[1].starts)  # noqa: E731
+    bridge = adapters_to(engine, tmp_path, owned=owned, sleep_level=1, make_room=room)
+    policy = bridge.prepare(lambda: FakePolicy(lora=True))
+    engine.claim("run 7", deadline=within())
+    bridge.sync(0)
+    bridge.rest()
+    servers[1].die()
+    processes[1].pid = None
+    starts.clear()
+    with bridge.update_to(1):
+        policy.step()
+    assert (starts[0], processes[1].starts) == (1, 2), "ranks made room before it was started"
+    assert [server.version for server in servers] == [1, 1] and engine.fleet.admitted == engine.urls
+    bridge.close()
+
+
 def test_a_failed_step_leaves_the_engine_awake(tmp_path):
     built = Built(tmp_path, sleep_level=1)
     built.bridge.rest()

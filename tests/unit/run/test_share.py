@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.share import share_beside_trainer, with_share
+from lachesis.run.share import share_beside_trainer, with_devices, with_share
 
 
 def configured(path: str, *, model: dict[str, Any] | None = None, **sections: Any) -> LachesisConfig:
@@ -49,3 +49,20 @@ def test_what_is_said_and_what_has_no_gpu_stays():
     for engine in ({"kind": "vllm"}, {"kind": "vllm", "gpu_memory_utilization": 0.3}, {"kind": "vllm", "devices": "1"}):
         config = configured("Qwen/Qwen3-14B", model={"device": "cpu"}, engine=engine)
         assert with_share(config) is config
+
+
+@pytest.mark.parametrize(
+    ("engine", "environment", "devices"),
+    [
+        ({"tensor_parallel_size": 2}, {"WORLD_SIZE": "2"}, "0,1"),
+        ({"data_parallel_size": 2}, {"WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": "4, 6,7"}, "4,6"),
+        ({}, {"WORLD_SIZE": "2"}, None),
+        ({"tensor_parallel_size": 2}, {}, None),
+        ({"tensor_parallel_size": 2, "devices": "3,4"}, {"WORLD_SIZE": "2"}, "3,4"),
+    ],
+    ids=["of all ranks", "as they are visible", "beside the first", "one process", "elsewhere"],
+)
+def test_an_engine_on_the_ranks_gpus_is_told_which_they_are(engine: dict, environment: dict, devices: str | None):
+    config = configured("m", engine={"kind": "vllm", **engine}, bridge={"kind": "broadcast"})
+    placed = with_devices(config, environment=environment).engine
+    assert placed.kind == "vllm" and placed.devices == devices

@@ -6,7 +6,14 @@ from collections.abc import Mapping
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.mesh import derive_mesh
-from lachesis.config.schema import LachesisConfig, LoraBroadcastBridgeConfig, LoraSwapBridgeConfig, SharedBridgeConfig
+from lachesis.config.colocated import is_colocated, rank_cards
+from lachesis.config.schema import (
+    ChannelBridgeConfig,
+    LachesisConfig,
+    LoraBroadcastBridgeConfig,
+    LoraSwapBridgeConfig,
+    SharedBridgeConfig,
+)
 
 # Their states are of whole tensors, rows and columns or blocks, which parts of a tensor have not.
 _WHOLE_TENSOR_OPTIMIZERS = ("adamw_8bit", "adafactor")
@@ -25,8 +32,7 @@ def shared_card(config: LachesisConfig, *, ranks: int, environment: Mapping[str,
     shared = isinstance(bridge, SharedBridgeConfig) or getattr(bridge, "share_base", False)
     if engine.kind != "vllm" or engine.devices is None or shared:
         return None
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    cards = [*map(str, range(ranks))] if visible is None else [card.strip() for card in visible.split(",")][:ranks]
+    cards = rank_cards(environment, ranks=ranks)
     named = [device.strip() for device in engine.devices.split(",")]
     both = [card for card in named if card in cards]
     if not both:
@@ -35,7 +41,8 @@ def shared_card(config: LachesisConfig, *, ranks: int, environment: Mapping[str,
     return (
         f"engine.devices {engine.devices} puts the engine on the card of rank {rank} (GPU {both[0]}), and "
         "neither's memory is counted beside the other's; name a card on which nothing trains, or leave engine.devices "
-        "out, which puts the engine beside rank 0 with a share that is counted"
+        "out, which puts the engine beside rank 0, or one that takes as many GPUs as there are ranks beside all of "
+        "them, with a share that is counted"
     )
 
 
@@ -56,6 +63,8 @@ def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
             f"bridge.share_base builds the model on one engine's memory, and {ranks} devices train",
             remedy="set bridge.share_base: false",
         )
+    if is_colocated(config, ranks=ranks):
+        _require_colocatable(config, ranks=ranks)
     mesh = derive_mesh(distributed, ranks=ranks)
     if mesh.context > 1 and config.model.packing == "padded":
         raise ConfigError(
@@ -92,4 +101,40 @@ def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
             f"optimizer.kind {config.optimizer.kind} works on whole tensors, and {ranks} devices have parts of them",
             remedy="set optimizer.kind: adamw (sharded, it takes 8 bytes a parameter over all devices), or "
             "distributed.strategy: replicate",
+        )
+
+
+def _require_colocatable(config: LachesisConfig, *, ranks: int) -> None:
+    """See that an engine can be on the GPUs of the ranks. Raises ConfigError."""
+    engine, bridge = config.engine, config.bridge
+    assert engine.kind == "vllm", "no other is on GPUs of the run's choosing"
+    copies, ways = engine.data_parallel_size, engine.tensor_parallel_size
+    words = f"engine.data_parallel_size {copies} x tensor_parallel_size {ways} takes {copies * ways} GPUs"
+    if copies * ways != ranks:
+        suited = (
+            f"set engine.data_parallel_size: {ranks // ways}" if ranks % ways == 0 else f"start {copies * ways} ranks"
+        )
+        raise ConfigError(
+            f"{words}, and {ranks} ranks train: without engine.devices the engine is on their GPUs, one worker beside "
+            "each",
+            remedy=f"{suited}, or name GPUs on which nothing trains in engine.devices",
+        )
+    if isinstance(bridge, ChannelBridgeConfig) and bridge.transport == "nccl":
+        raise ConfigError(
+            f"bridge.transport is nccl, which takes a GPU for each side, and {words}, those of the {ranks} ranks",
+            remedy="leave bridge.transport out: each worker then reads what the rank on its GPU has packed (ipc)",
+        )
+
+
+def require_one_machine(config: LachesisConfig, *, ranks: int, here: int) -> None:
+    """See that ranks with an engine on their GPUs are on one machine, ``here`` of them on this one.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if is_colocated(config, ranks=ranks) and here != ranks:
+        raise ConfigError(
+            f"without engine.devices the engine is on the GPUs of the {ranks} ranks, and {here} of them are on the "
+            "machine that starts it",
+            remedy="train on one machine, or start servers by `lachesis serve` and name them in engine.urls",
         )

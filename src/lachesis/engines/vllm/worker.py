@@ -221,8 +221,8 @@ class WorkerWeights:
                 status=422,
                 remedy=f"send a world_size of at least {parsed.rank + self._tensor_parallel_size}",
             )
-        if parsed.backend != "gloo" and self._device.type != "cuda":
-            raise Refused(f"this engine runs on the CPU, without {parsed.backend}", status=422, remedy="send gloo")
+        if parsed.backend == "nccl" and self._device.type != "cuda":
+            raise Refused("this engine runs on the CPU, without nccl", status=422, remedy="send gloo, or ipc")
         shapes = {tensor.name: tensor.shape for tensor in parsed.tensors}
         if parsed.lora is not None:
             self._need_slots().check(shapes, parsed.lora)

@@ -118,6 +118,7 @@ class Tag(IntEnum):
     PART = 1
     ANSWER = 2
     LIFE = 3
+    BUCKET = 4
 
 
 class ControlGroup:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
 
 import torch
 
+from lachesis.bridges.broadcast import travelling
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError, first_line
+from lachesis.engines.serving.served import TransferKind
 from lachesis.metrics.names import TRAINING_OF
 from lachesis.metrics.values import Mean, Metrics, MetricValue
 from lachesis.train.batch import Batch
@@ -19,6 +22,8 @@ from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.leader import BUILD, END, METHODS, exhaust, of_a_collective
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
 from lachesis.train.policy import Policy
+from lachesis.transport.partners import pack_beside
+from lachesis.transport.transports import SharedRoom
 
 # Seconds: that what waits for the leader gets to end by itself once it is gone; that news of its end may take.
 _GRACE_S = 1.0
@@ -38,19 +43,44 @@ class FollowingPolicy(Policy):
 
     Args:
         *args, **options: of :class:`Policy`.
-        rank: this one.
+        control: all ranks.
+        room: where an engine's worker on this rank's device reads weights.
         gpus: what is known of the GPU since the last call.
     """
 
-    def __init__(self, *args: Any, rank: int, gpus: Callable[[], Metrics], **options: Any) -> None:
+    def __init__(
+        self, *args: Any, control: ControlGroup, room: SharedRoom, gpus: Callable[[], Metrics], **options: Any
+    ) -> None:
         super().__init__(*args, **options)
-        self._rank = rank
+        self._control = control
+        self._room = room
         self._gpus = gpus
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
         began = time.perf_counter()
         metrics = super().accumulate(batch)
-        return {**metrics, f"{TRAINING_OF}{self._rank}": Mean(time.perf_counter() - began), **self._gpus()}
+        return {**metrics, f"{TRAINING_OF}{self._control.rank}": Mean(time.perf_counter() - began), **self._gpus()}
+
+    def pack_buckets(self, kind: TransferKind, saved: bool, bucket_bytes: int, anew: bool) -> None:
+        """This rank's part of :meth:`LeadingPolicy.pack_buckets`."""
+        if anew:
+            self._room.close()
+        source = travelling(kind, self.whole)
+        tensors, specs = source.tensors(self, saved), source.specs(self, saved)
+        pack_beside(tensors, specs, bucket_bytes=bucket_bytes, room=self._room, line=_LeaderLine(self._control))
+
+
+@dataclass(frozen=True, slots=True)
+class _LeaderLine:
+    """To the leader, in the midst of a turn."""
+
+    control: ControlGroup
+
+    def tell(self, message: Any) -> None:
+        self.control.send(message, to=0, tag=Tag.BUCKET)
+
+    def hear(self) -> Sequence[Any]:
+        return (self.control.receive(0, tag=Tag.BUCKET),)
 
 
 class Follower:

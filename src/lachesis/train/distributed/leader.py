@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lachesis.bridges.broadcast import travelling
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import LachesisError, TrainingError, first_line
+from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, TrainingError, first_line
+from lachesis.engines.serving.served import TransferKind
 from lachesis.metrics.names import GPU_MEMORY_IN_USE, GPU_UTILIZATION, TRAINING_OF
 from lachesis.metrics.values import Mean, MetricValue, merge_metrics
 from lachesis.train.batch import Batch, collect, deal, split
@@ -25,6 +27,8 @@ from lachesis.train.distributed.control import ControlGroup, Gone, Tag
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
 from lachesis.train.distributed.sharded_checkpoint import Written
 from lachesis.train.policy import Policy
+from lachesis.transport.layout import plan_buckets
+from lachesis.transport.partners import PartnerLine, SendPacked
 
 # Turns that are no methods of a policy: the first, which builds it of a configuration, and the last.
 BUILD = "build"
@@ -128,17 +132,29 @@ class Leader:
         for thread in self._threads:
             thread.join(deadline.remaining_s())
 
+    def tell(self, message: Any) -> None:
+        """To all followers, in the midst of a turn that has more to say than what it is. Raises Gone."""
+        for rank in self._followers:
+            self._control.send(message, to=rank, tag=Tag.BUCKET)
+
+    def hear(self) -> Sequence[Any]:
+        """What each follower says in the midst of a turn, in the order of ranks. Raises Gone, DeadlineExceeded."""
+        return [self._await(rank, Tag.BUCKET, "sending weights") for rank in self._followers]
+
     def _answer(self, rank: int, turn: Turn, what: str) -> Any:
-        name = f"{self._control.name(rank)} doing its part of {what}"
-        deadline = Deadline(name, self._control.limit_s, "deadlines.ranks_s")
-        with deadline.waiting():
-            answer = self._control.receive(rank, tag=Tag.ANSWER, deadline=deadline)
+        answer = self._await(rank, Tag.ANSWER, what)
         if not isinstance(answer, Answer) or answer.number != turn.number:
             raise TrainingError(
                 f"{self._control.name(rank)} answers {answer} at turn {turn.number} ({turn.method})",
                 remedy="start all ranks with one version of lachesis",
             )
         return answer.value
+
+    def _await(self, rank: int, tag: Tag, what: str) -> Any:
+        name = f"{self._control.name(rank)} doing its part of {what}"
+        deadline = Deadline(name, self._control.limit_s, "deadlines.ranks_s")
+        with deadline.waiting():
+            return self._control.receive(rank, tag=tag, deadline=deadline)
 
     def _explained(self, error: Exception | None, what: str) -> Exception:
         """What to raise for an error of the leader's own part: the follower's that it comes from, if there is one."""
@@ -250,6 +266,37 @@ class LeadingPolicy(Policy):
         if not self.strategy.sharded:
             return super().whole(parameters)
         return self.full_parameters([self._names[id(parameter)] for parameter in parameters])
+
+    def pack_buckets(self, kind: TransferKind, saved: bool, bucket_bytes: int, anew: bool, *, send: SendPacked) -> None:
+        """``send`` an update of the weights while all ranks pack each bucket, each where an engine's worker reads it.
+
+        Args:
+            kind: all weights, or an adapter's.
+            saved: under the names of a checkpoint.
+            bucket_bytes: as :meth:`Channel.send` is given it.
+            anew: nobody knows yet where the followers' buckets are.
+
+        Raises:
+            EngineError, DeadlineExceeded: as ``send``; all ranks are done with the update then, too.
+        """
+        source = travelling(kind, super().whole)
+        buckets = plan_buckets(source.specs(self, saved), limit_bytes=bucket_bytes)
+        failure: EngineError | DeadlineExceeded | None = None
+        with self._leader.turn("pack_buckets", kind, saved, bucket_bytes, anew, what="sending weights"):
+            tensors = iter(source.tensors(self, saved))
+            partners = PartnerLine(self._leader, left=len(buckets))
+            try:
+                send(tensors, partners)
+            except (EngineError, DeadlineExceeded) as error:  # the engine's: the ranks are as they should be
+                partners.stop()
+                exhaust(tensors)
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def make_room(self) -> None:
+        with self._leader.turn("make_room", what="giving back what is not needed of the GPUs' memory"):
+            super().make_room()
 
     def full_parameters(self, names: Sequence[str]) -> Iterator[Tensor]:
         with self._leader.turn("full_parameters", names, what=f"gathering {len(names)} parameters"):

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.rules.distributed import require_distributable, shared_card
+from lachesis.config.rules.distributed import require_distributable, require_one_machine, shared_card
 
 LORA = {"kind": "lora"}
+VLLM = {"kind": "vllm"}
 HTTP = {"engine": {"kind": "http"}}
 
 
@@ -28,6 +29,10 @@ HTTP = {"engine": {"kind": "http"}}
         {"optimizer": {"kind": "adamw_cpu"}},
         {**HTTP, "bridge": {"kind": "broadcast"}},
         {**HTTP, "adapter": LORA, "bridge": {"kind": "lora_only"}},
+        {"engine": {**VLLM, "tensor_parallel_size": 4}, "bridge": {"kind": "broadcast"}},
+        {"engine": {**VLLM, "tensor_parallel_size": 2, "data_parallel_size": 2}, "bridge": {"kind": "broadcast"}},
+        {"engine": VLLM, "bridge": {"kind": "broadcast"}},
+        {"engine": {**VLLM, "tensor_parallel_size": 2, "devices": "4,5"}, "bridge": {"kind": "broadcast"}},
     ],
 )
 def test_what_several_devices_can_do(build, sections: dict[str, Any]):
@@ -62,12 +67,41 @@ def test_what_several_devices_can_do(build, sections: dict[str, Any]):
         ),
         ({"optimizer": {"kind": "adamw_8bit"}}, r"adamw_8bit works on whole tensors"),
         ({"optimizer": {"kind": "adafactor"}}, r"adafactor works on whole tensors"),
+        (
+            {"engine": {**VLLM, "tensor_parallel_size": 2}, "bridge": {"kind": "broadcast"}},
+            r"1 x tensor_parallel_size 2 takes 2 GPUs, and 4 ranks train: without engine.devices .* one worker beside",
+        ),
+        (
+            {"engine": {**VLLM, "data_parallel_size": 8}, "bridge": {"kind": "broadcast"}},
+            r"data_parallel_size 8 x tensor_parallel_size 1 takes 8 GPUs, and 4 ranks train",
+        ),
+        (
+            {"engine": {**VLLM, "data_parallel_size": 4}, "bridge": {"kind": "broadcast", "transport": "nccl"}},
+            r"transport is nccl, which takes a GPU for each side, and .* takes 4 GPUs, those of the 4 ranks",
+        ),
     ],
 )
 def test_what_they_cannot_is_refused_with_a_way_out(build, sections: dict[str, Any], expected: str):
     with pytest.raises(ConfigError, match=expected) as caught:
         require_distributable(build(**sections), ranks=4)
     assert caught.value.remedy
+
+
+def test_the_way_out_has_sizes_that_fit(build):
+    sizes = [({"tensor_parallel_size": 2}, "engine.data_parallel_size: 2,"), ({"tensor_parallel_size": 3}, "3 ranks,")]
+    for keys, expected in sizes:
+        with pytest.raises(ConfigError) as caught:
+            require_distributable(build(engine={**VLLM, **keys}, bridge={"kind": "broadcast"}), ranks=4)
+        assert expected in caught.value.remedy
+
+
+def test_an_engine_on_the_ranks_gpus_takes_ranks_of_one_machine(build):
+    beside, alone = ({"engine": VLLM | keys} for keys in ({"tensor_parallel_size": 4}, {}))
+    bridge = {"bridge": {"kind": "broadcast"}}
+    require_one_machine(build(**beside, **bridge), ranks=4, here=4)
+    require_one_machine(build(**alone, **bridge), ranks=4, here=2)
+    with pytest.raises(ConfigError, match="on the GPUs of the 4 ranks, and 2 of them are on the machine that starts"):
+        require_one_machine(build(**beside, **bridge), ranks=4, here=2)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""Packing by several ranks of a trainer: each has every bucket on its own device, where an engine's worker reads it.
+
+Rank 0 talks to the engine, by a channel; to each of its partners it says when to pack the next bucket, and hears where
+that is. So an update crosses from one GPU to another once, when the trainer's ranks gather it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lachesis.common.errors import EngineError
+from lachesis.transport.channel import pack
+from lachesis.transport.layout import WINDOW, ReceivedTensor, plan_buckets, ring_bytes
+from lachesis.transport.rendezvous import Message
+from lachesis.transport.transports import Partners, SharedRoom
+
+# Sends the tensors of an update, each bucket of which partners pack too.
+SendPacked = Callable[[Iterator[tuple[str, Tensor]], Partners], object]
+# What rank 0 says before a bucket: that it is packed now, or that there will be none.
+PACK, STOP = "pack", "stop"
+
+
+class Line(Protocol):
+    """Between rank 0 and its partners; whatever fails there is the line's own error."""
+
+    def tell(self, message: Any) -> None:
+        """To all partners, or to rank 0."""
+        ...
+
+    def hear(self) -> Sequence[Any]:
+        """The next message of each partner, in the order of ranks, or of rank 0 alone."""
+        ...
+
+
+@dataclass(slots=True)
+class PartnerLine:
+    """Rank 0's side of the packing of one update, as :class:`~lachesis.transport.transports.Partners`."""
+
+    line: Line
+    left: int
+    """Buckets that the partners wait to be told of."""
+
+    def begin(self) -> None:
+        self.left -= 1
+        self.line.tell(PACK)
+
+    def packed(self) -> Sequence[Message]:
+        return [place for place in self.line.hear() if place]
+
+    def stop(self) -> None:
+        """There will be no more buckets, where some were to come."""
+        if self.left > 0:
+            self.left = 0
+            self.line.tell(STOP)
+
+
+@torch.no_grad()
+def pack_beside(
+    tensors: Iterable[tuple[str, Tensor]],
+    specs: Sequence[ReceivedTensor],
+    *,
+    bucket_bytes: int,
+    room: SharedRoom,
+    line: Line,
+    window: int = WINDOW,
+) -> None:
+    """A partner's part of one update: pack each bucket into ``room`` when rank 0 says so, and say where it is.
+
+    Args:
+        tensors: as rank 0 sends them, in the order of ``specs``.
+        bucket_bytes, window: as :meth:`Channel.send` takes them on rank 0.
+        room: of this rank.
+        line: to rank 0.
+
+    Raises:
+        EngineError: ``tensors`` are not those of ``specs``, or ``room`` cannot be shared.
+    """
+    buckets = plan_buckets(specs, limit_bytes=bucket_bytes, window=window)
+    size = ring_bytes(buckets)
+    source = iter(tensors)
+    for bucket in buckets:
+        (word,) = line.hear()
+        if word == STOP:
+            deque(source, maxlen=0)  # what is gathered takes all ranks
+            return
+        pack(room.bytes(size)[bucket.place : bucket.place + bucket.num_bytes], bucket, source)
+        line.tell(room.packed())
+    if (extra := next(source, None)) is not None:
+        raise EngineError(f"the tensor {extra[0]!r} was to be sent and is not in the list of tensors")
