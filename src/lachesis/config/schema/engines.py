@@ -130,7 +130,9 @@ class VllmEngineConfig(BaseEngineConfig):
         default=None, description="Speculative decoding; none if unset. Its logprobs are proved when the engine starts."
     )
     devices: str | None = Field(
-        default=None, description="CUDA_VISIBLE_DEVICES of the server; the trainer's own if unset."
+        default=None,
+        description="CUDA_VISIBLE_DEVICES of the server; if unset the trainer's own, those of all ranks where it takes "
+        "several.",
     )
     extra_args: list[str] = Field(default_factory=list, description="Further arguments for `vllm serve`, as they are.")
 
