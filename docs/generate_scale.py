@@ -38,8 +38,8 @@ models: the memory of a rank, and how long loading, a transfer of the weights an
 - **One node**: `torchrun --nproc-per-node N` for the ranks, and `engine.devices` for the engine's GPUs;
   `engine.data_parallel_size` makes several engines of them, `engine.tensor_parallel_size` larger ones. Without
   `engine.devices` the engine is on the ranks' own GPUs and sleeps while they train
-  ([how](quickstart-by-mode.md#trainer-and-engine-on-the-same-gpus)): for models whose training takes all GPUs, and where
-  one side would wait for the other anyway; on GPUs of its own the engine generates meanwhile.
+  ([how](quickstart-by-mode.md#trainer-and-engine-on-the-same-gpus)): for models whose training takes all GPUs, and
+  where one side would wait for the other anyway; on GPUs of its own the engine generates meanwhile.
 - **Several nodes**: `lachesis run CONFIG` on a Ray cluster ([below](#on-a-ray-cluster)), which brings a lost engine up
   on another node; `lachesis cluster slurm CONFIG` prints a job ([below](#several-nodes)); or the ranks by torchrun over
   them, and the engines as servers (`engine: {kind: http, urls: [...]}`). Where a node's cards hold the model,
