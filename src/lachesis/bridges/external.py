@@ -100,6 +100,7 @@ class OwnedEngine:
         A server that has hung is ended first. Others go on meanwhile, and one that cannot be started stays dead. With
         ``waiting`` all starts are over when this returns.
         """
+        ready = self._ended_starts()
         fleet = self.engine.fleet
         for control, process in zip(self.engine.controls, self._processes, strict=True):
             if control.url not in self._starts and fleet.state(control.url) is State.DEAD:
@@ -108,13 +109,18 @@ class OwnedEngine:
                 self._starts[control.url] = self._threads.submit(self._replace, process)
         if waiting:
             wait(self._starts.values())
+            ready += self._ended_starts()
+        return ready
+
+    def _ended_starts(self) -> tuple[str, ...]:
+        """Those whose start is over and went well; the others are dead again."""
         ready: list[str] = []
         for url in [url for url, start in self._starts.items() if start.done()]:
             if (error := self._starts.pop(url).exception()) is None:
                 ready.append(url)
             else:
                 logger.error("the engine at %s cannot be started again: %s", url, error)
-                fleet.died(url, str(error))
+                self.engine.fleet.died(url, str(error))
         return tuple(ready)
 
     def _replace(self, process: ManagedProcess) -> None:
