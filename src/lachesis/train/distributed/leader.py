@@ -49,9 +49,13 @@ class Leader:
     Args:
         control: all ranks.
         abort: ends collectives that wait for a rank that is gone, for which torch knows nothing of it by itself.
+
+    Attributes:
+        broken: a turn has failed, so that the followers may be in the midst of it for good.
     """
 
     def __init__(self, control: ControlGroup, *, abort: Callable[[], None]) -> None:
+        self.broken = False
         self._control = control
         self._abort = abort
         self._followers = range(1, control.size)
@@ -112,10 +116,12 @@ class Leader:
                 values = [self._answer(rank, turn, what) for rank in self._followers]
                 collected += values if answers else ()
             except LachesisError as error:
+                self.broken = True
                 if not isinstance(error, Gone):
                     raise
                 raise self._explained(error, what) from error
             except Exception as error:
+                self.broken = True
                 raise self._explained(error, what) from error
             finally:
                 self._idle.set()
@@ -295,6 +301,9 @@ class LeadingPolicy(Policy):
             raise failure
 
     def make_room(self) -> None:
+        if self._leader.broken:  # the run ends, and an engine that is awake is better than none
+            super().make_room()
+            return
         with self._leader.turn("make_room", what="giving back what is not needed of the GPUs' memory"):
             super().make_room()
 
