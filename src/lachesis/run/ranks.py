@@ -18,7 +18,7 @@ from lachesis.common.errors import LachesisError
 from lachesis.common.mesh import derive_mesh
 from lachesis.common.world import World
 from lachesis.config.colocated import is_colocated
-from lachesis.config.rules.distributed import require_distributable, require_one_machine, shared_card
+from lachesis.config.rules.distributed import require_colocatable, require_distributable, shared_card
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.serving.served import TransferKind
 from lachesis.run.gpus import rank_meter
@@ -88,7 +88,7 @@ def leading(world: World | None, config: LachesisConfig) -> Iterator[Leadership 
         yield None
         return
     require_distributable(config, ranks=world.size)
-    require_one_machine(config, ranks=world.size, here=world.local_size)
+    require_colocatable(config, ranks=world.size, here=world.local_size)
     shared = shared_card(config, ranks=world.local_size, environment=os.environ)
     if rank_device(world, wanted=config.model.device).type == "cuda" and shared is not None:
         logger.warning("%s", shared)

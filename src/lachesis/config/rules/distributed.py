@@ -63,8 +63,6 @@ def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
             f"bridge.share_base builds the model on one engine's memory, and {ranks} devices train",
             remedy="set bridge.share_base: false",
         )
-    if is_colocated(config, ranks=ranks):
-        _require_colocatable(config, ranks=ranks)
     mesh = derive_mesh(distributed, ranks=ranks)
     if mesh.context > 1 and config.model.packing == "padded":
         raise ConfigError(
@@ -104,16 +102,26 @@ def require_distributable(config: LachesisConfig, *, ranks: int) -> None:
         )
 
 
-def _require_colocatable(config: LachesisConfig, *, ranks: int) -> None:
-    """See that an engine can be on the GPUs of the ranks. Raises ConfigError."""
+def require_colocatable(config: LachesisConfig, *, ranks: int, here: int) -> None:
+    """See that the engine can be on the GPUs of so many ranks, ``here`` of them on this machine, where it is to be.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     engine, bridge = config.engine, config.bridge
-    assert engine.kind == "vllm", "no other is on GPUs of the run's choosing"
+    if not is_colocated(config, ranks=ranks) or engine.kind != "vllm":
+        return
     copies, ways = engine.data_parallel_size, engine.tensor_parallel_size
     words = f"engine.data_parallel_size {copies} x tensor_parallel_size {ways} takes {copies * ways} GPUs"
-    if copies * ways != ranks:
-        suited = (
-            f"set engine.data_parallel_size: {ranks // ways}" if ranks % ways == 0 else f"start {copies * ways} ranks"
+    if here != ranks:
+        raise ConfigError(
+            f"without engine.devices the engine is on the GPUs of the {ranks} ranks, and {here} of them are on the "
+            "machine that starts it",
+            remedy="train on one machine, or start servers by `lachesis serve` and name them in engine.urls",
         )
+    if copies * ways != ranks:
+        fits = ranks % ways == 0
+        suited = f"set engine.data_parallel_size: {ranks // ways}" if fits else f"start {copies * ways} ranks"
         raise ConfigError(
             f"{words}, and {ranks} ranks train: without engine.devices the engine is on their GPUs, one worker beside "
             "each",
@@ -123,18 +131,4 @@ def _require_colocatable(config: LachesisConfig, *, ranks: int) -> None:
         raise ConfigError(
             f"bridge.transport is nccl, which takes a GPU for each side, and {words}, those of the {ranks} ranks",
             remedy="leave bridge.transport out: each worker then reads what the rank on its GPU has packed (ipc)",
-        )
-
-
-def require_one_machine(config: LachesisConfig, *, ranks: int, here: int) -> None:
-    """See that ranks with an engine on their GPUs are on one machine, ``here`` of them on this one.
-
-    Raises:
-        ConfigError: they are not.
-    """
-    if is_colocated(config, ranks=ranks) and here != ranks:
-        raise ConfigError(
-            f"without engine.devices the engine is on the GPUs of the {ranks} ranks, and {here} of them are on the "
-            "machine that starts it",
-            remedy="train on one machine, or start servers by `lachesis serve` and name them in engine.urls",
         )

@@ -15,7 +15,7 @@ from lachesis.common.errors import (
     RewardError,
 )
 from lachesis.common.hosts import is_this_machine
-from lachesis.config.rules.distributed import require_distributable
+from lachesis.config.rules.distributed import require_colocatable, require_distributable
 from lachesis.config.schema import (
     SERVERS_FILE,
     AtroposSourceConfig,
@@ -112,6 +112,8 @@ def derive_layout(config: LachesisConfig, machines: Machines) -> Layout:
     _check_addresses(config, layout)
     if layout.ranks > 1:
         require_distributable(config, ranks=layout.ranks)
+        if servers is None:
+            require_colocatable(config, ranks=layout.ranks, here=per_node)
     return layout
 
 

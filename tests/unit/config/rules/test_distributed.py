@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.config.rules.distributed import require_distributable, require_one_machine, shared_card
+from lachesis.config.rules.distributed import require_colocatable, require_distributable, shared_card
 
 LORA = {"kind": "lora"}
 VLLM = {"kind": "vllm"}
@@ -29,10 +29,6 @@ HTTP = {"engine": {"kind": "http"}}
         {"optimizer": {"kind": "adamw_cpu"}},
         {**HTTP, "bridge": {"kind": "broadcast"}},
         {**HTTP, "adapter": LORA, "bridge": {"kind": "lora_only"}},
-        {"engine": {**VLLM, "tensor_parallel_size": 4}, "bridge": {"kind": "broadcast"}},
-        {"engine": {**VLLM, "tensor_parallel_size": 2, "data_parallel_size": 2}, "bridge": {"kind": "broadcast"}},
-        {"engine": VLLM, "bridge": {"kind": "broadcast"}},
-        {"engine": {**VLLM, "tensor_parallel_size": 2, "devices": "4,5"}, "bridge": {"kind": "broadcast"}},
     ],
 )
 def test_what_several_devices_can_do(build, sections: dict[str, Any]):
@@ -67,18 +63,6 @@ def test_what_several_devices_can_do(build, sections: dict[str, Any]):
         ),
         ({"optimizer": {"kind": "adamw_8bit"}}, r"adamw_8bit works on whole tensors"),
         ({"optimizer": {"kind": "adafactor"}}, r"adafactor works on whole tensors"),
-        (
-            {"engine": {**VLLM, "tensor_parallel_size": 2}, "bridge": {"kind": "broadcast"}},
-            r"1 x tensor_parallel_size 2 takes 2 GPUs, and 4 ranks train: without engine.devices .* one worker beside",
-        ),
-        (
-            {"engine": {**VLLM, "data_parallel_size": 8}, "bridge": {"kind": "broadcast"}},
-            r"data_parallel_size 8 x tensor_parallel_size 1 takes 8 GPUs, and 4 ranks train",
-        ),
-        (
-            {"engine": {**VLLM, "data_parallel_size": 4}, "bridge": {"kind": "broadcast", "transport": "nccl"}},
-            r"transport is nccl, which takes a GPU for each side, and .* takes 4 GPUs, those of the 4 ranks",
-        ),
     ],
 )
 def test_what_they_cannot_is_refused_with_a_way_out(build, sections: dict[str, Any], expected: str):
@@ -87,21 +71,52 @@ def test_what_they_cannot_is_refused_with_a_way_out(build, sections: dict[str, A
     assert caught.value.remedy
 
 
-def test_the_way_out_has_sizes_that_fit(build):
-    sizes = [({"tensor_parallel_size": 2}, "engine.data_parallel_size: 2,"), ({"tensor_parallel_size": 3}, "3 ranks,")]
-    for keys, expected in sizes:
-        with pytest.raises(ConfigError) as caught:
-            require_distributable(build(engine={**VLLM, **keys}, bridge={"kind": "broadcast"}), ranks=4)
-        assert expected in caught.value.remedy
+BESIDE = {"bridge": {"kind": "broadcast"}}
 
 
-def test_an_engine_on_the_ranks_gpus_takes_ranks_of_one_machine(build):
-    beside, alone = ({"engine": VLLM | keys} for keys in ({"tensor_parallel_size": 4}, {}))
-    bridge = {"bridge": {"kind": "broadcast"}}
-    require_one_machine(build(**beside, **bridge), ranks=4, here=4)
-    require_one_machine(build(**alone, **bridge), ranks=4, here=2)
-    with pytest.raises(ConfigError, match="on the GPUs of the 4 ranks, and 2 of them are on the machine that starts"):
-        require_one_machine(build(**beside, **bridge), ranks=4, here=2)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"tensor_parallel_size": 4},
+        {"tensor_parallel_size": 2, "data_parallel_size": 2},
+        {},
+        {"tensor_parallel_size": 2, "devices": "4,5"},
+    ],
+    ids=["one engine", "two", "beside rank 0", "elsewhere"],
+)
+def test_an_engine_that_fits_the_ranks(build, keys: dict[str, Any]):
+    require_colocatable(build(engine=VLLM | keys, **BESIDE), ranks=4, here=4)
+
+
+@pytest.mark.parametrize(
+    ("keys", "bridge", "here", "expected", "remedy"),
+    [
+        (
+            {"tensor_parallel_size": 2},
+            {},
+            4,
+            r"1 x tensor_parallel_size 2 takes 2 GPUs, and 4 ranks train: without engine.devices .* one worker beside",
+            "set engine.data_parallel_size: 2, or",
+        ),
+        ({"tensor_parallel_size": 3}, {}, 4, r"tensor_parallel_size 3 takes 3 GPUs, and 4 ranks", "start 3 ranks, or"),
+        ({"data_parallel_size": 8}, {}, 4, r"size 8 x tensor_parallel_size 1 takes 8 GPUs, and 4 ranks", "size: 4, or"),
+        (
+            {"data_parallel_size": 4},
+            {"transport": "nccl"},
+            4,
+            r"transport is nccl, which takes a GPU for each side, and .* takes 4 GPUs, those of the 4 ranks",
+            "leave bridge.transport out",
+        ),
+        ({"tensor_parallel_size": 4}, {}, 2, r"GPUs of the 4 ranks, and 2 of them are on the machine", "one machine"),
+    ],
+)
+def test_one_that_does_not_is_refused_with_a_way_out(
+    build, keys: dict[str, Any], bridge: dict[str, Any], here: int, expected: str, remedy: str
+):
+    config = build(engine=VLLM | keys, bridge={"kind": "broadcast"} | bridge)
+    with pytest.raises(ConfigError, match=expected) as caught:
+        require_colocatable(config, ranks=4, here=here)
+    assert remedy in caught.value.remedy
 
 
 @pytest.mark.parametrize(
