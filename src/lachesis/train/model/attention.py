@@ -29,6 +29,8 @@ from lachesis.train.model.context import ContextGroup
 ATTENTION_NAME = "lachesis_packed"
 # A bucket may be padded to at most this multiple of its real size before it is cut in two.
 _BUCKET_WASTE = 1.3
+# What the kernel launches of a bucket take, in pairs of a query and a key: so much has to be saved by one.
+_BUCKET_COST = 1 << 12
 # From this length on a sequence that is alone goes to cuDNN, on GPUs of this compute capability. Lengths are rounded
 # up, as cuDNN makes a plan for each one that it has not seen.
 _LONG, _CUDNN_CAPABILITY, _CUDNN_MULTIPLE = 4096, (9, 0), 1024
@@ -229,9 +231,8 @@ def plan_buckets(micro: MicroBatch) -> BucketPlan:
     """Sort segments by length and cut them into buckets that waste little on padding."""
     device, micro = micro.input_ids.device, micro.to(torch.device("cpu"))
     len_q, len_k = micro.cu_seq_q.diff().long(), micro.cu_seq_k.diff().long()
-    order = torch.argsort(len_k * (micro.max_q + 1) + len_q, descending=True, stable=True)
     buckets, places, start = [], torch.empty(micro.num_inputs, dtype=torch.int64), 0
-    for members in _cut(order, len_q, len_k):
+    for members in _cut(len_q, len_k):
         bucket, valid = _bucket(micro, members, len_q[members], len_k[members])
         places[bucket.q_index[valid]] = start + valid.nonzero().squeeze(1)
         start += bucket.q_index.numel()
@@ -239,22 +240,34 @@ def plan_buckets(micro: MicroBatch) -> BucketPlan:
     return BucketPlan(buckets=tuple(b.to(device) for b in buckets), unpad=places.to(device))
 
 
-def _cut(order: Tensor, len_q: Tensor, len_k: Tensor) -> list[Tensor]:
-    """Cut a descending order of segments wherever padding to the longest would waste too much work."""
-    work = (len_q * len_k).tolist()
+def _cut(len_q: Tensor, len_k: Tensor) -> list[Tensor]:
+    """Segments by bucket: sorted by their keys or by their queries, whichever wastes less.
+
+    Where prompts are shared, the first completion of each has its prompt among its queries and the others have not, so
+    that segments of equally many keys differ in their queries.
+    """
+    by_keys = torch.argsort(len_k * (int(len_q.max()) + 1) + len_q, descending=True, stable=True)
+    by_queries = torch.argsort(len_q * (int(len_k.max()) + 1) + len_k, descending=True, stable=True)
+    ways = [_cut_in_order(order, len_q, len_k) for order in (by_keys, by_queries)]
+    cuts, _ = min(ways, key=lambda way: way[1] + len(way[0]) * _BUCKET_COST)
+    return cuts
+
+
+def _cut_in_order(order: Tensor, len_q: Tensor, len_k: Tensor) -> tuple[list[Tensor], int]:
+    """Cut wherever padding to the longest would waste too much work; the cuts, and their work with padding."""
     q, k = len_q.tolist(), len_k.tolist()
-    cuts, first, real, max_q = [], 0, 0, 0
+    cuts, total, first, real, max_q, max_k = [], 0, 0, 0, 0, 0
     ids = order.tolist()
     for i, segment in enumerate(ids):
-        real += work[segment]
-        max_q = max(max_q, q[segment])
-        padded = (i - first + 1) * max_q * k[ids[first]]
-        # Buckets cost a few kernel launches each: small ones are not worth a cut.
-        if padded > _BUCKET_WASTE * real and padded - real > 1 << 14:
+        real += q[segment] * k[segment]
+        wider = max(max_q, q[segment]), max(max_k, k[segment])
+        padded = (i - first + 1) * wider[0] * wider[1]
+        if i > first and padded > _BUCKET_WASTE * real and padded - real > _BUCKET_COST:
             cuts.append(order[first:i])
-            first, real, max_q = i, work[segment], q[segment]
-    cuts.append(order[first:])
-    return [cut for cut in cuts if cut.numel()]
+            total += (i - first) * max_q * max_k
+            first, real, wider = i, q[segment] * k[segment], (q[segment], k[segment])
+        max_q, max_k = wider
+    return [*cuts, order[first:]], total + (len(ids) - first) * max_q * max_k
 
 
 def _bucket(micro: MicroBatch, members: Tensor, len_q: Tensor, len_k: Tensor) -> tuple[SegmentBucket, Tensor]:

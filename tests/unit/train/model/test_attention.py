@@ -1,0 +1,22 @@
+"""How segments are laid side by side on a CPU: all of them, and with little padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lachesis.train.batch import pack
+from lachesis.train.model.attention import plan_buckets
+from tests.unit.train.model.test_forward import random_groups
+
+
+@pytest.mark.parametrize(("groups", "samples", "longest"), [(64, 4, 6), (12, 8, 40), (3, 2, 8)])
+def test_padding_is_little_where_some_segments_have_a_prompt_of_their_own(groups: int, samples: int, longest: int):
+    """The first completion of a prompt has it among its queries, others see it: as many keys with fewer queries."""
+    (micro,) = pack(random_groups(groups=groups, samples=samples, longest=longest), max_tokens=1 << 20).micro_batches
+    plan = plan_buckets(micro)
+    laid = torch.cat([bucket.q_index for bucket in plan.buckets])
+    assert torch.equal(laid[plan.unpad], torch.arange(micro.num_inputs)), "each token is a query of some bucket"
+    real = int((micro.cu_seq_q.diff() * micro.cu_seq_k.diff()).sum())
+    padded = sum(bucket.q_index.numel() * bucket.k_index.numel() // bucket.size for bucket in plan.buckets)
+    assert padded < 2.2 * real + (1 << 12)
