@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,15 @@ MODELS = {
 }
 CLUSTERS = ((8, 1), (64, 8), (512, 64))
 CARDS = (80, 141)
+ALONE: Mapping[str, int] = {}
+# Of the mixture among the models.
+MIXTURE = "235B-A22B"
+SHARED = (
+    ALONE,
+    {"expert_parallel_size": 8},
+    {"expert_parallel_size": 8, "tensor_parallel_size": 2},
+    {"expert_parallel_size": 8, "tensor_parallel_size": 4},
+)
 
 INTRODUCTION = """\
 # From one GPU to many
@@ -50,6 +59,9 @@ models: the memory of a rank, and how long loading, a transfer of the weights an
   `distributed.tensor_parallel_size` has several ranks of a node share the matrices of each layer. FSDP alone sends
   weights, which takes as long for a small micro-batch as for a large one; a tensor group sends activations, as many as
   the micro-batch has tokens.
+- **A mixture of experts**: `distributed.expert_parallel_size` has several ranks share the experts of each layer, to
+  which tokens travel, so that a rank gathers and computes a part of them. Within a node, as far as that does; sharding
+  goes on over the groups. The [last table](#experts-shared-out) counts it.
 
 ## Several nodes
 
@@ -168,8 +180,9 @@ transfer between them measured ([results](../benchmarks/RESULTS.md)). More ranks
 over gloo, dense and a mixture of experts: the tests hold two replicas of two shards, contexts of two and of four ranks,
 two replicas of contexts of two, and tensor groups of two, sharded and not, against one process, and `make layouts` up
 to eight ranks (replicate 2 x shard 2 x context 2, or x tensor 2; shard 2 x context 2 x tensor 2), and what a layer
-keeps on each rank of a context or a tensor group against what `plan` counts. On GPUs neither replicas of shards nor
-contexts nor tensor groups have run: that needs four of the first, two of the others. Several nodes have not run at
+keeps on each rank of a context or a tensor group against what `plan` counts. So have experts been shared out by two
+ranks, and in `make layouts` by up to eight, also beside all of these. On GPUs neither replicas of shards nor contexts,
+tensor groups and expert groups have run: that needs four of the first, two of the others. Several nodes have not run at
 all. All tables of this page are **calculated**: from the shapes of the models, from the counts of memory that are held
 against [measured steps](gpu-guide.md) of one GPU, and from these constants:
 
@@ -201,8 +214,10 @@ def constants() -> Iterator[str]:
         yield f"| {name} | {rate / cost.GB:g} GB/s | {source} |"
 
 
-def planned(model: FoundShape, *, gpus: int, nodes: int, card: float, lora: bool) -> Scale:
-    """Of the configuration that the page is about."""
+def planned(
+    model: FoundShape, *, gpus: int, nodes: int, card: float, lora: bool = False, shared: Mapping[str, int] = ALONE
+) -> Scale:
+    """Of the configuration that the page is about, with groups of devices of these sizes."""
     data: dict[str, Any] = {
         "run": {"steps": 10},
         "model": {"path": "of-the-table", "gradient_checkpointing": True},
@@ -212,6 +227,7 @@ def planned(model: FoundShape, *, gpus: int, nodes: int, card: float, lora: bool
         "engine": {"kind": "http"},
         "bridge": {"kind": "lora_nccl" if lora else "broadcast"},
         "adapter": {"kind": "lora"} if lora else {"kind": "none"},
+        "distributed": dict(shared),
     }
     return scale(LachesisConfig.model_validate(data), gpus=gpus, nodes=nodes, card_gb=card, found=model)
 
@@ -228,6 +244,20 @@ def table(card: int) -> Iterator[str]:
         for gpus, nodes in CLUSTERS:
             full, lora = (planned(found, gpus=gpus, nodes=nodes, card=card, lora=kind) for kind in (False, True))
             yield " | ".join(("| " + name, f"{gpus} ({nodes})", *cells(full), rank(lora) + " |"))
+
+
+def shared_out() -> Iterator[str]:
+    """Rows of a mixture whose ranks share its experts, and matrices too."""
+    found = find_shape(MODELS[MIXTURE])
+    assert found is not None
+    rows = [[planned(found, gpus=512, nodes=64, card=card, shared=sizes) for card in CARDS] for sizes in SHARED]
+    yield f"\n## Experts shared out\n\nOf {MIXTURE} on 512 GPUs (64 nodes), all weights trained: memory of a rank.\n"
+    columns = [f"cards of {card} GB, {one.layout.train} ranks" for card, one in zip(CARDS, rows[0], strict=True)]
+    yield f"| `expert_parallel_size` | `tensor_parallel_size` | {' | '.join(columns)} |"
+    yield "|---|---|" + "---|" * len(CARDS)
+    for sizes, row in zip(SHARED, rows, strict=True):
+        named = [str(sizes.get(f"{kind}_parallel_size", 1)) for kind in ("expert", "tensor")]
+        yield "| " + " | ".join((*named, *(f"{one.rank / cost.GB:.0f} GB" for one in row))) + " |"
 
 
 def cells(found: Scale) -> Iterator[str]:
@@ -256,7 +286,7 @@ def duration(seconds: float) -> str:
 
 def render() -> str:
     """The whole page."""
-    lines = [*constants(), AFTER_CONSTANTS.rstrip(), *(line for card in CARDS for line in table(card))]
+    lines = [*constants(), AFTER_CONSTANTS.rstrip(), *(line for card in CARDS for line in table(card)), *shared_out()]
     return INTRODUCTION + "\n".join(lines) + "\n"
 
 

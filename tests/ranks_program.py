@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from lachesis.config.schema import DistributedConfig, LoraAdapterConfig, Optimiz
 from lachesis.engines.serving.served import TransferKind
 from lachesis.metrics.names import TRAINING_OF
 from lachesis.metrics.values import reduce_metrics
-from lachesis.train.batch import Batch, pack
+from lachesis.train.batch import Batch, MicroBatch, pack
 from lachesis.train.checkpoint import CheckpointManager
 from lachesis.train.distributed.control import (
     ControlGroup,
@@ -88,8 +88,10 @@ class Case:
 
 EMA = {"kl_reference": "ema", "ref_mixup_alpha": 0.3, "ref_sync_steps": 1}
 MOE = {"architecture": "qwen3_moe", "output_router_logits": True}
+GROUPED = {"experts_implementation": "grouped_mm"}
 CONTEXT = {"context_parallel_size": 2}
 TENSOR = {"tensor_parallel_size": 2}
+EXPERT = {"expert_parallel_size": 2}
 BF16 = {"dtype": "bfloat16", "tolerance": 0.05}
 CASES: dict[str, Case] = {
     "full": Case(),
@@ -120,6 +122,8 @@ CASES: dict[str, Case] = {
         distributed=TENSOR, model={"architecture": "qwen3", "tie_word_embeddings": True}, checkpointing=True
     ),
     "tensor_lora": Case(distributed=TENSOR, lora=True, loss={"beta": 0.1, **EMA}),
+    "expert": Case(distributed=EXPERT, model=MOE, loss={"beta": 0.1, **EMA}),
+    "tensor_expert": Case(distributed={**TENSOR, **EXPERT}, model=MOE, lora=True, checkpointing=True),
     "masters": Case(**BF16),
     # Each rank draws its own rounding: without clipping, at whose edge the last bit of a ratio decides.
     "stochastic": Case(
@@ -175,6 +179,15 @@ MORE: dict[int, dict[str, Case]] = {
             optimizer={"weight_update": "stochastic_rounding"},
             loss={"epsilon": 0.999, "epsilon_high": 9.0},
         ),
+        "expert_float32": Case(**FLOAT32, distributed=EXPERT, model=MOE | GROUPED),
+        "tensor_expert_float32": Case(**FLOAT32, distributed={**TENSOR, **EXPERT}, model=MOE),
+        "expert_dense": Case(
+            distributed={**TENSOR, **EXPERT}, model=MOE | {"mlp_only_layers": [0], "tie_word_embeddings": True}
+        ),
+        "expert_context": Case(distributed={**CONTEXT, **EXPERT}, model=MOE, uses=2),
+        "expert_replay": Case(distributed={**TENSOR, **EXPERT}, model=MOE, loss={"router_replay": True}),
+        "expert_compiled": Case(**FLOAT32, distributed={**TENSOR, **EXPERT}, model=MOE, compile=True),
+        "expert_bf16": Case(**BF16, distributed=EXPERT, model=MOE | GROUPED, residual=True, checkpointing=True),
         "fsdp_float32": Case(**FLOAT32),
         "fsdp_moe_float32": Case(**FLOAT32, model=MOE),
     },
@@ -189,6 +202,11 @@ MORE: dict[int, dict[str, Case]] = {
         ),
         "replicate_tensor": Case(distributed={**TENSOR, "shard_size": 1}, loss={"beta": 0.1, **EMA}, uses=2),
         "context_tensor": Case(distributed={**CONTEXT, **TENSOR}, loss={"beta": 0.1}, checkpointing=True),
+        "expert_of_four": Case(distributed={"expert_parallel_size": 4}, model=MOE),
+        "shard_expert": Case(distributed=EXPERT, model=MOE | {"num_experts": 6}, loss={"beta": 0.1, **EMA}),
+        "replicate_expert": Case(distributed={**EXPERT, "replicate_size": 2}, model=MOE, checkpointing=True),
+        "tensor_expert_of_four": Case(distributed={**TENSOR, "expert_parallel_size": 4}, model=MOE, uses=2),
+        "context_expert_of_four": Case(distributed={**CONTEXT, "expert_parallel_size": 4}, model=MOE, lora=True),
         "shard_tensor_lora": Case(distributed=TENSOR, lora=True, loss={"beta": 0.1, **EMA}),
         "shard_tensor_float32": Case(**FLOAT32, distributed=TENSOR),
     },
@@ -198,6 +216,11 @@ MORE: dict[int, dict[str, Case]] = {
         "hsdp_of_eight": Case(distributed={"shard_size": 4}),
         "replicate_shard_tensor": Case(distributed={**TENSOR, "shard_size": 2}, loss={"beta": 0.1, **EMA}),
         "shard_context_tensor": Case(distributed={**CONTEXT, **TENSOR}, model={"architecture": "qwen3"}),
+        "replicate_shard_tensor_expert": Case(
+            distributed={**TENSOR, "replicate_size": 2, "expert_parallel_size": 4}, model=MOE
+        ),
+        "context_tensor_expert": Case(distributed={**CONTEXT, **TENSOR, **EXPERT}, model=MOE, loss={"beta": 0.1}),
+        "expert_of_eight": Case(distributed={"expert_parallel_size": 8}, model=MOE | {"num_experts": 8}),
         "tensor_of_four_shard": Case(
             distributed={"tensor_parallel_size": 4}, model={"num_key_value_heads": 4}, lora=True
         ),
@@ -214,6 +237,7 @@ GPU_CASES: dict[str, Case] = {
 IN_PARTS = (
     *("ema", "lora_ema", "uses", "groups_of_one", "masters", "stochastic", "offload", "cpu_optimizer"),
     *("hsdp", "hsdp_moe", "hsdp_context_moe", "shard_context", "replicate_shard_context"),
+    *("expert", "shard_expert", "replicate_shard_tensor_expert"),
     *("tensor", "tensor_stochastic", "shard_tensor", "replicate_shard_tensor", "shard_tensor_lora"),
 )
 
@@ -258,13 +282,28 @@ def build(case: Case, strategy: Strategy, *, device: torch.device, make: Any = P
 
 def batches(case: Case, *, packed: bool) -> list[Batch]:
     """Ragged ones: of micro-batches that no number of ranks divides, and one with a single micro-batch."""
-    source = tiny_model(**{"architecture": "qwen2"} | dict(case.model)).double()
+    # Grouped products of experts are of no float64.
+    model = {name: value for name, value in case.model.items() if name != "experts_implementation"}
+    source = tiny_model(**{"architecture": "qwen2"} | model).double()
     sizes = [(3, 30), (2, 1 << 20), (4, 25)]
     made = []
     for seed, (groups, max_tokens) in enumerate(sizes):
         batch = pack(drifted_groups(source, groups=groups, seed=seed), max_tokens=max_tokens, share_prefixes=packed)
+        if case.loss.get("router_replay"):
+            batch = routed(batch, source, seed=seed)
         made += [used(batch, use, of=case.uses) for use in range(case.uses)]
     return made
+
+
+def routed(batch: Batch, model: Any, *, seed: int) -> Batch:
+    """With any experts for each token, as an engine might have chosen them."""
+    config, drawn = model.config, torch.Generator().manual_seed(seed)
+
+    def chosen(micro: MicroBatch) -> torch.Tensor:
+        liking = torch.rand(micro.num_inputs, config.num_hidden_layers, config.num_experts, generator=drawn)
+        return liking.topk(config.num_experts_per_tok).indices.short()
+
+    return replace(batch, micro_batches=tuple(replace(micro, routed=chosen(micro)) for micro in batch.micro_batches))
 
 
 def compare(case: Case, leader: Leader, *, name: str, device: torch.device, join_backend: Any) -> None:

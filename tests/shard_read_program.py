@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 -m tests.shard_read_program MODEL [LIMIT_MIB]
 
-``MODEL/small`` is another model, which is loaded first.
+``MODEL/small`` is another model of its architecture, which is loaded first; a mixture has its experts shared out.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def main(path: str, limit_mib: float | None = None) -> None:
     with destroying_process_group():
         job = join_job(world, limit_s=LIMIT_S)
         init_process_group(world, job.store, device=CPU, limit_s=LIMIT_S, secret=job.secret)
-        loaded(str(Path(path) / "small"))  # what is imported and made at first counts for nothing
+        # What is imported and made at first counts for nothing.
+        small = str(Path(path) / "small")
+        check_equal(*loaded(small, **({} if limit_mib is not None else {"expert_parallel_size": 2})), small)
         for sizes in ({}, {"tensor_parallel_size": 2}) if limit_mib is not None else ({},):
             Path("/proc/self/clear_refs").write_text("5")  # the peak is from now on
             before = memory("VmRSS")

@@ -76,7 +76,7 @@ def test_a_rank_reads_its_own_rows_only(tmp_path: Path, architecture: str):
     """A Qwen2 of 63 MiB, whose peak is measured; five experts over two ranks, under an adapter."""
     large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_key_value_heads": 4}
     model = tiny_model(architecture, **large if architecture == "qwen2" else {"num_experts": 5})
-    for saved, directory in ((model, tmp_path), (tiny_model(), tmp_path / "small")):
+    for saved, directory in ((model, tmp_path), (tiny_model(architecture), tmp_path / "small")):
         saved.save_pretrained(directory, max_shard_size="30MB")
         tiny_tokenizer().save_pretrained(directory)
     share = sum(p.numel() for p in model.parameters()) * 4 / 2 / 2**20

@@ -23,6 +23,8 @@ class Mesh:
         shard: parts of a batch that such a group computes at a time, over which each parameter is cut (FSDP).
         context: ranks that share the tokens of a micro-batch. Parameters are cut over these too.
         tensor: ranks that share the matrices of each layer, and compute all tokens with their parts of them.
+        expert: ranks that share the experts of each layer, and send them their tokens. They are no dimension of their
+            own: these ranks are those of ``tensor``, ``context`` and ``shard``, from the fastest on.
         whole: whether no parameter is cut after all: each rank has the model (DDP).
     """
 
@@ -30,6 +32,7 @@ class Mesh:
     shard: int = 1
     context: int = 1
     tensor: int = 1
+    expert: int = 1
     whole: bool = False
 
     @property
@@ -57,7 +60,8 @@ class Mesh:
         """For a screen; empty where data-parallel ranks that are all alike are the only dimension."""
         sizes = {"replicate": self.replicate, "shard": self.shard, "context": self.context, "tensor": self.tensor}
         dimensions = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-        return " x ".join(dimensions) if len(dimensions) > 1 or self.alike > 1 else ""
+        said = len(dimensions) > 1 or self.alike > 1 or self.expert > 1
+        return " x ".join(dimensions) * said + f", experts over {self.expert}" * (self.expert > 1)
 
     def of_ranks(self, parts: Sequence[T]) -> list[T]:
         """The part of each rank, of one for each part of a batch."""
@@ -83,15 +87,17 @@ def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
             f"{named} and {ranks} device(s) train: they make no whole groups",
             remedy=f"leave it out, or have a multiple of {alike} train (plan: --devices {alike}): {HOW_TO_START}",
         )
-    if ranks == 1:
+    if ranks == 1 and distributed.expert_parallel_size == 1:
         return Mesh()
     parts, whole = ranks // alike, distributed.strategy == "replicate"
     there_are = f"there are {parts} " + (f"groups of {alike} that share a micro-batch" if alike > 1 else "devices")
-    if whole and tensor > 1:
-        raise ConfigError(
-            f"distributed.tensor_parallel_size is {tensor}, and distributed.strategy replicate cuts nothing",
-            remedy="leave distributed.strategy out; distributed.shard_size: 1 has no other cut than that of tensors",
-        )
+    expert = distributed.expert_parallel_size
+    for key, size in (("tensor_parallel_size", tensor), ("expert_parallel_size", expert)):
+        if whole and size > 1:
+            raise ConfigError(
+                f"distributed.{key} is {size}, and distributed.strategy replicate cuts nothing",
+                remedy="leave distributed.strategy out; distributed.shard_size: 1 cuts no more than that",
+            )
     if whole and (distributed.shard_size or 1) > 1:
         raise ConfigError(
             f"distributed.shard_size is {distributed.shard_size}, and distributed.strategy replicate cuts nothing",
@@ -111,7 +117,13 @@ def derive_mesh(distributed: DistributedConfig, *, ranks: int) -> Mesh:
             f"distributed.replicate_size is {replicate}, of groups of {shard}, and {there_are}",
             remedy="leave replicate_size or shard_size out: it is what the other leaves of the devices",
         )
-    return Mesh(replicate=replicate, shard=shard, context=context, tensor=tensor, whole=whole)
+    if expert > 1 and (shard * alike % expert or expert % tensor):
+        raise ConfigError(
+            f"distributed.expert_parallel_size is {expert}, of groups of {shard * alike} devices that have the model "
+            f"once, of which {tensor} share matrices: they make no whole groups",
+            remedy=f"choose a divisor of {shard * alike}" + f" and a multiple of {tensor}" * (tensor > 1),
+        )
+    return Mesh(replicate=replicate, shard=shard, context=context, tensor=tensor, expert=expert, whole=whole)
 
 
 def require_heads(mesh: Mesh, *, heads: int, kv_heads: int) -> None:
@@ -136,3 +148,23 @@ def require_heads(mesh: Mesh, *, heads: int, kv_heads: int) -> None:
         "device",
         remedy=f"choose a divisor of {math.gcd(heads, kv_heads)}, or leave it out",
     )
+
+
+def require_experts(mesh: Mesh, *, experts: int) -> None:
+    """See that the experts of a layer, 1 of a model that is no mixture, can be shared out among the ranks of a mesh.
+
+    Raises:
+        ConfigError: they cannot, or ranks that share matrices would each compute all of them.
+    """
+    if mesh.expert > 1 and (experts == 1 or experts % mesh.expert):
+        has = f"the model has {experts} in a layer" if experts > 1 else "the model is no mixture of experts"
+        raise ConfigError(
+            f"distributed.expert_parallel_size is {mesh.expert}, and {has}: they are no whole number for each device",
+            remedy=f"choose a divisor of {experts}, or leave it out" if experts > 1 else "leave it out",
+        )
+    if mesh.tensor > 1 and mesh.expert == 1 and experts > 1:
+        raise ConfigError(
+            f"distributed.tensor_parallel_size is {mesh.tensor}, and each of these devices would compute all {experts} "
+            "experts of a layer",
+            remedy=f"set distributed.expert_parallel_size to {mesh.tensor} or a multiple of it",
+        )

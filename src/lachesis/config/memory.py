@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lachesis.common.mesh import Mesh, derive_mesh
-from lachesis.config.model_shape import ModelShape
+from lachesis.config.model_shape import FEED_FORWARD, ModelShape
 from lachesis.config.schema import SPARING, LachesisConfig
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
@@ -127,7 +127,7 @@ def _pass_parts(
     kept += _outside_activations(config, shape, width=width)
     yield MemoryPart("activations", "trainer", ("passes",), round(tokens * kept))
     head = _head_bytes(config, shape, tokens=-(-tokens // mesh.tensor), width=width, device=device)
-    backward = _backward_bytes(config, shape, tokens=tokens, width=width, tensor=mesh.tensor)
+    backward = _backward_bytes(config, shape, tokens=tokens, width=width, mesh=mesh)
     if head >= backward:  # the head's backward pass is over when that of the layers begins
         yield MemoryPart("logits chunk", "trainer", ("passes",), head)
     else:
@@ -152,7 +152,8 @@ def layer_activations(
     mixture, tokens are gathered for their experts and weighted afterwards. Where devices share a ``context``, each has
     as much of attention in some heads of all tokens, but at least one head of keys and values; and attention's result
     twice, before and after it is exchanged. Where they share matrices (``tensor``), each has its heads and its hidden
-    units of all tokens, and all of the rest.
+    units of all tokens, and all of the rest. Where they share experts, tokens are copied once more on either side of
+    their journey, and those of a tensor group travel once.
     """
     context, heads, kv_heads = mesh.context, shape.heads // mesh.tensor, shape.kv_heads // mesh.tensor
     intermediate = shape.intermediate / mesh.tensor
@@ -168,7 +169,7 @@ def layer_activations(
         trained = 1 if config.adapter.kind == "none" else 0
         norms, per_expert = 2 * (copied + trained + 1) * shape.hidden, 4 * intermediate
         narrow = (copied + trained) * (q + kv) if shape.qk_norm else 0
-    routed = 2 * shape.hidden if shape.experts > 1 else 0
+    routed = (2 if mesh.expert == 1 else 4) * shape.hidden / mesh.tensor if shape.experts > 1 else 0
     elements = norms + narrow + (per_expert + routed) * shape.active_experts
     if config.adapter.kind == "lora":
         elements += config.adapter.r * len(shape.targeted(config.adapter.targets))
@@ -219,10 +220,10 @@ def _head_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width
     return hidden + kept + max(chunk, weight * (4 + width))
 
 
-def _backward_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int, tensor: int) -> int:
+def _backward_bytes(config: LachesisConfig, shape: ModelShape, *, tokens: int, width: int, mesh: Mesh) -> int:
     """Most of a layer's backward pass: gradients of its widest part, and those of its weights before they are added."""
-    flowing = (2 * shape.hidden + 3 * shape.intermediate * shape.active_experts // tensor) * width * tokens
-    trained = layer_part(shape, tensor=tensor) if config.adapter.kind == "none" else 0
+    flowing = (2 * shape.hidden + 3 * shape.intermediate * shape.active_experts // mesh.tensor) * width * tokens
+    trained = layer_part(shape, mesh=mesh) if config.adapter.kind == "none" else 0
     return flowing + trained * width
 
 
@@ -265,7 +266,7 @@ def _sharded(
             shared = _matrices_share(config, shape, part.name)
             left = part.bytes * (shared / mesh.tensor + 1 - shared)
             found.append(MemoryPart(part.name, part.place, part.phases, math.ceil(left / mesh.cut)))
-    gathered = _gathered_bytes(config, shape, width=width, tensor=mesh.tensor)
+    gathered = _gathered_bytes(config, shape, width=width, mesh=mesh)
     found.append(MemoryPart("gathered weights", "trainer", ("passes",), gathered))
     if config.engine.place == "trainer":
         found.append(MemoryPart("weights", "engine", ALWAYS, shape.parameters * width))
@@ -290,22 +291,27 @@ def _matrices_share(config: LachesisConfig, shape: ModelShape, part: str) -> flo
 
 
 def _matrices(shape: ModelShape) -> int:
-    """Elements of the matrices of a layer that a tensor group shares."""
-    return sum(inputs * outputs for inputs, outputs in shape.linears.values())
+    """Elements of what groups of devices share of a layer: its matrices, those of experts included."""
+    return sum(
+        inputs * outputs * (shape.experts if name in FEED_FORWARD else 1)
+        for name, (inputs, outputs) in shape.linears.items()
+    )
 
 
-def layer_part(shape: ModelShape, *, tensor: int) -> int:
-    """Parameters of a layer that each of so many devices computes with."""
-    return shape.layer_parameters - _matrices(shape) + _matrices(shape) // tensor
+def layer_part(shape: ModelShape, *, mesh: Mesh) -> int:
+    """Parameters of a layer that each of the devices computes with."""
+    experts = sum(math.prod(shape.linears[name]) for name in FEED_FORWARD) * shape.experts * (shape.experts > 1)
+    matrices = _matrices(shape) - experts
+    return shape.layer_parameters - matrices - experts + matrices // mesh.tensor + experts // mesh.expert
 
 
-def _gathered_bytes(config: LachesisConfig, shape: ModelShape, *, width: int, tensor: int) -> int:
+def _gathered_bytes(config: LachesisConfig, shape: ModelShape, *, width: int, mesh: Mesh) -> int:
     """Whole weights, and whole gradients on their way to the ranks that keep them.
 
     A layer that runs and the one that is gathered meanwhile, and what is outside of the layers, or everything where it
     is not let go. Gradients are added up over ranks in float32, of a layer or of what is outside of them.
     """
-    layer, outside = layer_part(shape, tensor=tensor), shape.outside_parameters
+    layer, outside = layer_part(shape, mesh=mesh), shape.outside_parameters
     held = (outside + (2 if config.distributed.reshard_after_forward else shape.layers) * layer) * width
     return held if config.adapter.kind == "lora" else held + layer * (width + 4)
 

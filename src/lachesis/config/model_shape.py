@@ -18,7 +18,8 @@ from lachesis.config.schema import LachesisConfig
 _log = logging.getLogger("lachesis")
 # The longest that the hub may take to answer for a file of 1 kB, in seconds.
 _HUB_LIMIT_S = 5
-_FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+# The linear layers of a feed-forward part, or of each of its experts.
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class ModelShape:
     def layer_parameters(self) -> int:
         """Of one decoder layer with a gated feed-forward part."""
         matrices = {name: rows * columns for name, (rows, columns) in self.linears.items()}
-        feed_forward = sum(matrices[name] for name in _FEED_FORWARD)
+        feed_forward = sum(matrices[name] for name in FEED_FORWARD)
         attention = sum(matrices[name] for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
         bias = (self.heads + 2 * self.kv_heads) * self.head_dim if self.attention_bias else 0
         router = self.hidden * self.experts if self.experts > 1 else 0
@@ -100,7 +101,7 @@ class ModelShape:
 
     def targeted_names(self, targets: str | list[str]) -> list[str]:
         """The linear layers of a decoder layer that an adapter's targets name."""
-        fused = _FEED_FORWARD if self.experts > 1 else ()
+        fused = FEED_FORWARD if self.experts > 1 else ()
         named = self.linears if targets == "all-linear" else [targets] if isinstance(targets, str) else targets
         plain = [name.rpartition(".")[2] for name in named]
         return [name for name in plain if name in self.linears and name not in fused]

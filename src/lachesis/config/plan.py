@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lachesis.common.mesh import Mesh, derive_mesh, require_heads
+from lachesis.common.mesh import Mesh, derive_mesh, require_experts, require_heads
 from lachesis.config.memory import (
     ALWAYS,
     TRAINING,
@@ -124,6 +124,7 @@ def plan(
     shape = None if found is None else found.shape
     if shape is not None:
         require_heads(mesh, heads=shape.heads, kv_heads=shape.kv_heads)
+        require_experts(mesh, experts=shape.experts)
     lengths = _lengths(config, shape)
     batches = _batches(config, lengths)
     taught = config.algorithm.teacher

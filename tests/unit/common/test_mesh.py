@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lachesis.common.errors import ConfigError
-from lachesis.common.mesh import Mesh, derive_mesh, require_heads
+from lachesis.common.mesh import Mesh, derive_mesh, require_experts, require_heads
 from lachesis.config.schema import DistributedConfig
 
 
@@ -29,6 +29,8 @@ from lachesis.config.schema import DistributedConfig
         ({"tensor_parallel_size": 2}, 8, Mesh(shard=4, tensor=2)),
         ({"tensor_parallel_size": 2, "shard_size": 1}, 4, Mesh(replicate=2, tensor=2)),
         ({"tensor_parallel_size": 2, "context_parallel_size": 2, "replicate_size": 2}, 8, Mesh(2, 1, 2, 2)),
+        ({"expert_parallel_size": 4}, 8, Mesh(shard=8, expert=4)),
+        ({"expert_parallel_size": 4, "tensor_parallel_size": 2, "shard_size": 2}, 8, Mesh(2, 2, tensor=2, expert=4)),
         ({"shard_size": 8, "replicate_size": 3}, 1, Mesh()),
     ],
 )
@@ -58,6 +60,13 @@ def test_what_is_left_out_is_what_the_others_leave(sizes: dict[str, Any], ranks:
             {"tensor_parallel_size": 2, "context_parallel_size": 4},
             "context_parallel_size is 4 and distributed.tensor_parallel_size is 2 and 4 device",
         ),
+        ({"expert_parallel_size": 3}, "expert_parallel_size is 3, of groups of 4 devices that have the model once"),
+        ({"expert_parallel_size": 4, "shard_size": 2}, "expert_parallel_size is 4, of groups of 2 devices"),
+        (
+            {"expert_parallel_size": 2, "tensor_parallel_size": 4},
+            "expert_parallel_size is 2, of groups of 4 devices .* of which 4 share matrices",
+        ),
+        ({"expert_parallel_size": 2, "strategy": "replicate"}, "expert_parallel_size is 2, and .* cuts nothing"),
         ({"tensor_parallel_size": 2, "strategy": "replicate"}, "tensor_parallel_size is 2, and .* cuts nothing"),
     ],
 )
@@ -94,6 +103,25 @@ def test_whoever_shares_matrices_has_heads_of_keys_of_its_own():
         require_heads(Mesh(tensor=2, context=4), heads=12, kv_heads=6)
 
 
+def test_one_process_has_its_experts_to_itself():
+    with pytest.raises(ConfigError, match="expert_parallel_size is 2, of groups of 1 devices"):
+        derive_mesh(DistributedConfig(expert_parallel_size=2), ranks=1)
+
+
+def test_experts_are_shared_out_evenly_and_not_computed_by_each():
+    require_experts(Mesh(shard=4, expert=4), experts=8)
+    require_experts(Mesh(tensor=2, expert=2), experts=8)
+    require_experts(Mesh(tensor=2), experts=1)
+    for mesh, experts, expected in (
+        (Mesh(shard=3, expert=3), 8, "expert_parallel_size is 3, and the model has 8 in a layer"),
+        (Mesh(shard=2, expert=2), 1, "the model is no mixture of experts"),
+        (Mesh(tensor=2), 8, "each of these devices would compute all 8 experts"),
+    ):
+        with pytest.raises(ConfigError, match=expected) as caught:
+            require_experts(mesh, experts=experts)
+        assert caught.value.remedy
+
+
 @pytest.mark.parametrize("mesh", [Mesh(replicate=2, context=2), Mesh(shard=2, tensor=2)])
 def test_ranks_that_compute_together_have_one_part(mesh: Mesh):
     assert mesh.of_ranks("ab") == ["a", "a", "b", "b"]
@@ -104,5 +132,6 @@ def test_two_dimensions_have_words():
     assert Mesh(replicate=2, shard=4).words == "replicate 2 x shard 4"
     assert Mesh(context=2).words == "context 2"
     assert Mesh(shard=4, tensor=2).words == "shard 4 x tensor 2"
+    assert Mesh(shard=8, expert=4).words == "shard 8, experts over 4"
     assert not Mesh(replicate=4).words
     assert not Mesh(shard=4).words

@@ -223,6 +223,22 @@ def test_devices_that_share_matrices_have_a_part_of_each_layer(build, model):
         plan(build(model={"path": path}, distributed={"tensor_parallel_size": 4}), device="cuda", devices=4)
 
 
+def test_devices_that_share_experts_gather_and_compute_a_part_of_them(build, model):
+    path = model(QWEN | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 1024})
+    alone, shared = (
+        plan(build(model={"path": path}, distributed=sizes), device="cuda", devices=4)
+        for sizes in ({}, {"expert_parallel_size": 4})
+    )
+    assert "experts over 4" in "\n".join(plan_lines(shared))
+    before, after = held_by_the_trainer(alone), held_by_the_trainer(shared)
+    assert after["weights"] == before["weights"]
+    experts = 8 * 3 * 1536 * 1024
+    # Two layers of weights, and gradients of one, in 16 bits and in float32.
+    assert before["gathered weights"] - after["gathered weights"] == experts * 3 // 4 * (2 * 2 + 2 + 4)
+    with pytest.raises(ConfigError, match="each of these devices would compute all 8 experts"):
+        plan(build(model={"path": path}, distributed={"tensor_parallel_size": 2}), device="cuda", devices=4)
+
+
 def test_the_text_says_of_how_many_devices(build, model):
     text = "\n".join(plan_lines(plan(build(model={"path": model(QWEN)}), device="cuda", devices=4)))
     assert "memory of the trainer (cuda, each of 4 devices): " in text

@@ -199,6 +199,11 @@ class DistributedConfig(Section):
         description="Devices that share the matrices of each layer, and compute each micro-batch together; the "
         "attention heads are dealt out among them. Within a node.",
     )
+    expert_parallel_size: PositiveInt = Field(
+        default=1,
+        description="Devices that share the experts of each layer of a mixture, to which tokens travel; those that "
+        "share matrices, tokens and a sharded model count among them.",
+    )
 
 
 class ApiServiceConfig(Section):

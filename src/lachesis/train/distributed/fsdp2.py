@@ -31,8 +31,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
-from lachesis.common.mesh import Mesh
+from lachesis.common.mesh import Mesh, require_experts
+from lachesis.common.mixtures import stacked_experts
 from lachesis.config.schema import DistributedConfig
+from lachesis.train.distributed.cut import EXPERT, TENSOR, cut_by
+from lachesis.train.distributed.expert_parallel import ExpertCut
 from lachesis.train.distributed.sharded_checkpoint import sharded_as
 from lachesis.train.distributed.strategy import (
     BUFFER_ELEMENTS,
@@ -41,9 +44,12 @@ from lachesis.train.distributed.strategy import (
     T,
     by_size,
     decoder_layers,
+    rank_group,
     sum_in_place,
 )
-from lachesis.train.distributed.tensor_parallel import TENSOR, TensorCut, is_cut
+from lachesis.train.distributed.tensor_parallel import TensorCut
+from lachesis.train.model.dispatch import ExpertGroup
+from lachesis.train.model.experts import experts_of
 
 # The dimension of the mesh over which tensors are cut.
 _SHARD = "shard"
@@ -69,12 +75,12 @@ class Fsdp2(Ranks):
         self._buffer_elements = buffer_elements
         self._config = config
         self._meshes = _meshes(device.type, self.mesh)
+        self.expert = rank_group(ExpertGroup, self._meshes.expert, EXPERT)
         self._cuts: list[TensorCut] = []
 
     def place(self, model: PreTrainedModel) -> None:
         offloaded = self._config.cpu_offload and self._device.type != "cpu"
         options = {
-            "mesh": self._meshes.sharded,
             "reshard_after_forward": self._config.reshard_after_forward,
             # Whatever the weights are in, ranks' gradients are added up in float32.
             "mp_policy": MixedPrecisionPolicy(
@@ -82,12 +88,15 @@ class Fsdp2(Ranks):
             ),
             "offload_policy": CPUOffloadPolicy() if offloaded else OffloadPolicy(),
         }
-        cut = self._cut(model)
+        require_experts(self.mesh, experts=max(map(experts_of, stacked_experts(model).values()), default=1))
+        tensors, experts = self._tensor_cut(model), self._expert_cut(model)
         for layer in decoder_layers(model):
-            if cut is not None:
-                cut.apply(layer)
-            fully_shard(layer, **options)
-        fully_shard(model, **options)
+            if tensors is not None:
+                tensors.apply(layer)
+            if experts is not None and (held := experts.apply(layer)) is not None:
+                fully_shard(held, mesh=self._meshes.of_experts, **options)
+            fully_shard(layer, mesh=self._meshes.sharded, **options)
+        fully_shard(model, mesh=self._meshes.sharded, **options)
         for module in _sharded_modules(model):
             # The loss is normalized by counts over all ranks: their gradients add up, where FSDP takes the mean.
             module.set_gradient_divide_factor(1.0)
@@ -96,12 +105,18 @@ class Fsdp2(Ranks):
         register_fsdp_forward_method(model, FORWARD_METHOD)
         setattr(model, FORWARD_METHOD, _Resharding(model, getattr(model, FORWARD_METHOD)))
 
-    def _cut(self, model: PreTrainedModel) -> TensorCut | None:
+    def _tensor_cut(self, model: PreTrainedModel) -> TensorCut | None:
         if self.tensor is None:
             return None
         assert self._meshes.tensor is not None
         self._cuts.append(TensorCut(model, mesh=self._meshes.tensor, group=self.tensor))
         return self._cuts[-1]
+
+    def _expert_cut(self, model: PreTrainedModel) -> ExpertCut | None:
+        if self.expert is None:
+            return None
+        assert self._meshes.expert is not None
+        return ExpertCut(model, mesh=self._meshes.expert, group=self.expert, tensor=self.tensor)
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Of what a tensor group has alike, so that it stays so; all else FSDP has added up."""
@@ -110,16 +125,15 @@ class Fsdp2(Ranks):
         partial = {number for cut in self._cuts for number in cut.partial}
         gradients: list[Tensor] = []
         for parameter in parameters:
-            if isinstance(parameter.grad, DTensor) and not is_cut(parameter):
+            if isinstance(parameter.grad, DTensor) and cut_by(parameter) is None:
                 gradient = parameter.grad.to_local()
                 gradients.append(gradient if id(parameter) in partial else gradient.div_(self.tensor.size))
         sum_in_place(gradients, device=self._device, group=self.tensor.group)
 
     def sum_squares(self, alike: float, cut: float) -> float:
         squares = torch.tensor([alike, cut], dtype=torch.float64, device=self._device)
-        dist.all_reduce(squares, group=self._meshes.sharded.get_group(_SHARD))
-        if self.tensor is not None:
-            dist.all_reduce(squares[1:], group=self.tensor.group)
+        dist.all_reduce(squares[:1], group=self._meshes.sharded.get_group(_SHARD))
+        dist.all_reduce(squares[1:], group=self._meshes.cut.get_group(_SHARD))
         return squares.sum().item()
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -128,7 +142,7 @@ class Fsdp2(Ranks):
     def gather(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         """As :meth:`Strategy.gather`; while one buffer's tensors are used, the next buffer travels."""
         cut = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-        buckets = by_size(cut, elements=self._buffer_elements, kind=lambda tensor: (tensor.dtype, is_cut(tensor)))
+        buckets = by_size(cut, elements=self._buffer_elements, kind=lambda t: (t.dtype, cut_by(t)))
         arrived = (tensor for finish in _ahead(map(self._begin, buckets)) for tensor in finish())
         return (next(arrived) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
 
@@ -136,13 +150,13 @@ class Fsdp2(Ranks):
     def _begin(self, bucket: Sequence[DTensor]) -> Callable[[], Iterator[Tensor]]:
         """Send for what other ranks have of some tensors of one dtype; the result waits for it.
 
-        Of what a tensor group has of a tensor, all or a part, rank r of n has the rows [r * k, (r + 1) * k) of [rows,
-        ...], where k = ceil(rows / n); the last ranks may have fewer, or none.
+        Of what FSDP was given of a tensor, all or a part, rank r of n has the rows [r * k, (r + 1) * k) of [rows, ...],
+        where k = ceil(rows / n); the last ranks may have fewer, or none.
         """
-        ways = self.mesh.tensor if is_cut(bucket[0]) else 1
+        ways = {None: 1, TENSOR: self.mesh.tensor, EXPERT: self.mesh.expert}[cut_by(bucket[0])]
         mesh = self._meshes.sharded if ways == 1 else self._meshes.cut
         shapes = [_part_shape(tensor, ways) for tensor in bucket]
-        ranks = self._meshes.sharded.size(-1)
+        ranks = mesh.size(-1) // ways
         sizes = [-(-shape[0] // ranks) * shape[1:].numel() for shape in shapes]
         own = torch.zeros(sum(sizes), dtype=bucket[0].dtype, device=self._device)
         for room, tensor in zip(own.split(sizes), bucket, strict=True):
@@ -172,7 +186,7 @@ class Fsdp2(Ranks):
 
 @dataclass(frozen=True, slots=True)
 class _Meshes:
-    """The same ranks as FSDP knows of them, as a tensor group does, and as those who have all of a cut tensor.
+    """The same ranks as they are seen by FSDP, by who have all of a parameter that is cut beforehand, and by groups.
 
     The last dimension of ``sharded``, and of ``cut``, is that over which a tensor is gathered.
     """
@@ -180,16 +194,25 @@ class _Meshes:
     sharded: DeviceMesh
     cut: DeviceMesh
     tensor: DeviceMesh | None = None
+    of_experts: DeviceMesh | None = None
+    expert: DeviceMesh | None = None
 
 
 def _meshes(device_type: str, mesh: Mesh) -> _Meshes:
-    replicas, tensor = mesh.parts * mesh.context // mesh.cut, mesh.tensor
-    flat = _named(device_type, {"replicate": replicas, _SHARD: mesh.cut * tensor})
-    if tensor == 1:
-        return _Meshes(sharded=flat, cut=flat)
-    whole = _named(device_type, {"replicate": replicas, _SHARD: mesh.cut, TENSOR: tensor})
-    sharded = whole[_SHARD] if replicas == 1 else whole["replicate", _SHARD]
-    return _Meshes(sharded=sharded, cut=flat, tensor=whole[TENSOR])
+    replicas, of_model = mesh.parts * mesh.context // mesh.cut, mesh.cut * mesh.tensor
+    flat = _named(device_type, {"replicate": replicas, _SHARD: of_model})
+    sharded, tensor, of_experts, expert = flat, None, None, None
+    if mesh.tensor > 1:
+        sharded, tensor = _nested(device_type, replicas, of_model, TENSOR, mesh.tensor)
+    if mesh.expert > 1:
+        of_experts, expert = _nested(device_type, replicas, of_model, EXPERT, mesh.expert)
+    return _Meshes(sharded=sharded, cut=flat, tensor=tensor, of_experts=of_experts, expert=expert)
+
+
+def _nested(device_type: str, replicas: int, ranks: int, name: str, size: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """Of ranks that have the model once, those over which FSDP shards what groups cut, and the groups."""
+    whole = _named(device_type, {"replicate": replicas, _SHARD: ranks // size, name: size})
+    return (whole[_SHARD] if replicas == 1 else whole["replicate", _SHARD]), whole[name]
 
 
 def _named(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lachesis.common.mesh import Mesh, derive_mesh
 from lachesis.config.schema import DistributedConfig
 from lachesis.train.model.context import ContextGroup
+from lachesis.train.model.dispatch import ExpertGroup
 from lachesis.train.model.rank_group import RankGroup
 from lachesis.train.model.tensor import TensorGroup
 
@@ -36,6 +37,7 @@ class Strategy:
         mesh: how the ranks are laid out.
         context: this rank and those that it shares a micro-batch's tokens with; None where it has them to itself.
         tensor: this rank and those that it shares the matrices of each layer with; None where it has them to itself.
+        expert: this rank and those that it shares the experts of each layer with; None where it has them to itself.
         sharded: whether a parameter is cut over ranks, so that none of them has it whole.
     """
 
@@ -44,6 +46,7 @@ class Strategy:
     mesh: Mesh
     context: ContextGroup | None
     tensor: TensorGroup | None
+    expert: ExpertGroup | None
     sharded: bool
 
     @property
@@ -72,7 +75,8 @@ class Strategy:
         return values
 
     def sum_squares(self, alike: float, cut: float) -> float:
-        """The sum over all that is sharded: of this rank's part of what a tensor group has alike, and of what not."""
+        """The sum over all that is sharded: of this rank's part of what others may have alike, and of what was cut
+        before FSDP has sharded it."""
         return alike + cut
 
     def max_count(self, count: int) -> int:
@@ -113,6 +117,7 @@ class SingleDevice(Strategy):
     mesh = Mesh()
     context = None
     tensor = None
+    expert = None
     sharded = False
 
 
@@ -131,8 +136,9 @@ class Ranks(Strategy):
         self.mesh = derive_mesh(config, ranks=self.world_size)
         shape, names = (self.mesh.parts, self.mesh.context, self.mesh.tensor), ("part", "context", "tensor")
         alike = init_device_mesh(device.type, shape, mesh_dim_names=names) if self.mesh.alike > 1 else None
-        self.context = _rank_group(ContextGroup, alike, "context")
-        self.tensor = _rank_group(TensorGroup, alike, "tensor")
+        self.context = rank_group(ContextGroup, alike, "context")
+        self.tensor = rank_group(TensorGroup, alike, "tensor")
+        self.expert = None
 
     def device(self, model: PreTrainedModel) -> torch.device:
         return self._device
@@ -196,9 +202,12 @@ class Replicate(Ranks):
         sum_in_place([p.grad for p in parameters if p.grad is not None], device=self._device)
 
 
-def _rank_group(kind: type[GroupT], mesh: DeviceMesh | None, name: str) -> GroupT | None:
+def rank_group(kind: type[GroupT], mesh: DeviceMesh | None, name: str) -> GroupT | None:
     """This rank's group in a dimension of the mesh; None where it is alone in it."""
-    if mesh is None or (own := mesh[name]).size() == 1:
+    if mesh is None:
+        return None
+    own = mesh if mesh.ndim == 1 else mesh[name]
+    if own.size() == 1:
         return None
     return kind(rank=own.get_local_rank(), size=own.size(), group=own.get_group())
 

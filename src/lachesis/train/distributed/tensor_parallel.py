@@ -8,34 +8,27 @@ norms once for each micro-batch, and know no adapter.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from lachesis.common.errors import ConfigError, ModelError
+from lachesis.train.distributed.cut import computing_with_parts, part_of, style_of
 from lachesis.train.model.tensor import TensorGroup, scale_gradient
 
-# The dimension of the mesh over which a layer's matrices are cut.
-TENSOR = "tensor"
 # Architectures whose layers were compared with those of one process, by model_type: a plan alone does not say what
 # else in a layer counts on having all heads.
-ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+ARCHITECTURES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 _COLWISE, _ROWWISE, _OF_HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
+# Experts are dealt out whole instead (:mod:`~lachesis.train.distributed.expert_parallel`).
+_OF_EXPERTS = "moe_tp_experts"
 # Of a linear layer the dimension of its weight [out, in] that is cut.
 _CUT_DIMENSION = {_COLWISE: 0, _ROWWISE: 1}
-
-
-def is_cut(tensor: Tensor) -> bool:
-    """Whether ranks of a tensor group have parts of it, and not all of them the same."""
-    return isinstance(tensor, DTensor) and TENSOR in (tensor.device_mesh.mesh_dim_names or ())
 
 
 class TensorCut:
@@ -86,10 +79,11 @@ class TensorCut:
             if dimension is None or dimension >= parameter.ndim:
                 self._partial.append((linear, key))
             else:
-                setattr(linear, key, self._part_of(parameter, dimension, name=f"{name}.{key}"))
+                self._require_divisible(parameter, dimension, name=f"{name}.{key}")
+                setattr(linear, key, part_of(parameter, dimension, rank=self._group.rank, mesh=self._mesh))
         _compute_with_local(linear, adds_bias=dimension != 1 or self._group.rank == 0)
 
-    def _part_of(self, parameter: Parameter, dimension: int, *, name: str) -> Parameter:
+    def _require_divisible(self, parameter: Parameter, dimension: int, *, name: str) -> None:
         size, ranks = parameter.shape[dimension], self._group.size
         if size % ranks:
             raise ConfigError(
@@ -97,12 +91,6 @@ class TensorCut:
                 f"{'columns' if dimension else 'rows'}: they are no whole number for each device",
                 remedy=f"choose a divisor of {size}, or leave it out",
             )
-        part = parameter.detach().narrow(dimension, self._group.rank * (size // ranks), size // ranks)
-        # A copy, after which the whole can be let go.
-        cut = DTensor.from_local(
-            part.clone(memory_format=torch.contiguous_format), self._mesh, [Shard(dimension)], run_check=False
-        )
-        return Parameter(cut, requires_grad=parameter.requires_grad)
 
     def _compute_in_parts(self, module: nn.Module, style: str) -> None:
         forward: Any = module.forward
@@ -166,8 +154,8 @@ def _planned(model: PreTrainedModel) -> Iterator[tuple[nn.Module, str]]:
     plan: Mapping[str, str] = model.tp_plan
     whole = (model.get_output_embeddings(), model.get_input_embeddings())
     for name, module in model.named_modules():
-        style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-        if style is not None and module not in whole:
+        style = style_of(plan, name)
+        if style not in (None, _OF_EXPERTS) and module not in whole:
             if style not in (_COLWISE, _ROWWISE, _OF_HEADS):
                 raise ModelError(
                     f"transformers has {name} cut as {style!r}, which is not built",
@@ -202,16 +190,8 @@ def _compute_with_local(linear: nn.Module, *, adds_bias: bool) -> None:
     """Have a layer compute with this rank's part of its parameters; of a bias after a sum, one rank's counts."""
     forward: Any = linear.forward
 
-    def local(name: str, parameter: Tensor) -> Tensor:
-        part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return part if name != "bias" or adds_bias else part * 0
-
     def compute(*args: Any, **options: Any) -> Any:
-        whole = dict(linear._parameters)  # pyright: ignore[reportPrivateUsage]  # which takes no plain tensor by setattr
-        linear._parameters.update({n: local(n, p) for n, p in whole.items() if p is not None})  # type: ignore[arg-type]
-        try:
+        with computing_with_parts(linear, adds_bias=adds_bias):
             return forward(*args, **options)
-        finally:
-            linear._parameters.update(whole)
 
     linear.forward = compute

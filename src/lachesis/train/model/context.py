@@ -10,10 +10,9 @@ alone, so that the gradients of all ranks add up to that of one.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -69,7 +68,7 @@ class ContextGroup(RankGroup):
 
     def deal(self, values: Tensor, share: Share) -> Tensor:
         """From values [p, ...] at the places of a rank's tokens to those [m, ...] of the predictions that it takes."""
-        return _exchange(values, share.sent, share.received, self.group).index_select(0, share.order)
+        return self.exchange(values, share.sent, share.received).index_select(0, share.order)
 
     def holds(self, tokens: int) -> Tensor:
         """Which of the places of a rank's run are tokens of a stream of so many, and not beyond its end: bool [n]."""
@@ -103,7 +102,7 @@ class ContextGroup(RankGroup):
     def _exchanged(self, blocks: Tensor) -> Tensor:
         """Block i of [size, ...] goes to rank i, and what comes from rank i is block i."""
         ones = [1] * self.size
-        return _exchange(blocks, ones, ones, self.group)
+        return self.exchange(blocks, ones, ones)
 
     def _cut(self, stream: Tensor) -> Tensor:
         own = stream[self.slice_of(len(stream))]
@@ -112,26 +111,3 @@ class ContextGroup(RankGroup):
 
 def _repeated(states: Tensor, heads: int) -> Tensor:
     return states.repeat_interleave(heads // states.shape[1], dim=1)
-
-
-class _AllToAll(torch.autograd.Function):
-    """Rows [rows, ...] to other ranks, ``sent`` and ``received`` of them by rank; gradients go the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
-    return arrived
-
-
-# Not a part of compiled graphs: it waits for other ranks.
-_exchange: Any = torch.compiler.disable(_AllToAll.apply)

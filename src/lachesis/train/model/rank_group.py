@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,10 @@ class RankGroup:
         """
         whole: Any = _Gather.apply(own, total, self)
         return whole
+
+    def exchange(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Rows [rows, ...] to other ranks, ``sent`` and ``received`` of them by rank; gradients go the way back."""
+        return _exchange(rows, [*sent], [*received], self.group)
 
     def part(self, number: int) -> int:
         """How many of a number each rank has; the last ranks may have fewer, or none."""
@@ -57,3 +62,24 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         own = grads[0][ctx.own]
         return torch.cat([own, own.new_zeros((ctx.given - len(own), *own.shape[1:]))]), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _all_to_all(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+# Not a part of compiled graphs: it waits for other ranks.
+_exchange: Any = torch.compiler.disable(_AllToAll.apply)

@@ -18,9 +18,9 @@ from torch.nn import Parameter
 
 from lachesis.common.errors import CheckpointError
 from lachesis.config.schema import OptimizerConfig
+from lachesis.train.distributed.cut import cut_by
 from lachesis.train.distributed.sharded_checkpoint import NOISE, OPTIMIZER, sharded_as
 from lachesis.train.distributed.strategy import Strategy
-from lachesis.train.distributed.tensor_parallel import is_cut
 from lachesis.train.optim.optimizer import PolicyOptimizer, build_optimizer, global_norm
 
 # What is to be in the place of a tensor, from its name in a checkpoint, the parameter that it belongs to, and what is
@@ -61,7 +61,7 @@ class Shards:
         gradients: dict[bool, list[Tensor]] = {False: [], True: []}
         for name, part in self.parts:
             if part.grad is not None:
-                gradients[is_cut(self.whole[name])].append(part.grad)
+                gradients[cut_by(self.whole[name]) is not None].append(part.grad)
         alike, cut = (global_norm(gradients[kind]) ** 2 for kind in (False, True))
         return self.strategy.sum_squares(alike, cut) ** 0.5
 

@@ -24,6 +24,7 @@ HTTP = {"engine": {"kind": "http"}}
         {"distributed": {"replicate_size": 2}},
         {"distributed": {"context_parallel_size": 2, "shard_size": 2}},
         {"distributed": {"context_parallel_size": 2, "tensor_parallel_size": 2}, "adapter": LORA},
+        {"distributed": {"tensor_parallel_size": 2, "expert_parallel_size": 4}, "algorithm": {"router_replay": True}},
         {"distributed": {"strategy": "replicate"}, "adapter": LORA, "model": {"path": "m", "quantization": "nf4"}},
         {"distributed": {"strategy": "replicate"}, "optimizer": {"kind": "adamw_8bit"}},
         {"optimizer": {"kind": "adamw_cpu"}},

@@ -19,22 +19,14 @@ from tests.tiny import tiny_model
 NO_MESH: Any = None
 
 
-class Part(torch.Tensor):
-    """Stands for a DTensor of this part: what of a parameter a rank has, without ranks."""
-
-    dimension: int
-
-    @classmethod
-    def from_local(cls, local: torch.Tensor, mesh: Any, placements: list[Any], *, run_check: bool) -> Part:
-        part = local.as_subclass(cls)
-        part.dimension = placements[0].dim
-        return part
-
-
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch):
-    """Cuts a model's layers as rank 1 of so many does."""
-    monkeypatch.setattr(tensor_parallel, "DTensor", Part)
+    """Cuts a model's layers as rank 1 of so many does, without ranks: parts are plain parameters."""
+
+    def part_of(parameter: Any, dimension: int, *, rank: int, mesh: Any) -> torch.nn.Parameter:
+        return torch.nn.Parameter(parameter.detach().chunk(2, dim=dimension)[rank].clone())
+
+    monkeypatch.setattr(tensor_parallel, "part_of", part_of)
 
     def of(model: Any, ranks: int = 2) -> TensorCut:
         made = TensorCut(model, mesh=NO_MESH, group=TensorGroup(1, ranks, NO_MESH))
@@ -54,7 +46,7 @@ def test_a_rank_has_rows_of_what_leads_to_heads_and_columns_of_what_leads_away(c
         whole, leaf = before[name], name.split(".")[-2]
         dimension = {"o_proj": 1, "down_proj": 1}.get(leaf, 0 if leaf.endswith("_proj") else None)
         expected = whole if dimension is None else whole.chunk(2, dim=dimension)[1]
-        assert torch.equal(torch.Tensor(parameter.detach()), expected), name
+        assert torch.equal(parameter, expected), name
     heads = [f"model.layers.{layer}.self_attn.{norm}.weight" for layer in (0, 1) for norm in ("q_norm", "k_norm")]
     assert partial == {*heads, "lm_head.weight"}
 

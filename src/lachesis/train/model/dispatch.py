@@ -1,0 +1,69 @@
+"""Expert parallelism: each rank has some experts of every layer, and tokens travel to those that they go through.
+
+As in GShard (arXiv 2006.16668), without a capacity: a rank sends each of its tokens once to each of the experts that
+its router has chosen, computes its own experts for whatever arrives, and weighs what comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lachesis.train.model.rank_group import RankGroup
+from lachesis.train.model.tensor import TensorGroup
+
+Compute = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""A rank's experts: of states [rows, H], its experts [rows, 1] and their weights [rows, 1] the results [rows, H]."""
+
+
+class ExpertGroup(RankGroup):
+    """The ranks that share the experts of each layer, as many each."""
+
+    __slots__ = ()
+
+    def dispatched(self, states: Tensor, chosen: Tensor, weights: Tensor, *, experts: int, compute: Compute) -> Tensor:
+        """What a layer's ``experts`` make of a rank's tokens, each a sum over those that it goes through.
+
+        Args:
+            states: [n, H].
+            chosen: int64 [n, k], of all experts.
+            weights: [n, k].
+            compute: this rank's own experts, counted from 0.
+
+        Returns:
+            [n, H].
+        """
+        each, own = chosen.shape[1], experts // self.size
+        order = torch.argsort(chosen.reshape(-1), stable=True)
+        sent = torch.bincount(chosen.reshape(-1), minlength=experts).view(self.size, own)
+        received = self.exchange(sent, [1] * self.size, [1] * self.size)
+        leave, arrive = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        rows = self.exchange(states.index_select(0, order // each), leave, arrive)
+        numbers = torch.arange(own, device=rows.device).repeat(self.size)
+        numbers = numbers.repeat_interleave(received.reshape(-1), output_size=len(rows))
+        back = self.exchange(_computed(compute, rows, numbers), arrive, leave)
+        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        return (back.index_select(0, place).unflatten(0, (-1, each)) * weights.unsqueeze(-1)).sum(1)
+
+
+def shared_out(tensor: TensorGroup | None, compute: Compute) -> Compute:
+    """The same for tokens that a tensor group has alike: each of its ranks sends its share of them."""
+    if tensor is None:
+        return compute
+
+    def of_share(states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        own = tensor.slice_of(len(states))
+        found = compute(tensor.enter(states)[own], chosen[own], tensor.enter(weights)[own])
+        return tensor.gather(found, total=len(states))
+
+    return of_share
+
+
+def _computed(compute: Compute, rows: Tensor, numbers: Tensor) -> Tensor:
+    """Unweighted. Where nothing has arrived a row of zeros is computed and left out: in the backward pass others wait
+    for this rank's gradients, those of its experts and those that travel back."""
+    given = rows if len(rows) else rows.sum(0, keepdim=True)
+    chosen = numbers if len(rows) else numbers.new_zeros(1)
+    return compute(given, chosen[:, None], given.new_ones(len(given), 1))[: len(rows)]
