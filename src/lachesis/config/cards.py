@@ -58,14 +58,15 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
     if config.engine.place == "trainer":  # one process: the cache is there while it generates
         return CardUse(card, process_bytes(planned.peak("trainer", "engine")), 0, 0, True)
     trainer = process_bytes(planned.peak("trainer"))
-    share = chosen_share(config, card=card, trainer=trainer, least=least)
+    # A server that sleeps has its share while the trainer holds what it holds while nothing is trained.
+    resting = process_bytes(sum(planned.at("generation", "trainer")))
+    share = chosen_share(config, card=card, trainer=resting if sleeps(config) else trainer, least=least)
     if not beside_trainer(config):
         return CardUse(card, trainer, 0, least, least <= (share or OWN_GPU_UTILIZATION) * card, share)
     engine = least if share is None else round(share * card) + ENGINE_GRAPHS_BYTES
     fits = least <= engine
-    if sleeps(config):  # it holds its share while the trainer holds what it holds while nothing is trained
-        waking = process_bytes(sum(planned.at("generation", "trainer"))) + engine
-        engine = max(waking - trainer, CONTEXT_BYTES + ENGINE_GRAPHS_BYTES)
+    if sleeps(config):
+        engine = max(resting + engine - trainer, CONTEXT_BYTES + ENGINE_GRAPHS_BYTES)
     return CardUse(card, trainer, engine, least, fits, share)
 
 
@@ -109,7 +110,8 @@ def chosen_share(config: LachesisConfig, *, card: int, trainer: int, least: int)
     """The share of a card that a vLLM server of this run takes; None where the run starts none.
 
     If none is set it is 0.9 on a card of its own. Beside the trainer it is 0.45 where both fit with that, else what the
-    trainer leaves, in whole hundredths, where that is enough for the engine; sizes are in bytes.
+    trainer leaves, in whole hundredths, where that is enough for the engine; sizes are in bytes,
+    ``trainer`` what it holds while the engine has its share.
     """
     if config.engine.kind != "vllm":
         return None
@@ -120,7 +122,7 @@ def chosen_share(config: LachesisConfig, *, card: int, trainer: int, least: int)
     left = math.floor((card - trainer - ENGINE_GRAPHS_BYTES) / card * 100) / 100
     usual = SHARED_GPU_UTILIZATION
     fits = usual <= left and least <= usual * card + ENGINE_GRAPHS_BYTES
-    if fits or sleeps(config) or least > left * card + ENGINE_GRAPHS_BYTES:
+    if fits or least > left * card + ENGINE_GRAPHS_BYTES:
         return usual
     return min(left, OWN_GPU_UTILIZATION)
 

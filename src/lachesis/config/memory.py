@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lachesis.common.mesh import Mesh, derive_mesh
+from lachesis.config.colocated import is_colocated
 from lachesis.config.model_shape import FEED_FORWARD, ModelShape
-from lachesis.config.schema import SPARING, LachesisConfig
+from lachesis.config.schema import SPARING, ChannelBridgeConfig, LachesisConfig
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 Place = Literal["trainer", "engine"]
@@ -96,6 +97,7 @@ def memory_parts(
     mesh = derive_mesh(config.distributed, ranks=devices)
     parts = [
         *_held_parts(config, shape, width=width, device=device),
+        *_ring_parts(config, shape, width=width, devices=devices),
         *_pass_parts(config, shape, lengths=lengths, width=width, device=device, mesh=mesh),
         *_update_parts(config, shape, width=width, device=device),
         *_teacher_parts(config, shape, teacher, lengths=lengths, device=device),
@@ -249,6 +251,18 @@ def _update_parts(config: LachesisConfig, shape: ModelShape, *, width: int, devi
     if config.adapter.kind == "lora":
         sent = min(sent, 2 * trained * width)
     yield MemoryPart("update", "trainer", ("update",), max(moment, sent))
+
+
+def _ring_parts(config: LachesisConfig, shape: ModelShape, *, width: int, devices: int) -> Iterator[MemoryPart]:
+    """Where a worker of the engine has mapped what the rank on its GPU packs, that stays; ``update`` counts it too."""
+    bridge = config.bridge
+    in_place = isinstance(bridge, ChannelBridgeConfig) and bridge.transport in ("auto", "ipc")
+    if in_place and is_colocated(config, ranks=devices):
+        alone = config.adapter.kind == "lora" and bridge.capabilities.adapter_only
+        sent = (trainable_parameters(config, shape) if alone else shape.parameters) * width
+        largest = 0 if alone else shape.vocab * shape.hidden * width
+        ring = min(sent, max(TRANSFER_WINDOW * TRANSFER_BYTES, largest))
+        yield MemoryPart("packed buckets", "trainer", ("passes", "generation"), ring)
 
 
 def _sharded(

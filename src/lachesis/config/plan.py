@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lachesis.common.errors import ConfigError
 from lachesis.common.mesh import Mesh, derive_mesh, require_experts, require_heads
+from lachesis.config.colocated import is_colocated
 from lachesis.config.memory import (
     ALWAYS,
     TRAINING,
@@ -18,10 +20,11 @@ from lachesis.config.memory import (
     checkpoint_bytes,
     export_bytes,
     memory_parts,
+    sleeps,
     trainable_parameters,
 )
 from lachesis.config.model_shape import FoundShape, ModelShape, find_shape, read_shape, unknown_shape
-from lachesis.config.rules.distributed import shared_card
+from lachesis.config.rules.distributed import require_colocatable, shared_card
 from lachesis.config.schema import LachesisConfig, SpeculativeConfig
 from lachesis.config.steps import (
     nearest_divisors,
@@ -38,6 +41,7 @@ _PHASES: dict[tuple[Phase, ...], str] = {
     ("passes",): "  in forward and backward",
     ("update",): "  in the update",
     ("generation",): "  while generating",
+    ("passes", "generation"): "  from one transfer to the next",
 }
 
 
@@ -182,6 +186,8 @@ def _lengths(config: LachesisConfig, shape: ModelShape | None) -> Lengths:
     if config.engine.kind == "embedded" or config.engine.kind == "embedded_server":
         in_flight = min(in_flight, config.engine.max_batch_size)
     keys = _keys_per_token(config, prompt=prompt, completion=longest - prompt, tokens=microbatch)
+    if config.engine.kind == "vllm":  # shared out among the copies of the model
+        in_flight = -(-in_flight // config.engine.data_parallel_size)
     return Lengths(longest=longest, microbatch=microbatch, in_flight=in_flight * longest, keys=keys)
 
 
@@ -291,9 +297,28 @@ def _notes(config: LachesisConfig, batches: Batches, *, lengths: Lengths, found:
 
 def _card_notes(config: LachesisConfig, *, device: str, devices: int) -> Iterator[str]:
     """Where the engine is to be on a card that a rank has."""
-    shared = shared_card(config, ranks=devices, environment=os.environ) if device == "cuda" else None
+    if device != "cuda":
+        return
+    shared = shared_card(config, ranks=devices, environment=os.environ)
     if shared is not None:
         yield shared
+    if is_colocated(config, ranks=devices):
+        yield colocated_words(config, devices=devices)
+
+
+def colocated_words(config: LachesisConfig, *, devices: int) -> str:
+    """What an engine on the GPUs of all ranks does to them, or why it cannot be there."""
+    try:
+        require_colocatable(config, ranks=devices, here=devices)
+    except ConfigError as error:
+        return f"{error.message}; {error.remedy}"
+    beside = f"vLLM is on the GPUs of the {devices} devices, a worker beside each (engine.devices is unset)"
+    if sleeps(config):
+        return (
+            f"{beside}: it sleeps while they train; their weights and optimizer states stay there while it generates, "
+            "unless distributed.cpu_offload is true"
+        )
+    return f"{beside}, and holds its share while they train; with engine.enable_sleep_mode it gives it back meanwhile"
 
 
 def _teacher_notes(config: LachesisConfig, teacher: ModelShape | None) -> Iterator[str]:

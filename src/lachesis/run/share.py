@@ -9,9 +9,11 @@ from collections.abc import Mapping
 import torch
 
 from lachesis.common.device import resolve_device
+from lachesis.common.errors import ConfigError
 from lachesis.common.world import world_size
 from lachesis.config.cards import GB, SHARED_GPU_UTILIZATION, card_use, process_bytes
 from lachesis.config.colocated import is_colocated, rank_cards
+from lachesis.config.memory import sleeps
 from lachesis.config.model_shape import find_shape
 from lachesis.config.plan import plan
 from lachesis.config.schema import LachesisConfig
@@ -20,15 +22,51 @@ logger = logging.getLogger("lachesis")
 
 
 def with_share(config: LachesisConfig) -> LachesisConfig:
-    """With ``engine.gpu_memory_utilization`` set, where it is not and the server is on the trainer's GPU."""
+    """With ``engine.gpu_memory_utilization`` set, where it is not and the server is on the trainer's GPU.
+
+    Raises:
+        ConfigError: as :func:`require_room`.
+    """
     engine = config.engine
-    if engine.kind != "vllm" or engine.devices is not None or engine.gpu_memory_utilization is not None:
+    if engine.kind != "vllm" or engine.devices is not None or resolve_device(config.model.device).type != "cuda":
         return config
-    if resolve_device(config.model.device).type != "cuda":
+    card, ranks = torch.cuda.get_device_properties(0).total_memory, world_size(os.environ)
+    if is_colocated(config, ranks=ranks):
+        require_room(config, card_bytes=card, ranks=ranks)
+    if engine.gpu_memory_utilization is not None:
         return config
-    card = torch.cuda.get_device_properties(0).total_memory
-    share = share_beside_trainer(config, card_bytes=card, devices=world_size(os.environ))
+    share = share_beside_trainer(config, card_bytes=card, devices=ranks)
     return config.model_copy(update={"engine": engine.model_copy(update={"gpu_memory_utilization": share})})
+
+
+def require_room(config: LachesisConfig, *, card_bytes: int, ranks: int) -> None:
+    """See that an engine on the GPUs of the ranks fits there beside them, by what ``plan`` counts.
+
+    Where a share was given, or the engine sleeps, that it does not is a warning: ``plan`` may count too much.
+
+    Raises:
+        ConfigError: it does not, and would hold its share while they train.
+    """
+    found = find_shape(config.model.path, revision=config.model.revision)
+    if found is None or config.engine.kind != "vllm":
+        return
+    use = card_use(config, plan(config, device="cuda", devices=ranks, found=found), card_gb=card_bytes / GB)
+    if use.fits:
+        return
+    words = (
+        f"beside what each of {ranks} ranks holds of a GPU, {use.trainer / GB:.1f} GB while it trains, vLLM takes "
+        f"{use.engine / GB:.1f} GB more, of which it needs {use.engine_least / GB:.1f}, and the GPU has "
+        f"{use.card / GB:.1f} GB"
+    )
+    if not sleeps(config) and config.engine.gpu_memory_utilization is None:
+        raise ConfigError(
+            words, remedy="set engine.enable_sleep_mode: true, or give the engine GPUs of its own (engine.devices)"
+        )
+    logger.warning(
+        "%s: take more GPUs, model.activations: recompute, or distributed.cpu_offload: true, which keeps weights and "
+        "optimizer states off them",
+        words,
+    )
 
 
 def with_devices(config: LachesisConfig, *, environment: Mapping[str, str]) -> LachesisConfig:

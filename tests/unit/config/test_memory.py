@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lachesis.config import cards, memory
 from lachesis.config.memory import layer_activations, memory_parts
 from lachesis.config.model_shape import read_shape
-from lachesis.config.plan import plan
+from lachesis.config.plan import plan, plan_lines
 from lachesis.engines import build as engines
 from lachesis.train.model import head
 from lachesis.train.optim import weight_update
@@ -125,6 +125,24 @@ def test_tensor_parallel_engines_hold_a_part_each(build, tmp_path: Path):
         for size in (1, 2)
     )
     assert two.peak("engine") == one.peak("engine") // 2
+
+
+def test_an_engine_on_the_gpus_of_two_ranks_is_counted_on_each(build, tmp_path: Path):
+    """Its copies share out what is in flight, and what a rank packs for the worker beside it stays."""
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"model_type": "qwen2", "num_hidden_layers": 2}))
+    sections = {"bridge": {"kind": "broadcast"}, "model": {"path": str(tmp_path)}}
+    sizes: list[dict[str, Any]] = [{}, {"tensor_parallel_size": 2}, {"data_parallel_size": 2}]
+    one, whole, copies = (
+        plan(build(engine={"kind": "vllm", "enable_sleep_mode": True, **size}, **sections), device="cuda", devices=2)
+        for size in sizes
+    )
+    named = [{part.name: part for part in planned.memory if part.place == "engine"} for planned in (one, whole, copies)]
+    assert [held["KV cache"].bytes * 2 // named[0]["KV cache"].bytes for held in named] == [2, 1, 1]
+    assert [held["weights"].bytes * 2 // named[0]["weights"].bytes for held in named] == [2, 1, 2]
+    rings = [[part for part in planned.memory if part.name == "packed buckets"] for planned in (one, whole, copies)]
+    assert [len(ring) for ring in rings] == [0, 1, 1], "with one GPU it is beside rank 0 alone, as it was"
+    assert one.shape is not None and rings[1][0].bytes == one.shape.parameters * 2, "less than a whole ring"
+    assert "packed buckets     505.6 KiB  from one transfer to the next" in "\n".join(plan_lines(whole))
 
 
 def test_an_engine_in_8_bits_holds_half_of_its_linear_layers_and_cache(build, tmp_path: Path):

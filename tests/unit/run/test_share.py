@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from lachesis.common.errors import ConfigError
 from lachesis.config.schema import LachesisConfig
-from lachesis.run.share import share_beside_trainer, with_devices, with_share
+from lachesis.run.share import require_room, share_beside_trainer, with_devices, with_share
 
 
 def configured(path: str, *, model: dict[str, Any] | None = None, **sections: Any) -> LachesisConfig:
@@ -66,3 +67,27 @@ def test_an_engine_on_the_ranks_gpus_is_told_which_they_are(engine: dict, enviro
     config = configured("m", engine={"kind": "vllm", **engine}, bridge={"kind": "broadcast"})
     placed = with_devices(config, environment=environment).engine
     assert placed.kind == "vllm" and placed.devices == devices
+
+
+def test_an_engine_on_the_ranks_gpus_has_room_there_or_has_to_sleep(caplog: pytest.LogCaptureFixture):
+    """7B over two cards: with what it trains a rank holds 73 GB, at rest 56, and the engine needs 14 at least."""
+
+    def of(card_gb: int, **engine: Any) -> None:
+        config = configured(
+            "Qwen/Qwen2.5-7B",
+            model={"gradient_checkpointing": True},
+            bridge={"kind": "broadcast"},
+            engine={"kind": "vllm", "tensor_parallel_size": 2, **engine},
+        )
+        require_room(config, card_bytes=card_gb * 10**9, ranks=2)
+
+    of(141)
+    of(80, enable_sleep_mode=True)
+    assert not caplog.messages
+    with pytest.raises(ConfigError, match=r"beside what each of 2 ranks holds of a GPU, 7\d.\d GB while") as caught:
+        of(80)
+    assert "enable_sleep_mode: true" in caught.value.remedy
+    of(80, gpu_memory_utilization=0.3)
+    of(60, enable_sleep_mode=True)
+    assert len(caplog.messages) == 2
+    assert all("distributed.cpu_offload: true, which keeps weights and optimizer" in said for said in caplog.messages)
