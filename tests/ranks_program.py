@@ -426,7 +426,7 @@ def pack_for_workers(policy: LeadingPolicy) -> None:
 
 
 def pack_kind_for_workers(policy: LeadingPolicy, kind: TransferKind) -> None:
-    expected = {name: tensor.clone() for name, tensor in travelling(kind, policy.whole).tensors(policy, False)}
+    expected = {name: tensor.clone() for name, tensor in travelling(kind, policy.whole).tensors(policy, True)}
     specs, size = tensor_list(expected), policy.strategy.world_size
     largest = max(map(num_bytes, specs))
     rendezvous = listen("tcp://127.0.0.1:0")
@@ -449,7 +449,7 @@ def pack_kind_for_workers(policy: LeadingPolicy, kind: TransferKind) -> None:
                 deadline = Deadline("an update", LIMIT_S)
                 channel.send(tensors, specs, deadline=deadline, bucket_bytes=largest, partners=partners)
 
-            policy.pack_buckets(kind, False, largest, channel.updates == 0, send=send)
+            policy.pack_buckets(kind, True, largest, channel.updates == 0, send=send)
 
         for _ in range(2):
             taken = [pool.submit(take, worker) for worker in workers]
@@ -468,7 +468,7 @@ def pack_kind_for_workers(policy: LeadingPolicy, kind: TransferKind) -> None:
         assert all(found.exception() is not None for found in taken)
         for worker in workers:
             worker.close()
-    assert_same(dict(travelling(kind, policy.whole).tensors(policy, False)), expected)
+    assert_same(dict(travelling(kind, policy.whole).tensors(policy, True)), expected)
 
 
 def snapshot(policy: Policy) -> tuple[Any, Any, Any]:
