@@ -6,18 +6,23 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from lachesis.bridges.broadcast import BroadcastBridge, TravellingWeights, full_source, lora_source
-from lachesis.bridges.extract import lora_tensors
+from lachesis.bridges.broadcast import BroadcastBridge, TravellingWeights, full_source, lora_source, travelling
+from lachesis.bridges.extract import as_they_are, lora_tensors
 from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
-from lachesis.engines.serving.served import Refused
+from lachesis.engines.serving.served import Refused, TransferKind
 from lachesis.transport.bridge_file import CHANNEL_FILE
+from lachesis.transport.layout import plan_buckets
+from lachesis.transport.partners import PartnerLine, SendPacked, pack_beside
 from lachesis.transport.rendezvous import listen
+from lachesis.transport.transports import SharedRoom
 from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,
     FakePolicy,
@@ -29,6 +34,7 @@ from tests.unit.bridges.fake_engine import (
     servers_of,
     swap_two,
 )
+from tests.unit.transport.test_partners import FakeLine
 from tests.waiting import LONG_S
 
 
@@ -39,7 +45,7 @@ class Built:
         options = {"source": make(lambda policy: policy.model), "sync_s": 20.0} | options
         self.bridge: BroadcastBridge[FakePolicy] = BroadcastBridge(
             servers_of(FakeHttpEngine(*self.servers), options),
-            backend="gloo",
+            backend=options.pop("backend", "gloo"),
             device="cpu",
             directory=tmp_path,
             **options,
@@ -106,6 +112,79 @@ def test_a_server_that_dies_in_a_transfer_is_left_out_and_the_others_have_the_we
     built.check_served(1)
     built.update(2)
     built.check_served(2)
+
+
+class Beside:
+    """A second rank of the trainer's, which packs what workers beside it read. ``events`` are what has happened."""
+
+    def __init__(self) -> None:
+        self.room = SharedRoom(torch.device("cpu"))
+        self.rooms: list[bool] = []
+        self.events: list[str] = []
+
+    def pack_buckets(
+        self, policy: FakePolicy, kind: TransferKind, saved: bool, bucket_bytes: int, anew: bool, *, send: SendPacked
+    ) -> None:
+        self.rooms.append(anew)
+        self.events.append("pack")
+        if anew:
+            self.room.close()
+        source = travelling(kind, as_they_are)
+        specs, line = source.specs(policy, saved), FakeLine()
+        options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "room": self.room, "line": line.partner}
+        partners = PartnerLine(line, left=len(plan_buckets(specs, limit_bytes=bucket_bytes)))
+        with ThreadPoolExecutor(1) as pool:
+            packing = pool.submit(pack_beside, source.tensors(policy, saved), specs, **options)
+            try:
+                send(iter(source.tensors(policy, saved)), partners)
+            finally:
+                partners.stop()
+                packing.result(LONG_S)
+
+
+@pytest.fixture
+def beside() -> Iterator[Beside]:
+    made = Beside()
+    yield made
+    made.room.close()
+
+
+def test_workers_read_what_the_ranks_beside_them_pack_and_others_go_on_where_one_dies(make, caplog, beside: Beside):
+    servers = [FakeServer(), FakeServer(number=1)]
+    with caplog.at_level(logging.INFO, logger="lachesis"):
+        built = make(kind="merged", servers=servers, backend="ipc", pack_buckets=beside.pack_buckets)
+        built.bridge.sync(0)
+        built.update(1)
+    built.check_served(1)
+    assert caplog.text.count("what ranks pack: 1 of rank 0, 2 of rank 1") == 1
+    assert beside.rooms == [True, False], "the same memory for all updates of a channel"
+    servers[0].dies_in = "loading"
+    built.update(2)
+    assert beside.rooms[2:] == [False, True]
+    assert (servers.pop(0).version, servers[0].version) == (1, 2)
+    built.check_served(2)
+
+
+def test_an_engine_beside_the_ranks_sleeps_while_they_train_and_wakes_in_parts(make, beside: Beside):
+    """In this order on all ranks; the server refuses what it is asked while its memory is not there."""
+    server = FakeServer()
+    server.calls = beside.events  # type: ignore[assignment]
+    room = lambda policy: beside.events.append("make room")  # noqa: E731
+    sleeping: dict[str, Any] = {"sleep_level": 2, "make_room": room}
+    built = make(kind="full", servers=[server], backend="ipc", pack_buckets=beside.pack_buckets, **sleeping)
+    built.bridge.sync(0)
+    beside.events.clear()
+    built.bridge.rest()
+    assert server.asleep == {"weights", "kv_cache"} and not server.tensors
+    beside.events.append("train")
+    built.update(1)
+    built.check_served(1)
+    told = [event for event in beside.events if event not in ("info", "receiver_status", "loading")]
+    order = ["sleep", "train", "make room", "wake_up", "pack", "receive", "make room", "wake_up", "canary"]
+    assert [event for event in told if event not in ("pack", "receive")] == [
+        e for e in order if e not in ("pack", "receive")
+    ]
+    assert set(told[4:6]) == {"pack", "receive"}, "side by side"
 
 
 def test_the_channel_is_recorded_in_the_documented_file(make, tmp_path):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lachesis.common.errors import EngineError
-from lachesis.transport.channel import Channel
 from lachesis.transport.layout import plan_buckets
 from lachesis.transport.partners import PartnerLine, pack_beside
 from lachesis.transport.shared_tensors import memory_directory
@@ -137,13 +136,13 @@ def test_tensors_that_are_not_announced_are_an_error_of_the_partner():
     room.close()
 
 
-def test_a_channel_with_partners_is_an_ordinary_one_to_those_without():
-    """One worker on one device reads what there is."""
-    engine: Channel
-    sender, engine = pair(backend="ipc")
-    taken = ThreadPoolExecutor(1).submit(take, engine)
-    sender.send(TENSORS.items(), SPECS, deadline=within())
-    assert_same(taken.result(LONG_S))
-    assert sender.read_ranks == {1: 0}
-    for channel in (sender, engine):
+def test_one_rank_is_read_by_all_workers_of_its_device():
+    sender, *engine = pair(3, backend="ipc")
+    with ThreadPoolExecutor(2) as threads:
+        taken = [threads.submit(take, worker) for worker in engine]
+        sender.send(TENSORS.items(), SPECS, deadline=within())
+        for future in taken:
+            assert_same(future.result(LONG_S))
+    assert sender.read_ranks == {1: 0, 2: 0}
+    for channel in (sender, *engine):
         channel.close()
