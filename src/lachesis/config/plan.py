@@ -20,6 +20,7 @@ from lachesis.config.memory import (
     checkpoint_bytes,
     export_bytes,
     memory_parts,
+    shares_weights,
     sleeps,
     trainable_parameters,
 )
@@ -303,10 +304,15 @@ def _card_notes(config: LachesisConfig, *, device: str, devices: int) -> Iterato
     if shared is not None:
         yield shared
     if is_colocated(config, ranks=devices):
-        yield colocated_words(config, devices=devices)
+        yield _beside_words(config, devices=devices)
+    elif devices > 1 and config.engine.kind == "vllm" and config.engine.devices is None and not shares_weights(config):
+        yield (
+            f"vLLM is beside the first of the {devices} devices alone, and the others wait while it generates; "
+            f"engine.data_parallel_size: {devices} puts a copy of the model beside each"
+        )
 
 
-def colocated_words(config: LachesisConfig, *, devices: int) -> str:
+def _beside_words(config: LachesisConfig, *, devices: int) -> str:
     """What an engine on the GPUs of all ranks does to them, or why it cannot be there."""
     try:
         require_colocatable(config, ranks=devices, here=devices)
