@@ -7,6 +7,7 @@ steps of the engine, so that no step sees half of a change.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -48,6 +49,17 @@ class WorkerExtension:
         if weights is None:
             weights = self.__dict__["_lachesis_weights"] = WorkerWeights(self)
         return answer(lambda: getattr(weights, method)(**json.loads(document)))
+
+
+def leave_ranks_uncompiled(sampler: Any) -> None:
+    """Have vLLM's sampler count the ranks of sampled tokens by the function as it is written, a comparison and a sum.
+
+    vLLM compiles it when the first token with a logprob is sampled. On a CPU, with empty caches, that token waits for a
+    C++ compiler for more than 10 s, and with it the proof of the first weights.
+    """
+    module: Any = sys.modules[type(sampler).__module__]
+    compiled = module.batched_count_greater_than
+    module.batched_count_greater_than = getattr(compiled, "_torchdynamo_orig_callable", compiled)
 
 
 def answer(call: Callable[[], Any]) -> str:
@@ -96,6 +108,7 @@ class WorkerWeights:
 
         The worker whose outputs vLLM reads keeps logprobs from then on; with drafts that are scheduled ahead, where the
         place of a token is known only after the step, none does. Drafts that can be stopped are made where they pay.
+        On a CPU ranks of tokens are counted without a compiled function.
         """
         if self._config.lora_config is not None:
             from lachesis.engines.vllm.compat import LoRAModel, PEFTHelper, lora_name_mapper
@@ -111,6 +124,8 @@ class WorkerWeights:
                 name_mapper=lora_name_mapper(model),
             )
             self._slots.clear()
+        if self._device.type == "cpu":
+            leave_ranks_uncompiled(self._runner.sampler)
         speculative = self._config.speculative_config
         ahead = bool(speculative) and self._config.scheduler_config.async_scheduling
         if self._rank == 0 and not ahead:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -260,6 +261,31 @@ def test_the_same_architecture_is_not(tmp_path):
     check_architecture(tmp_path, ("Mine",))
 
 
+def runner() -> SimpleNamespace:
+    """With a sampler of a module that compiles what counts the ranks of tokens when it is first called."""
+    module = ModuleType("sampler_of_a_test")
+
+    def compiled(x: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("it would be compiled now")
+
+    compiled._torchdynamo_orig_callable = lambda x, values: (x >= values).sum(-1)  # as torch.compile keeps it
+    vars(module)["batched_count_greater_than"] = compiled
+    sys.modules[module.__name__] = module
+    return SimpleNamespace(sampler=type("Sampler", (), {"__module__": module.__name__})())
+
+
+def test_on_a_cpu_no_compiler_stands_before_the_first_token():
+    config = SimpleNamespace(
+        lora_config=None, speculative_config=None, scheduler_config=SimpleNamespace(async_scheduling=False)
+    )
+    calls = dict.fromkeys(("execute_model", "sample_tokens"), print)
+    made = runner()
+    WorkerWeights(SimpleNamespace(model_runner=made, vllm_config=config, device="cpu", rank=0, **calls)).install()
+    logprobs = torch.tensor([[-1.0, -3.0, -2.0]])
+    ranks = sys.modules[type(made.sampler).__module__].batched_count_greater_than(logprobs, torch.tensor([[-2.0]]))
+    assert ranks.tolist() == [2]
+
+
 @pytest.mark.parametrize(
     ("method", "ahead", "switched", "keeps"),
     [
@@ -280,8 +306,6 @@ def test_drafts_that_are_not_scheduled_ahead_can_be_stopped(
         scheduler_config=SimpleNamespace(async_scheduling=ahead),
     )
     calls = dict.fromkeys(("execute_model", "sample_tokens", "take_draft_token_ids"), print)
-    held = WorkerWeights(
-        SimpleNamespace(model_runner=SimpleNamespace(), vllm_config=config, device="cpu", rank=0, **calls)
-    )
+    held = WorkerWeights(SimpleNamespace(model_runner=runner(), vllm_config=config, device="cpu", rank=0, **calls))
     assert held.install() == {"device": "cpu", "keeps_logprobs": keeps}
     assert held.drafts() == ({"steps": 0, "drafted_steps": 0, "verdicts": []} if switched else {})
