@@ -278,9 +278,9 @@ def _copies(engine: VllmEngineConfig) -> Iterator[Said]:
         f"{engine.tensor_parallel_size} GPU(s) each"
     )
     if engine.devices is None:
-        yield warning(
-            f"{words}, on the trainer's own: train on as many by torchrun --nproc-per-node {needed}, or name {needed} "
-            "others in engine.devices"
+        yield note(
+            f"{words}: without engine.devices those of the ranks, one worker beside each (torchrun --nproc-per-node "
+            f"{needed}); where one process trains all are on its GPU, or name {needed} others in engine.devices"
         )
     elif len(engine.devices.split(",")) != needed:
         yield problem(f"{words}, and engine.devices {engine.devices} is not {needed}; name {needed} of them")

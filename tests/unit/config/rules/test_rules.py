@@ -438,6 +438,12 @@ def test_all_problems_are_told_at_once(build):
         ({"algorithm": {"ref_sync_steps": 8}}, "note", "reference", "ref_sync_steps does nothing"),
         ({"algorithm": {"sampler_correction_min": 0.1}}, "note", "sampler_correction", "does nothing with sampler"),
         ({"algorithm": {"num_iterations": 4}}, "note", "iterations", "of the last one 2 are done; 8 or 12 steps are"),
+        (
+            {"engine": {**VLLM, "data_parallel_size": 2}, "bridge": {"kind": "broadcast"}},
+            "note",
+            "engine",
+            "those of the ranks, one worker beside each (torchrun --nproc-per-node 2); where one process trains all are",
+        ),
         ({"pipeline": {"prefetch_depth": 2}}, "note", "prefetch", "while pipeline.async_prefetch is false"),
         ({**ASYNC, "algorithm": {}}, "warning", "prefetch", "token_truncate weights age apart"),
         (
