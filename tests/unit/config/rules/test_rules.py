@@ -442,7 +442,7 @@ def test_all_problems_are_told_at_once(build):
             {"engine": {**VLLM, "data_parallel_size": 2}, "bridge": {"kind": "broadcast"}},
             "note",
             "engine",
-            "those of the ranks, one worker beside each (torchrun --nproc-per-node 2); where one process trains all are",
+            "those of the ranks, one worker beside each (torchrun --nproc-per-node 2); where one process",
         ),
         ({"pipeline": {"prefetch_depth": 2}}, "note", "prefetch", "while pipeline.async_prefetch is false"),
         ({**ASYNC, "algorithm": {}}, "warning", "prefetch", "token_truncate weights age apart"),
