@@ -94,6 +94,7 @@ def translate(document: Document, *, processes: int | None = 1) -> Translation:
             "optimizer.max_grad_norm", translation.value("gradient_clipping"), "gradient_clipping", nonzero
         )
     _put_engine(translation)
+    _put_copies(translation, processes=processes or 1)
     put_distributed(translation, _fsdp_options(translation), processes=processes or 1)
     translation.finish()
     return translation
@@ -237,6 +238,17 @@ def _put_engine(translation: Translation) -> None:
     utilization = "vllm_gpu_memory_utilization"
     if translation.document.data.get("engine", {}).get("kind") == "vllm" and not translation.has(utilization):
         translation.put("engine.gpu_memory_utilization", _UTILIZATION, utilization)
+
+
+def _put_copies(translation: Translation, *, processes: int) -> None:
+    """Of processes that train, each so many as hold a vLLM together have one on their GPUs."""
+    name, engine = "vllm_tensor_parallel_size", translation.document.data.get("engine", {})
+    ways = translation.value(name)
+    if engine.get("kind") != "vllm" or "devices" in engine or not isinstance(ways, int) or ways < 2:
+        return
+    if processes > ways and processes % ways == 0:
+        translation.put("engine.data_parallel_size", processes // ways, name)
+        translation.note(name, f"{processes} processes have {processes // ways} engines of {ways} GPUs beside them")
 
 
 def _put_new_tokens(translation: Translation) -> None:

@@ -285,3 +285,19 @@ def test_rewards_of_open_r1_get_the_arguments_of_the_file():
         "function": "soft_overlong_punishment",
         "kwargs": {"max_completion_len": 64, "soft_punish_cache": 8},
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "processes", "copies"),
+    [
+        ("vllm_tensor_parallel_size: 2", 4, 2),
+        ("vllm_tensor_parallel_size: 2", 2, 1),
+        ("vllm_tensor_parallel_size: 2", 1, 1),
+        ("vllm_tensor_parallel_size: 2\nvllm_device: cuda:3", 4, 1),
+        ("vllm_tensor_parallel_size: 2\nvllm_mode: server", 4, None),
+        ("", 4, 1),
+    ],
+)
+def test_processes_have_an_engine_for_each_so_many_as_hold_it(text: str, processes: int, copies: int | None):
+    engine = translated(f"use_vllm: true\nper_device_train_batch_size: 8\n{text}", processes=processes).engine
+    assert getattr(engine, "data_parallel_size", None) == copies
