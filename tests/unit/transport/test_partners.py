@@ -123,16 +123,14 @@ def test_partners_end_an_update_that_an_engine_does_not_take():
 
 
 def test_tensors_that_are_not_announced_are_an_error_of_the_partner():
-    line = FakeLine()
+    line, room = FakeLine(), SharedRoom(CPU)
+    options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "room": room, "line": line}
     line.places.put("pack")
     with pytest.raises(EngineError, match=r"a .* was to be sent, there came b"):
-        pack_beside(
-            [("b", TENSORS["b"])], SPECS, bucket_bytes=BUCKET_BYTES, room=SharedRoom(CPU), line=line
-        )  # fmt: skip
+        pack_beside([("b", TENSORS["b"])], SPECS, **options)
     line.places.put("pack")
-    room = SharedRoom(CPU)
     with pytest.raises(EngineError, match="'b' was to be sent and is not in the list"):
-        pack_beside([*TENSORS.items()][:2], SPECS[:1], bucket_bytes=BUCKET_BYTES, room=room, line=line)
+        pack_beside([*TENSORS.items()][:2], SPECS[:1], **options)
     room.close()
 
 
