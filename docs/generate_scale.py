@@ -193,8 +193,9 @@ against [measured steps](gpu-guide.md) of one GPU, and from these constants:
 AFTER_CONSTANTS = """
 The tables are for all weights trained by AdamW, `model.gradient_checkpointing`, sequences and micro-batches of 8,192
 tokens, in bfloat16; the last column is for LoRA on all linear layers. Half of the GPUs train and half generate, or
-three quarters train where that is too large. Weights are gathered to rank 0 and sent from there; each rank reads its
-own rows of the model into its node's memory, and writes its own part of a checkpoint. "Held up" is with
+three quarters train where that is too large. Weights are gathered by up to 8 ranks, a share by each, and sent by them
+at the same time; each rank reads its own rows of the model into its node's memory, and writes its own part of a
+checkpoint. "Held up" is with
 `checkpoint.asynchronous`. An engine is too large where it leaves less than a fifth of its share for its cache.
 """
 
@@ -202,8 +203,9 @@ own rows of the model into its node's memory, and writes its own part of a check
 def constants() -> Iterator[str]:
     """Rows of the constants."""
     rows = (
-        ("sending within a node", cost.SEND_WITHIN_NODE, "measured: 8B by `broadcast` between two H200s"),
-        ("sending between nodes", cost.SEND_BETWEEN_NODES, "calculated: 400 Gbit/s, used as NVLink was"),
+        ("a rank sending within a node", cost.SEND_WITHIN_NODE, "measured: 8B between two H200s, a bucket at a time"),
+        ("a rank sending between nodes", cost.SEND_BETWEEN_NODES, "calculated: 400 Gbit/s, used as NVLink was"),
+        ("taking in within a node", cost.TAKE_WITHIN_NODE, "assumed: two thirds of NVLink's one way"),
         ("gathering within a node", cost.GATHER_WITHIN_NODE, "assumed"),
         ("gathering between nodes", cost.GATHER_BETWEEN_NODES, "assumed"),
         ("writing a checkpoint, a node", cost.WRITE_BYTES_S, "assumed: as much as a local NVMe disk takes"),

@@ -23,8 +23,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from lachesis.bridges.broadcast import travelling
-from lachesis.bridges.extract import tensor_list
+from lachesis.bridges.broadcast import BroadcastBridge, full_source, travelling
+from lachesis.bridges.external import Servers
+from lachesis.bridges.extract import as_saved, full_weights, tensor_list
+from lachesis.bridges.senders import SenderRanks
 from lachesis.common.adapted import is_adapted
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
@@ -59,6 +61,7 @@ from lachesis.transport.rendezvous import listen
 from lachesis.transport.transports import Partners, SharedRoom
 from tests.losses import loss_options
 from tests.tiny import tiny_model, tiny_tokenizer
+from tests.unit.bridges.fake_engine import FakeHttpEngine, FakeServer
 from tests.unit.train.drifted import drifted_groups, used
 
 LIMIT_S = 120.0
@@ -241,6 +244,13 @@ IN_PARTS = (
     *("tensor", "tensor_stochastic", "shard_tensor", "replicate_shard_tensor", "shard_tensor_lora"),
 )
 
+# Those whose weights all ranks send: dense, tied, merged, experts, sharded in one way or another or not at all.
+SENT = (
+    *("full", "tied", "lora", "moe", "groups_of_one", "replicate", "context_moe", "masters"),
+    *("tensor_tied", "tensor_lora", "expert", "tensor_expert"),
+    *("hsdp", "hsdp_moe", "hsdp_context_moe", "shard_context", "replicate_shard_context_moe"),
+)
+
 
 def same_bits_again(*, name: str) -> None:
     """Cases that repeat a step bit by bit need kernels that always add in one order. On a CPU they do."""
@@ -334,6 +344,8 @@ def compare(case: Case, leader: Leader, *, name: str, device: torch.device, join
     gather(leading, leader)
     if device.type == "cpu":  # a process cannot map memory of its own GPU from outside
         pack_for_workers(leading)
+    if name in SENT:
+        send(leading)
 
 
 def assert_tokens_shared(policy: Policy, batch: Batch) -> None:
@@ -469,6 +481,35 @@ def pack_kind_for_workers(policy: LeadingPolicy, kind: TransferKind) -> None:
         for worker in workers:
             worker.close()
     assert_same(dict(travelling(kind, policy.whole).tensors(policy, True)), expected)
+
+
+def send(policy: Policy) -> None:
+    """Each rank sends a share of the weights to the workers of two engines, which have all of them, bit by bit."""
+    servers = [FakeServer(workers=2, engine="vllm"), FakeServer(number=1, engine="vllm")]
+    engine = FakeHttpEngine(*servers)
+    engine.connect(deadline=Deadline("meeting the engines", LIMIT_S))
+    with tempfile.TemporaryDirectory() as directory:
+        bridge: BroadcastBridge[Policy] = BroadcastBridge(
+            Servers(engine=engine, proof_builder=None, sync_s=LIMIT_S),
+            source=full_source(lambda policy: policy.model, lambda policy: policy.whole),
+            backend="gloo",
+            device="cpu",
+            directory=Path(directory),
+            sender_ranks=SenderRanks(lambda policy: policy, most=8),
+        )
+        bridge.prepare(lambda: policy)
+        for version in range(3):  # one dies in the second, and the other has it from all ranks again
+            servers[-1].dies_in = "loading" if version == 1 else ""
+            bridge.sync(version)
+            expected = dict(as_saved(policy.model, full_weights(policy.model, whole=policy.whole)))
+            for server in servers[: 1 if version else 2]:
+                assert server.tensors.keys() == expected.keys()
+                for name, tensor in expected.items():
+                    assert torch.equal(server.tensors[name], tensor.cpu()), (version, name)
+            assert bridge.last_report is not None
+            sent = [bridge.last_report.ranks[rank].num_bytes for rank in range(policy.strategy.world_size)]
+            assert min(sent) > 0 and sum(sent) >= sum(tensor.nbytes for tensor in expected.values()), sent
+        bridge.close()
 
 
 def snapshot(policy: Policy) -> tuple[Any, Any, Any]:

@@ -21,9 +21,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from lachesis.bridges.broadcast import BroadcastBridge
 from lachesis.bridges.external import ExternalBridge
 from lachesis.bridges.in_process import InProcessBridge
 from lachesis.bridges.proof import SyncProof
+from lachesis.bridges.senders import SenderRanks
 from lachesis.common.errors import EngineError, ModelError, StaleWeights, TrainingError
 from lachesis.common.types import Completion, GenerationRequest, Group, Prompt, Sample, SamplingParams
 from lachesis.config.schema import OptimizerConfig
@@ -55,6 +57,7 @@ from tests.contracts.bridge_faults import FAULTS, Tampering
 from tests.contracts.servers import CHAT_TEMPLATE, MAX_LEN, TOKEN, Server, python_path
 from tests.contracts.vllm_server import ENVIRONMENT, build_model, entry_point, needs_vllm
 from tests.losses import loss_options
+from tests.sender_ranks import ThreadRanks
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
 from tests.unit.train.model.test_forward import random_groups
 
@@ -170,11 +173,26 @@ def test_two_servers_of_vllm_take_each_update(
     with bridged(case, request, models, tmp_path_factory) as live:
         for _ in range(2):
             live.update()
-            check_engine(live)
-            for control in live.remote.controls:
-                reading = control.canary(CANARY, deadline=soon("one server's canary"))
-                assert reading.version == live.version
-                assert reading.logprobs == pytest.approx(live.policy.canary(CANARY), abs=TOLERANCE)
+            check_each_server(live)
+        if case.kind == "broadcast":
+            assert isinstance(live.bridge, BroadcastBridge)
+            ranks = ThreadRanks(live.policy.model, ranks=3)
+            live.bridge._sender_ranks = SenderRanks(lambda _: ranks, most=8)
+            live.bridge._disconnect()
+            for _ in range(2):
+                live.update()
+                check_each_server(live)
+                report = live.bridge.last_report
+                assert report is not None and all(report.ranks[rank].num_bytes for rank in range(3))
+                assert len(report.engines) == 2
+
+
+def check_each_server(live: Live) -> None:
+    check_engine(live)
+    for control in live.remote.controls:
+        reading = control.canary(CANARY, deadline=soon("one server's canary"))
+        assert reading.version == live.version
+        assert reading.logprobs == pytest.approx(live.policy.canary(CANARY), abs=TOLERANCE)
 
 
 def test_a_step_that_fails_transfers_nothing_and_generation_goes_on(live: Live):

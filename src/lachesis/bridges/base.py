@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from lachesis.bridges.proof import Proof
@@ -26,6 +26,8 @@ class SyncReport:
     ``seconds`` are from the end of the optimizer step until the engine serves ``version``, ``proof_seconds``
     what the proof took after that; ``canary_error`` is in nats, ``None`` without proof. An engine that sleeps while
     the trainer computes took ``sleep_seconds`` to fall asleep and, as part of ``seconds``, ``wake_seconds`` to wake up.
+    Of several engines ``engines`` has the seconds that each took to receive, and of several ranks that send ``ranks``
+    what each of them did.
     """
 
     version: int
@@ -34,6 +36,20 @@ class SyncReport:
     canary_error: float | None
     sleep_seconds: float | None = None
     wake_seconds: float | None = None
+    engines: Mapping[str, float] = field(default_factory=dict[str, float])
+    ranks: Mapping[int, RankSent] = field(default_factory=dict[int, "RankSent"])
+
+
+@dataclass(frozen=True, slots=True)
+class RankSent:
+    """What a rank of the trainer did in a transfer: gathered for others and sent ``num_bytes``, in ``seconds``.
+
+    ``most_under_way`` are the bytes of its buckets that were under way at a time, at most.
+    """
+
+    seconds: float
+    num_bytes: int
+    most_under_way: int
 
 
 class Bridge(ABC, Generic[PolicyT]):
@@ -62,6 +78,9 @@ class Bridge(ABC, Generic[PolicyT]):
         self._policy: PolicyT | None = None
         self.last_report: SyncReport | None = None
         self._slept: float | None = None
+        # Of the transfer that goes on, or the last: for a transport to note.
+        self._engine_seconds: dict[str, float] = {}
+        self._rank_sent: dict[int, RankSent] = {}
         self.version = 0  # of the trainer's weights; the engine's lags behind it between transfers
 
     @abstractmethod
@@ -170,6 +189,7 @@ class Bridge(ABC, Generic[PolicyT]):
         with deadline.waiting():
             self.wake(for_weights=True)
             awake = time.perf_counter()
+            self._engine_seconds, self._rank_sent = {}, {}
             self._transfer(version, deadline=deadline)
             arrived = time.perf_counter()
             self.wake()
@@ -186,6 +206,8 @@ class Bridge(ABC, Generic[PolicyT]):
             canary_error=error,
             sleep_seconds=self._slept,
             wake_seconds=None if self._slept is None else awake - assembled + generating - arrived,
+            engines=dict(self._engine_seconds) if len(self._engine_seconds) > 1 else {},
+            ranks=dict(self._rank_sent),
         )
 
     def recover(self, error: EngineError) -> None:

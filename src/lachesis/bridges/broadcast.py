@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor, nn
 
-from lachesis.bridges.base import PolicyT
+from lachesis.bridges.base import PolicyT, RankSent
 from lachesis.bridges.external import ExternalBridge, Servers
 from lachesis.bridges.extract import (
     Whole,
@@ -29,6 +31,15 @@ from lachesis.bridges.extract import (
     saved_shapes,
     tensor_list,
 )
+from lachesis.bridges.senders import (
+    SenderRanks,
+    TransferPlan,
+    busy_senders,
+    dealt_specs,
+    exhaust,
+    spread_ranks,
+    weight_sizes,
+)
 from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
 from lachesis.common.threads import call_watched
@@ -36,10 +47,10 @@ from lachesis.config.schema import BridgeCapabilities, BroadcastBridgeConfig, Lo
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
 from lachesis.transport.bridge_file import write_channel_file
-from lachesis.transport.channel import Channel
+from lachesis.transport.channel import Channel, Sent
 from lachesis.transport.layout import BUCKET_BYTES, ChannelBackend, ReceivedTensor
-from lachesis.transport.partners import SendPacked
-from lachesis.transport.rendezvous import Aborted, Rendezvous, address_towards, listen
+from lachesis.transport.partners import Partners, SendPacked
+from lachesis.transport.rendezvous import Aborted, Rendezvous, address_towards, call_off, listen
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +129,10 @@ class PackBuckets(Protocol[PolicyIn]):
 
 
 class BroadcastBridge(ExternalBridge[PolicyT]):
-    """A channel from the trainer to all workers of all servers; nothing touches the disk.
+    """Channels from the trainer to all workers of all servers; nothing touches the disk.
 
-    It is connected at the first transfer, and anew after one that failed or where other servers are there than before.
-    Where a server dies in the midst of a transfer, that begins again with the others.
+    They are connected at the first transfer, and anew after one that failed or where other servers are there than
+    before. Where a server dies in the midst of a transfer, that begins again with the others.
 
     Args:
         source: what travels, :func:`lora_source` or :func:`full_source`.
@@ -132,6 +143,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         directory: where ``nccl_bridge_config.json`` goes, as the run's.
         pack_buckets: with ``ipc``, where the engine is on the GPUs of several ranks: each of them packs what the worker
             on its GPU reads.
+        sender_ranks: where more ranks than this process may send; each of them listens at a free port of its own.
     """
 
     def __init__(
@@ -144,16 +156,18 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         directory: Path,
         init_method: str | None = None,
         pack_buckets: PackBuckets[PolicyT] | None = None,
+        sender_ranks: SenderRanks[PolicyT] | None = None,
     ) -> None:
         super().__init__(servers, capabilities=source.capabilities)
         self._pack_buckets = pack_buckets
+        self._sender_ranks = sender_ranks
         self._source = source
         self._backend: ChannelBackend = backend
         self._device = torch.device(device)
         self._directory = Path(directory)
         self._init_method = init_method
         self._saved_names = False
-        self._specs: tuple[ReceivedTensor, ...] = ()
+        self._plan: TransferPlan | None = None
         self._channel: Channel | None = None
         self._connected: tuple[tuple[str, str], ...] = ()
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="lachesis-broadcast")
@@ -171,10 +185,10 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             self._disconnect()
         try:
             if self._channel is None:
-                self._connect(deadline)
-                self._connected = servers
-            assert self._channel is not None
-            self._send(self._channel, version, deadline=deadline)
+                self._plan = self._planned(deadline)
+            assert self._plan is not None
+            self._exchange(version, self._plan, deadline=deadline)
+            self._connected = servers
         except BaseException as error:
             self._disconnect()
             if len(servers) == 1 or not isinstance(error, EngineError):
@@ -187,12 +201,60 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             self._disconnect()
         return True
 
-    def _send(self, channel: Channel, version: int, *, deadline: Deadline) -> None:
+    def _exchange(self, version: int, plan: TransferPlan, *, deadline: Deadline) -> None:
+        """This rank's part and, where several send, those of the others at the same time."""
+        if len(plan.senders) == 1:
+            self._send(version, plan, deadline=deadline)
+            return
+        assert self._sender_ranks is not None
+        together = self._sender_ranks.of(self.policy)
+        stream = together.share(plan.senders, saved=self._saved_names)
+        began, failure, sent = time.perf_counter(), None, None
+        told = {
+            "senders": list(plan.senders),
+            "saved": self._saved_names,
+            "world_size": plan.world_size,
+            "backend": self._backend,
+            "what": deadline.name,
+            "limit_s": deadline.remaining_s(),
+        }
+        with together.others("send", told) as answers:
+            try:
+                sent = self._send(version, plan, stream, deadline=deadline)
+            except LachesisError as error:  # raised once the others have ended, too
+                failure = error
+                self._call_off(plan, error)
+            exhaust(stream)
+        if failure is not None:
+            raise failure
+        assert sent is not None
+        self._rank_sent = {0: RankSent(time.perf_counter() - began, sent.num_bytes, sent.most_under_way)}
+        self._note_others(answers)
+
+    def _note_others(self, answers: Sequence[Mapping[str, Any]]) -> None:
+        for rank, answer in enumerate(answers, start=1):
+            if "error" in answer:
+                raise EngineError(f"rank {rank} of the trainer could not send its share: {answer['error']}")
+            self._rank_sent[rank] = RankSent(answer["seconds"], answer.get("bytes", 0), answer.get("most_under_way", 0))
+
+    def _call_off(self, plan: TransferPlan, error: LachesisError) -> None:
+        """End what the other senders wait for: engines that have not come, or that will not answer them."""
+        for address in plan.addresses:
+            call_off(address, secret=plan.secret, reason=error.message)
+        self._stop_receivers(Deadline("stopping the engine's receivers", _LAST_WORD_S))
+
+    def _send(
+        self, version: int, plan: TransferPlan, share: Iterable[tuple[str, Tensor]] | None = None, *, deadline: Deadline
+    ) -> Sent:
         """The servers are told to receive while the trainer sends; an error of either side ends both."""
-        received = self._threads.submit(self.engine.on_all, lambda server: server.receive(version, deadline=deadline))
+        if self._channel is None:
+            self._connect(plan, deadline)
+        channel = self._channel
+        assert channel is not None
+        received = self._threads.submit(self.engine.on_all, lambda server: self._receive(server, version, deadline))
         received.add_done_callback(lambda future: _abort_on_error(channel, future))
         try:
-            self._send_tensors(channel, deadline=deadline)
+            sent = self._send_tensors(channel, plan, share, deadline=deadline)
         except Aborted:
             received.result()  # raises what a server said
             raise
@@ -201,25 +263,32 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         except EngineError as error:
             raise _with_servers_reason(error, received, version=version) from error
         received.result()
+        return sent
 
-    def _send_tensors(self, channel: Channel, *, deadline: Deadline) -> None:
+    def _receive(self, server: ServerControl, version: int, deadline: Deadline) -> None:
+        began = time.perf_counter()
+        server.receive(version, deadline=deadline)
+        self._engine_seconds[urlsplit(server.url).netloc] = time.perf_counter() - began
+
+    def _send_tensors(
+        self, channel: Channel, plan: TransferPlan, share: Iterable[tuple[str, Tensor]] | None, *, deadline: Deadline
+    ) -> Sent:
+        """This rank's share of several, or all that travels."""
         if self._pack_buckets is None:
-            channel.send(self._source.tensors(self.policy, self._saved_names), self._specs, deadline=deadline)
-            return
-        anew = channel.updates == 0
-        self._pack_buckets(
-            self.policy,
-            self._source.transfer,
-            self._saved_names,
-            BUCKET_BYTES,
-            anew,
-            send=lambda tensors, partners: channel.send(
-                tensors, self._specs, deadline=deadline, bucket_bytes=BUCKET_BYTES, partners=partners
-            ),
-        )
+            tensors = self._source.tensors(self.policy, self._saved_names) if share is None else share
+            return channel.send(tensors, plan.own, deadline=deadline)
+        anew, sent = channel.updates == 0, list[Sent]()
+
+        def send(tensors: Iterator[tuple[str, Tensor]], partners: Partners) -> None:
+            sent.append(
+                channel.send(tensors, plan.own, deadline=deadline, bucket_bytes=BUCKET_BYTES, partners=partners)
+            )
+
+        self._pack_buckets(self.policy, self._source.transfer, self._saved_names, BUCKET_BYTES, anew, send=send)
         if anew:
             pairs = ", ".join(f"{worker} of rank {rank}" for worker, rank in sorted(channel.read_ranks.items()))
             logger.info("[NCCL] The engine's workers read in place, on their own GPUs, what ranks pack: %s", pairs)
+        return sent[0]
 
     def renew(self) -> None:
         self._disconnect()
@@ -232,28 +301,71 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         self._threads.shutdown(wait=False)
         super().close()
 
-    def _connect(self, deadline: Deadline) -> None:
-        """Have all servers join a new channel.
+    def _planned(self, deadline: Deadline) -> TransferPlan:
+        """Who sends what to whom from now on.
+
+        Raises:
+            StaleWeights: a server was replaced since this run met it.
+        """
+        infos = self._infos(deadline)
+        # vLLM loads a checkpoint's tensors; our own servers hold transformers' parameters.
+        self._saved_names = saved = any(info.engine.startswith("vllm") for info in infos)
+        ranks, world_size = _ranks(infos)
+        self._stop_receivers(deadline)
+        # It travels with the request to join, which only who holds the session's token may send.
+        secret = secrets.token_hex(32)
+        found = self._listening(secret)
+        if len(found) == 1:
+            tensors = tuple(self._source.specs(self.policy, saved))
+            return TransferPlan(tensors=tensors, ranks=ranks, world_size=world_size, secret=secret)
+        assert self._sender_ranks is not None
+        tensors, sender_of = dealt_specs(self._sender_ranks.of(self.policy).model, senders=tuple(found), saved=saved)
+        return TransferPlan(
+            tensors=tensors,
+            ranks=ranks,
+            world_size=world_size,
+            secret=secret,
+            senders=tuple(found),
+            addresses=tuple(found.values())[1:],
+            sender_of=sender_of,
+        )
+
+    def _listening(self, secret: str) -> dict[int, str]:
+        """Ranks that send, and where the others of them listen."""
+        if self._sender_ranks is None:
+            return {0: ""}
+        together = self._sender_ranks.of(self.policy)
+        sizes = weight_sizes(together.model)
+        candidates = busy_senders(sizes, candidates=spread_ranks(together.num_ranks, most=self._sender_ranks.most))
+        if len(candidates) == 1:
+            return {0: ""}
+        urls = [control.url for control in self.engine.living]
+        told = {"candidates": list(candidates), "urls": urls, "secret": secret, "host": socket.gethostname()}
+        with together.others("listen", told) as answers:
+            pass
+        found = {0: ""}
+        for rank, answer in enumerate(answers, start=1):
+            if "address" in answer:
+                found[rank] = answer["address"]
+            elif "error" in answer:
+                logger.warning("[NCCL] Rank %d sends no weights: %s", rank, answer["error"])
+        return {rank: found[rank] for rank in busy_senders(sizes, candidates=[*found])}
+
+    def _connect(self, plan: TransferPlan, deadline: Deadline) -> None:
+        """Have all servers join new channels; that of this rank is connected when this returns.
 
         Raises:
             EngineError: a server refuses, does not answer, or its worker cannot join.
             DeadlineExceeded: a worker did not come.
         """
-        infos = self._infos(deadline)
-        # vLLM loads a checkpoint's tensors; our own servers hold transformers' parameters.
-        self._saved_names = any(info.engine.startswith("vllm") for info in infos)
-        self._specs = tuple(self._source.specs(self.policy, self._saved_names))
-        ranks, world_size = _ranks(infos)
-        self._stop_receivers(deadline)
-        # It travels with the request to join, which only who holds the session's token may send.
-        address = self._init_method or f"tcp://{address_towards(self.engine.urls)}:0"
-        rendezvous = listen(address, secret=secrets.token_hex(32))
+        address = self._init_method or f"tcp://{address_towards([c.url for c in self.engine.living])}:0"
+        rendezvous = listen(address, secret=plan.secret)
         cancel, made = threading.Event(), list[Channel]()
 
         def connect() -> Channel:
             channel = Channel.connect(
                 init_method=rendezvous.init_method,
-                world_size=world_size,
+                world_size=plan.world_size,
                 rank=0,
                 backend=self._backend,
                 device=self._device,
@@ -271,12 +383,12 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             self._not_connected(deadline)
 
         try:
-            self._start_receivers(rendezvous, ranks=ranks, world_size=world_size, deadline=deadline)
+            self._start_receivers(rendezvous, plan, deadline=deadline)
             self._channel = call_watched(connect, watch=watch, every_s=_POLL_S)
             # The workers have joined; the servers learn of it a moment later, and refuse to receive before.
             retry = Retry(deadline, first_s=_POLL_S / 10, longest_s=_POLL_S / 10)
             wait_until(lambda: self._not_connected(deadline), retry)
-            self._write_file(rendezvous, world_size)
+            self._write_file(rendezvous, plan)
         except BaseException:
             cancel.set()
             for channel in made:
@@ -292,21 +404,21 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             self.engine.check_session(server, info.session_id)
         return [info for _, info in infos]
 
-    def _start_receivers(
-        self, rendezvous: Rendezvous, *, ranks: dict[str, int], world_size: int, deadline: Deadline
-    ) -> None:
+    def _start_receivers(self, rendezvous: Rendezvous, plan: TransferPlan, *, deadline: Deadline) -> None:
         lora = self._source.lora(self.policy) if self._source.lora is not None else None
 
         def start(server: ServerControl) -> None:
             spec = ReceiverSpec(
                 init_method=rendezvous.init_method,
-                world_size=world_size,
+                world_size=plan.world_size,
                 backend=self._backend,
                 kind=self._source.transfer,
-                tensors=self._specs,
-                rank=ranks[server.url],
+                tensors=plan.tensors,
+                rank=plan.ranks[server.url],
                 lora=lora,
-                secret=rendezvous.secret,
+                secret=plan.secret,
+                senders=plan.addresses,
+                sender_of=plan.sender_of,
             )
             try:
                 server.start_receiver(spec, deadline=deadline)
@@ -324,12 +436,12 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         connected = self.engine.on_all(lambda server: _check_receiver(server, deadline))
         return "" if all(connected) else "a server's receiver is not connected"
 
-    def _write_file(self, rendezvous: Rendezvous, world_size: int) -> None:
+    def _write_file(self, rendezvous: Rendezvous, plan: TransferPlan) -> None:
         write_channel_file(
             self._directory,
             init_method=rendezvous.init_method,
-            world_size=world_size,
-            tensors=self._specs,
+            world_size=plan.world_size,
+            tensors=plan.tensors,
             backend=self._backend,
             session_id=self.engine.session_id,
             url=",".join(server.url for server in self.engine.controls),

@@ -11,7 +11,13 @@ from typing import Any, Generic, Literal, Protocol
 from torch import nn
 
 from lachesis.bridges.base import Bridge
-from lachesis.bridges.broadcast import BroadcastBridge, PackBuckets, TravellingWeights, full_source, lora_source
+from lachesis.bridges.broadcast import (
+    BroadcastBridge,
+    PackBuckets,
+    TravellingWeights,
+    full_source,
+    lora_source,
+)
 from lachesis.bridges.external import Command, OwnedEngine, Servers, empty_cache
 from lachesis.bridges.extract import Whole, as_saved, full_weights, lora_tensors
 from lachesis.bridges.proof import ModelPolicyT, remote_proof
@@ -25,6 +31,7 @@ from lachesis.bridges.saved import (
     load_checkpoint,
     started_on_it,
 )
+from lachesis.bridges.senders import MOST_SENDERS, SenderRanks, SendsTogether
 from lachesis.bridges.shared import EngineWeights, SharedBridge
 from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
@@ -67,6 +74,7 @@ class BridgeParts(Generic[ModelPolicyT]):
         companions: writes what a checkpoint of a policy has besides weights.
         make_room: as :class:`~lachesis.bridges.external.Servers` has it.
         pack_buckets: where the engine is on the GPUs of several ranks: as :class:`BroadcastBridge` takes it.
+        together: a policy as its ranks send its weights together; without it this process sends them.
     """
 
     config: LachesisConfig
@@ -80,6 +88,7 @@ class BridgeParts(Generic[ModelPolicyT]):
     companions: Callable[[ModelPolicyT, Path], None]
     make_room: Callable[[ModelPolicyT], None] = empty_cache
     pack_buckets: PackBuckets[ModelPolicyT] | None = None
+    together: Callable[[ModelPolicyT], SendsTogether] | None = None
 
 
 def build_bridge(parts: BridgeParts[ModelPolicyT]) -> Bridge[ModelPolicyT]:
@@ -179,7 +188,17 @@ def _broadcast(
         directory=parts.directory,
         init_method=kind.init_method,
         pack_buckets=parts.pack_buckets if backend == "ipc" else None,
+        sender_ranks=_sender_ranks(parts, kind, backend),
     )
+
+
+def _sender_ranks(
+    parts: BridgeParts[ModelPolicyT], kind: ChannelBridgeConfig, backend: ChannelBackend
+) -> SenderRanks[ModelPolicyT] | None:
+    """What several ranks send, which is all weights: an adapter is a bucket or less."""
+    if parts.together is None or backend == "ipc" or not isinstance(kind, BroadcastBridgeConfig) or kind.senders == 1:
+        return None
+    return SenderRanks(parts.together, most=kind.senders or MOST_SENDERS)
 
 
 def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeConfig, load: Load, done: str) -> Bridge[ModelPolicyT]:

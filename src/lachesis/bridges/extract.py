@@ -76,22 +76,36 @@ class LoraPair:
 
 
 @torch.no_grad()
-def full_weights(model: nn.Module, *, whole: Whole = as_they_are) -> Iterator[tuple[str, Tensor]]:
+def full_weights(
+    model: nn.Module, *, whole: Whole = as_they_are, names: Sequence[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """All weights under Hugging Face's names, tied ones once; an adapter is merged in float32 and rounded once.
 
-    Unchanged weights are the live parameters, merged and gathered ones are new, and few of those exist at a time if the
-    caller keeps none.
+    With ``names`` these alone, in that order. Unchanged weights are the live parameters, merged and gathered ones are
+    new, and few of those exist at a time if the caller keeps none.
     """
-    merged = {pair.parameter: pair for pair in _all_pairs(model)} if is_adapted(model) else {}
-    base = base_parameters(model)
-    added = {name: (merged[name].a, merged[name].b) if name in merged else () for name in base}
-    stream = whole([part for name, parameter in base.items() for part in (parameter, *added[name])])
-    for name in base:
+    merged, parts = _merged_pairs(model), weight_parts(model)
+    chosen = [*parts] if names is None else names
+    stream = whole([tensor for name in chosen for tensor in parts[name]])
+    for name in chosen:
         tensor = next(stream)
         if name in merged:
             delta = merged[name].delta(next(stream), next(stream))
             tensor = (tensor.float() + delta).to(tensor.dtype)
         yield name, tensor
+
+
+def weight_parts(model: nn.Module) -> dict[str, tuple[nn.Parameter, ...]]:
+    """What each of :func:`full_weights` is made of: a parameter, and A and B of its adapter where it has one."""
+    pairs = _merged_pairs(model)
+    return {
+        name: (parameter, pairs[name].a, pairs[name].b) if name in pairs else (parameter,)
+        for name, parameter in base_parameters(model).items()
+    }
+
+
+def _merged_pairs(model: nn.Module) -> dict[str, LoraPair]:
+    return {pair.parameter: pair for pair in _all_pairs(model)} if is_adapted(model) else {}
 
 
 def base_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -1,8 +1,8 @@
 """What a run over several GPUs and nodes takes: memory of a rank, and seconds to load, to transfer and to save.
 
 Arithmetic over the constants below, each with where it is from; nothing here has been run at these sizes. It is that of
-the product as it is: weights are gathered to rank 0, which sends them to the engines; of a checkpoint each rank writes
-its part.
+the product as it is: ranks gather weights for those of them that send to the engines, each a share at the same time;
+of a checkpoint each rank writes its part.
 """
 
 from __future__ import annotations
@@ -22,18 +22,23 @@ from lachesis.config.cards import (
 from lachesis.config.memory import export_bytes, held_weights_bytes, weight_bytes
 from lachesis.config.model_shape import FoundShape, unknown_shape
 from lachesis.config.plan import plan
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import BroadcastBridgeConfig, LachesisConfig
 
 # From one GPU to another of its host over NCCL, all of 8B in 0.332 s: benchmarks/RESULTS.md, "broadcast, two GPUs".
 SEND_WITHIN_NODE = 48e9
-# The same over one network card of 400 Gbit/s, in the proportion in which NVLink was used. Calculated.
+# The same over one network card of 400 Gbit/s, in the proportion in which NVLink was used. Calculated. Since both were
+# taken down a window of buckets is under way in place of one; how fast that is has not been measured.
 SEND_BETWEEN_NODES = 22e9
+# What an engine's GPU takes in within its node, however many send. Assumed: two thirds of NVLink's one way.
+TAKE_WITHIN_NODE = 300e9
 # What a rank receives while tensors are gathered one after the other, over NVLink and over the network. Assumed.
 GATHER_WITHIN_NODE, GATHER_BETWEEN_NODES = 150e9, 40e9
 # A node that writes a checkpoint with its checksums, or reads a model. Assumed: as much as a local NVMe disk takes.
 WRITE_BYTES_S, READ_BYTES_S = 1.5e9, 3e9
 # A GPU's memory to pinned memory of its host. Assumed: half of PCIe 5.0.
 COPY_BYTES_S = 25e9
+# As in lachesis.bridges.senders: how many ranks send, at most.
+MOST_SENDERS = 8
 # Engines are split over at most the GPUs of a node.
 _TENSOR_PARALLEL = (1, 2, 4, 8)
 # An engine is to have this share of its memory for its cache.
@@ -160,7 +165,7 @@ def _scale(config: LachesisConfig, layout: GpuSplit, card: int, found: FoundShap
         checkpoint=planned.checkpoint,
         copy=copy,
         load_s=weights / READ_BYTES_S,
-        transfer_s=_gather_s(sent, layout) + _send_s(sent, layout),
+        transfer_s=_transfer_s(config, sent, layout),
         checkpoint_s=_save_s(config, planned.checkpoint, layout, in_parts=in_parts),
         copy_s=copy / COPY_BYTES_S,
     )
@@ -173,7 +178,7 @@ def _save_s(config: LachesisConfig, size: int, layout: GpuSplit, *, in_parts: bo
     return size / WRITE_BYTES_S + (_gather_s(size, layout) if config.distributed.strategy == "shard" else 0.0)
 
 
-def _gather_s(size: int, layout: GpuSplit) -> float:
+def _gather_s(size: float, layout: GpuSplit) -> float:
     """Until every rank has had all of it once; a single one has it."""
     if layout.train == 1:
         return 0.0
@@ -181,8 +186,24 @@ def _gather_s(size: int, layout: GpuSplit) -> float:
     return size * (layout.train - 1) / layout.train / rate
 
 
-def _send_s(size: int, layout: GpuSplit) -> float:
-    """From rank 0 to all engines at once, which receive the same."""
+def _transfer_s(config: LachesisConfig, size: int, layout: GpuSplit) -> float:
+    """To all engines at once, which receive the same; each sender gathers a share while it sends the one before."""
+    senders = count_senders(config, layout.train)
+    if senders == 1:
+        return _gather_s(size, layout) + _send_s(size, layout)
+    cut = config.distributed.strategy == "shard"
+    gathered = _gather_s(size / senders, layout) if cut else 0.0
+    return max(_send_s(size / senders, layout), size / TAKE_WITHIN_NODE, gathered)
+
+
+def count_senders(config: LachesisConfig, ranks: int) -> int:
+    """How many of the ranks send to the engines: of all weights their shares, of an adapter one all of it."""
+    bridge = config.bridge
+    return min(ranks, bridge.senders or MOST_SENDERS) if isinstance(bridge, BroadcastBridgeConfig) else 1
+
+
+def _send_s(size: float, layout: GpuSplit) -> float:
+    """From one rank to all engines."""
     return size / (SEND_WITHIN_NODE if layout.nodes == 1 else SEND_BETWEEN_NODES)
 
 

@@ -1,13 +1,16 @@
-"""An engine's end of a weight channel: it joins and takes updates in threads of its own.
+"""An engine's ends of weight channels: it joins them and takes updates in threads of its own.
 
-So the engine goes on generating until all of an update is there, and is held up only by loading it.
+So the engine goes on generating until all of an update is there, and is held up only by loading it. Where several ranks
+of the trainer send, each has a channel of its own, with its share of the tensors.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +19,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
 from lachesis.engines.serving.served import ReceiverSpec, ReceiverState, ReceiverStatus, Refused
 from lachesis.transport.channel import Channel
-from lachesis.transport.layout import num_bytes
+from lachesis.transport.layout import ReceivedTensor, num_bytes
 
 _JOIN_S = 600.0
 # The channel notices at once when the trainer has gone; this is for one that hangs.
@@ -28,13 +31,14 @@ Connect = Callable[..., Channel]
 
 
 class Receiver:
-    """One channel, from joining to leaving. One thread takes updates; :meth:`close` may come from any.
+    """The channels of one update's senders, from joining to leaving. One thread takes updates; :meth:`close` may come
+    from any.
 
     Args:
-        spec: the channel and the tensors of an update.
-        rank: of this side on the channel.
+        spec: the channels and the tensors of an update.
+        rank: of this side on each of them.
         device: where the tensors of the model live.
-        connect: makes the channel.
+        connect: makes a channel.
     """
 
     def __init__(
@@ -43,14 +47,17 @@ class Receiver:
         self.spec = spec
         self.updates = 0
         self._rank = rank
-        self._device = device
-        self._connect = connect
         self._state: ReceiverState = "connecting"
-        self._detail = f"waiting for the trainer at {spec.init_method}"
-        self._channel: Channel | None = None
+        self._detail = f"waiting for the trainer at {', '.join(spec.addresses)}"
         self._update: _Update | None = None
-        self._beside = _Beside(device)
+        self._room = _Room(device)
         self._cancel = threading.Event()
+        self._lanes = [
+            _Lane(
+                spec.share(number), stream=_Stream(device), connect=partial(connect, **self._arguments(address, device))
+            )
+            for number, address in enumerate(spec.addresses)
+        ]
         self._thread = threading.Thread(target=self._join, name="lachesis-join", daemon=True)
         self._thread.start()
 
@@ -61,7 +68,7 @@ class Receiver:
 
     def look_again(self) -> None:
         """What the last update took on the device was given back: the next one finds out anew where there is room."""
-        self._beside.look_again()
+        self._room.look_again()
 
     def check_free(self) -> None:
         """Raise Refused (409) while this receiver keeps another from being started."""
@@ -76,23 +83,23 @@ class Receiver:
         inside of :meth:`loading`.
 
         Raises:
-            Refused: (409) the channel is not connected.
-            EngineError, DeadlineExceeded: the update did not arrive; the channel is closed.
+            Refused: (409) the channels are not connected.
+            EngineError, DeadlineExceeded: the update did not arrive; the channels are closed.
         """
         if self._update is None:
-            channel = self._channel
-            if channel is None or self._state != "connected":
+            if self._state != "connected":
                 raise Refused(f"the receiver is {self._state}: {self._detail}", status=409, remedy="start a receiver")
-            self._update = _Update(channel, self.spec, beside=self._beside)
+            self._update = _Update(self._lanes, keep=self._room.staging_device(self.spec.tensors))
         update = self._update
         if not update.arrived.wait(wait_s):
             return None
         if update.error is not None:
             self._fail(update.error)
-        for tensor in update.tensors.values():
+        tensors = update.tensors([tensor.name for tensor in self.spec.tensors])
+        for tensor in tensors.values():
             if tensor.is_cuda:  # made on another stream than the caller's
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return update.tensors
+        return tensors
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -109,16 +116,27 @@ class Receiver:
         self._settle()
 
     def close(self) -> None:
-        """Leave the channel, or give up joining it. Idempotent."""
+        """Leave the channels, or give up joining them. Idempotent."""
         self._cancel.set()
         self._thread.join(_LEAVE_S)
         update, self._update = self._update, None
-        if update is not None and self._channel is not None:
-            self._channel.abort("the receiver was stopped")
+        if update is not None:
+            update.give_up("the receiver was stopped")
             update.settle(EngineError("the receiver was stopped"))
-        if self._channel is not None:
-            self._channel.close()
+        self._close_channels()
         self._state, self._detail = "idle", ""
+
+    def _arguments(self, address: str, device: torch.device) -> dict[str, Any]:
+        return {
+            "init_method": address,
+            "world_size": self.spec.world_size,
+            "rank": self._rank,
+            "backend": self.spec.backend,
+            "device": device,
+            "deadline": Deadline(f"the engine: joining the weight channel at {address}", _JOIN_S),
+            "cancel": self._cancel,
+            "secret": self.spec.secret,
+        }
 
     def _settle(self, failure: Exception | None = None) -> None:
         update, self._update = self._update, None
@@ -126,117 +144,178 @@ class Receiver:
             return
         update.settle(failure)
         if failure is not None:
-            self._close_channel(str(failure))
+            self._broken(str(failure))
         elif update.error is not None:
             self._fail(update.error)
         else:
             self.updates += 1
 
     def _join(self) -> None:
-        try:
-            with self._beside.entered():
-                self._channel = self._connect(
-                    init_method=self.spec.init_method,
-                    world_size=self.spec.world_size,
-                    rank=self._rank,
-                    backend=self.spec.backend,
-                    device=self._device,
-                    deadline=Deadline(f"the engine: joining the weight channel at {self.spec.init_method}", _JOIN_S),
-                    cancel=self._cancel,
-                    secret=self.spec.secret,
-                )
-            if self._cancel.is_set():
-                self._channel.close()
-                return
+        joins = [threading.Thread(target=self._join_lane, args=(lane,), daemon=True) for lane in self._lanes]
+        for join in joins:
+            join.start()
+        for join in joins:
+            join.join()
+        errors = [lane.error for lane in self._lanes if lane.error is not None]
+        if errors:
+            self._broken(str(errors[0]))
+        elif self._cancel.is_set():
+            self._close_channels()
+        else:
             self._state, self._detail = "connected", f"rank {self._rank} of {self.spec.world_size}"
-        except Exception as error:
-            self._state, self._detail = "error", str(_ours(error, "the weight channel could not be joined"))
+
+    def _join_lane(self, lane: _Lane) -> None:
+        lane.join()
+        if lane.error is not None:  # an update takes all of them
+            self._cancel.set()
 
     def _fail(self, error: LachesisError) -> None:
         self._update = None
-        self._close_channel(str(error))
+        self._broken(str(error))
         raise error
 
-    def _close_channel(self, reason: str) -> None:
+    def _broken(self, reason: str) -> None:
         """The trainer is not to wait for what will not come."""
         self._state, self._detail = "error", reason
-        if self._channel is not None:
-            self._channel.close()
+        self._close_channels()
+
+    def _close_channels(self) -> None:
+        for lane in self._lanes:
+            if lane.channel is not None:
+                lane.channel.close()
+
+
+class _Lane:
+    """The channel of one sender, and what of an update comes over it."""
+
+    def __init__(self, tensors: Sequence[ReceivedTensor], *, stream: _Stream, connect: Callable[[], Channel]) -> None:
+        self.channel: Channel | None = None
+        self.error: LachesisError | None = None
+        self.tensors = tensors
+        self.stream = stream
+        self._connect = connect
+
+    def join(self) -> None:
+        """Connect, or know why not."""
+        try:
+            with self.stream.entered():
+                self.channel = self._connect()
+        except Exception as error:
+            self.error = _ours(error, "the weight channel could not be joined")
 
 
 class _Update:
-    """One update: taken off the channel in a thread, which then waits to be told how loading went."""
+    """One update: taken off each channel in a thread, all of which then wait to be told how loading went."""
 
-    def __init__(self, channel: Channel, spec: ReceiverSpec, *, beside: _Beside) -> None:
+    def __init__(self, lanes: Sequence[_Lane], *, keep: torch.device) -> None:
         self.arrived = threading.Event()
-        self.tensors: Mapping[str, Tensor] = {}
         self.error: LachesisError | None = None
-        self._channel = channel
-        self._spec = spec
-        self._beside = beside
+        self._lanes = lanes
+        self._keep = keep
+        self._shares: dict[int, Mapping[str, Tensor]] = {}
+        self._lock = threading.Lock()
         self._settled = threading.Event()
         self._failure: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="lachesis-update", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, args=(number,), name="lachesis-update", daemon=True)
+            for number in range(len(lanes))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def tensors(self, names: Sequence[str]) -> Mapping[str, Tensor]:
+        """All that has arrived, in this order."""
+        held = {name: tensor for share in self._shares.values() for name, tensor in share.items()}
+        return {name: held[name] for name in names}
+
+    def give_up(self, reason: str) -> None:
+        """End what is still under way."""
+        for lane in self._lanes:
+            if lane.channel is not None:
+                lane.channel.abort(reason)
 
     def settle(self, failure: Exception | None) -> None:
-        """Let the thread answer the trainer, and wait for its end."""
-        self._failure = failure
+        """Let the threads answer the trainer, and wait for their end."""
+        self._failure = self._failure or failure
         self._settled.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    def _run(self) -> None:
+    def _run(self, number: int) -> None:
         deadline = Deadline("the engine: an update of the weights from the trainer", _UPDATE_S)
+        lane = self._lanes[number]
+        assert lane.channel is not None, "it was joined"
         try:
             with (
-                self._beside.entered(),
-                self._channel.receive(
-                    self._spec.tensors, deadline=deadline, keep=self._beside.staging_device(self._spec)
-                ) as arriving,
+                lane.stream.entered(),
+                lane.channel.receive(lane.tensors, deadline=deadline, keep=self._keep) as arriving,
             ):
-                self.tensors = dict(arriving)
-                if self._beside.device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()
-                self.arrived.set()
+                share = dict(arriving)
+                lane.stream.synchronize()
+                self._note(number, share)
                 self._settled.wait()
                 if self._failure is not None:
                     raise self._failure
         except Exception as error:
-            self.error = _ours(error, "an update could not be received")
-        finally:
-            self.arrived.set()
+            self._note_failure(_ours(error, "an update could not be received"))
+
+    def _note(self, number: int, share: Mapping[str, Tensor]) -> None:
+        with self._lock:
+            self._shares[number] = share
+            if len(self._shares) == len(self._lanes):
+                self.arrived.set()
+
+    def _note_failure(self, error: LachesisError) -> None:
+        with self._lock:
+            first = self.error is None
+            self.error = self.error or error
+            self._failure = self._failure or error
+        if first:  # who sends the other shares is not to wait for this one
+            self.give_up(str(error))
+        self.arrived.set()
+        self._settled.set()
 
 
-class _Beside:
-    """For threads beside the engine's: its device, and a stream that the engine's steps do not wait for.
+class _Stream:
+    """For a thread beside the engine's: a stream of the device that the engine's steps do not wait for.
 
-    The stream is one for all updates: memory that was freed on it is used again on it only, and a new stream for
+    It is one for all updates: memory that was freed on it is used again on it only, and a new stream for
     each update would take new memory for each until none is left.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._has_room = False
 
     def entered(self) -> AbstractContextManager[object]:
         """Within it, this thread works on that stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
+    def synchronize(self) -> None:
+        """Wait for what this thread has put on it."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class _Room:
+    """Where an update is kept aside until all of it is there: on the model's device where it has the room."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._enough = False
+
     def look_again(self) -> None:
         """The memory of the updates before is gone."""
-        self._has_room = False
+        self._enough = False
 
-    def staging_device(self, spec: ReceiverSpec) -> torch.device:
-        """An update is kept aside until all of it is there: on the model's device where it has the room."""
-        if self.device.type != "cuda":
-            return self.device
-        if not self._has_room:
-            size = sum(map(num_bytes, spec.tensors))
-            free, _ = torch.cuda.mem_get_info(self.device)
-            # What the first update took stays with the stream for the next ones.
-            self._has_room = size * 1.1 < free
-        return self.device if self._has_room else torch.device("cpu")
+    def staging_device(self, tensors: Sequence[ReceivedTensor]) -> torch.device:
+        """That of an update of these tensors."""
+        if self._device.type != "cuda":
+            return self._device
+        if not self._enough:
+            free, _ = torch.cuda.mem_get_info(self._device)
+            # What the first update took stays with the streams for the next ones.
+            self._enough = sum(map(num_bytes, tensors)) * 1.1 < free
+        return self._device if self._enough else torch.device("cpu")
 
 
 def _ours(error: Exception, what: str) -> LachesisError:

@@ -17,6 +17,8 @@ from lachesis.common.types import EvalResult
 BY_ENVIRONMENT = "reward_of_environment/"
 # Beginnings of the seconds of one engine, whose host and port follow, and of one rank, whose number follows.
 GENERATION_OF, TRAINING_OF = "generation_time/", "train_time/"
+# Of transfers: how long each of several engines received, and how long, and how much, each of several ranks sent.
+RECEIVING_OF, SENDING_OF, SENT_BY = "receive_time/", "send_time/", "sent_gb/"
 # Beginnings of what is measured of one GPU; its number on its machine follows, as nvidia-smi has it.
 GPU_UTILIZATION, GPU_MEMORY_IN_USE = "gpu_utilization/", "gpu_memory_in_use_gb/"
 
@@ -240,7 +242,7 @@ def describe(name: str) -> Metric:
     """The entry of a metric.
 
     ``rewards/NAME/mean|std``, ``staleness/N``, ``reward_of_environment/NAME``, ``generation_time/HOST:PORT``,
-    ``train_time/RANK``, ``gpu_utilization/N``,
+    ``train_time/RANK``, ``receive_time/HOST:PORT``, ``send_time/RANK``, ``sent_gb/RANK``, ``gpu_utilization/N``,
     ``gpu_memory_in_use_gb/N`` and unknown names get one of the name.
     """
     known = METRICS.get(name)
@@ -261,6 +263,17 @@ def describe(name: str) -> Metric:
         rank = name.removeprefix(TRAINING_OF)
         what = f"Forward and backward passes of rank {rank}, with its waits for other ranks amid them."
         return Metric(name, f"rank {rank}", "s", what)
+    if name.startswith(RECEIVING_OF):
+        engine = name.removeprefix(RECEIVING_OF)
+        return Metric(name, engine, "s", f"Time in which the engine {engine} received new weights and loaded them.")
+    if name.startswith(SENDING_OF):
+        rank = name.removeprefix(SENDING_OF)
+        return Metric(
+            name, f"rank {rank}", "s", f"Time in which rank {rank} gathered weights for senders, and sent its own."
+        )
+    if name.startswith(SENT_BY):
+        rank = name.removeprefix(SENT_BY)
+        return Metric(name, f"rank {rank}", "GB", f"Weights that rank {rank} sent to the engines.")
     if name.startswith(GPU_UTILIZATION):
         what = "Share of the time in which this GPU computed anything, by NVML; its number is nvidia-smi's."
         return Metric(name, f"GPU {name.removeprefix(GPU_UTILIZATION)}", "share", what)

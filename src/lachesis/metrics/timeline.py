@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from lachesis.metrics.names import GENERATION_OF, TRAINING_OF, describe
+from lachesis.metrics.names import GENERATION_OF, RECEIVING_OF, SENDING_OF, SENT_BY, TRAINING_OF
 from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine
 
 Event = dict[str, Any]
 
 LOOP, GENERATION, REWARDS = 1, 2, 3
-# Rows of the picture: what is drawn there, by the metric of its seconds, and what the row is called.
-Rows = Mapping[int, tuple[str, str]]
-THREADS: Rows = {LOOP: ("", "training loop"), GENERATION: ("", "generation"), REWARDS: ("", "rewards")}
+
+
+class Row(NamedTuple):
+    """A row of the picture: what it is called, and the engine or the rank whose it is, if it is one's."""
+
+    title: str
+    engine: str | None = None
+    rank: str | None = None
+
+
+Rows = Mapping[int, Row]
+THREADS: Rows = {LOOP: Row("training loop"), GENERATION: Row("generation"), REWARDS: Row("rewards")}
 # In the order in which the loop does them; a checkpoint's seconds are recorded with the step after it.
 PARTS = (
     ("checkpoint_time", "checkpoint"),
@@ -37,7 +46,7 @@ def timeline(log: MetricsLog, *, name: str) -> dict[str, Any]:
     origin = min((line.time - line.values["step_time"] for line in timed), default=0.0)
     rows = timeline_rows(timed)
     events: list[Event] = [_named("process_name", name, LOOP)]
-    events += [_named("thread_name", words, thread) for thread, (_, words) in rows.items()]
+    events += [_named("thread_name", words, thread) for thread, (words, _, _) in rows.items()]
     ends: dict[int, float] = {}
     for line in timed:
         events += step_events(line, origin=origin, ends=ends, rows=rows)
@@ -47,16 +56,22 @@ def timeline(log: MetricsLog, *, name: str) -> dict[str, Any]:
 def timeline_rows(timed: Sequence[StepLine]) -> Rows:
     """The threads, and below them a row for each of several engines, and for each of several ranks."""
     found = dict.fromkeys(name for line in timed for name in line.values)
-    engines = [name for name in found if name.startswith(GENERATION_OF)]
-    ranks = [name for name in found if name.startswith(TRAINING_OF)]
-    words = [*(f"engine {describe(name).title}" for name in engines), *(describe(name).title for name in ranks)]
-    return {**THREADS, **dict(enumerate(zip([*engines, *ranks], words, strict=True), start=len(THREADS) + 1))}
+    engines = dict.fromkeys(_of(name, (GENERATION_OF, RECEIVING_OF)) for name in found)
+    ranks = dict.fromkeys(_of(name, (TRAINING_OF, SENDING_OF)) for name in found)
+    own = [Row(f"engine {engine}", engine=engine) for engine in engines if engine is not None]
+    own += [Row(f"rank {rank}", rank=rank) for rank in ranks if rank is not None]
+    return {**THREADS, **dict(enumerate(own, start=len(THREADS) + 1))}
+
+
+def _of(name: str, prefixes: Sequence[str]) -> str | None:
+    """Whose metric it is, if it is one of these for each engine or rank."""
+    return next((name.removeprefix(prefix) for prefix in prefixes if name.startswith(prefix)), None)
 
 
 def step_events(line: StepLine, *, origin: float, ends: dict[int, float], rows: Rows) -> Iterator[Event]:
     """The events of a step, itself first. ``ends``, where the last ones of each row ended, is moved on."""
     for event in _step_events(line, origin=origin, ends=ends, rows=rows):
-        yield event if event["ph"] == "C" else event | {"cat": rows[event["tid"]][1]}
+        yield event if event["ph"] == "C" else event | {"cat": rows[event["tid"]].title}
 
 
 def _step_events(line: StepLine, *, origin: float, ends: dict[int, float], rows: Rows) -> Iterator[Event]:
@@ -72,11 +87,11 @@ def _step_events(line: StepLine, *, origin: float, ends: dict[int, float], rows:
         if part == "data_fetch_time":
             yield from _rollouts(values, step=line.step, begin=at, end=at + seconds, ends=ends, rows=rows)
         if part == "train_time":
-            for thread, (name, _) in rows.items():
-                if name.startswith(TRAINING_OF) and name in values:
+            for thread, row in rows.items():
+                if (name := f"{TRAINING_OF}{row.rank}") in values:
                     yield _slice("forward, backward", thread, at, values[name], step=line.step)
         if part == "sync_time":
-            yield from _sync(values, step=line.step, begin=at, seconds=seconds)
+            yield from _sync(values, step=line.step, begin=at, seconds=seconds, rows=rows)
         at += seconds
     for counter in COUNTERS:
         if counter in values:
@@ -93,8 +108,8 @@ def _rollouts(
     start = end - generation - rewards if beside else begin
     of_engines = [
         (thread, "generation", start, values[name])
-        for thread, (name, _) in rows.items()
-        if name.startswith(GENERATION_OF) and name in values
+        for thread, row in rows.items()
+        if (name := f"{GENERATION_OF}{row.engine}") in values
     ]
     for thread, words, starts, seconds in (
         (GENERATION, "generation", start, generation),
@@ -109,15 +124,28 @@ def _rollouts(
         ends[thread] = placed + shown
 
 
-def _sync(values: Mapping[str, float], *, step: int, begin: float, seconds: float) -> Iterator[Event]:
-    """Within the sync: what comes before the transfer, the transfer, its proof."""
+def _sync(values: Mapping[str, float], *, step: int, begin: float, seconds: float, rows: Rows) -> Iterator[Event]:
+    """Within the sync: what comes before the transfer, the transfer, also by engine and rank, its proof."""
     proof = min(values.get("proof_time", 0.0), seconds)
     transfer = min(values.get("transfer_time", 0.0), seconds - proof)
     at = begin
     for words, part in (("optimizer step", seconds - transfer - proof), ("transfer", transfer), ("proof", proof)):
         if part > 0:
             yield _slice(words, LOOP, at, part, step=step)
+        if words == "transfer":
+            yield from _transfer(values, step=step, begin=at, rows=rows)
         at += part
+
+
+def _transfer(values: Mapping[str, float], *, step: int, begin: float, rows: Rows) -> Iterator[Event]:
+    """What each engine received and each rank sent: all of them begin with the transfer."""
+    for thread, row in rows.items():
+        sending, receiving = f"{SENDING_OF}{row.rank}", f"{RECEIVING_OF}{row.engine}"
+        if sending in values:
+            sent = {"gb": values[f"{SENT_BY}{row.rank}"]} if f"{SENT_BY}{row.rank}" in values else {}
+            yield _slice("sends weights", thread, begin, values[sending], step=step, **sent)
+        if receiving in values:
+            yield _slice("receives weights", thread, begin, values[receiving], step=step)
 
 
 def _slice(name: str, thread: int, begin: float, length: float, /, **args: Any) -> Event:

@@ -185,6 +185,7 @@ def build_servers(
             companions=lambda policy, path: save_companions(policy.transformer, policy.loaded.tokenizer, path),
             make_room=lambda policy: policy.make_room(),
             pack_buckets=pack_buckets,
+            together=lambda policy: policy,
         )
         bridge = build_bridge(parts)
     except BaseException:

@@ -13,6 +13,7 @@ from lachesis.bridges.base import Bridge
 from lachesis.common.errors import StopRequested
 from lachesis.common.types import EvalResult
 from lachesis.metrics.hub import HubTelemetry
+from lachesis.metrics.names import RECEIVING_OF, SENDING_OF, SENT_BY
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.pipeline.feed import Feed
 from lachesis.train.batch import Batch
@@ -108,6 +109,10 @@ class Trainer:
             metrics |= {"sleep_time": Mean(report.sleep_seconds), "wake_time": Mean(report.wake_seconds)}
         if report.canary_error is not None:
             metrics["canary_error"] = Mean(report.canary_error)
+        metrics |= {f"{RECEIVING_OF}{engine}": Mean(seconds) for engine, seconds in report.engines.items()}
+        for rank, sent in report.ranks.items():
+            metrics[f"{SENDING_OF}{rank}"] = Mean(sent.seconds)
+            metrics[f"{SENT_BY}{rank}"] = Mean(sent.num_bytes / 1e9)
         return metrics
 
 

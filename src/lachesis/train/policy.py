@@ -44,6 +44,7 @@ from lachesis.train.model.router_replay import RouterReplay
 from lachesis.train.optim.optimizer import PolicyOptimizer
 from lachesis.train.policy_state import PolicyState
 from lachesis.train.routed import UNKNOWN
+from lachesis.train.sending import SendsWeights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -64,7 +65,7 @@ class StepCounts(NamedTuple):
     num_high_entropy_tokens: float | None = None
 
 
-class Policy(PolicyState):
+class Policy(PolicyState, SendsWeights):
     """A model that learns from batches.
 
     Args:

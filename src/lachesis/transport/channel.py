@@ -152,9 +152,6 @@ class Channel:
         with self._breaking():
             source = iter(tensors)
             most = self._send_buckets(buckets, source, partners=partners or NoPartners(), deadline=deadline)
-            extra = next(source, None)
-            if extra is not None:
-                raise EngineError(f"the tensor {extra[0]!r} was to be sent and is not in the list of tensors")
             self._links.send({"end": self.updates})
             loaded = self._expect("loaded", deadline=deadline)
             self.read_ranks = {rank: answer["read"] for rank, answer in loaded.items()}
@@ -189,6 +186,10 @@ class Channel:
             self._links.send({"bucket": number, **self._transport.announcement(partners.packed())})
             under_way.append((bucket, self._transport.send(place, deadline=deadline)))
             most = max(most, sum(sent.num_bytes for sent, _ in under_way))
+        # Before this side waits: where ranks gather for one another the source may have more to do for the others.
+        extra = next(source, None)
+        if extra is not None:
+            raise EngineError(f"the tensor {extra[0]!r} was to be sent and is not in the list of tensors")
         take_back(len(buckets))
         return most
 

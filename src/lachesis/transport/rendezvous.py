@@ -34,6 +34,8 @@ PROTOCOL = 3
 _LONGEST_HELLO, _LONGEST_MESSAGE = 4096, 64 * 2**20
 # Of a challenge, and of its SHA-256 answer.
 _PROOF_BYTES = 32
+# What a process that listens gets to answer a connection.
+_CALL_S = 5.0
 # A wait looks this often at its deadline and at whether it was called off.
 _TICK_S = 0.1
 # A peer that stops in the middle of a message, or reads nothing for so long, counts as gone.
@@ -75,6 +77,14 @@ def listen(init_method: str, *, secret: str = "") -> Rendezvous:
         ) from error
     shown = f"[{host}]" if ":" in host else host
     return Rendezvous(f"tcp://{shown}:{listener.getsockname()[1]}", listener, secret)
+
+
+def call_off(init_method: str, *, secret: str, reason: str) -> None:
+    """End another process's wait at its :func:`listen`, if it still waits, with an EngineError that says why."""
+    with suppress(OSError), socket.create_connection(parse_init_method(init_method), timeout=_CALL_S) as connection:
+        if secret:
+            connection.sendall(_answer(secret, _exactly(connection, _PROOF_BYTES)))
+        connection.sendall(_encoded({"called off": reason}) + b"\n")
 
 
 def address_towards(urls: Sequence[str]) -> str:
@@ -255,6 +265,9 @@ class Links:
         # Without a buffer, so that what comes after the line stays in the socket.
         with suppress(OSError, ValueError), connection.makefile("rb", buffering=0) as stream:
             told = json.loads(stream.readline(_LONGEST_HELLO))
+        if is_object(told) and "called off" in told:
+            connection.close()
+            raise EngineError(f"the weight channel was called off while it connected: {told['called off']}")
         if not is_object(told) or "protocol" not in told:
             connection.close()
             return

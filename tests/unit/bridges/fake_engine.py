@@ -25,6 +25,7 @@ from lachesis.common.types import CanaryReading
 from lachesis.config.schema import LoraAdapterConfig
 from lachesis.engines.http.client import HttpEngine
 from lachesis.engines.http.control import ServerControl, ServerInfo
+from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.operations import Digests
 from lachesis.engines.serving.served import (
     MEMORY_PARTS,
@@ -35,7 +36,6 @@ from lachesis.engines.serving.served import (
     Refused,
 )
 from lachesis.train.model.loading import add_lora
-from lachesis.transport.channel import Channel
 from lachesis.transport.digest import digests
 from tests.tiny import tiny_model
 from tests.waiting import LONG_S
@@ -86,7 +86,7 @@ class FakeServer(ServerControl):
     ``dies_in`` is the call in which it dies.
     """
 
-    def __init__(self, *, number: int = 0, workers: int = 1) -> None:
+    def __init__(self, *, number: int = 0, workers: int = 1, engine: str = "fake") -> None:
         super().__init__(f"http://127.0.0.1:{50000 + number}", token="none")
         self.session_id = f"session-{number}"
         self.owner: str | None = None
@@ -97,11 +97,12 @@ class FakeServer(ServerControl):
         self.corrupt: Corruption = lambda tensors: tensors
         self.calls: list[str] = []
         self.workers = workers
+        self.engine = engine
         self.asleep: set[MemoryPart] = set()
         self.gone = False
         self.dies_in = ""
         self._status = ReceiverStatus()
-        self._channels: list[Channel] = []
+        self._receivers: list[Receiver] = []
 
     def info(self, *, deadline: Deadline) -> ServerInfo:
         self._begin("info")
@@ -118,7 +119,7 @@ class FakeServer(ServerControl):
         )
         return ServerInfo(
             url=self.url, session_id=self.session_id, weight_version=self.version, paused=False, sleeping=False,
-            owner=self.owner, engine="fake", pid=1, model=model,
+            owner=self.owner, engine=self.engine, pid=1, model=model,
         )  # fmt: skip
 
     def claim(self, owner: str, *, takeover: bool = False, deadline: Deadline) -> None:
@@ -184,49 +185,41 @@ class FakeServer(ServerControl):
         if self._status.state != "connected":
             raise Refused(f"the receiver is {self._status.state}", status=409)
         with ThreadPoolExecutor(self.workers) as workers:
-            received = list(workers.map(lambda channel: self._take(channel, deadline), self._channels))
+            received = list(workers.map(self._take, self._receivers))
         assert len({read(tensors) for tensors in received}) == 1
         self._hold(received[0], version, None)
 
     def stop_receiver(self, *, deadline: Deadline) -> None:
         self._begin("stop_receiver")
-        for channel in self._channels:
-            channel.close()
-        self._channels = []
+        for receiver in self._receivers:
+            receiver.close()
+        self._receivers = []
         self._status = ReceiverStatus()
 
     def _connect(self, spec: ReceiverSpec) -> None:
-        channels: list[Channel] = []
+        receivers: list[Receiver] = []
         try:
             self._begin("joining")
-            with ThreadPoolExecutor(self.workers) as workers:
-                channels = list(workers.map(lambda i: self._join(spec, i), range(self.workers)))
-            status = ReceiverStatus("connected", spec=spec)
+            receivers = [
+                Receiver(spec, rank=spec.rank + worker, device=torch.device("cpu")) for worker in range(self.workers)
+            ]
+            for receiver in receivers:
+                receiver._thread.join(LONG_S)
+            status = next((r.status for r in receivers if r.status.state != "connected"), receivers[0].status)
         except LachesisError as error:
             status = ReceiverStatus("error", str(error))
         if self._status.spec is spec:
-            self._channels, self._status = channels, status
+            self._receivers, self._status = receivers, status
         else:  # stopped meanwhile; another one may be connecting by now
-            for channel in channels:
-                channel.close()
+            for receiver in receivers:
+                receiver.close()
 
-    def _join(self, spec: ReceiverSpec, worker: int) -> Channel:
-        return Channel.connect(
-            init_method=spec.init_method,
-            world_size=spec.world_size,
-            rank=spec.rank + worker,
-            backend=spec.backend,
-            device="cpu",
-            deadline=Deadline("a fake receiver connecting", LONG_S),
-            secret=spec.secret,
-        )
-
-    def _take(self, channel: Channel, deadline: Deadline) -> dict[str, Tensor]:
-        assert self._status.spec is not None
-        with channel.receive(self._status.spec.tensors, deadline=deadline) as tensors:
-            taken = {name: tensor.clone() for name, tensor in tensors}
+    def _take(self, receiver: Receiver) -> dict[str, Tensor]:
+        tensors = receiver.take(None)
+        assert tensors is not None
+        with receiver.loading():
             self._begin("loading")
-        return taken
+        return dict(tensors)
 
     def _hold(self, tensors: dict[str, Tensor], version: int, path: Path | None) -> None:
         self.tensors = self.corrupt(dict(tensors))
@@ -236,8 +229,8 @@ class FakeServer(ServerControl):
     def die(self) -> None:
         """Answer nothing any more."""
         self.gone, self.dies_in = True, ""
-        for channel in self._channels:
-            channel.close()
+        for receiver in self._receivers:
+            receiver.close()
 
     def _begin(self, call: str) -> None:
         self.calls.append(call)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lachesis.bridges.broadcast import BroadcastBridge, TravellingWeights, full_source, lora_source, travelling
 from lachesis.bridges.extract import as_they_are, lora_tensors
+from lachesis.bridges.senders import SenderRanks
 from lachesis.common.errors import DeadlineExceeded, EngineError, StaleWeights
 from lachesis.engines.serving.served import Refused, TransferKind
 from lachesis.transport.bridge_file import CHANNEL_FILE
@@ -23,6 +24,7 @@ from lachesis.transport.layout import plan_buckets
 from lachesis.transport.partners import PartnerLine, SendPacked, pack_beside
 from lachesis.transport.rendezvous import listen
 from lachesis.transport.transports import SharedRoom
+from tests.sender_ranks import ThreadRanks
 from tests.unit.bridges.fake_engine import (
     FakeHttpEngine,
     FakePolicy,
@@ -356,3 +358,87 @@ def test_closing_stops_the_receivers_and_may_be_repeated(make):
     built.bridge.close()
     built.bridge.close()
     assert built.server.calls[-1] == "stop_receiver"
+
+
+class TestSeveralRanks:
+    """Three of them send, as threads over one model; each to every worker of every server."""
+
+    def build(self, make: Any, *, kind: str = "merged", servers: int = 1, workers: int = 1, ranks: int = 3) -> Any:
+        held: list[ThreadRanks] = []
+
+        def together(policy: FakePolicy) -> ThreadRanks:
+            if not held:
+                held.append(ThreadRanks(policy.model, ranks=ranks))
+            return held[0]
+
+        built = make(
+            kind=kind,
+            servers=[FakeServer(number=number, workers=workers) for number in range(servers)],
+            sender_ranks=SenderRanks(together, most=8),
+        )
+        return built, together(built.policy)
+
+    @pytest.mark.parametrize(("kind", "servers", "workers"), [("full", 1, 2), ("merged", 2, 1)])
+    def test_each_sends_a_share_and_the_engines_have_all_of_it(self, make, kind: str, servers: int, workers: int):
+        built, ranks = self.build(make, kind=kind, servers=servers, workers=workers)
+        built.bridge.sync(0)
+        for version in (1, 2):
+            built.update(version)
+            built.check_served(version)
+        assert [told.step for told in ranks.told] == ["listen", "send", "send", "send"], "channels are made once"
+        report = built.bridge.last_report
+        assert sorted(report.ranks) == [0, 1, 2]
+        total = sum(tensor.nbytes for tensor in built.policy.travelling().values())
+        shares = [sent.num_bytes for sent in report.ranks.values()]
+        assert sum(shares) >= total
+        assert min(shares) > total / 6, "none is left with little to do"
+        assert all(0 < sent.most_under_way <= sent.num_bytes for sent in report.ranks.values())
+        assert len(report.engines) == (servers if servers > 1 else 0)
+        assert all(0 < seconds < report.seconds for seconds in report.engines.values())
+
+    @pytest.mark.parametrize("call", ["start_receiver", "joining", "receive", "loading"])
+    def test_a_server_that_dies_in_a_transfer_is_left_out(self, make, call: str):
+        built, _ = self.build(make, servers=2)
+        if call in ("receive", "loading"):
+            built.bridge.sync(0)
+        built.servers[1].dies_in = call
+        built.update(1)
+        built.servers.pop(1)
+        built.check_served(1)
+        built.update(2)
+        built.check_served(2)
+        assert len(built.bridge.last_report.ranks) == 3
+
+    @pytest.mark.parametrize("call", ["start_receiver", "joining", "receive", "loading"])
+    def test_what_a_server_refuses_ends_all_of_them_with_its_reason(self, make, call: str):
+        built, _ = self.build(make)
+        if call in ("receive", "loading"):
+            built.bridge.sync(0)
+        built.server.faults[call] = EngineError("the engine is asleep")
+        with pytest.raises(EngineError, match="the engine is asleep"):
+            built.update(1)
+        built.update(2)
+        built.check_served(2)
+
+    def test_a_rank_that_cannot_make_its_share_ends_the_transfer_with_its_reason(self, make):
+        built, ranks = self.build(make)
+        built.bridge.sync(0)
+
+        def fail() -> None:
+            ranks.following[1].making = lambda: None
+            raise EngineError("no memory for merging")
+
+        ranks.following[1].making = fail
+        with pytest.raises(EngineError, match="no memory for merging"):
+            built.update(1)
+        built.update(2)
+        built.check_served(2)
+
+    def test_a_rank_that_engines_cannot_reach_sends_nothing(self, make, caplog):
+        built, ranks = self.build(make)
+        ranks.machine = "another one"
+        with caplog.at_level(logging.WARNING):
+            built.bridge.sync(0)
+        built.check_served(0)
+        assert "Rank 2 sends no weights: engine.urls have a loopback address" in caplog.text
+        assert built.bridge.last_report.ranks == {}

@@ -9,7 +9,7 @@ import torch
 
 from lachesis.common.errors import EngineError
 from lachesis.engines.receiver import Receiver
-from lachesis.engines.receiver import _Beside as Beside
+from lachesis.engines.receiver import _Room as Room
 from lachesis.engines.serving.served import ReceiverSpec, Refused
 from lachesis.transport.layout import ReceivedTensor
 from tests.waiting import LONG_S
@@ -61,14 +61,13 @@ def connected(channel: FakeChannel) -> Receiver:
 
 def test_where_an_update_is_kept_aside_is_found_out_anew_once_its_memory_was_given_back(monkeypatch):
     free = [1000]
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1000))
-    beside = Beside(torch.device("cuda", 0))
-    assert beside.staging_device(SPEC).type == "cuda"
+    room = Room(torch.device("cuda", 0))
+    assert room.staging_device(SPEC.tensors).type == "cuda"
     free[0] = 0
-    assert beside.staging_device(SPEC).type == "cuda", "what the first one took stays"
-    beside.look_again()
-    assert beside.staging_device(SPEC).type == "cpu"
+    assert room.staging_device(SPEC.tensors).type == "cuda", "what the first one took stays"
+    room.look_again()
+    assert room.staging_device(SPEC.tensors).type == "cpu"
 
 
 def test_joining_goes_on_in_the_background_and_can_be_stopped():
@@ -154,3 +153,66 @@ def test_stopping_ends_an_update_that_was_not_loaded():
     assert receiver.take(LONG_S) is not None
     receiver.close()
     assert channel.told == ["failed: the receiver was stopped"]
+
+
+def both(*channels: FakeChannel) -> Receiver:
+    """A receiver of two senders, each of one tensor."""
+    tensors = (ReceivedTensor("w", (3,), "float32"), ReceivedTensor("v", (3,), "float32"))
+    spec = SPEC.model_copy(update={"tensors": tensors, "senders": ("tcp://h:2",), "sender_of": (1, 0)})
+    by_address = dict(zip(spec.addresses, channels, strict=True))
+    receiver = Receiver(
+        spec, rank=1, device=torch.device("cpu"), connect=lambda init_method, **_: by_address[init_method]
+    )
+    receiver._thread.join(LONG_S)
+    return receiver
+
+
+def test_an_update_of_two_senders_is_there_once_both_shares_are():
+    first, second = FakeChannel(), FakeChannel()
+    second.buffer *= 2
+    receiver = both(first, second)
+    first.sent.set()
+    assert receiver.take(0.05) is None
+    second.sent.set()
+    tensors = receiver.take(LONG_S)
+    assert tensors is not None
+    assert [(name, tensor.tolist()) for name, tensor in tensors.items()] == [("w", [2, 2, 2]), ("v", [1, 1, 1])]
+    with receiver.loading():
+        assert first.told == second.told == []
+    assert first.told == second.told == ["loaded"] and receiver.updates == 1
+    receiver.close()
+    assert first.closed and second.closed
+
+
+@pytest.mark.parametrize("other_arrives", [True, False])
+def test_a_share_that_breaks_off_ends_the_others(other_arrives: bool):
+    first, second = FakeChannel(), FakeChannel()
+    receiver = both(first, second)
+    assert receiver.take(0.0) is None
+    if other_arrives:
+        second.sent.set()
+    first.breaks_with = EngineError("the trainer died")
+    first.sent.set()
+    with pytest.raises(EngineError, match="the trainer died"):
+        receiver.take(LONG_S)
+    for thread in threading.enumerate():
+        if thread.name == "lachesis-update":
+            thread.join(LONG_S)
+    assert "loaded" not in first.told + second.told and first.closed and second.closed
+
+
+def test_where_one_sender_cannot_be_joined_the_others_are_left():
+    channel, cancelled = FakeChannel(), threading.Event()
+
+    def connect(init_method: str, cancel: threading.Event, **_: Any) -> Any:
+        if init_method.endswith(":2"):
+            raise EngineError("nobody there")
+        assert cancel.wait(LONG_S)
+        cancelled.set()
+        return channel
+
+    spec = SPEC.model_copy(update={"senders": ("tcp://h:2",), "sender_of": (0,)})
+    receiver = Receiver(spec, rank=1, device=torch.device("cpu"), connect=connect)
+    receiver._thread.join(LONG_S)
+    assert cancelled.is_set() and channel.closed
+    assert receiver.status.state == "error" and "nobody there" in receiver.status.detail

@@ -104,3 +104,24 @@ def test_each_of_several_engines_and_ranks_has_a_row():
     assert spans(events, rows["engine 10.0.0.2:9001"]) == [("generation", 0.0, 2.0), ("generation", 10.0, 12.0)]
     assert spans(events, rows["rank 1"]) == [("forward, backward", 5.0, 7.5), ("forward, backward", 15.0, 17.5)]
     assert spans(events, REWARDS)[0] == ("rewards", 4.0, 5.0), "as without them"
+
+
+def test_a_transfer_is_shown_by_engine_and_rank():
+    engines = {
+        "receive_time/10.0.0.1:9001": 0.4,
+        "receive_time/10.0.0.2:9001": 0.5,
+        "generation_time/10.0.0.1:9001": 4.0,
+    }
+    ranks = {"send_time/0": 0.3, "sent_gb/0": 8.0, "send_time/1": 0.2, "sent_gb/1": 7.5, "train_time/1": 3.0}
+    events = events_of(STEP | engines | ranks)
+    rows = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    assert list(rows)[3:] == ["engine 10.0.0.1:9001", "engine 10.0.0.2:9001", "rank 0", "rank 1"]
+    begin = 8.75  # of the transfer in the loop's own row
+    assert ("transfer", begin, 9.25) in spans(events, LOOP)
+    of_first, of_second = spans(events, rows["engine 10.0.0.1:9001"]), spans(events, rows["engine 10.0.0.2:9001"])
+    assert of_first == [("generation", 0.0, 4.0), ("receives weights", begin, 9.15)]
+    assert of_second == [("receives weights", begin, 9.25)]
+    assert spans(events, rows["rank 0"]) == [("sends weights", begin, 9.05)]
+    assert spans(events, rows["rank 1"]) == [("forward, backward", 5.0, 8.0), ("sends weights", begin, 8.95)]
+    sent = [event["args"]["gb"] for event in events if event["name"] == "sends weights"]
+    assert sent == [8.0, 7.5]

@@ -20,7 +20,7 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
 from lachesis.transport.channel import Channel
 from lachesis.transport.layout import ReceivedTensor, difference, plan_buckets, ring_bytes, to_wire
-from lachesis.transport.rendezvous import Rendezvous, listen, parse_init_method
+from lachesis.transport.rendezvous import Rendezvous, call_off, listen, parse_init_method
 from lachesis.transport.shared_tensors import memory_directory
 from tests.forkserver import forkserver
 from tests.waiting import LONG_S
@@ -397,6 +397,18 @@ def test_waiting_for_the_others_can_be_called_off():
     cancel.set()
     with pytest.raises(EngineError, match="called off"):
         waiting.result(LONG_S)
+
+
+@pytest.mark.parametrize("secret", ["", "of this job"])
+def test_a_wait_for_the_others_is_called_off_from_another_process(secret: str):
+    rendezvous = listen(ANYWHERE, secret=secret)
+    waiting = in_thread(connect, rendezvous, 0)
+    if secret:
+        call_off(rendezvous.init_method, secret="of another", reason="not for strangers")
+    call_off(rendezvous.init_method, secret=secret, reason="an engine has died")
+    with pytest.raises(EngineError, match="called off while it connected: an engine has died"):
+        waiting.result(LONG_S)
+    call_off(rendezvous.init_method, secret=secret, reason="nobody waits any more")
 
 
 @pytest.mark.parametrize("secret", ["", "that of another job"])

@@ -278,6 +278,11 @@ class BroadcastBridgeConfig(ChannelBridgeConfig):
     """All weights (LoRA merged into them) are sent straight into the engine."""
 
     kind: Literal["broadcast"] = "broadcast"
+    senders: PositiveInt | None = Field(
+        default=None,
+        description="Ranks of a trainer of several devices that send, each its share and at the same time; up to 8 if "
+        "unset. With `ipc` one does.",
+    )
 
 
 class RestartBridgeConfig(SavedBridgeConfig):

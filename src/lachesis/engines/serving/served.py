@@ -192,6 +192,9 @@ class ReceiverSpec(Request):
     ``init_method`` is "tcp://host:port". ``lora`` is set exactly where ``kind`` is "lora". ``param_mappings``
     is what the caller said about the engine's names; empty where the engine is to map them itself. Bodies may have
     the documented ``param_metadata`` for ``tensors``. ``secret`` is what the trainer wants to see that they know.
+
+    Where several ranks of the trainer send, the others are at ``senders``, each on a channel of its own with the same
+    ranks, and ``sender_of`` says for each tensor who sends it: 0 is the one at ``init_method``.
     """
 
     also = ("param_metadata",)
@@ -205,6 +208,19 @@ class ReceiverSpec(Request):
     lora: LoraSpec | None = None
     param_mappings: Mapping[str, Any] = Field(default_factory=dict)
     secret: str = Field(default="", repr=False)
+    senders: tuple[Text, ...] = ()
+    sender_of: tuple[Whole, ...] = ()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of all who send."""
+        return (self.init_method, *self.senders)
+
+    def share(self, sender: int) -> tuple[ReceivedTensor, ...]:
+        """The tensors that come from one of them, in order."""
+        if not self.senders:
+            return self.tensors
+        return tuple(tensor for tensor, by in zip(self.tensors, self.sender_of, strict=True) if by == sender)
 
     @field_validator("init_method")
     @classmethod
@@ -213,6 +229,11 @@ class ReceiverSpec(Request):
         if match is None or not 1 <= int(match[2]) <= 65535:
             raise Refused(f"init_method {value!r} names no address", remedy='send "tcp://HOST:PORT"')
         return value
+
+    @field_validator("senders")
+    @classmethod
+    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(map(cls._is_address, value))
 
     @model_validator(mode="before")
     @classmethod
@@ -234,6 +255,9 @@ class ReceiverSpec(Request):
             raise Refused(f"kind {self.kind!r} does not go with lora {there}", remedy="send both or none")
         if not self.tensors or len({tensor.name for tensor in self.tensors}) < len(self.tensors):
             raise Refused("param_names is empty or has a name twice", remedy="name every tensor once")
+        senders = set(range(len(self.addresses))) if self.senders else set[int]()
+        if set(self.sender_of) != senders or len(self.sender_of) != (len(self.tensors) if senders else 0):
+            raise Refused("sender_of does not say who of the senders sends each tensor", remedy="correct the field")
         return self
 
 

@@ -13,6 +13,8 @@ from lachesis.metrics.names import (
     GENERATION_OF,
     GPU_MEMORY_IN_USE,
     GPU_UTILIZATION,
+    RECEIVING_OF,
+    SENDING_OF,
     TRAINING_OF,
     describe,
     reward_functions,
@@ -97,6 +99,8 @@ def charts(log: MetricsLog) -> list[dict[str, Any]]:
     processes = (
         ChartPlan(_beginning_with(GENERATION_OF, log), title="Generation by engine", floor=0.0),
         ChartPlan(_beginning_with(TRAINING_OF, log), title="Training by rank", floor=0.0),
+        ChartPlan(_beginning_with(RECEIVING_OF, log), title="Transfer by engine", floor=0.0),
+        ChartPlan(_beginning_with(SENDING_OF, log), title="Transfer by rank", floor=0.0),
     )
     gpus = (
         ChartPlan(_beginning_with(GPU_UTILIZATION, log), title="GPU utilization", floor=0.0, ceiling=1.0),

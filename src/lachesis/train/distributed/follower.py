@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from lachesis.bridges.broadcast import travelling
+from lachesis.bridges.senders import exhaust
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, LachesisError, TrainingError, first_line
 from lachesis.engines.serving.served import TransferKind
@@ -19,7 +20,7 @@ from lachesis.metrics.names import TRAINING_OF
 from lachesis.metrics.values import Mean, Metrics, MetricValue
 from lachesis.train.batch import Batch
 from lachesis.train.distributed.control import ControlGroup, Gone, Tag
-from lachesis.train.distributed.leader import BUILD, END, METHODS, exhaust, of_a_collective
+from lachesis.train.distributed.leader import BUILD, END, METHODS, of_a_collective
 from lachesis.train.distributed.messages import Alive, Answer, Ended, Failed, Turn
 from lachesis.train.policy import Policy
 from lachesis.transport.partners import pack_beside

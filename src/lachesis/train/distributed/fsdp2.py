@@ -142,13 +142,37 @@ class Fsdp2(Ranks):
     def gather(self, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
         """As :meth:`Strategy.gather`; while one buffer's tensors are used, the next buffer travels."""
         cut = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-        buckets = by_size(cut, elements=self._buffer_elements, kind=lambda t: (t.dtype, cut_by(t)))
+        buckets = by_size(cut, elements=self._buffer_elements, kind=_kind)
         arrived = (tensor for finish in _ahead(map(self._begin, buckets)) for tensor in finish())
         return (next(arrived) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
 
+    def gather_to(self, parts: Sequence[tuple[int, Sequence[Tensor]]]) -> Iterator[Tensor]:
+        """As :meth:`Strategy.gather_to`: a collective for all of a part that has one dtype, by which one rank gets it.
+
+        In a group of replicas only the one with that rank takes part.
+        """
+        for finish in _ahead(self._begin_part(tensors, to=rank) for rank, tensors in parts):
+            yield from finish()
+
+    def _begin_part(self, tensors: Sequence[Tensor], *, to: int) -> Callable[[], Iterator[Tensor]]:
+        cut = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        begun = [
+            self._begin(bucket, to=to) for bucket in by_size(cut, elements=sum(t.numel() for t in cut), kind=_kind)
+        ]
+
+        def finish() -> Iterator[Tensor]:
+            arrived = (tensor for end in begun for tensor in end())
+            if to == self.rank:
+                yield from (next(arrived) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+            yield from arrived  # none: where they are for another rank this waits for what was sent
+
+        return finish
+
     @torch.no_grad()
-    def _begin(self, bucket: Sequence[DTensor]) -> Callable[[], Iterator[Tensor]]:
+    def _begin(self, bucket: Sequence[DTensor], *, to: int | None = None) -> Callable[[], Iterator[Tensor]]:
         """Send for what other ranks have of some tensors of one dtype; the result waits for it.
+
+        It is empty on other ranks than ``to``, if only that one is to have them.
 
         Of what FSDP was given of a tensor, all or a part, rank r of n has the rows [r * k, (r + 1) * k) of [rows, ...],
         where k = ceil(rows / n); the last ranks may have fewer, or none.
@@ -162,11 +186,19 @@ class Fsdp2(Ranks):
         for room, tensor in zip(own.split(sizes), bucket, strict=True):
             local = tensor.to_local().reshape(-1)
             room[: local.numel()].copy_(local)
-        buffer = own.new_empty(ranks * ways * own.numel())
-        work = _all_gather(buffer, own, group=mesh.get_group(_SHARD), async_op=True)
+        group = mesh.get_group(_SHARD)
+        if to is not None and to not in dist.get_process_group_ranks(group):
+            return lambda: iter(())
+        buffer = own.new_empty(ranks * ways * own.numel() if to in (None, self.rank) else 0)
+        if to is None:
+            work = _all_gather(buffer, own, group=group, async_op=True)
+        else:
+            work = _gather_at(to, buffer, own, group=group)
 
         def finish() -> Iterator[Tensor]:
             work.wait()
+            if not buffer.numel():
+                return
             arrived = buffer.view(ranks, ways, -1).split(sizes, dim=2)
             for rows, shape, tensor in zip(arrived, shapes, bucket, strict=True):
                 parts = [rows[:, way].flatten()[: shape.numel()].view(shape) for way in range(ways)]
@@ -234,6 +266,17 @@ def _part_shape(tensor: DTensor, ways: int) -> torch.Size:
     if ways > 1:
         shape[_cut_dimension(tensor)] //= ways
     return torch.Size(shape)
+
+
+def _kind(tensor: DTensor) -> object:
+    """What tensors that are gathered together have in common."""
+    return tensor.dtype, cut_by(tensor)
+
+
+def _gather_at(rank: int, buffer: Tensor, own: Tensor, *, group: dist.ProcessGroup) -> Any:
+    """Begin to bring what all of a group have into one rank's buffer, which is empty on others."""
+    parts = [*buffer.view(group.size(), -1)] if buffer.numel() else None
+    return dist.gather(own, parts, dst=rank, group=group, async_op=True)
 
 
 def _ahead(items: Iterable[T]) -> Iterator[T]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lachesis.bridges.broadcast import travelling
+from lachesis.bridges.senders import exhaust
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, TrainingError, first_line
 from lachesis.engines.serving.served import TransferKind
@@ -315,6 +315,14 @@ class LeadingPolicy(Policy):
             except GeneratorExit:
                 exhaust(stream)  # nobody asks for more, and the others are in the midst of it
 
+    # What the others do within :meth:`others`; the leader's own part is its bridge's.
+    send_share = Policy.send_share
+
+    @contextmanager
+    def others(self, step: str, told: Mapping[str, Any]) -> Iterator[list[Any]]:
+        with self._leader.turn("send_share", step, told, what="a transfer of the weights", answers=True) as answers:
+            yield answers
+
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
         with self._leader.turn("load_weights", _shapes(dict(tensors)), what="loading weights"):
             super().load_weights(tensors)
@@ -378,11 +386,6 @@ class LeadingPolicy(Policy):
         parts = [{"reference": reference, "old_logprobs": part} for part in others]
         with self._leader.turn("load_state_dict", what="loading the policy's state", parts=parts):
             super().load_state_dict({**state, "old_logprobs": own})
-
-
-def exhaust(stream: Iterator[Any]) -> None:
-    """Take what is left of a stream and let it go."""
-    deque(stream, maxlen=0)
 
 
 # What a turn may be.

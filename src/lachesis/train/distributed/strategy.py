@@ -101,6 +101,13 @@ class Strategy:
         """
         return (self.whole(tensor) for tensor in tensors)
 
+    def gather_to(self, parts: Sequence[tuple[int, Sequence[Tensor]]]) -> Iterator[Tensor]:
+        """:meth:`whole` of the tensors of each part, for the rank that is named with it and for no other, in order.
+
+        While one part is used the next one travels. All ranks have to take all that they get.
+        """
+        return (tensor for rank, tensors in parts if rank == self.rank for tensor in tensors)
+
     def spread(self, like: Tensor, whole: Tensor) -> Tensor:
         """The reverse of :meth:`whole`: what this rank has to copy into ``like``.
 

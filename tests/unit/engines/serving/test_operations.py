@@ -55,6 +55,20 @@ def test_receivers():
     assert lora == LoraSpec(4, 8.0, ("q",), rslora=True) and lora.scaling == 4.0
 
 
+def test_several_senders_share_the_tensors_out():
+    spec = receiver(senders=["tcp://other:29501"], sender_of=[1, 0])
+    assert spec.addresses == ("tcp://[::1]:29500", "tcp://other:29501")
+    assert [[tensor.name for tensor in spec.share(sender)] for sender in range(2)] == [["b"], ["a"]]
+    assert receiver().share(0) == receiver().tensors
+    for wrong in ([0, 0], [1], [0, 2], []):
+        with pytest.raises(Refused, match="sender_of does not say"):
+            receiver(senders=["tcp://other:29501"], sender_of=wrong)
+    with pytest.raises(Refused, match="sender_of does not say"):
+        receiver(sender_of=[0, 0])
+    with pytest.raises(Refused, match="names no address"):
+        receiver(senders=["other"], sender_of=[0, 1])
+
+
 @pytest.mark.parametrize("init_method", ["tcp://a", "tcp://:5", "tcp://a:0", "tcp://a:70000", "file:///x", "env://"])
 def test_channels_have_an_address(init_method):
     with pytest.raises(Refused, match="names no address"):

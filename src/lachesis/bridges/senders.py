@@ -1,0 +1,239 @@
+"""Several ranks of a trainer send the weights, each its share over a channel of its own: who sends what, and how.
+
+With one sender the network card of one rank works and all others idle. Each sender has a process group of its own with
+all workers of all engines. In one group of all of them broadcasts would follow one another, and every rank of the
+trainer would receive what it has sent for.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Any, Generic, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lachesis.bridges.base import PolicyT
+from lachesis.bridges.extract import as_saved, base_parameters, full_weights, tensor_list, weight_parts
+from lachesis.common.deadline import Deadline
+from lachesis.common.errors import EngineError
+from lachesis.transport.channel import Channel, Sent
+from lachesis.transport.layout import BUCKET_BYTES, ChannelBackend, ReceivedTensor
+from lachesis.transport.rendezvous import Rendezvous, address_towards, listen
+
+# More do not bring an engine its weights any sooner: its node takes them in by as many cards as it has, mostly eight.
+# Each takes a communicator on every GPU of every engine.
+MOST_SENDERS = 8
+
+# Tensors of parts, each for one rank; that one gets its own whole, and all ranks have to take all that they get.
+Gather = Callable[[Sequence[tuple[int, Sequence[Tensor]]]], Iterator[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Parameters that are gathered together, and the rank that sends them."""
+
+    sender: int
+    names: tuple[str, ...]
+
+
+class SendsTogether(Protocol):
+    """A policy whose ranks send together, seen from rank 0."""
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def share(self, senders: Sequence[int], *, saved: bool) -> Iterator[tuple[str, Tensor]]:
+        """What this rank sends, in order; it has to be taken to its end, for ranks gather for one another."""
+        ...
+
+    def others(self, step: str, told: Mapping[str, Any]) -> AbstractContextManager[list[Any]]:
+        """The other ranks take a step of a transfer meanwhile; their answers are in the list afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SenderRanks(Generic[PolicyT]):
+    """Where several ranks of the trainer send: how a policy does it, and how many of them do at most."""
+
+    of: Callable[[PolicyT], SendsTogether]
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """Who sends what to whom, as long as the channels stand.
+
+    ``senders`` are ranks of the trainer, 0 the first of them, and ``addresses`` those of the others of them.
+    ``sender_of`` says for each tensor which of them sends it; it is empty where there is one.
+    """
+
+    tensors: tuple[ReceivedTensor, ...]
+    ranks: Mapping[str, int]
+    world_size: int
+    secret: str
+    senders: tuple[int, ...] = (0,)
+    addresses: tuple[str, ...] = ()
+    sender_of: tuple[int, ...] = ()
+
+    @property
+    def own(self) -> tuple[ReceivedTensor, ...]:
+        """What rank 0 sends."""
+        if not self.sender_of:
+            return self.tensors
+        return tuple(tensor for tensor, by in zip(self.tensors, self.sender_of, strict=True) if by == 0)
+
+
+def spread_ranks(ranks: int, *, most: int) -> tuple[int, ...]:
+    """At most so many of the ranks, rank 0 among them, over all nodes and replicas."""
+    count = min(ranks, most)
+    return tuple(number * ranks // count for number in range(count))
+
+
+def weight_sizes(model: nn.Module) -> dict[str, int]:
+    """Bytes of what :func:`~lachesis.bridges.extract.full_weights` gives."""
+    return {name: p.numel() * p.element_size() for name, p in base_parameters(model).items()}
+
+
+def deal(sizes: Mapping[str, int], *, senders: Sequence[int]) -> tuple[Part, ...]:
+    """Runs of parameters of about a bucket's bytes, each for the sender that has the fewest by then.
+
+    The same on all ranks. There may be fewer parts than senders.
+    """
+    limit = min(BUCKET_BYTES, -(-sum(sizes.values()) // len(senders)))
+    loads = dict.fromkeys(senders, 0)
+    parts: list[Part] = []
+    for names in _runs(sizes, limit=limit):
+        sender = min(senders, key=loads.__getitem__)
+        loads[sender] += sum(sizes[name] for name in names)
+        parts.append(Part(sender, names))
+    return tuple(parts)
+
+
+def busy_senders(sizes: Mapping[str, int], *, candidates: Sequence[int]) -> tuple[int, ...]:
+    """Those of the candidates for each of whom there is something to send."""
+    senders = tuple(candidates)
+    while len(used := {part.sender for part in deal(sizes, senders=senders)}) < len(senders):
+        senders = tuple(sender for sender in senders if sender in used)
+    return senders
+
+
+def dealt_specs(
+    model: nn.Module, *, senders: Sequence[int], saved: bool
+) -> tuple[tuple[ReceivedTensor, ...], tuple[int, ...]]:
+    """All tensors of an update in the model's order, and for each the place of its sender among ``senders``."""
+    specs: list[ReceivedTensor] = []
+    sender_of: list[int] = []
+    parameters = base_parameters(model)
+    for part in deal(weight_sizes(model), senders=senders):
+        for name in part.names:
+            empty = [(name, torch.empty(parameters[name].shape, dtype=parameters[name].dtype, device="meta"))]
+            found = tensor_list(dict(as_saved(model, empty) if saved else empty))
+            specs += found
+            sender_of += [senders.index(part.sender)] * len(found)
+    return tuple(specs), tuple(sender_of)
+
+
+def dealt_weights(
+    model: nn.Module, parts: Sequence[Part], *, rank: int, gather: Gather
+) -> Iterator[tuple[str, Tensor]]:
+    """What ``rank`` sends of the model's weights, merged; all ranks take this to its end together."""
+    made_of = weight_parts(model)
+    stream = gather(
+        [(part.sender, [tensor.detach() for name in part.names for tensor in made_of[name]]) for part in parts]
+    )
+    own = [name for part in parts if part.sender == rank for name in part.names]
+    yield from full_weights(model, whole=lambda _: stream, names=own)
+    exhaust(stream)  # the parts of others that come after the last of this one
+
+
+def exhaust(stream: Iterable[Any]) -> None:
+    """Take what is left of a stream and let it go."""
+    deque(stream, maxlen=0)
+
+
+class ShareSender:
+    """Another rank's end of a transfer: where engines find it, and the channel on which it sends its share."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rendezvous: Rendezvous | None = None
+        self._channel: Channel | None = None
+
+    def listen(self, urls: Sequence[str], *, secret: str, host: str) -> str:
+        """Wait for new channels from now on; their address. ``host`` is the name of rank 0's machine.
+
+        Raises:
+            EngineError: the engines cannot reach this machine.
+        """
+        self.close()
+        address = address_towards(urls)
+        if ip_address(address.strip("[]")).is_loopback and socket.gethostname() != host:
+            raise EngineError(
+                "engine.urls have a loopback address, which means another machine here than for rank 0",
+                remedy="name the engines by addresses that all nodes of the trainer can reach",
+            )
+        self._rendezvous = listen(f"tcp://{address}:0", secret=secret)
+        return self._rendezvous.init_method
+
+    def send(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        specs: Sequence[ReceivedTensor],
+        *,
+        world_size: int,
+        backend: ChannelBackend,
+        deadline: Deadline,
+    ) -> Sent:
+        """Send an update, once connected. After an error a new :meth:`listen` is needed.
+
+        Raises:
+            EngineError, DeadlineExceeded: as :meth:`Channel.connect` and :meth:`Channel.send`.
+        """
+        try:
+            if self._channel is None:
+                assert self._rendezvous is not None, "listen() comes before"
+                rendezvous, self._rendezvous = self._rendezvous, None
+                self._channel = Channel.connect(
+                    init_method=rendezvous.init_method,
+                    world_size=world_size,
+                    rank=0,
+                    backend=backend,
+                    device=self._device,
+                    deadline=deadline,
+                    rendezvous=rendezvous,
+                )
+            return self._channel.send(tensors, specs, deadline=deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Leave the channel, and listen no more. Idempotent."""
+        if self._rendezvous is not None:
+            self._rendezvous.listener.close()
+        if self._channel is not None:
+            self._channel.close()
+        self._rendezvous = self._channel = None
+
+
+def _runs(sizes: Mapping[str, int], *, limit: int) -> Iterator[tuple[str, ...]]:
+    """Names of up to ``limit`` bytes, or of one that is larger."""
+    names: list[str] = []
+    held = 0
+    for name, size in sizes.items():
+        if names and held + size > limit:
+            yield tuple(names)
+            names, held = [], 0
+        names.append(name)
+        held += size
+    if names:
+        yield tuple(names)
