@@ -180,11 +180,11 @@ transfer between them measured ([results](../benchmarks/RESULTS.md)). More ranks
 over gloo, dense and a mixture of experts: the tests hold two replicas of two shards, contexts of two and of four ranks,
 two replicas of contexts of two, and tensor groups of two, sharded and not, against one process, and `make layouts` up
 to eight ranks (replicate 2 x shard 2 x context 2, or x tensor 2; shard 2 x context 2 x tensor 2), and what a layer
-keeps on each rank of a context or a tensor group against what `plan` counts. So have experts been shared out by two
-ranks, and in `make layouts` by up to eight, also beside all of these. On GPUs neither replicas of shards nor contexts,
-tensor groups and expert groups have run: that needs four of the first, two of the others. Several nodes have not run at
-all. All tables of this page are **calculated**: from the shapes of the models, from the counts of memory that are held
-against [measured steps](gpu-guide.md) of one GPU, and from these constants:
+keeps on each rank of a context, a tensor or an expert group against what `plan` counts. So have experts been shared out
+by two ranks, and in `make layouts` by up to eight, also beside all of these. On GPUs neither replicas of shards nor
+contexts, tensor groups and expert groups have run: that needs four of the first, two of the others. Several nodes have
+not run at all. All tables of this page are **calculated**: from the shapes of the models, from the counts of memory
+that are held against [measured steps](gpu-guide.md) of one GPU, and from these constants:
 
 | constant | value | where from |
 |---|---|---|

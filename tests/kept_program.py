@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward pass where ranks share a context, or its matrices, beside what `plan` counts.
+"""What a layer keeps for its backward pass where ranks share it, beside what `lachesis plan` counts.
 
     torchrun --nproc-per-node 2 -m tests.kept_program
 
@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from itertools import product
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,12 @@ from lachesis.config.memory import layer_activations
 from lachesis.config.model_shape import read_shape
 from lachesis.config.schema import DistributedConfig, LachesisConfig
 from lachesis.train.batch import plain_micro_batch
+from lachesis.train.distributed.expert_parallel import ExpertCut
 from lachesis.train.distributed.fsdp2 import Fsdp2
-from lachesis.train.distributed.strategy import Ranks, Replicate
+from lachesis.train.distributed.strategy import Ranks, Replicate, decoder_layers
 from lachesis.train.distributed.tensor_parallel import TensorCut
 from lachesis.train.model import attention
+from lachesis.train.model.dispatch import ExpertGroup
 from tests.unit.config.test_memory import kept_bytes
 
 CPU = torch.device("cpu")
@@ -33,6 +36,27 @@ CONFIG = {"run": {"steps": 1}, "model": {"path": "m", "compile": "off"}, "data":
 REWARDS = {"rewards": {"functions": ["r.f"]}}
 # Its heads can be dealt out to two ranks and to four.
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+# Those of keys are not repeated where matrices are shared.
+OWN_KEYS = HEADS | {"num_key_value_heads": 4}
+MIXTURE = OWN_KEYS | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "mlp_only_layers": []}
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What is shared, by which model, and by how much of what is counted it may differ."""
+
+    shared: str
+    model_type: str
+    fields: Mapping[str, Any]
+    near: float = 0.03
+
+
+KEPT = [
+    *(Kept("context", model_type, HEADS) for model_type in ("qwen2", "qwen3")),
+    *(Kept("tensor", model_type, OWN_KEYS) for model_type in ("qwen2", "qwen3")),
+    # Of a mixture the counts know less.
+    Kept("expert", "qwen3_moe", MIXTURE | {"experts_implementation": "grouped_mm"}, near=0.05),
+]
 
 
 def main() -> None:
@@ -42,17 +66,19 @@ def main() -> None:
     strategies = {
         "context": Replicate(CPU, DistributedConfig(**shared)),
         "tensor": Fsdp2(CPU, DistributedConfig(tensor_parallel_size=ranks)),
+        "expert": Fsdp2(CPU, DistributedConfig(expert_parallel_size=ranks)),
     }
-    for (name, strategy), model_type in product(strategies.items(), ("qwen2", "qwen3")):
-        kept, counted = measured(model_type, strategy=strategy)
-        assert abs(kept / counted - 1) < 0.03, (name, model_type, kept, counted)
+    for case in KEPT:
+        strategy = strategies[case.shared]
+        kept, counted = measured(case, strategy=strategy)
+        assert abs(kept / counted - 1) < case.near, (case, kept, counted)
         if strategy.rank == 0:
             words = f"{kept:.0f} bytes a token kept, {counted:.0f} counted"
-            sys.stdout.write(f"{model_type} over {name} {ranks}: {words}\n")
+            sys.stdout.write(f"{case.model_type} over {case.shared} {ranks}: {words}\n")
     dist.destroy_process_group()
 
 
-def measured(model_type: str, *, strategy: Ranks) -> tuple[float, float]:
+def measured(case: Kept, *, strategy: Ranks) -> tuple[float, float]:
     """Bytes that a layer keeps of each of this rank's tokens, in float32, and that are counted."""
     micro, context = plain_micro_batch([*range(TOKENS), 0]), strategy.context
     ids, positions = micro.input_ids, micro.position_ids
@@ -63,6 +89,12 @@ def measured(model_type: str, *, strategy: Ranks) -> tuple[float, float]:
         if strategy.tensor is not None:  # FSDP would gather copies of the parts
             mesh = init_device_mesh("cpu", (strategy.tensor.size,), mesh_dim_names=("tensor",))
             TensorCut(model, mesh=mesh, group=strategy.tensor).apply(model)
+        if strategy.mesh.expert > 1:
+            mesh = init_device_mesh("cpu", (strategy.mesh.expert,), mesh_dim_names=("expert",))
+            group = ExpertGroup(mesh.get_local_rank(), mesh.size(), mesh.get_group())
+            cut = ExpertCut(model, mesh=mesh, group=group, tensor=None)
+            for layer in decoder_layers(model):
+                cut.apply(layer)
 
     def run(model: Any) -> Any:
         attention.install(model)
@@ -70,14 +102,17 @@ def measured(model_type: str, *, strategy: Ranks) -> tuple[float, float]:
         return model.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **packing)
 
     with tempfile.TemporaryDirectory() as name:
-        of: dict[str, Any] = {"model_type": model_type, "lora": False, "dtype": torch.float32}
-        of |= {"prepare": prepare, "run": run, "fields": HEADS | ({} if context else {"num_key_value_heads": 4})}
+        of: dict[str, Any] = {"model_type": case.model_type, "lora": False, "dtype": torch.float32}
+        of |= {"prepare": prepare, "run": run, "fields": case.fields}
         more, less = (kept_bytes(Path(name), layers=layers, **of) for layers in (4, 2))
         shape = read_shape(name)
     assert shape is not None
     config = LachesisConfig.model_validate(CONFIG | REWARDS)
     counted = layer_activations(config, shape, keys=1.0, width=4, device="cpu", mesh=strategy.mesh)
-    return (more - less) / 2 / len(ids), counted
+    # Of a mixture more tokens may come to one rank than to another.
+    kept = torch.tensor((more - less) / 2 / len(ids), dtype=torch.float64)
+    dist.all_reduce(kept)
+    return kept.item() / strategy.world_size, counted
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Layouts of ranks beside those that the tests run: `python -m tests.layouts [RANKS ...]`, or `make layouts`.
 
-Each trains what one process trains (:mod:`tests.ranks_program`), and ranks that share a context or matrices keep what
-`lachesis plan` counts (:mod:`tests.kept_program`). It takes some minutes on two cores.
+Each trains what one process trains (:mod:`tests.ranks_program`), and ranks that share tokens, matrices or experts keep
+what `lachesis plan` counts (:mod:`tests.kept_program`). It takes some minutes on two cores.
 """
 
 from __future__ import annotations

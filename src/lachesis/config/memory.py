@@ -154,8 +154,7 @@ def layer_activations(
     mixture, tokens are gathered for their experts and weighted afterwards. Where devices share a ``context``, each has
     as much of attention in some heads of all tokens, but at least one head of keys and values; and attention's result
     twice, before and after it is exchanged. Where they share matrices (``tensor``), each has its heads and its hidden
-    units of all tokens, and all of the rest. Where they share experts, tokens are copied once more on either side of
-    their journey, and those of a tensor group travel once.
+    units of all tokens, and all of the rest. Where they share experts, as many tokens come as leave.
     """
     context, heads, kv_heads = mesh.context, shape.heads // mesh.tensor, shape.kv_heads // mesh.tensor
     intermediate = shape.intermediate / mesh.tensor
@@ -171,7 +170,7 @@ def layer_activations(
         trained = 1 if config.adapter.kind == "none" else 0
         norms, per_expert = 2 * (copied + trained + 1) * shape.hidden, 4 * intermediate
         narrow = (copied + trained) * (q + kv) if shape.qk_norm else 0
-    routed = (2 if mesh.expert == 1 else 4) * shape.hidden / mesh.tensor if shape.experts > 1 else 0
+    routed = 2 * shape.hidden / mesh.tensor if shape.experts > 1 else 0
     elements = norms + narrow + (per_expert + routed) * shape.active_experts
     if config.adapter.kind == "lora":
         elements += config.adapter.r * len(shape.targeted(config.adapter.targets))

@@ -75,7 +75,7 @@ class Fsdp2(Ranks):
         self._buffer_elements = buffer_elements
         self._config = config
         self._meshes = _meshes(device.type, self.mesh)
-        self.expert = rank_group(ExpertGroup, self._meshes.expert, EXPERT)
+        self._experts = rank_group(ExpertGroup, self._meshes.expert, EXPERT)
         self._cuts: list[TensorCut] = []
 
     def place(self, model: PreTrainedModel) -> None:
@@ -113,10 +113,10 @@ class Fsdp2(Ranks):
         return self._cuts[-1]
 
     def _expert_cut(self, model: PreTrainedModel) -> ExpertCut | None:
-        if self.expert is None:
+        if self._experts is None:
             return None
         assert self._meshes.expert is not None
-        return ExpertCut(model, mesh=self._meshes.expert, group=self.expert, tensor=self.tensor)
+        return ExpertCut(model, mesh=self._meshes.expert, group=self._experts, tensor=self.tensor)
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Of what a tensor group has alike, so that it stays so; all else FSDP has added up."""

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from lachesis.common.mesh import Mesh, derive_mesh
 from lachesis.config.schema import DistributedConfig
 from lachesis.train.model.context import ContextGroup
-from lachesis.train.model.dispatch import ExpertGroup
 from lachesis.train.model.rank_group import RankGroup
 from lachesis.train.model.tensor import TensorGroup
 
@@ -37,7 +36,6 @@ class Strategy:
         mesh: how the ranks are laid out.
         context: this rank and those that it shares a micro-batch's tokens with; None where it has them to itself.
         tensor: this rank and those that it shares the matrices of each layer with; None where it has them to itself.
-        expert: this rank and those that it shares the experts of each layer with; None where it has them to itself.
         sharded: whether a parameter is cut over ranks, so that none of them has it whole.
     """
 
@@ -46,7 +44,6 @@ class Strategy:
     mesh: Mesh
     context: ContextGroup | None
     tensor: TensorGroup | None
-    expert: ExpertGroup | None
     sharded: bool
 
     @property
@@ -124,7 +121,6 @@ class SingleDevice(Strategy):
     mesh = Mesh()
     context = None
     tensor = None
-    expert = None
     sharded = False
 
 
@@ -145,7 +141,6 @@ class Ranks(Strategy):
         alike = init_device_mesh(device.type, shape, mesh_dim_names=names) if self.mesh.alike > 1 else None
         self.context = rank_group(ContextGroup, alike, "context")
         self.tensor = rank_group(TensorGroup, alike, "tensor")
-        self.expert = None
 
     def device(self, model: PreTrainedModel) -> torch.device:
         return self._device

@@ -2,8 +2,8 @@
 
 A cut parameter is a DTensor over the ranks that share it, which is what FSDP shards further, checkpoints save in parts
 and bridges gather. A layer computes with the part alone (:mod:`lachesis.train.model.tensor`): attention, adapters and
-the head see tensors as they see them on one rank. Transformers' own hooks would have FSDP add up the gradients of its
-norms once for each micro-batch, and know no adapter.
+the head see tensors as they see them on one rank. Transformers' own hooks are not used: those of its norms add up over
+ranks what a gradient has accumulated, after each micro-batch again, and none knows an adapter.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from transformers import PreTrainedModel
 
 from lachesis.common.errors import ConfigError, ModelError
+from lachesis.common.mesh import Mesh, require_heads
 from lachesis.train.distributed.cut import computing_with_parts, part_of, style_of
 from lachesis.train.model.tensor import TensorGroup, scale_gradient
 
@@ -41,12 +42,16 @@ class TensorCut:
 
     Raises:
         ModelError: it is of an architecture that nobody has tried, or a layer of another kind than linear is to be cut.
+        ConfigError: its heads are no multiple of the ranks.
     """
 
     def __init__(self, model: PreTrainedModel, *, mesh: DeviceMesh, group: TensorGroup) -> None:
         self._mesh = mesh
         self._group = group
         self._styles = dict(_planned(model))
+        config: Any = model.config.get_text_config()
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        require_heads(Mesh(tensor=group.size), heads=heads, kv_heads=kv_heads)
         self._names = {module: name for name, module in model.named_modules()}
         self._entrances = _entrances(self._names[m] for m, style in self._styles.items() if style == _COLWISE)
         self._partial: list[tuple[nn.Module, str]] = []

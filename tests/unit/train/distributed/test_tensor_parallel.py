@@ -66,9 +66,18 @@ def test_of_an_adapter_the_matrix_on_the_side_of_the_cut_is_cut(cut):
     assert shapes["o_proj.lora_B.default.weight"] == ((32, 4), True)
 
 
-def test_a_dimension_that_does_not_divide_is_refused(cut):
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3, and model.layers.0.self_attn.q_proj.weight has"):
-        cut(tiny_model(), 3)
+@pytest.mark.parametrize(
+    ("ranks", "fields", "expected"),
+    [
+        (2, {"intermediate_size": 49}, r"size is 2, and model\.layers\.0\.mlp\.gate_proj\.weight has 49 rows"),
+        (4, {}, r"size is 4, and the model has 4 attention heads, 2 of keys and values"),
+    ],
+)
+def test_what_does_not_divide_is_refused(cut, ranks: int, fields: dict[str, Any], expected: str):
+    """Of the latter a rank would have half a head of keys."""
+    with pytest.raises(ConfigError, match=expected) as caught:
+        cut(tiny_model(**fields), ranks)
+    assert "divisor of" in caught.value.remedy
 
 
 def test_an_architecture_that_nobody_has_tried_is_refused(cut):
