@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -169,7 +170,10 @@ class Collective(Transport):
 
     def close(self) -> None:
         self.abort()
-        self._group = None
+        held, self._group = [self._group], None
+        if self.device.type != "cuda":
+            # As it goes, a group of gloo waits for what it has under way: until the other side has gone, or too long.
+            Thread(target=held.clear, name="lachesis-channel-end", daemon=True).start()
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _broadcast(self, buffer: Tensor, *, deadline: Deadline) -> Callable[[], None]:

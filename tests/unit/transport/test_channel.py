@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -306,6 +307,18 @@ def test_an_error_while_loading_reaches_the_trainer(channels: list[Channel]):
         trainer.send(TENSORS.items(), SPECS, deadline=within(), bucket_bytes=1)
     with pytest.raises(LookupError):
         loaded.result(LONG_S)
+
+
+def test_a_trainer_leaves_a_failed_update_without_waiting_for_what_nobody_takes(channels: list[Channel]):
+    trainer, engine = channels
+    received = in_thread(take, engine)
+    with pytest.raises(EngineError, match="was to be sent"):
+        trainer.send(list(TENSORS.items())[:-1], SPECS, deadline=within(), bucket_bytes=1)
+    with pytest.raises(EngineError):
+        received.result(LONG_S)
+    began = time.monotonic()
+    trainer.close()
+    assert time.monotonic() - began < LONG_S / 2
 
 
 def test_an_engine_that_leaves_tensors_behind_fails_the_update(channels: list[Channel]):
