@@ -32,6 +32,7 @@ RUN_HERE = {
     "time_to_first_step": (["--engine", "embedded", "--prompts", "2", "--repeats", "0", "--work", WORK],
                            "| **longer than the engine alone** |"),
     "time_to_reward": (["--only", "Lachesis", "--seeds", "0", "--work", WORK], "| Lachesis | 0 |"),
+    "transfer": (["--repeats", "1", "--only", "default", "aside"], "| a window of 2: the default |"),
     "train_step": (["--no-trl", "--repeats", "1", "--only", "float32 residual"], "lachesis LoRA, float32 residual"),
 }  # fmt: skip
 # Those whose servers are vLLM's, and one that test_kills.py has a small version of.
@@ -39,6 +40,7 @@ BY_HAND = {"bridges", "generation", "kills", "sleep"}
 # They say so where there is no GPU, before they make any model.
 OF_A_GPU = [
     "bridges", "end_to_end", "generation", "long_rows", "memory", "sleep", "time_to_first_step", "train_step",
+    "transfer",
 ]  # fmt: skip
 # What they measure is made by others' programs or files, which are not here.
 OF_OTHERS = {"environments", "public_files", "public_rewards", "quickstart_vs_trl", "trl_side"}

@@ -28,7 +28,6 @@ from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError
 from lachesis.transport.layout import (
     BUCKET_BYTES,
-    WINDOW,
     Bucket,
     ChannelBackend,
     ReceivedTensor,
@@ -123,7 +122,7 @@ class Channel:
         *,
         deadline: Deadline,
         bucket_bytes: int = BUCKET_BYTES,
-        window: int = WINDOW,
+        window: int | None = None,
         partners: Partners | None = None,
     ) -> Sent:
         """Rank 0: send one update; returns once every engine worker has loaded all of it.
@@ -133,7 +132,7 @@ class Channel:
                 be made on the way (gathered, merged) and no second copy of the model is ever held.
             specs: names, shapes and dtypes; a tensor of another dtype is cast.
             bucket_bytes: bounds a bucket, unless one tensor is larger.
-            window: so many buckets are under way at a time, for which there is memory.
+            window: so many buckets are under way at a time, for which there is memory; unset, as suits the transport.
             partners: ranks that pack the same buckets, each where workers on its device read them.
 
         Raises:
@@ -141,6 +140,7 @@ class Channel:
             DeadlineExceeded: the deadline passed.
         """
         self._check(sending=True)
+        window = window or self._transport.window
         buckets = plan_buckets(specs, limit_bytes=bucket_bytes, window=window)
         with self._breaking():
             refusal = self._offer(specs, bucket_bytes=bucket_bytes, window=window, deadline=deadline)

@@ -19,7 +19,7 @@ from torch import distributed as dist
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError, first_line
 from lachesis.common.threads import call_watched
-from lachesis.transport.layout import Bucket
+from lachesis.transport.layout import WINDOW, Bucket
 from lachesis.transport.rendezvous import Links, Message
 from lachesis.transport.shared_tensors import (
     Attachments,
@@ -32,8 +32,12 @@ from lachesis.transport.shared_tensors import (
     gpu_uuid,
 )
 
-# Between two looks at what is under way. Waiting for messages meanwhile would round it up to a whole millisecond.
+# Between two looks at what is under way on a GPU. Waiting for messages meanwhile would round it up to a millisecond.
 _POLL_S = 0.0001
+# The same on a CPU, whose cores the work itself needs.
+_CPU_POLL_S = 0.001
+# Buckets under way over gloo: one is packed while the one before is sent, by the same cores.
+GLOO_WINDOW = 2
 _NEWS_S = 0.5
 # Of torch's own timers, which end operations in their own time and, with NCCL, in their own way; ours come first.
 _LONG = timedelta(days=30)
@@ -66,10 +70,11 @@ class NoPartners:
 class Transport(ABC):
     """Moves buckets from rank 0 to all others, in order, several under way. ``device`` is where their ring is.
 
-    ``read_rank`` is the trainer's rank whose bytes this side receives.
+    ``read_rank`` is the trainer's rank whose bytes this side receives, ``window`` how many buckets are under way.
     """
 
     read_rank = 0
+    window = WINDOW
 
     def __init__(self, *, device: torch.device, links: Links) -> None:
         self.device = device
@@ -122,9 +127,11 @@ class Transport(ABC):
         """Between updates: give memory back that the next one can have again."""
 
     def _look(self, waiting_for: str, deadline: Deadline) -> None:
-        self._links.watch(0.0)
+        on_gpu = self.device.type == "cuda"
+        self._links.watch(0.0 if on_gpu else _CPU_POLL_S)
         deadline.check(waiting_for)
-        time.sleep(_POLL_S)
+        if on_gpu:
+            time.sleep(_POLL_S)
 
     @abstractmethod
     def abort(self) -> None:
@@ -140,6 +147,7 @@ class Collective(Transport):
 
     def __init__(self, group: Any, *, device: torch.device, links: Links) -> None:
         super().__init__(device=device, links=links)
+        self.window = WINDOW if device.type == "cuda" else GLOO_WINDOW
         self._group: Any = group
 
     def ring(self, num_bytes: int) -> Tensor:
