@@ -185,6 +185,18 @@ def test_tensors_that_are_kept_are_the_callers_own(backend: str):
         channel.close()
 
 
+@pytest.mark.parametrize(("backend", "window"), [("gloo", 2), ("ipc", 4)])
+def test_as_many_buckets_are_under_way_as_suit_the_transport(backend: str, window: int):
+    trainer, engine = pair(backend=backend)
+    tensors = {f"t{i}": torch.full((64,), float(i)) for i in range(6)}
+    received = in_thread(take, engine, specs_of(tensors))
+    sent = trainer.send(tensors.items(), specs_of(tensors), deadline=within(), bucket_bytes=256)
+    assert_same(received.result(LONG_S), tensors)
+    assert sent.most_under_way == window * 256
+    for channel in (trainer, engine):
+        channel.close()
+
+
 def test_several_workers_receive_the_same():
     trainer, *workers = pair(3)
     received = [in_thread(take, worker) for worker in workers]
