@@ -122,13 +122,13 @@ class Stage:
         name: str,
         *words: str | Path,
         python: Sequence[str] = (sys.executable, "-m", "lachesis"),
-        forked: bool = True,
+        popen: type[subprocess.Popen[str]] = warm.Popen,
     ) -> None:
         """A process with a log of its own, which goes on where it was started before."""
         log = (self.directory / f"{name}.log").open("a")
         sessions = {"LACHESIS_SESSION_DIR": str(self.sessions)}
         with log:
-            self.processes[name] = (warm.Popen if forked and python[0] == sys.executable else subprocess.Popen)(
+            self.processes[name] = (popen if python[0] == sys.executable else subprocess.Popen)(
                 [*python, *map(str, words)],
                 env=environment(**sessions),
                 stdin=subprocess.DEVNULL,

@@ -8,6 +8,7 @@ from statistics import fmean
 import psutil
 import pytest
 
+from tests import warm
 from tests.contracts.vllm_server import SMALL, needs_vllm
 from tests.e2e.atropos_runs import BATCH, GROUP, RANK, Stage, answers, stage, trained_ids, wait_for, write_model
 from tests.e2e.runs import metrics, state
@@ -25,7 +26,7 @@ def start_vllm(job: Stage) -> None:
     """`lachesis serve --model ... --enable-lora`, and what makes vLLM small on a CPU."""
     job.start("engine", "serve", "--model", job.model, "--port", str(job.engine_port), "--dtype", "float32",
               "--max-model-len", "32", "--enforce-eager", "--enable-lora", "--max-lora-rank", str(RANK),
-              "--adapter-root", job.directory, forked=False)  # fmt: skip
+              "--adapter-root", job.directory, popen=warm.VllmPopen)  # fmt: skip
 
     def serves() -> bool:
         assert job.processes["engine"].poll() is None, job.log("engine")[-3000:]
