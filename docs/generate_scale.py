@@ -227,7 +227,7 @@ def planned(
         "rewards": {"functions": ["rewards.right"]},
         "sampling": {"max_completion_length": 7168},
         "engine": {"kind": "http"},
-        "bridge": {"kind": "lora_nccl" if lora else "broadcast"},
+        "bridge": {"kind": "lora_nccl"} if lora else {"kind": "broadcast", "senders": 8},
         "adapter": {"kind": "lora"} if lora else {"kind": "none"},
         "distributed": dict(shared),
     }

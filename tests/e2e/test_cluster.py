@@ -20,7 +20,7 @@ def test_two_ranks_and_an_engine_train_as_a_job_of_slurm(main: Main, tmp_path: P
         run={"steps": 2},
         model={"device": "cpu"},
         engine={"kind": "embedded_server", "port": free_port()},
-        bridge={"kind": "broadcast"},
+        bridge={"kind": "broadcast", "senders": 2},
     )
     monkeypatch.chdir(tmp_path)
     words = ["--nodes", "3", "--master-port", str(free_port()), "--set", "run.seed=3"]
@@ -33,7 +33,9 @@ def test_two_ranks_and_an_engine_train_as_a_job_of_slurm(main: Main, tmp_path: P
     ended = sbatch(tmp_path / "job", bin_dir=tmp_path / "bin", timeout_s=4 * LONG_S)
     logs = "\n".join(path.read_text() for path in (tmp_path / "runs" / "proof-slurm").rglob("*.log"))
     assert ended.code == 0, f"{ended.output}\n{logs}"
-    assert [line.step for line in read_metrics(tmp_path / "runs" / "proof" / "metrics.jsonl").steps] == [1, 2]
+    steps = read_metrics(tmp_path / "runs" / "proof" / "metrics.jsonl").steps
+    assert [line.step for line in steps] == [1, 2]
+    assert all(line.values[f"sent_gb/{rank}"] > 0 for line in steps for rank in (0, 1)), "both nodes send"
     assert "2 steps in" in ended.output
     assert "serving" in logs
 

@@ -31,7 +31,7 @@ from lachesis.bridges.saved import (
     load_checkpoint,
     started_on_it,
 )
-from lachesis.bridges.senders import MOST_SENDERS, SenderRanks, SendsTogether
+from lachesis.bridges.senders import SenderRanks, SendsTogether
 from lachesis.bridges.shared import EngineWeights, SharedBridge
 from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
@@ -198,7 +198,7 @@ def _sender_ranks(
     """What several ranks send, which is all weights: an adapter is a bucket or less."""
     if parts.together is None or backend == "ipc" or not isinstance(kind, BroadcastBridgeConfig) or kind.senders == 1:
         return None
-    return SenderRanks(parts.together, most=kind.senders or MOST_SENDERS)
+    return SenderRanks(parts.together, most=kind.senders)
 
 
 def _saved(parts: BridgeParts[ModelPolicyT], kind: SavedBridgeConfig, load: Load, done: str) -> Bridge[ModelPolicyT]:

@@ -26,10 +26,6 @@ from lachesis.transport.channel import Channel, Sent
 from lachesis.transport.layout import BUCKET_BYTES, ChannelBackend, ReceivedTensor
 from lachesis.transport.rendezvous import Rendezvous, address_towards, listen
 
-# More do not bring an engine its weights any sooner: its node takes them in by as many cards as it has, mostly eight.
-# Each takes a communicator on every GPU of every engine.
-MOST_SENDERS = 8
-
 # Tensors of parts, each for one rank; that one gets its own whole, and all ranks have to take all that they get.
 Gather = Callable[[Sequence[tuple[int, Sequence[Tensor]]]], Iterator[Tensor]]
 

@@ -37,8 +37,6 @@ GATHER_WITHIN_NODE, GATHER_BETWEEN_NODES = 150e9, 40e9
 WRITE_BYTES_S, READ_BYTES_S = 1.5e9, 3e9
 # A GPU's memory to pinned memory of its host. Assumed: half of PCIe 5.0.
 COPY_BYTES_S = 25e9
-# As in lachesis.bridges.senders: how many ranks send, at most.
-MOST_SENDERS = 8
 # Engines are split over at most the GPUs of a node.
 _TENSOR_PARALLEL = (1, 2, 4, 8)
 # An engine is to have this share of its memory for its cache.
@@ -199,7 +197,7 @@ def _transfer_s(config: LachesisConfig, size: int, layout: GpuSplit) -> float:
 def count_senders(config: LachesisConfig, ranks: int) -> int:
     """How many of the ranks send to the engines: of all weights their shares, of an adapter one all of it."""
     bridge = config.bridge
-    return min(ranks, bridge.senders or MOST_SENDERS) if isinstance(bridge, BroadcastBridgeConfig) else 1
+    return min(ranks, bridge.senders) if isinstance(bridge, BroadcastBridgeConfig) else 1
 
 
 def _send_s(size: float, layout: GpuSplit) -> float:

@@ -278,10 +278,14 @@ class BroadcastBridgeConfig(ChannelBridgeConfig):
     """All weights (LoRA merged into them) are sent straight into the engine."""
 
     kind: Literal["broadcast"] = "broadcast"
-    senders: PositiveInt | None = Field(
-        default=None,
-        description="Ranks of a trainer of several devices that send, each its share and at the same time; up to 8 if "
-        "unset. With `ipc` one does.",
+    # More do not bring an engine its weights any sooner: its node takes them in by as many cards as it has, mostly
+    # eight. Each takes a communicator on every GPU of every engine.
+    senders: int = Field(
+        default=1,
+        ge=1,
+        le=8,
+        description="Ranks of a trainer of several devices that send, each its share and at the same time. "
+        "Several have run over gloo; over NCCL only one has. With `ipc` one does.",
     )
 
 
