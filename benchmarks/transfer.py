@@ -39,7 +39,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lachesis.bridges.extract import tensor_list
-from lachesis.bridges.senders import MOST_SENDERS, busy_senders, deal, spread_ranks
+from lachesis.bridges.senders import busy_senders, deal, spread_ranks
 from lachesis.common.deadline import Deadline
 from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.served import ReceiverSpec
@@ -64,6 +64,10 @@ class Setting:
     bucket_bytes: int
     aside: bool = False
     vllm: bool = False
+
+
+# As bridge.senders at most.
+MOST_SENDERS = 8
 
 
 def settings(*, tiny: bool, senders: int) -> list[Setting]:
