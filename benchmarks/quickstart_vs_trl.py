@@ -1,7 +1,7 @@
 """The quickstart, trained by Lachesis and by TRL's GRPOTrainer in turn on the same machine.
 
     python benchmarks/quickstart_vs_trl.py [--quick] [--steps 200] [--seeds 0 1 2] [--prompts 64 32] [--threads 2]
-                                           [--trl-rows N] [--trl-python PATH] [--out FILE.json]
+                                           [--trl-threads N] [--trl-rows N] [--trl-python PATH] [--out FILE.json]
 
 Both train the same start model on the same prompts in the same order, with the hyperparameters of
 examples/quickstart/config.yaml, each in a process of its own. Lachesis trains as `lachesis train` does, with the
@@ -352,15 +352,16 @@ def listed(values: Iterable[float], *, digits: int = 2) -> str:
     return " / ".join(f"{value:.{digits}f}" if math.isfinite(value) else "not reached" for value in values)
 
 
-def machine(trl_versions: Mapping[str, str], *, threads: int, rows: int) -> str:
+def machine(trl_versions: Mapping[str, str], *, threads: Mapping[str, int], rows: int) -> str:
     """One paragraph: the machine, the versions, the day."""
     info = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     theirs = ", ".join(f"{name} {trl_versions[name]}" for name in ("trl", "torch", "transformers"))
     return (
-        f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores, {threads} threads, "
-        f"float32. Lachesis {__version__} on torch {version('torch')}, transformers {version('transformers')}, "
-        f"Python {platform.python_version()}; {theirs}, Python {trl_versions['python']}, "
+        f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores, {threads[OURS]} threads "
+        f"(TRL {threads[TRL]}), float32. Lachesis {__version__} on torch {version('torch')}, "
+        f"transformers {version('transformers')}, Python {platform.python_version()}; {theirs}, "
+        f"Python {trl_versions['python']}, "
         f"at most {rows} rows a forward pass. "
         f"{time.strftime('%d %B %Y', time.gmtime())}.\n"
     )
@@ -372,6 +373,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--prompts", type=int, nargs="+", default=[64], help="prompts a step; a table for each")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--trl-threads", type=int, help="TRL's, where its best are others")
     parser.add_argument("--quick", action="store_true", help="10 steps of one seed, to see that all works")
     parser.add_argument("--trl-rows", type=int, default=256, help="most completions in one of TRL's forward passes")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL; by default .bench/trl's")
@@ -384,6 +386,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     chosen = options()
+    threads = {OURS: chosen.threads, OURS_ALL: chosen.threads, TRL: chosen.trl_threads or chosen.threads}
     WORK.mkdir(parents=True, exist_ok=True)
     plans = [
         Plan(system=system, seed=seed, prompts=prompts, steps=chosen.steps)
@@ -397,14 +400,14 @@ def main() -> None:
     trl = TrlRunner(chosen.trl_python or trl_python(), config, rows=chosen.trl_rows)
     runs: list[Run] = []
     for plan in plans:
-        run = (trl.run if plan.system == TRL else run_lachesis)(plan, threads=chosen.threads)
+        run = (trl.run if plan.system == TRL else run_lachesis)(plan, threads=threads[plan.system])
         sys.stderr.write(f"{plan.directory.name}: {run.median:.3f} s a step, load average {os.getloadavg()[0]:.1f}\n")
         if plan.system == TRL:
             check_comparable(runs[-1], run)
         runs.append(run)
         if chosen.out:
             chosen.out.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
-    sys.stdout.write(machine(trl.versions, threads=chosen.threads, rows=chosen.trl_rows))
+    sys.stdout.write(machine(trl.versions, threads=threads, rows=chosen.trl_rows))
     for prompts in chosen.prompts:
         sys.stdout.write("\n" + markdown_table([run for run in runs if run.plan.prompts == prompts]))
 
