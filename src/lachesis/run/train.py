@@ -21,36 +21,31 @@ from lachesis.common.errors import CheckpointError, ConfigError, EngineError, En
 from lachesis.common.files import write_atomic
 from lachesis.common.garbage import freeze, thaw
 from lachesis.common.run_files import run_paths
-from lachesis.common.types import EvalResult, Finding, Prompt
+from lachesis.common.types import EvalResult, Finding
 from lachesis.common.world import World
 from lachesis.config.load import LoadedConfig, dump_config, log_findings
 from lachesis.config.rules import check
-from lachesis.config.schema import EpisodesSourceConfig, LachesisConfig
+from lachesis.config.schema import LachesisConfig
 from lachesis.config.steps import total_steps, with_steps
 from lachesis.engines.fleet import EngineRow
 from lachesis.metrics.hub import DISK_FULL, HubTelemetry, MetricsHub
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.values import Metrics
 from lachesis.pipeline.feed import Feed
-from lachesis.rollouts.atropos.source import EngineWatch
-from lachesis.rollouts.evaluate import Evaluates
 from lachesis.rollouts.failures import FailureFile
 from lachesis.rollouts.kept import KeptRollouts
-from lachesis.rollouts.rewards.rewarder import Rewarder
 from lachesis.run.activations import with_activations
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, engine_log, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, unclaimed_on_error
+from lachesis.run.feeds import build_rollouts
 from lachesis.run.gpus import run_meter
 from lachesis.run.log import LogFile, reason_of
 from lachesis.run.parts import (
-    build_atropos_feed,
     build_checkpoints,
     build_evaluation,
-    build_feed,
     build_kept,
     build_policy,
-    feed_from,
     with_start,
 )
 from lachesis.run.pause import RequestedPause
@@ -58,9 +53,9 @@ from lachesis.run.push import push_final, warn_of_missing_login
 from lachesis.run.ranks import Leadership, began_before, leading
 from lachesis.run.requests import either, is_asked, take
 from lachesis.run.sinks import build_sinks, keep_evaluation
-from lachesis.run.sources import build_episodes, load_data, rewarder_of
+from lachesis.run.sources import load_data, rewarder_of
 from lachesis.run.start import LaunchedEngine, seed_everything, set_up
-from lachesis.run.teacher import Teach, build_teach
+from lachesis.run.teacher import build_teach
 from lachesis.run.warm_up import EarlyPolicy
 from lachesis.train.batch import Batch
 from lachesis.train.checkpoint import CheckpointManager
@@ -392,68 +387,12 @@ def build_parts(
         return config, Parts(place, side, policy, feed, evaluation, rollouts.reward_names, rollouts.kept)
 
 
-@dataclass(frozen=True, slots=True)
-class Rollouts:
-    """Where a run's batches come from, what evaluates in place of the held-out problems, and what is kept of them."""
-
-    feed: Feed[Batch]
-    reward_names: Sequence[str]
-    kept: KeptRollouts | None
-    evaluator: Evaluates | None = None
-
-
-def build_rollouts(
-    config: LachesisConfig,
-    *,
-    problems: Sequence[Prompt],
-    policy: Policy,
-    side: EngineSide,
-    rewarder: Rewarder | None,
-    kept: KeptRollouts | None,
-    teach: Teach,
-    place: RunPlace,
-    stop: Callable[[], None],
-    companions: Companions | None,
-) -> Rollouts:
-    """The way from the source that the configuration names to packed batches."""
-    engine = side.bridge.engine
-    if isinstance(config.source, EpisodesSourceConfig):
-        episodes, evaluator = build_episodes(config, policy=policy, engine=engine, rewarder=rewarder)
-        feed = feed_from(episodes, config, policy=policy, kept=kept, teach=teach)
-        return Rollouts(feed, episodes.players.reward_names, kept, evaluator)
-    if config.source.kind == "atropos" or rewarder is None:
-        feed = build_atropos_feed(
-            config,
-            policy=policy,
-            run_dir=place.directory,
-            watch=partial(watch_over, side, EngineWatch(engine, watch=stop), companions, stop),
-            reachable=companions is None or not companions.starts_api,
-            teach=teach,
-        )
-        return Rollouts(feed, (), kept)
-    feed = build_feed(
-        config, problems=problems, policy=policy, engine=engine, rewarder=rewarder, kept=kept, teach=teach
-    )
-    return Rollouts(feed, rewarder.names, kept)
-
-
 def raise_if_asked(stop_requested: Callable[[], bool], leadership: Leadership | None = None) -> None:
     """Raise StopRequested where the run is to end; or what has become of another rank."""
     if leadership is not None:
         leadership.leader.check()
     if stop_requested():
         raise StopRequested("the run was asked to stop while it waited for its engine or for environments")
-
-
-def watch_over(side: EngineSide, engine: EngineWatch, companions: Companions | None, stop: Callable[[], None]) -> None:
-    """Raise where a batch would be waited for in vain: ``stop`` does, or the engine or a companion has died."""
-    stop()
-    if side.owned is None:
-        engine()
-    elif side.owned.died(within_s=0.0):
-        raise EngineError("the engine died while the environments were generating", remedy="read its log")
-    if companions is not None:
-        companions.watch()
 
 
 def run_place(run: RunDirectory) -> RunPlace:

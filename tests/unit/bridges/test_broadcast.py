@@ -171,8 +171,7 @@ def test_an_engine_beside_the_ranks_sleeps_while_they_train_and_wakes_in_parts(m
     """In this order on all ranks; the server refuses what it is asked while its memory is not there."""
     server = FakeServer()
     server.calls = beside.events  # type: ignore[assignment]
-    room = lambda policy: beside.events.append("make room")  # noqa: E731
-    sleeping: dict[str, Any] = {"sleep_level": 2, "make_room": room}
+    sleeping: dict[str, Any] = {"sleep_level": 2, "make_room": lambda policy: beside.events.append("make room")}
     built = make(kind="full", servers=[server], backend="ipc", pack_buckets=beside.pack_buckets, **sleeping)
     built.bridge.sync(0)
     beside.events.clear()

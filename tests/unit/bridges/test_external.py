@@ -141,7 +141,10 @@ def test_ranks_give_back_what_they_keep_before_each_part_of_it_wakes_up(tmp_path
     """Else it could not take it: its cache stands beside what has arrived, too."""
     asleep: list[set[str]] = []
     servers: list[FakeServer] = []
-    room = lambda policy: asleep.extend(set(server.asleep) for server in servers)  # noqa: E731
+
+    def room(policy: Any) -> None:
+        asleep.extend(set(server.asleep) for server in servers)
+
     built = Built(tmp_path, sleep_level=2, make_room=room)
     servers.append(built.server)
     built.bridge.rest()
@@ -160,7 +163,10 @@ def test_one_of_several_that_sleep_is_started_again_before_anything_is_trained(t
     for process in processes:
         process.launch()
     starts: list[int] = []
-    room = lambda policy: starts.append(processes[1].starts)  # noqa: E731
+
+    def room(policy: Any) -> None:
+        starts.append(processes[1].starts)
+
     bridge = adapters_to(engine, tmp_path, owned=owned, sleep_level=1, make_room=room)
     policy = bridge.prepare(lambda: FakePolicy(lora=True))
     engine.claim("run 7", deadline=within())
