@@ -6,17 +6,24 @@ Python cannot kill a thread; a daemon never keeps the interpreter alive.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
+from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError
 
 T = TypeVar("T")
+
+# How long the interpreter's end waits for what was begun aside.
+_AT_EXIT_S = 5.0
+_aside: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 Watch = Callable[[], None]
 """Called while something is waited for; raises where waiting on has become useless."""
@@ -35,6 +42,24 @@ def call_watched(call: Callable[[], T], *, watch: Watch, every_s: float = 0.2) -
     finally:
         worker.abandon()
     return outcome.result()
+
+
+def call_aside(call: Callable[[], object], *, name: str) -> None:
+    """Do on a thread of its own what nobody waits for, but the interpreter at its end, for some seconds.
+
+    For what may take long in C++, as the end of a process group: before Python 3.14 a thread that comes back from there
+    into an interpreter that is ending aborts the process.
+    """
+    thread = threading.Thread(target=call, name=name, daemon=True)
+    _aside.add(thread)
+    thread.start()
+
+
+@atexit.register
+def _wait_for_calls_aside() -> None:
+    deadline = Deadline("the end of calls aside", _AT_EXIT_S)
+    for thread in list(_aside):
+        thread.join(deadline.remaining_s())
 
 
 class CallOutcome(NamedTuple):

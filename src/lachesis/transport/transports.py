@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from threading import Thread
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from torch import distributed as dist
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import EngineError, LachesisError, first_line
-from lachesis.common.threads import call_watched
+from lachesis.common.threads import call_aside, call_watched
 from lachesis.transport.layout import WINDOW, Bucket
 from lachesis.transport.rendezvous import Links, Message
 from lachesis.transport.shared_tensors import (
@@ -181,7 +180,7 @@ class Collective(Transport):
         held, self._group = [self._group], None
         if self.device.type != "cuda":
             # As it goes, a group of gloo waits for what it has under way: until the other side has gone, or too long.
-            Thread(target=held.clear, name="lachesis-channel-end", daemon=True).start()
+            call_aside(held.clear, name="lachesis-channel-end")
         self._buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def _broadcast(self, buffer: Tensor, *, deadline: Deadline) -> Callable[[], None]:

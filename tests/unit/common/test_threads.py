@@ -152,3 +152,13 @@ def test_a_call_that_is_cancelled_before_its_turn_leaves_the_thread_to_the_next(
     go_on.set()
     assert first.result(LONG_S) and third.result(LONG_S) == ""
     thread.abandon()
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.5, "there is still an interpreter\n"), (600.0, "")])
+def test_the_end_of_the_interpreter_waits_for_what_was_begun_aside_but_not_for_ever(seconds: float, said: str):
+    program = (
+        "import time\nfrom lachesis.common import threads\nthreads._AT_EXIT_S = 2.0\n"
+        f"threads.call_aside(lambda: (time.sleep({seconds}), print('there is still an interpreter')), name='aside')\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=True, timeout=LONG_S, capture_output=True, text=True)
+    assert ended.stdout == said
