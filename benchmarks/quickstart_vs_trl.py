@@ -31,6 +31,7 @@ import torch
 
 from lachesis import __version__
 from lachesis.common.imports import load_function
+from lachesis.common.openmp import brief_waits
 from lachesis.common.types import Group, Prompt
 from lachesis.config.load import load_config
 from lachesis.config.rules import learning_rate
@@ -262,8 +263,7 @@ def execute(command: Sequence[str], *, log: Path, threads: int = 1) -> None:
         "PYTHONPATH": str(REPOSITORY / "src"),
         "OMP_NUM_THREADS": str(threads),
         "RAYON_NUM_THREADS": str(threads),
-        # What `lachesis` sets for itself, for both: threads that wait without spinning are faster for both.
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **brief_waits(os.environ),  # what `lachesis` sets for itself, for both
         "HF_HUB_OFFLINE": "1",
     }
     with log.open("w") as output:

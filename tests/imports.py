@@ -6,8 +6,10 @@ import atexit
 import gc
 import os
 
+from lachesis.common.openmp import brief_waits
+
 # As the command line has it before torch is loaded.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ |= brief_waits(os.environ)
 
 import transformers.models.qwen2.modeling_qwen2
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast

@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import lachesis.train as _train_room
+from lachesis.common.openmp import brief_waits
 from lachesis.common.renamed import keep_old_names
 
 if TYPE_CHECKING:
@@ -143,9 +144,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _loaded(module: str) -> ModuleType:
-    # Read when torch is loaded, if that comes later: threads that spin while they wait for each other make small models
-    # several times slower as soon as anything else runs on the same cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ |= brief_waits(os.environ)
     with _without_chatter():
         return import_module(f"lachesis.{module}")
 

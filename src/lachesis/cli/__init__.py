@@ -12,6 +12,7 @@ from lachesis.cli import base
 from lachesis.cli.base import EXIT_INTERNAL, EXIT_SIGNALLED, fail
 from lachesis.cli.commands import load
 from lachesis.common.errors import LachesisError, TrainingError
+from lachesis.common.openmp import brief_waits
 
 __all__ = ["main", "run_api_main"]
 
@@ -32,9 +33,7 @@ def run_api_main() -> None:
 
 def main() -> None:
     """Entry point: an error is one line with its cause and a remedy, and an exit code of its own."""
-    # Read when torch is loaded, later. Threads that spin while they wait for each other make small models several
-    # times slower as soon as anything else runs on the same cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ |= brief_waits(os.environ)
     try:
         # Without standalone mode typer returns the code of typer.Exit, and that of an interrupt.
         words = sys.argv[1:] or ["--help"]
