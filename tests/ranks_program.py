@@ -244,6 +244,9 @@ IN_PARTS = (
     *("tensor", "tensor_stochastic", "shard_tensor", "replicate_shard_tensor", "shard_tensor_lora"),
 )
 
+# Those whose ranks add up gradients over replicas, and nothing else in the midst of a step.
+REPLICAS = ("replicate", "hsdp", "hsdp_float32", "hsdp_of_eight")
+
 # Those whose weights all ranks send: dense, tied, merged, experts, sharded in one way or another or not at all.
 SENT = (
     *("full", "tied", "lora", "moe", "groups_of_one", "replicate", "context_moe", "masters"),
@@ -341,11 +344,26 @@ def compare(case: Case, leader: Leader, *, name: str, device: torch.device, join
     if name in IN_PARTS:
         exchange_parts(alone, leading, todo[0])
         step(alone, leading, todo[0], case)
+    if name in REPLICAS:
+        groups = drifted_groups(tiny_model("qwen2").double(), groups=6, seed=0)
+        once, often = (pack(groups, max_tokens=most, share_prefixes=True) for most in (1 << 20, 10))
+        assert len(often.micro_batches) > 2 * leading.strategy.world_size
+        assert all_reduces(leading, batch=often) == all_reduces(leading, batch=once)
     gather(leading, leader)
     if device.type == "cpu":  # a process cannot map memory of its own GPU from outside
         pack_for_workers(leading)
     if name in SENT:
         send(leading)
+
+
+def all_reduces(policy: Policy, *, batch: Batch) -> int:
+    """How many there are before the update of a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        policy.accumulate(batch)
+    policy.step()
+    found = sum(event.name == "c10d::allreduce_" for event in profile.events() or ())
+    assert found, "this looks for them by another name than torch's"
+    return found
 
 
 def assert_tokens_shared(policy: Policy, batch: Batch) -> None:

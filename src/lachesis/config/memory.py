@@ -96,7 +96,7 @@ def memory_parts(
     width = weight_bytes(config, shape, device=device)
     mesh = derive_mesh(config.distributed, ranks=devices)
     parts = [
-        *_held_parts(config, shape, width=width, device=device),
+        *_held_parts(config, shape, width=width, device=device, mesh=mesh),
         *_ring_parts(config, shape, width=width, devices=devices),
         *_pass_parts(config, shape, lengths=lengths, width=width, device=device, mesh=mesh),
         *_update_parts(config, shape, width=width, device=device),
@@ -106,7 +106,9 @@ def memory_parts(
     return _sharded([part for part in parts if part.bytes], config, shape, mesh=mesh, width=width)
 
 
-def _held_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device: str) -> Iterator[MemoryPart]:
+def _held_parts(
+    config: LachesisConfig, shape: ModelShape, *, width: int, device: str, mesh: Mesh
+) -> Iterator[MemoryPart]:
     """What the trainer has from start to end."""
     trained = trainable_parameters(config, shape)
     if not shares_weights(config):
@@ -115,7 +117,9 @@ def _held_parts(config: LachesisConfig, shape: ModelShape, *, width: int, device
         yield MemoryPart("adapter", "trainer", ALWAYS, trained * width)
     yield MemoryPart("optimizer states", "trainer", ALWAYS, _optimizer_bytes(config, shape, trained, width, device))
     yield MemoryPart("reference", "trainer", ALWAYS, _reference_bytes(config, shape, width=width))
-    yield MemoryPart("gradients", "trainer", TRAINING, trained * width)
+    # Replicas of one another add up in float32 what travels between them once a step.
+    replicated = not mesh.whole and mesh.replicate > 1
+    yield MemoryPart("gradients", "trainer", TRAINING, trained * (max(width, 4) if replicated else width))
 
 
 def _pass_parts(

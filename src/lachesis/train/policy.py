@@ -224,6 +224,7 @@ class Policy(PolicyState, SendsWeights):
             self.model.train()
             for index, micro in enumerate(micro_batches):
                 micro = micro.to(self.device)
+                self.strategy.begin_pass(last=index + 1 == len(micro_batches))
                 with self._replayed(micro, counting=True):
                     output = self._loss(batch, index, micro, counts, num_inputs=num_inputs)
                     output.loss.backward()

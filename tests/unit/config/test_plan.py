@@ -160,10 +160,11 @@ def test_each_of_several_devices_holds_a_part(build, model):
 @pytest.mark.parametrize(
     ("distributed", "expected"),
     [
-        ({"strategy": "replicate"}, {"weights": 2.0}),
-        ({"shard_size": 2}, {"weights": 1.0}),
-        ({"replicate_size": 4}, {"weights": 2.0}),
-        ({"context_parallel_size": 2}, {"weights": 0.5}),
+        ({"strategy": "replicate"}, {"weights": 2.0, "gradients": 2.0}),
+        # Replicas that are added up once a step keep what there is of it in float32.
+        ({"shard_size": 2}, {"weights": 1.0, "gradients": 2.0}),
+        ({"replicate_size": 4}, {"weights": 2.0, "gradients": 4.0}),
+        ({"context_parallel_size": 2}, {"weights": 0.5, "gradients": 0.5}),
         ({"context_parallel_size": 2, "shard_size": 1}, {"weights": 1.0}),
         ({"context_parallel_size": 2, "strategy": "replicate"}, {"weights": 2.0}),
         ({"reshard_after_forward": False}, {"weights": 0.5}),

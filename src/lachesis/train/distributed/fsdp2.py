@@ -77,6 +77,7 @@ class Fsdp2(Ranks):
         self._meshes = _meshes(device.type, self.mesh)
         self._experts = rank_group(ExpertGroup, self._meshes.expert, EXPERT)
         self._cuts: list[TensorCut] = []
+        self._replicated: list[FSDPModule] = []
 
     def place(self, model: PreTrainedModel) -> None:
         offloaded = self._config.cpu_offload and self._device.type != "cpu"
@@ -97,7 +98,9 @@ class Fsdp2(Ranks):
                 fully_shard(held, mesh=self._meshes.of_experts, **options)
             fully_shard(layer, mesh=self._meshes.sharded, **options)
         fully_shard(model, mesh=self._meshes.sharded, **options)
-        for module in _sharded_modules(model):
+        modules = _sharded_modules(model)
+        self._replicated += modules if self._meshes.sharded.ndim > 1 else []
+        for module in modules:
             # The loss is normalized by counts over all ranks: their gradients add up, where FSDP takes the mean.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -117,6 +120,11 @@ class Fsdp2(Ranks):
             return None
         assert self._meshes.expert is not None
         return ExpertCut(model, mesh=self._meshes.expert, group=self._experts, tensor=self.tensor)
+
+    def begin_pass(self, *, last: bool) -> None:
+        # What the passes of a batch have added up within a replica travels to the others once.
+        for module in self._replicated:
+            module.set_requires_all_reduce(last, recurse=False)
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Of what a tensor group has alike, so that it stays so; all else FSDP has added up."""

@@ -84,6 +84,9 @@ class Strategy:
         """The values [n] of all parts of a batch, one after the other; the ranks that share one give the same."""
         return values
 
+    def begin_pass(self, *, last: bool) -> None:
+        """A pass through the model and back begins, the last or not of those of a batch. Of this process alone."""
+
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Leave in each ``.grad`` the sum over all ranks, where the backward pass has not done so."""
 
