@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from lachesis.bridges.broadcast import BroadcastBridge, full_source, travelling
 from lachesis.bridges.external import Servers
-from lachesis.bridges.extract import as_saved, full_weights, tensor_list
+from lachesis.bridges.extract import as_saved, full_digests, full_weights, tensor_list
 from lachesis.bridges.senders import SenderRanks
 from lachesis.common.adapted import is_adapted
 from lachesis.common.deadline import Deadline
@@ -349,6 +349,7 @@ def compare(case: Case, leader: Leader, *, name: str, device: torch.device, join
         once, often = (pack(groups, max_tokens=most, share_prefixes=True) for most in (1 << 20, 10))
         assert len(often.micro_batches) > 2 * leading.strategy.world_size
         assert all_reduces(leading, batch=often) == all_reduces(leading, batch=once)
+    prove(leading, leader)
     gather(leading, leader)
     if device.type == "cpu":  # a process cannot map memory of its own GPU from outside
         pack_for_workers(leading)
@@ -436,6 +437,15 @@ def assert_same(found: Any, expected: Any) -> None:
 
 def not_empty(leaf: Any) -> bool:
     return not isinstance(leaf, torch.Tensor) or leaf.numel() > 0
+
+
+def prove(policy: Policy, leader: Leader) -> None:
+    """Digests are those of the whole weights, and take one turn, in which nothing is gathered."""
+    before = leader.turns
+    found = policy.weight_digests()
+    if policy.strategy.sharded and not is_adapted(policy.model):
+        assert leader.turns - before == 1
+    assert found == full_digests(policy.model, whole=policy.whole)
 
 
 def gather(policy: Policy, leader: Leader) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lachesis.bridges.extract import Whole, adapter_digests, base_parameters, full_digests, text_config
+from lachesis.bridges.extract import Whole, adapter_digests, base_parameters, text_config
 from lachesis.bridges.names import map_parameters
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineUnreachable, LachesisError, ModelError, StaleWeights
@@ -258,6 +258,8 @@ class ModelPolicy(Protocol):
 
     def canary(self, token_ids: Sequence[int]) -> Sequence[float]: ...
 
+    def weight_digests(self, *, quantized: Collection[str] = ()) -> Mapping[str, int]: ...
+
 
 ModelPolicyT = TypeVar("ModelPolicyT", bound=ModelPolicy)
 
@@ -343,7 +345,7 @@ def digest_functions(
         return None
     quantized = frozenset(name.removesuffix(SCALE) for name in slices if name.endswith(SCALE))
     return (
-        lambda: full_digests(policy.model, whole=whole, quantized=quantized),
+        lambda: policy.weight_digests(quantized=quantized),
         lambda: control.digests(slices, deadline=deadline()).digests,
     )
 

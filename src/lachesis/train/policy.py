@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lachesis.bridges.extract import as_saved, full_weights
+from lachesis.bridges.extract import as_saved, base_parameters, full_digests, full_weights
 from lachesis.bridges.saved import save_companions, write_checkpoint
 from lachesis.common.mixtures import stacked_experts
 from lachesis.common.types import Group
@@ -45,6 +45,7 @@ from lachesis.train.optim.optimizer import PolicyOptimizer
 from lachesis.train.policy_state import PolicyState
 from lachesis.train.routed import UNKNOWN
 from lachesis.train.sending import SendsWeights
+from lachesis.transport.digest import add_up, share_digests
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -265,6 +266,23 @@ class Policy(PolicyState, SendsWeights):
     def canary(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs of ``token_ids[1:]`` at temperature 1, through the path that training takes."""
         return self._canary.read(token_ids)
+
+    def weight_digests(self, *, quantized: Collection[str] = ()) -> dict[str, int]:
+        """Of all weights as an engine holds them, an adapter merged; those of ``quantized`` in 8 bits, with scales.
+
+        Ranks that have parts of the weights read those, and gather nothing where the digests of parts add up.
+        """
+        if not self.strategy.sharded:
+            return full_digests(self.model, quantized=quantized)
+        parameters = base_parameters(self.model)
+        plain = self.model is self.transformer and not quantized
+        if plain and all(share.adds_up for share in self.strategy.shares(parameters).values()):
+            return add_up(self.digest_shares(), names=parameters)
+        return full_digests(self.model, whole=self.whole, quantized=quantized)
+
+    def digest_shares(self) -> list[dict[str, int]]:
+        """Of each rank's part of the weights, what that is of their digests."""
+        return [share_digests(self.strategy.shares(base_parameters(self.model)))]
 
     @torch.no_grad()
     def recompute_logprobs(self, batch: Batch) -> Batch:

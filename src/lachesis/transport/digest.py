@@ -6,7 +6,9 @@ no cryptographic hash: it finds tensors that were lost, exchanged, shifted by ro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +23,34 @@ _CHUNK_WORDS = 1 << 22
 _BATCH_BYTES = 1 << 25
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A rectangle of a tensor.
+
+    Attributes:
+        part: its elements, of as many dimensions as the tensor has.
+        shape: of the whole.
+        first_row: the place of its first row in the whole.
+    """
+
+    part: Tensor
+    shape: tuple[int, ...]
+    first_row: int = 0
+
+    @property
+    def word_bytes(self) -> int:
+        """Width of the words as which rows of the whole are read."""
+        row_bytes = math.prod(self.shape[1:]) * self.part.element_size()
+        return next(width for width in _WORDS if row_bytes % width == 0)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether no word of a row is cut, so that the digests of all parts add up to that of the whole."""
+        cut = [n for n in range(1, len(self.shape)) if self.part.shape[n] != self.shape[n]]
+        run = math.prod(self.part.shape[cut[-1] :]) if cut else math.prod(self.shape[1:])
+        return run * self.part.element_size() % self.word_bytes == 0
+
+
 def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     """Digests of several tensors, with one transfer to the host for each device.
 
@@ -37,23 +66,38 @@ def digests(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     Raises:
         EngineError: a tensor is on the meta device and has no bytes.
     """
-    for name, tensor in tensors.items():
-        if tensor.is_meta:
+    return share_digests({name: Share(tensor.detach(), tuple(tensor.shape)) for name, tensor in tensors.items()})
+
+
+@torch.no_grad()
+def share_digests(shares: Mapping[str, Share]) -> dict[str, int]:
+    """What parts of tensors are of their digests: those of all parts :func:`add_up` to :func:`digests` of the whole.
+
+    A part has to be one that :attr:`Share.adds_up`. Returns and raises as :func:`digests`.
+    """
+    for name, share in shares.items():
+        if share.part.is_meta:
             raise EngineError(
-                f"the tensor {name!r} of shape {tuple(tensor.shape)} is on the meta device: it has no bytes",
+                f"the tensor {name!r} of shape {share.shape} is on the meta device: it has no bytes",
                 remedy="load or attach the weights before proving that they arrived",
             )
     by_device: dict[torch.device, list[tuple[list[str], Tensor]]] = {}
-    for batch in _batches(tensors):
-        device = tensors[batch[0]].device
-        by_device.setdefault(device, []).append((batch, _digests([tensors[name] for name in batch])))
+    for batch in _batches(shares):
+        device = shares[batch[0]].part.device
+        by_device.setdefault(device, []).append((batch, _digests([shares[name] for name in batch])))
     found: dict[str, int] = {}
     for entries in by_device.values():
         names = [name for batch, _ in entries for name in batch]
         whole = torch.cat([values for _, values in entries])
         values: list[int] = whole.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]  # torch: a list of what?
         found |= {name: value % _MODULUS for name, value in zip(names, values, strict=True)}
-    return {name: found[name] for name in tensors}
+    return {name: found[name] for name in shares}
+
+
+def add_up(parts: Iterable[Mapping[str, int]], *, names: Iterable[str]) -> dict[str, int]:
+    """Digests of whole tensors, of what all that have parts of them say; one of which nobody has a part is 0."""
+    held = list(parts)
+    return {name: sum(part.get(name, 0) for part in held) % _MODULUS for name in names}
 
 
 def served_lora_b(lora_b: Tensor, *, scaling: float, dtype: torch.dtype) -> Tensor:
@@ -64,42 +108,44 @@ def served_lora_b(lora_b: Tensor, *, scaling: float, dtype: torch.dtype) -> Tens
     return lora_b.detach().to(dtype) * scaling
 
 
-def _batches(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+def _batches(shares: Mapping[str, Share]) -> list[list[str]]:
     """Names of tensors that are read together: small ones of one shape, as kernels take longer to start than to run."""
     batches: dict[tuple[object, ...], list[list[str]]] = {}
-    for name, tensor in tensors.items():
-        most = max(1, _BATCH_BYTES // max(1, tensor.nbytes))
-        found = batches.setdefault((tensor.device, tensor.dtype, tuple(tensor.shape)), [[]])
+    for name, share in shares.items():
+        part = share.part
+        most = max(1, _BATCH_BYTES // max(1, part.nbytes))
+        kind = (part.device, part.dtype, tuple(part.shape), share.word_bytes)
+        found = batches.setdefault(kind, [[]])
         if len(found[-1]) == most:
             found.append([])
         found[-1].append(name)
     return [batch for found in batches.values() for batch in found]
 
 
-def _digests(tensors: Sequence[Tensor]) -> Tensor:
-    """int64 [N] on their device, of N tensors of one shape and dtype."""
+def _digests(shares: Sequence[Share]) -> Tensor:
+    """int64 [N] on their device, of N parts of one shape, dtype and width of words."""
+    tensors, width = [share.part for share in shares], shares[0].word_bytes
     first = tensors[0]
     if first.dtype.itemsize == 1:  # floats of 8 bits can be looked at and little else
-        tensors = [tensor.detach().view(torch.uint8) for tensor in tensors]
+        tensors = [tensor.view(torch.uint8) for tensor in tensors]
         first = tensors[0]
     if first.numel() == 0:
         return torch.zeros(len(tensors), dtype=torch.int64, device=first.device)
-    stacked = torch.stack([tensor.detach() for tensor in tensors]) if len(tensors) > 1 else first.detach()[None]
-    words = _as_words(stacked.flatten(0, 1).flatten(1) if first.ndim >= 2 else stacked.reshape(-1, 1))
+    stacked = torch.stack(tensors) if len(tensors) > 1 else first[None]
+    words = _as_words(stacked.flatten(0, 1).flatten(1) if first.ndim >= 2 else stacked.reshape(-1, 1), width=width)
     sums = torch.empty(words.shape[0], dtype=torch.int64, device=first.device)
     # torch sums int64 without a copy; narrower words it would first widen as a whole.
     step = words.shape[0] if words.dtype == torch.int64 else max(1, _CHUNK_WORDS // words.shape[1])
     for start in range(0, words.shape[0], step):
         torch.sum(words[start : start + step], dim=1, dtype=torch.int64, out=sums[start : start + step])
     sums = sums.view(len(tensors), -1)
-    weights = torch.arange(1, 2 * sums.shape[1], 2, device=first.device)
-    return (sums * weights).sum(dim=1)
+    rows = torch.arange(sums.shape[1], device=first.device)
+    before = torch.tensor([[share.first_row] for share in shares], device=first.device)
+    return (sums * (2 * (rows + before) + 1)).sum(dim=1)
 
 
-def _as_words(rows: Tensor) -> Tensor:
-    """``rows`` [rows, columns] as integers [rows, words], of the width that divides the bytes of a row."""
-    row_bytes = rows.shape[1] * rows.element_size()
-    width = next(width for width in _WORDS if row_bytes % width == 0)
+def _as_words(rows: Tensor, *, width: int) -> Tensor:
+    """``rows`` [rows, columns] as integers [rows, words] of ``width`` bytes."""
     if not rows.is_contiguous() or (rows.storage_offset() * rows.element_size()) % width:
         rows = rows.clone(memory_format=torch.contiguous_format)
     return rows.view(torch.uint8).view(_WORDS[width])

@@ -5,7 +5,7 @@ import torch
 
 from lachesis.common.errors import EngineError
 from lachesis.transport import digest as module
-from lachesis.transport.digest import digests, served_lora_b
+from lachesis.transport.digest import Share, add_up, digests, served_lora_b, share_digests
 from tests.unit.transport.sharing import digest
 
 MODULUS = 1 << 64
@@ -33,6 +33,38 @@ def test_a_digest_is_the_weighted_sum_of_rows(dtype, shape):
     tensor = (random(*shape) * 50).to(dtype)
     assert digest(tensor) == by_hand(tensor)
     assert 0 <= digest(tensor) < MODULUS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(9,), (9, 8), (9, 3), (5, 2, 8), (1, 4)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_those_of_rows_add_up_on_however_many_ranks(dtype, shape, ranks):
+    tensors = {name: (random(*shape, seed=seed) * 50).to(dtype) for seed, name in enumerate("ab")}
+    rows = -(-shape[0] // ranks)  # the last may have fewer, or none
+    says = []
+    for rank in range(ranks):
+        first = min(rank * rows, shape[0])
+        shares = {name: Share(tensor[first : first + rows], shape, first) for name, tensor in tensors.items()}
+        assert all(share.adds_up for share in shares.values())
+        says.append(share_digests(shares))
+    assert add_up(says, names=tensors) == digests(tensors)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dimension", "fits"),
+    [((4, 16), 1, True), ((4, 12), 1, False), ((4, 2, 8), 1, True), ((4, 8, 6), 2, False), ((4, 8, 8), 2, True)],
+)
+def test_those_of_columns_add_up_where_no_word_is_cut(shape, dimension, fits):
+    tensor = random(*shape, dtype=torch.bfloat16)
+    shares = [Share(part, shape) for part in tensor.chunk(2, dim=dimension)]
+    assert [share.adds_up for share in shares] == [fits, fits]
+    if fits:
+        assert add_up([share_digests({"a": share}) for share in shares], names=["a"]) == digests({"a": tensor})
+
+
+def test_a_tensor_of_which_nobody_has_a_part_is_no_other_ones_digest():
+    tensor = random(4, 4)
+    assert add_up([digests({"a": tensor}), {}], names=["a", "b"]) == {"a": digest(tensor), "b": 0}
 
 
 def test_chunks_make_no_difference(monkeypatch):

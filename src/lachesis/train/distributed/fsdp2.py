@@ -50,6 +50,7 @@ from lachesis.train.distributed.strategy import (
 from lachesis.train.distributed.tensor_parallel import TensorCut
 from lachesis.train.model.dispatch import ExpertGroup
 from lachesis.train.model.experts import experts_of
+from lachesis.transport.digest import Share
 
 # The dimension of the mesh over which tensors are cut.
 _SHARD = "shard"
@@ -213,6 +214,23 @@ class Fsdp2(Ranks):
                 yield parts[0] if ways == 1 else torch.cat(parts, dim=_cut_dimension(tensor))
 
         return finish
+
+    def shares(self, tensors: Mapping[str, Tensor]) -> dict[str, Share]:
+        found: dict[str, Share] = {}
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, DTensor):
+                found |= super().shares({name: tensor}) if self.rank == 0 else {}
+            elif self._says(tensor):
+                _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+                found[name] = Share(tensor.to_local().detach(), tuple(tensor.shape), offset[0])
+        return found
+
+    def _says(self, tensor: DTensor) -> bool:
+        """Whether this rank is the first of those that have the same part of a tensor."""
+        places = tensor.device_mesh.get_coordinate() or ()
+        replica = any(place for place, held in zip(places, tensor.placements, strict=True) if held.is_replicate())
+        alike = self.tensor is not None and self.tensor.rank > 0 and cut_by(tensor) is None
+        return not replica and not alike
 
     @torch.no_grad()
     def spread(self, like: Tensor, whole: Tensor) -> Tensor:

@@ -268,6 +268,11 @@ class LeadingPolicy(Policy):
         parts = [part.micro_batches for part in self._mesh.of_parts([first, *answers])]
         return replace(batch, micro_batches=tuple(collect(parts)))
 
+    def digest_shares(self) -> list[dict[str, int]]:
+        with self._leader.turn("digest_shares", what="proving the weights", answers=True) as answers:
+            own = super().digest_shares()
+        return [*own, *chain.from_iterable(answers)]
+
     def whole(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
         if not self.strategy.sharded:
             return super().whole(parameters)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from lachesis.config.schema import DistributedConfig
 from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.rank_group import RankGroup
 from lachesis.train.model.tensor import TensorGroup
+from lachesis.transport.digest import Share
 
 # Tensors travel in buffers of about this many elements: one collective for many small ones.
 BUFFER_ELEMENTS = 2**25
@@ -107,6 +108,10 @@ class Strategy:
         While one part is used the next one travels. All ranks have to take all that they get.
         """
         return (tensor for rank, tensors in parts if rank == self.rank for tensor in tensors)
+
+    def shares(self, tensors: Mapping[str, Tensor]) -> dict[str, Share]:
+        """What this rank has of tensors of the model; what several ranks have, one of them says. Of this rank alone."""
+        return {name: Share(tensor.detach(), tuple(tensor.shape)) for name, tensor in tensors.items()}
 
     def spread(self, like: Tensor, whole: Tensor) -> Tensor:
         """The reverse of :meth:`whole`: what this rank has to copy into ``like``.
