@@ -12,9 +12,10 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from lachesis.bridges.extract import as_saved, full_digests, full_weights, tenso
 from lachesis.bridges.senders import SenderRanks
 from lachesis.common.adapted import is_adapted
 from lachesis.common.deadline import Deadline
-from lachesis.common.errors import EngineError
+from lachesis.common.errors import DeadlineExceeded, EngineError
 from lachesis.common.world import find_world
 from lachesis.config.schema import DistributedConfig, LoraAdapterConfig, OptimizerConfig
 from lachesis.engines.serving.served import TransferKind
@@ -355,6 +356,8 @@ def compare(case: Case, leader: Leader, *, name: str, device: torch.device, join
         pack_for_workers(leading)
     if name in SENT:
         send(leading)
+    if name == SENT[0]:
+        send_to_one_that_hangs(leading)
 
 
 def all_reduces(policy: Policy, *, batch: Batch) -> int:
@@ -514,11 +517,51 @@ def pack_kind_for_workers(policy: LeadingPolicy, kind: TransferKind) -> None:
 def send(policy: Policy) -> None:
     """Each rank sends a share of the weights to the workers of two engines, which have all of them, bit by bit."""
     servers = [FakeServer(workers=2, engine="vllm"), FakeServer(number=1, engine="vllm")]
+    with sending(policy, servers, limit_s=LIMIT_S) as bridge:
+        for version in range(3):  # one dies in the second, and the other has it from all ranks again
+            servers[-1].dies_in = "loading" if version == 1 else ""
+            bridge.sync(version)
+            expected = saved_weights(policy)
+            for server in servers[: 1 if version else 2]:
+                assert_same(server.tensors, expected)
+            assert bridge.last_report is not None
+            sent = [bridge.last_report.ranks[rank].num_bytes for rank in range(policy.strategy.world_size)]
+            assert min(sent) > 0 and sum(sent) >= sum(tensor.nbytes for tensor in expected.values()), sent
+
+
+def send_to_one_that_hangs(policy: Policy) -> None:
+    """No rank waits longer than the transfer may take; the next one is as if nothing had been."""
+    servers = [FakeServer(workers=2, engine="vllm"), FakeServer(number=1, engine="vllm")]
+    with sending(policy, servers, limit_s=3.0) as bridge:
+        bridge.sync(0)
+        servers[0].goes_on.clear()
+        began = time.monotonic()
+        try:
+            bridge.sync(1)
+        except DeadlineExceeded as error:
+            assert "deadlines.sync_s" in str(error), error
+        else:
+            raise AssertionError("nobody has taken the weights")
+        assert time.monotonic() - began < 20.0
+        servers[0].goes_on.set()
+        bridge.sync(2)
+        for server in servers:
+            assert_same(server.tensors, saved_weights(policy))
+
+
+def saved_weights(policy: Policy) -> dict[str, torch.Tensor]:
+    whole = full_weights(policy.model, whole=policy.whole)
+    return {name: tensor.cpu() for name, tensor in as_saved(policy.model, whole)}
+
+
+@contextmanager
+def sending(policy: Policy, servers: list[FakeServer], *, limit_s: float) -> Iterator[BroadcastBridge[Policy]]:
+    """A bridge over which all ranks send."""
     engine = FakeHttpEngine(*servers)
     engine.connect(deadline=Deadline("meeting the engines", LIMIT_S))
     with tempfile.TemporaryDirectory() as directory:
         bridge: BroadcastBridge[Policy] = BroadcastBridge(
-            Servers(engine=engine, proof_builder=None, sync_s=LIMIT_S),
+            Servers(engine=engine, proof_builder=None, sync_s=limit_s),
             source=full_source(lambda policy: policy.model, lambda policy: policy.whole),
             backend="gloo",
             device="cpu",
@@ -526,17 +569,7 @@ def send(policy: Policy) -> None:
             sender_ranks=SenderRanks(lambda policy: policy, most=8),
         )
         bridge.prepare(lambda: policy)
-        for version in range(3):  # one dies in the second, and the other has it from all ranks again
-            servers[-1].dies_in = "loading" if version == 1 else ""
-            bridge.sync(version)
-            expected = dict(as_saved(policy.model, full_weights(policy.model, whole=policy.whole)))
-            for server in servers[: 1 if version else 2]:
-                assert server.tensors.keys() == expected.keys()
-                for name, tensor in expected.items():
-                    assert torch.equal(server.tensors[name], tensor.cpu()), (version, name)
-            assert bridge.last_report is not None
-            sent = [bridge.last_report.ranks[rank].num_bytes for rank in range(policy.strategy.world_size)]
-            assert min(sent) > 0 and sum(sent) >= sum(tensor.nbytes for tensor in expected.values()), sent
+        yield bridge
         bridge.close()
 
 

@@ -83,7 +83,7 @@ class MergedPolicy(FakePolicy):
 class FakeServer(ServerControl):
     """One server. ``faults`` maps a method's name to an error it raises, once; ``corrupt`` changes what arrives.
 
-    ``dies_in`` is the call in which it dies.
+    ``dies_in`` is the call in which it dies; while ``goes_on`` is not set its workers take nothing, as if stopped.
     """
 
     def __init__(self, *, number: int = 0, workers: int = 1, engine: str = "fake") -> None:
@@ -101,6 +101,8 @@ class FakeServer(ServerControl):
         self.asleep: set[MemoryPart] = set()
         self.gone = False
         self.dies_in = ""
+        self.goes_on = threading.Event()
+        self.goes_on.set()
         self._status = ReceiverStatus()
         self._receivers: list[Receiver] = []
 
@@ -215,6 +217,7 @@ class FakeServer(ServerControl):
                 receiver.close()
 
     def _take(self, receiver: Receiver) -> dict[str, Tensor]:
+        assert self.goes_on.wait(LONG_S)
         tensors = receiver.take(None)
         assert tensors is not None
         with receiver.loading():
