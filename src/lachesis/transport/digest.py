@@ -139,9 +139,11 @@ def _digests(shares: Sequence[Share]) -> Tensor:
     for start in range(0, words.shape[0], step):
         torch.sum(words[start : start + step], dim=1, dtype=torch.int64, out=sums[start : start + step])
     sums = sums.view(len(tensors), -1)
-    rows = torch.arange(sums.shape[1], device=first.device)
-    before = torch.tensor([[share.first_row] for share in shares], device=first.device)
-    return (sums * (2 * (rows + before) + 1)).sum(dim=1)
+    weights = torch.arange(1, 2 * sums.shape[1], 2, device=first.device)
+    before = [[2 * share.first_row] for share in shares]
+    if any(number for (number,) in before):  # of whole tensors nothing has to travel to the device
+        weights = weights + torch.tensor(before, device=first.device)
+    return (sums * weights).sum(dim=1)
 
 
 def _as_words(rows: Tensor, *, width: int) -> Tensor:
