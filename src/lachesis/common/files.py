@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import threading
 import zlib
@@ -12,13 +13,14 @@ from pathlib import Path
 
 _TEMPORARY = ".tmp-"
 _REPLACED = ".old-"
+_UNFINISHED = re.compile(r"\..+\.\d+-\d+\.tmp")
 
 
 def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, mode: int = 0o666) -> None:
     """Replace the file ``path`` by ``data`` (text as UTF-8): readers see the old content or the new one.
 
-    The data is written beside the target before the rename, so a kill leaves the old file. Missing parent
-    directories are created.
+    The data is written beside the target before the rename, so a kill leaves the old file, and what was written by
+    then, which :func:`clean_files` removes. Missing parent directories are created.
 
     Args:
         durable: force it to disk too, so that the same holds of a power cut.
@@ -45,6 +47,13 @@ def write_atomic(path: Path, data: str | bytes, *, durable: bool = True, mode: i
         raise
     if durable:
         fsync_path(path.parent)
+
+
+def clean_files(parent: Path) -> None:
+    """Remove what killed :func:`write_atomic` calls left in a directory in which nobody else writes now."""
+    for path in parent.iterdir():
+        if _UNFINISHED.fullmatch(path.name):
+            path.unlink()
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lachesis.common.errors import DataError
-from lachesis.common.files import write_atomic
+from lachesis.common.files import clean_files, write_atomic
 from lachesis.common.group_codec import TokenTexts, decode_group, encode_group
 from lachesis.common.json_values import json_bytes
 from lachesis.common.types import Group, StepRecord
@@ -51,6 +51,7 @@ class TapeSink(Sink):
         self._report_groups = report_groups if texts is not None else 0
         self._texts = texts
         self._directory.mkdir(parents=True, exist_ok=True)
+        clean_files(self._directory)
         for step, path in tape_files(self._directory).items():
             if resume_step is None or step > resume_step:
                 path.unlink()

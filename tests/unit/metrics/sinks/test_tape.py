@@ -77,6 +77,14 @@ def test_resume_deletes_later_steps_and_a_new_run_all(tmp_path: Path, make_group
     assert tape_files(tmp_path) == {} and (tmp_path / "step_notes.jsonl").exists()
 
 
+def test_what_a_killed_process_was_writing_is_removed(tmp_path: Path) -> None:
+    left, other = tmp_path / ".step_000003.jsonl.17-1234.tmp", tmp_path / "notes.tmp"
+    for path in (left, other):
+        path.write_text("{")
+    TapeSink(tmp_path, resume_step=2)
+    assert not left.exists() and other.exists()
+
+
 def test_a_failed_write_leaves_nothing_half_done(
     tmp_path: Path, make_group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
