@@ -186,3 +186,14 @@ def test_status_answers_without_torch(tmp_path: Path):
     run.begin(resume=False)
     code = "import sys, lachesis.run.status as s; s.read_status(s.Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, str(run.path)], timeout=LONG_S).returncode == 0
+
+
+def test_how_threads_wait_is_said_before_torch_is_loaded():
+    program = (
+        "import os, sys, lachesis\nassert 'torch' not in sys.modules and 'GOMP_SPINCOUNT' not in os.environ\n"
+        "lachesis.Policy\nassert 'torch' in sys.modules\nprint(os.environ['GOMP_SPINCOUNT'])\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    words = [sys.executable, "-c", program]
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=LONG_S, check=True)
+    assert ended.stdout == "5000\n"
