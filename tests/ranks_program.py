@@ -348,7 +348,7 @@ def compare(case: Case, leader: Leader, *, name: str, device: torch.device, join
     if name in REPLICAS:
         groups = drifted_groups(tiny_model("qwen2").double(), groups=6, seed=0)
         once, often = (pack(groups, max_tokens=most, share_prefixes=True) for most in (1 << 20, 10))
-        assert len(often.micro_batches) > 2 * leading.strategy.world_size
+        assert len(often.micro_batches) > leading.strategy.world_size, "some ranks have several passes"
         assert all_reduces(leading, batch=often) == all_reduces(leading, batch=once)
     prove(leading, leader)
     gather(leading, leader)
