@@ -59,8 +59,8 @@ CACHE = ("--kv-cache-memory-bytes", "8000000000")
 TOLERANCE = 0.15
 
 
-def write_model(directory: Path, architecture: str, **overrides: Any) -> Path:
-    tiny_model(architecture, **(SIZES | overrides)).bfloat16().save_pretrained(directory)
+def write_model(directory: Path, architecture: str, *, dtype: str = "bfloat16", **overrides: Any) -> Path:
+    tiny_model(architecture, **(SIZES | overrides)).to(getattr(torch, dtype)).save_pretrained(directory)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(directory)
@@ -76,6 +76,7 @@ def live(
     lora: bool = False,
     base: str = "none",
     algorithm: dict[str, Any] | None = None,
+    dtype: str = "bfloat16",
     **engine: Any,
 ) -> Iterator[tuple[EngineSide, Policy]]:
     """The two sides of a run, after the first sync."""
@@ -86,7 +87,7 @@ def live(
     config = LachesisConfig.model_validate(
         {
             "run": {"name": "run", "dir": str(directory), "steps": 1000},
-            "model": {"path": str(model), "dtype": "bfloat16", "device": "cuda", "quantization": base},
+            "model": {"path": str(model), "dtype": dtype, "device": "cuda", "quantization": base},
             "adapter": {"kind": "lora", "r": 4} if lora else {"kind": "none"},
             "engine": engine if engine.get("kind") == "http" else managed | engine,
             "bridge": bridge,
@@ -227,6 +228,12 @@ def test_the_trainers_parameters_are_vllms_own(architecture: str, tmp_path: Path
         attention = policy.transformer.get_submodule("model.layers.0.self_attn")
         q, k = (attention.get_parameter(f"{name}_proj.weight") for name in "qk")
         assert k.data_ptr() == q.data_ptr() + q.nbytes, "rows of one fused tensor"
+        check_updates(side, policy)
+
+
+def test_float32_weights_are_proved_although_vllm_multiplies_in_tf32(tmp_path: Path):
+    model = write_model(tmp_path / "model", "qwen3", dtype="float32", tie_word_embeddings=True)
+    with live(model, tmp_path, bridge={"kind": "shared_vllm"}, dtype="float32") as (side, policy):
         check_updates(side, policy)
 
 

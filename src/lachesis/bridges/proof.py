@@ -21,16 +21,18 @@ from lachesis.common.types import CanaryReading
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.base import Engine, largest_difference
 from lachesis.engines.http.client import HttpEngine
-from lachesis.engines.http.control import ServerControl, ServerInfo
+from lachesis.engines.http.control import ServerControl
 from lachesis.engines.http.dispatch import nobody_serves
+from lachesis.engines.serving.operations import ServerInfo
 from lachesis.engines.serving.served import DigestSlice
 from lachesis.transport.float8 import FP8, SCALE
 from lachesis.transport.shared_tensors import dtype_name
 
 logger = logging.getLogger("lachesis")
 
-# Largest absolute difference of a canary logprob between two code paths over the same weights, by dtype.
-TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
+# Largest absolute difference of a canary logprob between two code paths over the same weights, by dtype. With products
+# in TF32, which has float16's ten bits, float32 weights were 0.003 and 0.005 nats apart on a GPU.
+TOLERANCE = {"float64": 1e-6, "float32": 1e-3, "tf32": 0.05, "float16": 0.05, "bfloat16": 0.25}
 # Of a trainer whose base weights are quantized and an engine whose are not: int8 moves a weight by about 0.6% of the
 # weights' deviation, NF4 by 9%. The transfer itself is then proved by the adapter's digests.
 # An engine in fp8 rounds its inputs too, or keys and values, by 3% of a value each. Its bytes are proved by digests.
@@ -66,7 +68,7 @@ class SyncProof:
         trainer: reads the canary under the trainer's weights, logprobs as in CanaryReading.
         engine: reads it under the engine's.
         session_id: the engine session this run works with.
-        dtype: of the weights; sets the tolerance.
+        dtype: of the weights, or "tf32" where an engine multiplies in it; sets the tolerance.
         quantization: of one side where the other is not quantized; widens the tolerance.
         trainer_digests: digest by name of each tensor that was to be transferred, as the engine should hold it.
         engine_digests: the same of what the engine holds; both or neither are given.
@@ -308,12 +310,19 @@ def _server_proof(
         engine=lambda token_ids: control.canary(token_ids, deadline=deadline()),
         session_id=session_id,
         # The coarser of the two sets what can be expected of them.
-        dtype=max((ours, info.model.dtype), key=("float64", "float32", "float16", "bfloat16").index),
+        dtype=max((ours, engine_arithmetic(info)), key=tuple(TOLERANCE).index),
         quantization=coarser_quantization(config, rounds=info.model.rounds),
         trainer_digests=mine,
         engine_digests=theirs,
         concurrent=True,
     )
+
+
+def engine_arithmetic(info: ServerInfo) -> str:
+    """What a server multiplies in: its dtype, but TF32 where vLLM's attention on a GPU has float32 to multiply."""
+    on_gpu = info.model.device.startswith("cuda")
+    of_vllm = info.engine.startswith("vllm")  # its version comes after it
+    return "tf32" if of_vllm and on_gpu and info.model.dtype == "float32" else info.model.dtype
 
 
 def digest_functions(

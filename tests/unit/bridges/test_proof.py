@@ -5,9 +5,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from lachesis.bridges.proof import QUANTIZED_TOLERANCE, TOLERANCE, SyncProof, largest_difference
+from lachesis.bridges.proof import QUANTIZED_TOLERANCE, TOLERANCE, SyncProof, engine_arithmetic, largest_difference
 from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.common.types import CanaryReading
+from lachesis.engines.serving.operations import ServerInfo
+from lachesis.engines.serving.served import ModelInfo
 
 TOKENS = (5, 12, 19)
 
@@ -210,3 +212,21 @@ def test_where_one_side_is_quantized_they_may_differ_more_and_not_by_anything(ki
     pair.engine = (-1.0 - 1.1 * allowed, -2.0)
     with pytest.raises(StaleWeights, match=f"allowed {allowed:g}"):
         pair.proof.confirm(version=1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "dtype", "expected"),
+    [
+        ("vllm 0.26.0", "cuda:0", "float32", "tf32"),
+        ("vllm 0.26.0", "cpu", "float32", "float32"),
+        ("vllm 0.26.0", "cuda:0", "bfloat16", "bfloat16"),
+        ("embedded", "cuda:0", "float32", "float32"),
+    ],
+)
+def test_vllm_multiplies_float32_in_tf32_on_a_gpu(engine, device, dtype, expected):
+    model = ModelInfo(
+        model="tiny", served_names=(), dtype=dtype, vocab_size=8, max_model_len=32, tensor_parallel_size=1,
+        device=device, lora_enabled=False, max_lora_rank=0,
+    )  # fmt: skip
+    info = ServerInfo(paused=False, sleeping=False, engine=engine, pid=1, model=model, weight_version=0, session_id="a")
+    assert engine_arithmetic(info) == expected
