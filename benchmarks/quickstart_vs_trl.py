@@ -2,11 +2,13 @@
 
     python benchmarks/quickstart_vs_trl.py [--quick] [--steps 200] [--seeds 0 1 2] [--prompts 64 32] [--threads 2]
                                            [--trl-threads N] [--trl-rows N] [--trl-python PATH] [--out FILE.json]
+                                           [--vllm [--dtype float32|bfloat16] [--trl-memory SHARE]] [--only NAME ...]
 
 Both train the same start model on the same prompts in the same order, with the hyperparameters of
 examples/quickstart/config.yaml, each in a process of its own. Lachesis trains as `lachesis train` does, with the
 quickstart's records, report and checkpoints; TRL logs and saves nothing. A third run is ours without leaving out the
-groups that have no signal. What is measured and how is in benchmarks/README.md.
+groups that have no signal. With `--vllm`, on a GPU, both generate with vLLM: ours in a server that shares the weights,
+TRL's in its process. What is measured and how is in benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from needs_gpu import require_gpu
 
 from lachesis import __version__
 from lachesis.common.imports import load_function
@@ -66,6 +69,7 @@ class Plan:
     seed: int
     prompts: int
     steps: int
+    engine: tuple[str, ...] = ()  # settings of the engine, where it is not the quickstart's own
 
     @property
     def directory(self) -> Path:
@@ -83,6 +87,7 @@ class Plan:
             f"batch.prompts_per_step={self.prompts}",
             f"evaluation.every_steps={EVALUATE_EVERY}",
             f"algorithm.skip_zero_advantage={'false' if self.system == OURS_ALL else 'true'}",
+            *(self.engine if self.system != TRL else ()),
         ]
 
     def config(self) -> LachesisConfig:
@@ -260,7 +265,7 @@ def trl_job(plan: Any, *, rows: int) -> dict[str, Any]:
 def execute(command: Sequence[str], *, log: Path, threads: int = 1) -> None:
     """Run to the end; where it fails, show the end of what it said."""
     environment = os.environ | {
-        "PYTHONPATH": str(REPOSITORY / "src"),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(REPOSITORY / "src"), os.environ.get("PYTHONPATH")))),
         "OMP_NUM_THREADS": str(threads),
         "RAYON_NUM_THREADS": str(threads),
         **brief_waits(os.environ),  # what `lachesis` sets for itself, for both
@@ -292,7 +297,8 @@ def trl_python() -> Path:
 
 def check_comparable(ours: Run, trl: Run) -> None:
     """Both began with the same model, and each step had as many completions of the same prompts, at one rate."""
-    if ours.accuracy[0] != trl.accuracy[0]:
+    # Two engines round differently, so that of the start need not be the same to the last answer.
+    if ours.accuracy[0] != trl.accuracy[0] and not ours.plan.engine:
         raise SystemExit(f"the start models differ: held-out accuracy {ours.accuracy[0]} and {trl.accuracy[0]}")
     for number, (a, b) in enumerate(zip(ours.steps, trl.steps, strict=True), start=1):
         same = (a.completions, a.prompt_tokens) == (b.completions, b.prompt_tokens)
@@ -302,15 +308,15 @@ def check_comparable(ours: Run, trl: Run) -> None:
 
 def markdown_table(runs: Sequence[Run]) -> str:
     """A row a figure, a column a system, for the runs of one batch size. Lists are by seed."""
-    systems = {name: [run for run in runs if run.plan.system == name] for name in (TRL, OURS, OURS_ALL)}
-    first, trl = runs[0], systems[TRL]
+    systems = {name: of for name in (TRL, OURS, OURS_ALL) if (of := [run for run in runs if run.plan.system == name])}
+    first, trl = runs[0], systems.get(TRL, [])
     rows: dict[str, Callable[[list[Run]], str]] = {
         "s a step: median (quartiles)": lambda of: spread(of, "seconds"),
         "- generation": lambda of: spread(of, "generation"),
         "- forward and backward": lambda of: spread(of, "training"),
         "- all else": lambda of: spread(of, "other"),
         "TRL's median s a step over this one's": lambda of: listed(
-            theirs.median / own.median for own, theirs in zip(of, trl, strict=True)
+            theirs.median / own.median for own, theirs in zip(of, trl, strict=False)
         ),
         f"training s to {TARGET:.2f} held out": lambda of: listed(run.seconds_to_target for run in of),
         "training s in all": lambda of: listed(sum(step.seconds for step in run.steps) for run in of),
@@ -322,7 +328,7 @@ def markdown_table(runs: Sequence[Run]) -> str:
         "tokens of a completion, mean": lambda of: f"{mean(of, 'completion_tokens') / mean(of, 'completions'):.2f}",
         "positions in the training forward pass a step": lambda of: f"{mean(of, 'forward_tokens'):.0f}",
     }
-    seeds = ", ".join(str(run.plan.seed) for run in trl)
+    seeds = ", ".join(str(run.plan.seed) for run in next(iter(systems.values())))
     generations = first.plan.config().sampling.num_generations
     left_out = len(first.steps) - len(first.counted)
     lines = [
@@ -356,12 +362,12 @@ def machine(trl_versions: Mapping[str, str], *, threads: Mapping[str, int], rows
     """One paragraph: the machine, the versions, the day."""
     info = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    theirs = ", ".join(f"{name} {trl_versions[name]}" for name in ("trl", "torch", "transformers"))
+    theirs = ", ".join(f"{name} {trl_versions[name]}" for name in ("trl", "torch", "transformers") if trl_versions)
     return (
         f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores, {threads[OURS]} threads "
-        f"(TRL {threads[TRL]}), float32. Lachesis {__version__} on torch {version('torch')}, "
+        f"(TRL {threads[TRL]}). Lachesis {__version__} on torch {version('torch')}, "
         f"transformers {version('transformers')}, Python {platform.python_version()}; {theirs}, "
-        f"Python {trl_versions['python']}, "
+        f"Python {trl_versions.get('python')}, "
         f"at most {rows} rows a forward pass. "
         f"{time.strftime('%d %B %Y', time.gmtime())}.\n"
     )
@@ -377,6 +383,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="10 steps of one seed, to see that all works")
     parser.add_argument("--trl-rows", type=int, default=256, help="most completions in one of TRL's forward passes")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL; by default .bench/trl's")
+    parser.add_argument("--only", nargs="+", choices=(OURS, TRL, OURS_ALL), default=[OURS, TRL, OURS_ALL])
+    parser.add_argument("--vllm", action="store_true", help="on a GPU: both systems generate with vLLM")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="with --vllm")
+    parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
     parser.add_argument("--out", type=Path, help="JSON with every step of every run")
     chosen = parser.parse_args()
     if chosen.quick:
@@ -384,25 +394,43 @@ def options() -> argparse.Namespace:
     return chosen
 
 
+def vllm_settings(chosen: argparse.Namespace) -> tuple[str, ...]:
+    """Our engine: a server on the same GPU, of whose weights the trainer's are."""
+    flags = '["--max-num-seqs", "1024", "--kv-cache-memory-bytes", "4000000000"]'
+    return ("engine.kind=vllm", f"engine.extra_args={flags}", "bridge.kind=shared_vllm", f"model.dtype={chosen.dtype}")
+
+
+def trl_arguments(chosen: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "use_cpu": False, "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": chosen.trl_memory,
+        "vllm_max_model_length": 64, "bf16": chosen.dtype == "bfloat16",
+    }  # fmt: skip
+
+
 def main() -> None:
     chosen = options()
+    if chosen.vllm:
+        require_gpu(tiny=False)
     threads = {OURS: chosen.threads, OURS_ALL: chosen.threads, TRL: chosen.trl_threads or chosen.threads}
     WORK.mkdir(parents=True, exist_ok=True)
+    engine = vllm_settings(chosen) if chosen.vllm else ()
     plans = [
-        Plan(system=system, seed=seed, prompts=prompts, steps=chosen.steps)
+        Plan(system=system, seed=seed, prompts=prompts, steps=chosen.steps, engine=engine)
         for prompts in chosen.prompts
         for seed in chosen.seeds
         for system in (OURS, TRL, OURS_ALL)
+        if system in chosen.only
     ]
-    config = plans[0].config()
+    config = replace(plans[0], system=TRL).config()  # whose engine, in this process, evaluates TRL's weights
     if config.run.setup is not None:
         load_function(config.run.setup)(config.model.path)
-    trl = TrlRunner(chosen.trl_python or trl_python(), config, rows=chosen.trl_rows)
+    theirs = trl_arguments(chosen) if chosen.vllm else None
+    trl = TrlRunner(chosen.trl_python or trl_python(), config, rows=chosen.trl_rows, arguments=theirs)
     runs: list[Run] = []
     for plan in plans:
         run = (trl.run if plan.system == TRL else run_lachesis)(plan, threads=threads[plan.system])
         sys.stderr.write(f"{plan.directory.name}: {run.median:.3f} s a step, load average {os.getloadavg()[0]:.1f}\n")
-        if plan.system == TRL:
+        if plan.system == TRL and OURS in chosen.only:
             check_comparable(runs[-1], run)
         runs.append(run)
         if chosen.out:

@@ -1,10 +1,12 @@
 """One optimizer step of a fixed workload, ours and TRL's in one run: seconds, memory, share of the peak.
 
     PYTHONPATH=src python benchmarks/train_step.py [--tiny] [--no-trl] [--only NAME ...] [--repeats 5] [--out FILE.json]
+                                                   [--budgets TOKENS TOKENS ...] [--equal GROUPS | --tree]
 
 The workload is 64 sequences with 128 prompt tokens each (8 prompts with 8 completions) and completions of 16 to
 1,024 tokens, 33,120 tokens in all, on the architecture of Qwen2.5-1.5B with random bf16 weights. ``--tiny`` runs
-the same code on a small model on the CPU.
+the same code on a small model on the CPU. ``--equal`` has that many groups of 8 completions of 512 tokens instead, as
+a whole step of end_to_end.py has 32.
 
 ``--tree`` is another workload: 2 groups of 8 trajectories of 10 turns, half of which go on from the fifth turn of
 another. Each turn is a sequence, with all before it as its prompt; the rows are the prefix tree, each turn flat, and
@@ -54,7 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "float8": {"matmul": "float8"},
     "float8_rowwise": {"matmul": "float8_rowwise"},
 }
-GROUPS, GENERATIONS, PROMPT_TOKENS = 8, 8, 128
+GROUPS, GENERATIONS, PROMPT_TOKENS, EQUAL_TOKENS = 8, 8, 128, 512
 TREE_GROUPS, TRAJECTORIES, TURNS = 2, 8, 10
 
 
@@ -104,13 +106,17 @@ def random_tokens(count: int, *, vocab_size: int, generator: torch.Generator) ->
     return tuple(torch.randint(0, vocab_size, (count,), generator=generator).tolist())
 
 
-def workload(*, tiny: bool, vocab_size: int, shared_prompts: bool = True) -> list[Group]:
-    """Groups with random tokens; with ``shared_prompts=False`` each sequence has a prompt of its own."""
+def workload(*, tiny: bool, vocab_size: int, shared_prompts: bool = True, equal: int | None = None) -> list[Group]:
+    """Groups with random tokens; with ``shared_prompts=False`` each sequence has a prompt of its own.
+
+    ``equal`` groups of completions that are all as long as in end_to_end.py, where it is given.
+    """
     generator = torch.Generator().manual_seed(1)
     tokens = partial(random_tokens, vocab_size=vocab_size, generator=generator)
-    lengths = iter(completion_lengths(tiny=tiny))
+    every = [EQUAL_TOKENS] * (equal * GENERATIONS) if equal else completion_lengths(tiny=tiny)
+    lengths = iter(every)
     groups = []
-    for g in range(GROUPS):
+    for g in range(len(every) // GENERATIONS):
         prompt = tokens(PROMPT_TOKENS)
         samples = []
         for i in range(GENERATIONS):
@@ -348,8 +354,8 @@ def plans(
     options: argparse.Namespace,
 ) -> Iterator[Plan]:
     """All rows of the table; a step, its model included, is built when its turn comes."""
-    budgets = (512, 1024) if options.tiny else (8192, 16384, 32768)
-    middle = budgets[1]
+    budgets = options.budgets or ([512, 1024] if options.tiny else [8192, 16384, 32768])
+    middle = budgets[min(1, len(budgets) - 1)]
     ours = partial(our_step, config, device=device)
     for budget in budgets:
         yield "lachesis", budget, partial(ours, shared, max_tokens=budget)
@@ -391,8 +397,10 @@ def main() -> None:
     parser.add_argument("--size", choices=("1.5B", "8B"), default="1.5B", help="8B with --only LoRA")
     parser.add_argument("--no-trl", action="store_true")
     parser.add_argument("--tree", action="store_true", help="trajectories of several turns, as a tree and flat")
+    parser.add_argument("--equal", type=int, metavar="GROUPS", help="so many groups, all completions equally long")
+    parser.add_argument("--budgets", type=int, nargs="+", help="tokens a micro-batch, a row each")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", nargs="*", default=[""], help="run only rows whose names contain one of these")
+    parser.add_argument("--only", nargs="*", default=[""], help="only rows that contain one of these; =NAME is one row")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     require_gpu(tiny=options.tiny)
@@ -403,8 +411,8 @@ def main() -> None:
     parameters = sum(
         p.numel() for p in random_model(config, device=torch.device("meta"), checkpointing=False).parameters()
     )
-    shared = workload(tiny=options.tiny, vocab_size=config.vocab_size)
-    own_prompts = workload(tiny=options.tiny, vocab_size=config.vocab_size, shared_prompts=False)
+    draw = partial(workload, tiny=options.tiny, vocab_size=config.vocab_size, equal=options.equal)
+    shared, own_prompts = draw(), draw(shared_prompts=False)
     counted = shared
     if options.tree:
         counted = tree_workload(tiny=options.tiny, vocab_size=config.vocab_size, joined=True)
@@ -416,7 +424,7 @@ def main() -> None:
     results = []
     table = plans(config, shared, own_prompts, device=device, options=options)
     for name, budget, build in tree_plans(config, device=device, options=options) if options.tree else table:
-        if not any(part in name for part in options.only):
+        if not any(part in name or part == f"={name}" for part in options.only):
             continue
         try:
             step, forward_tokens, micro_batches = build()
