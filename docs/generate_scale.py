@@ -176,8 +176,8 @@ holds what it has of Kubernetes' own API against that.
 ## What has run, and what is calculated
 
 One GPU, and two GPUs of one host, have run: sharded training over both, and trainer and engine on one each, with the
-transfer between them measured ([results](../benchmarks/RESULTS.md)); on one, a mixture of 30 billion parameters under an
-adapter, beside vLLM ([measured](../benchmarks/RESULTS.md#a-mixture-of-experts-of-30-billion-parameters)). More ranks
+transfer between them measured ([results](../benchmarks/RESULTS.md)); on one, a mixture of 30 billion parameters under
+an adapter, beside vLLM ([measured](../benchmarks/RESULTS.md#a-mixture-of-experts-of-30-billion-parameters)). More ranks
 have run with small models on a CPU
 over gloo, dense and a mixture of experts: the tests hold two replicas of two shards, contexts of two and of four ranks,
 two replicas of contexts of two, and tensor groups of two, sharded and not, against one process, and `make layouts` up

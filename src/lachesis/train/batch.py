@@ -16,11 +16,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate, compress, repeat, zip_longest
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import numpy as np
 import torch
@@ -112,6 +112,31 @@ def _moved(values: Tensor, device: torch.device) -> Tensor:
     return pinned.to(device, non_blocking=True)
 
 
+class MicroBatches(Sequence[MicroBatch]):
+    """Those of a batch, each made when it is first read, and kept.
+
+    So a GPU does not wait until all of them are made: it works on one while the next is.
+    """
+
+    def __init__(self, makers: Iterable[Callable[[], MicroBatch]]) -> None:
+        self._makers = tuple(makers)
+
+    @classmethod
+    def of(cls, passes: Iterable[Sequence[Unit]]) -> MicroBatches:
+        """A micro-batch for the units of each pass."""
+        return cls(cache(partial(_collate, units)) for units in passes)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    @overload
+    def __getitem__(self, index: int) -> MicroBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> MicroBatches: ...
+    def __getitem__(self, index: int | slice) -> MicroBatch | MicroBatches:
+        return MicroBatches(self._makers[index]) if isinstance(index, slice) else self._makers[index]()
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """All of one optimizer step.
@@ -124,7 +149,7 @@ class Batch:
     """
 
     groups: tuple[Group, ...]
-    micro_batches: tuple[MicroBatch, ...]
+    micro_batches: Sequence[MicroBatch]
     num_sequences: int
     num_tokens: int
     skipped_sequences: int = 0
@@ -189,7 +214,7 @@ def pack(
     passes = arrange(whole, max_tokens=max_tokens, max_rows=max_rows, share_prefixes=share_prefixes, ranks=ranks)
     return Batch(
         groups=tuple(groups),
-        micro_batches=tuple(_collate(units) for units in passes),
+        micro_batches=MicroBatches.of(passes),
         num_sequences=len(rows),
         num_tokens=sum(sum(row.sample.loss_mask()) for row in counted),
         skipped_sequences=len(counted) - len(kept),
@@ -404,9 +429,9 @@ def split(batch: Batch, ranks: int) -> list[Batch]:
     ]
 
 
-def deal(items: Sequence[T], ranks: int) -> list[tuple[T, ...]]:
+def deal(items: Sequence[T], ranks: int) -> list[Sequence[T]]:
     """Item i to rank i mod ``ranks``."""
-    return [tuple(items[rank::ranks]) for rank in range(ranks)]
+    return [items[rank::ranks] for rank in range(ranks)]
 
 
 def collect(parts: Sequence[Sequence[T]]) -> list[T]:

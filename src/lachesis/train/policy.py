@@ -298,14 +298,15 @@ class Policy(PolicyState, SendsWeights):
         ]
         return replace(batch, micro_batches=tuple(fixed[: len(batch.micro_batches)]))
 
-    def _passes(self, batch: Batch) -> list[MicroBatch]:
+    def _passes(self, batch: Batch) -> Sequence[MicroBatch]:
         """The batch's micro-batches, and idle ones up to the number that the busiest rank has.
 
         Which rows are left out for want of an advantage is each rank's own affair; how many passes
         all of them take part in is decided together, before the first collective.
         """
-        passes = self.strategy.max_count(len(batch.micro_batches))
-        return [*batch.micro_batches, *(idle_micro_batch() for _ in range(passes - len(batch.micro_batches)))]
+        idle = self.strategy.max_count(len(batch.micro_batches)) - len(batch.micro_batches)
+        # As they are, where nothing is added: the first is worked on before the second is made.
+        return [*batch.micro_batches, *(idle_micro_batch() for _ in range(idle))] if idle else batch.micro_batches
 
     @torch.no_grad()
     def _count(self, batch: Batch, micro_batches: Sequence[MicroBatch]) -> StepCounts:

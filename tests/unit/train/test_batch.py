@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
 from lachesis.common.errors import TrainingError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
-from lachesis.train.batch import Batch, MicroBatch, collect, deal, pack, split
+from lachesis.train.batch import Batch, MicroBatch, MicroBatches, collect, deal, idle_micro_batch, pack, split
 from lachesis.train.packing import PASS_TOKENS, passes_cost
 from tests.unit.train.model.test_forward import random_groups
 
@@ -140,7 +141,7 @@ def test_truncated_completions_do_not_count_where_asked():
 
 def test_a_step_of_truncated_completions_is_an_empty_one():
     batch = pack([group(sample([1], [2], finish_reason="length"))], max_tokens=10, mask_truncated=True)
-    assert (batch.micro_batches, batch.num_sequences, batch.num_tokens) == ((), 1, 0)
+    assert (len(batch.micro_batches), batch.num_sequences, batch.num_tokens) == (0, 1, 0)
 
 
 @pytest.mark.parametrize("max_rows", [1, 2])
@@ -232,4 +233,17 @@ def test_nothing_to_learn_is_no_micro_batch():
     from tests.unit.train.test_policy import without_advantage
 
     packed = pack(without_advantage(DEALT), ranks=2, max_tokens=100, skip_zero_advantage=True)
-    assert packed.micro_batches == ()
+    assert len(packed.micro_batches) == 0
+
+
+def test_a_micro_batch_is_made_when_it_is_read_and_then_kept():
+    made: list[int] = []
+    lazy = MicroBatches([cache(lambda i=i: made.append(i) or idle_micro_batch()) for i in range(4)])
+    assert (len(lazy), [len(part) for part in deal(lazy, 3)], made) == (4, [2, 1, 1], [])
+    odd = lazy[1::2]
+    assert odd[1] is lazy[3] is odd[-1]
+    assert made == [3]
+    assert [*lazy] == [*lazy]
+    assert made == [3, 0, 1, 2]
+    with pytest.raises(IndexError):
+        lazy[4]

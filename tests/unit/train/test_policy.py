@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lachesis.common.types import UNKNOWN_VERSIONS, Group, VersionSpan
 from lachesis.config.schema import AlgorithmConfig, LoraAdapterConfig, OptimizerConfig
 from lachesis.metrics.values import reduce_metrics
-from lachesis.train.batch import pack
+from lachesis.train.batch import MicroBatch, MicroBatches, pack
 from lachesis.train.distributed.strategy import SingleDevice, Strategy
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.model.loading import LoadedModel, add_lora
@@ -224,7 +224,7 @@ def test_a_rank_without_advantages_takes_part_in_every_pass_of_the_others(beta: 
     options = loss_options(loss_type="dapo", beta=beta, top_entropy_quantile=quantile)
     silent = without_advantage(random_groups(groups=2, samples=3, longest=6))
     batch = pack(silent, max_tokens=100, skip_zero_advantage=True)
-    assert batch.micro_batches == ()
+    assert len(batch.micro_batches) == 0
     policy = make_policy(options=options, strategy=(strategy := BusierRank(micro_batches=2)), lora=True)
     backward, forward = [], []
     policy.transformer.base_model.register_forward_hook(lambda module, args, output: forward.append(module))
@@ -240,6 +240,22 @@ def test_a_rank_without_advantages_takes_part_in_every_pass_of_the_others(beta: 
     assert all(float(p.grad.abs().max()) == 0 for p in policy.model.parameters() if p.grad is not None)
     assert metrics["loss"] == 0.0
     assert metrics["micro_batches"] == 0
+
+
+def test_a_micro_batch_is_made_while_the_one_before_is_worked_on():
+    """All of them at once are made while a GPU has nothing to do."""
+    policy, order = make_policy(options=loss_options()), []
+    batch = pack(random_groups(groups=3, samples=3, longest=6), max_tokens=8)
+    assert len(batch.micro_batches) > 2
+
+    def told(index: int) -> MicroBatch:
+        order.append(("made", index))
+        return batch.micro_batches[index]
+
+    policy.transformer.base_model.register_forward_hook(lambda *_: order.append(("forward", len(order) // 2)))
+    told_of = MicroBatches(cache(partial(told, index)) for index in range(len(batch.micro_batches)))
+    policy.accumulate(replace(batch, micro_batches=told_of))
+    assert order == [(what, index) for index in range(len(batch.micro_batches)) for what in ("made", "forward")]
 
 
 def test_idle_passes_change_no_gradient():

@@ -230,9 +230,9 @@ class LeadingPolicy(Policy):
         self._names = {id(parameter): name for name, parameter in self.model.named_parameters()}
 
     def _parts_of(self, batch: Batch) -> list[Batch]:
-        """The part of each rank; groups stay with the leader."""
+        """The part of each rank, those of the others made; groups stay with the leader."""
         first, *others = self._mesh.of_ranks(split(batch, self._mesh.parts))
-        return [first, *(replace(part, groups=()) for part in others)]
+        return [first, *(replace(part, groups=(), micro_batches=tuple(part.micro_batches)) for part in others)]
 
     def accumulate(self, batch: Batch) -> dict[str, MetricValue]:
         """As :meth:`Policy.accumulate`, of the whole batch; metrics are of all ranks."""
