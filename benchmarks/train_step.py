@@ -24,7 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -55,6 +55,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "float32 residual": {"residual": True},
     "float8": {"matmul": "float8"},
     "float8_rowwise": {"matmul": "float8_rowwise"},
+    # Beside FlashAttention 4, where that is installed; the same as nothing where it is not.
+    "torch's attention": {"torch_attention": True},
 }
 GROUPS, GENERATIONS, PROMPT_TOKENS, EQUAL_TOKENS = 8, 8, 128, 512
 TREE_GROUPS, TRAJECTORIES, TURNS = 2, 8, 10
@@ -199,6 +201,7 @@ def our_step(
     activations: Activations = "keep",
     residual: bool = False,
     matmul: Literal["auto", "float8", "float8_rowwise"] = "auto",
+    torch_attention: bool = False,
 ) -> tuple[Callable[[], None], int, int]:
     model = random_model(config, device=device, checkpointing=False)
     if residual:
@@ -216,6 +219,9 @@ def our_step(
         options=AlgorithmConfig(loss_type="grpo", sampler_correction="sequence_mask"),
         compile_layers=device.type == "cuda",
     )
+    if torch_attention and policy.plan.attention == "flash4":
+        policy.plan = replace(policy.plan, attention="flash")
+    sys.stdout.write(f"{policy.plan.words}\n")
 
     def step() -> None:
         batch = pack(groups, max_tokens=max_tokens, share_prefixes=share_prefixes)  # packing is part of a step

@@ -98,7 +98,7 @@ def measured(case: Kept, *, strategy: Ranks) -> tuple[float, float]:
 
     def run(model: Any) -> Any:
         attention.install(model)
-        packing = attention.packing_arguments(micro, flash=False, context=context)
+        packing = attention.packing_arguments(micro, kind="bucketed", context=context)
         return model.model(input_ids=ids[None], position_ids=positions[None], use_cache=False, **packing)
 
     with tempfile.TemporaryDirectory() as name:

@@ -39,6 +39,7 @@ OPTIONAL = {
     "wandb": "Weights & Biases sink",
     "torchao": "8-bit optimizers, float8 products",
     "bitsandbytes": "8-bit optimizer, quantized base weights",
+    "flash-attn-4": "attention while training, on Hopper and Blackwell",
 }
 # The proof's reward is the share of one letter among four: 0.25 by chance.
 PROOF_STEPS, PROOF_RISE = 30, 0.3

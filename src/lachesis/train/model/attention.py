@@ -2,9 +2,9 @@
 
 One function serves the whole model: with the packing arguments present it attends segment by segment (each
 run of queries to its own keys, causal, aligned at the end); without them, as in generation, it is
-transformers' SDPA. On a GPU the segments go to the variable-length flash kernel that ships with torch, and a long
-sequence that is alone in its pack to cuDNN's, which on Hopper is the faster one by far; on a CPU they are laid side by
-side in a few buckets of similar length.
+transformers' SDPA. On a GPU the segments go to the variable-length flash kernel that ships with torch, or to those of
+FlashAttention 4 where that is installed, and a long sequence that is alone in its pack to cuDNN's, which on Hopper is
+the faster one by far; on a CPU they are laid side by side in a few buckets of similar length.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +25,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lachesis.train.batch import MicroBatch
 from lachesis.train.model.context import ContextGroup
+from lachesis.train.model.flash4 import flash4
 
+AttentionKind = Literal["flash4", "flash", "bucketed", "padded"]
 ATTENTION_NAME = "lachesis_packed"
 # A bucket may be padded to at most this multiple of its real size before it is cut in two.
 _BUCKET_WASTE = 1.3
@@ -38,6 +40,7 @@ _CUDNN_HEAD_DIM = 128
 # What gives an attention's result, by any of the kernels that may run.
 ATTENTION_OPERATORS = (
     torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.lachesis.flash4.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -81,18 +84,18 @@ def install(model: PreTrainedModel) -> None:
     model.set_attn_implementation(ATTENTION_NAME)
 
 
-def packing_arguments(micro: MicroBatch, *, flash: bool, context: ContextGroup | None = None) -> dict[str, Any]:
+def packing_arguments(micro: MicroBatch, *, kind: AttentionKind, context: ContextGroup | None = None) -> dict[str, Any]:
     """The keyword arguments that make a forward pass attend within the micro-batch's segments.
 
-    ``flash`` uses the variable-length kernel (16-bit weights on a GPU), else segments go in buckets. The 4-d
-    attention mask is a placeholder: it keeps transformers from building a [T, T] mask of its own. With a ``context``
-    the pass is of this rank's run of the tokens.
+    ``flash`` and ``flash4`` use a variable-length kernel (16-bit weights on a GPU), else segments go in buckets. The
+    4-d attention mask is a placeholder: it keeps transformers from building a [T, T] mask of its own. With a
+    ``context`` the pass is of this rank's run of the tokens.
     """
     placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=micro.input_ids.device)
     arguments: dict[str, Any] = {"attention_mask": placeholder}
     if context is not None:
         arguments |= {"packed_context": context, "packed_tokens": micro.num_inputs}
-    if not flash:
+    if kind == "bucketed":
         return arguments | {"packed_plan": plan_buckets(micro)}
     return arguments | {
         "cu_seq_lens_q": micro.cu_seq_q,
@@ -102,6 +105,7 @@ def packing_arguments(micro: MicroBatch, *, flash: bool, context: ContextGroup |
         "max_length_k": _round_up(micro.max_k),
         "packed_key_index": micro.key_index,
         "packed_alone": _is_long_and_alone(micro),
+        "packed_flash4": kind == "flash4",
     }
 
 
@@ -154,6 +158,7 @@ def _attend(
     max_length_k: int | None = None,
     packed_key_index: Tensor | None = None,
     packed_alone: bool = False,
+    packed_flash4: bool = False,
     **kwargs: Any,
 ) -> Tensor:
     """Of all tokens of a pass, by the kernel that its arguments ask for; shapes as :func:`packed_attention`."""
@@ -170,6 +175,9 @@ def _attend(
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         if packed_key_index is not None:
             k, v = k.index_select(0, packed_key_index), v.index_select(0, packed_key_index)
+        if packed_flash4:
+            segments = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
+            return flash4(q, k, v, *segments, scaling, sliding_window)[0].unsqueeze(0)
         options: dict[str, Any] = {"window_size": (-1 if sliding_window is None else sliding_window - 1, 0)}
         if _VARLEN_HAS_GQA_FLAG and q.shape[1] != k.shape[1]:
             options["enable_gqa"] = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,8 +16,9 @@ from lachesis.common.errors import ModelError
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.train.batch import MicroBatch, pack
 from lachesis.train.distributed.strategy import run_within
-from lachesis.train.model import attention
+from lachesis.train.model import attention, flash4
 from lachesis.train.model.activations import spares_memory
+from lachesis.train.model.attention import AttentionKind
 from lachesis.train.model.context import ContextGroup
 from lachesis.train.model.head import (
     Logits,
@@ -30,7 +32,8 @@ from lachesis.train.model.head import (
 )
 from lachesis.train.model.tensor import TensorGroup
 
-AttentionKind = Literal["flash", "bucketed", "padded"]
+logger = logging.getLogger(__name__)
+
 HeadKind = Literal["chunked", "model"]
 Packing = Literal["auto", "packed", "padded"]
 # Of the probe: rows that run beside each other, and what of a logprob may be rounding at most.
@@ -42,7 +45,7 @@ _MOST_ROUNDING = 0.6
 class ForwardPlan:
     """How a model is run.
 
-    ``attention``: over segments with the variable-length kernel, over segments in buckets, or over padded
+    ``attention``: over segments with a variable-length kernel, over segments in buckets, or over padded
     rows. ``head``: ``chunked`` where the logits are a linear map of the last hidden state, else the model
     computes them itself, at the chosen positions only. ``softcap``: what the head does to its logits.
     ``context``: the ranks that share the tokens of a micro-batch, where there are several; ``tensor``: those that
@@ -162,7 +165,7 @@ def _packed(module: torch.nn.Module, micro: MicroBatch, *, plan: ForwardPlan) ->
         input_ids=ids[None],
         position_ids=positions[None],
         use_cache=False,
-        **attention.packing_arguments(micro, flash=plan.attention == "flash", context=plan.context),
+        **attention.packing_arguments(micro, kind=plan.attention, context=plan.context),
         **keep,
     )
     if plan.head == "model":
@@ -262,10 +265,29 @@ def _tried(differences: Mapping[str, str]) -> str:
 def _candidates(model: PreTrainedModel, device: torch.device, *, packed: bool, shared_head: bool) -> list[ForwardPlan]:
     """Ways of running the model, the fastest first; those whose predictions ranks can share, where they have to."""
     softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    has_flash = device.type == "cuda" and model.dtype in (torch.bfloat16, torch.float16)
-    kinds: list[AttentionKind] = ["padded"] if not packed else ["flash", "bucketed"] if has_flash else ["bucketed"]
+    kinds: list[AttentionKind] = _attention_kinds(model, device) if packed else ["padded"]
     chunked = [ForwardPlan(attention=kind, head="chunked", softcap=softcap) for kind in kinds]
     return chunked if shared_head else chunked + [ForwardPlan(attention=kind, head="model") for kind in kinds]
+
+
+def _attention_kinds(model: PreTrainedModel, device: torch.device) -> list[AttentionKind]:
+    """Over segments, the fastest first."""
+    if device.type != "cuda" or model.dtype not in (torch.bfloat16, torch.float16):
+        return ["bucketed"]
+    if flash4.refusal(device, model.dtype):
+        return ["flash", "bucketed"]
+    config = model.config.get_text_config()
+    heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", config.num_attention_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    wrong = flash4.difference(device, model.dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    if wrong:
+        logger.warning(
+            "%s is installed, and does not attend as it should on this GPU (%s): torch's own kernel is used instead",
+            flash4.PACKAGE,
+            wrong,
+        )
+        return ["flash", "bucketed"]
+    return ["flash4", "flash", "bucketed"]
 
 
 @dataclass(frozen=True, slots=True)
