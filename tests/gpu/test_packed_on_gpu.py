@@ -5,6 +5,8 @@ PYTHONPATH=src python -m pytest tests/gpu
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -15,8 +17,11 @@ from lachesis.train.batch import pack
 from lachesis.train.model import flash4
 from lachesis.train.model.attention import plan_buckets
 from lachesis.train.model.forward import plan_forward, target_logprobs
-from tests.tiny import EOS_ID, PAD_ID, tiny_model
+from lachesis.train.model.loading import LoadedModel
+from tests.losses import loss_options
+from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_tokenizer
 from tests.unit.train.model.test_forward import random_groups
+from tests.unit.train.test_policy import make_policy
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -96,3 +101,24 @@ def test_a_plan_waits_for_what_a_busy_gpu_has_not_sent():
         torch.cuda._sleep(20_000_000)
         found = plan_buckets(micro.to(torch.device("cuda")))
         assert torch.equal(found.unpad.cpu(), expected.unpad)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_nothing_waits_for_the_gpu_between_passes(loss_type: str):
+    """A number that is read off it empties its queue, and the next pass is launched while it has nothing to do."""
+    transformer = tiny_model("qwen2").to("cuda", torch.bfloat16)
+    loaded = LoadedModel(model=transformer, transformer=transformer, tokenizer=tiny_tokenizer())
+    policy = make_policy(options=loss_options(loss_type=loss_type), loaded=loaded)
+    groups, waits = random_groups(groups=6, samples=4, longest=20), []
+    for max_tokens in (100, 40):
+        batch = pack(groups, max_tokens=max_tokens)
+        policy.accumulate(batch)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            policy.accumulate(batch)
+            torch.cuda.set_sync_debug_mode("default")
+        waits.append((len(batch.micro_batches), sum("synchroniz" in str(one.message) for one in told)))
+    (few, once), (many, again) = waits
+    assert few < many
+    assert once == again <= 1, "the metrics of all passes are fetched together"
