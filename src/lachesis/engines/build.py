@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import EngineError
@@ -199,13 +201,15 @@ def trainer_dtype(config: LachesisConfig) -> str:
 
 
 def _gpu_memory_utilization(config: LachesisConfig, engine: VllmEngineConfig) -> float | None:
-    """The share of a GPU's memory that vLLM gets; one that the run does not start has its own default."""
-    if isinstance(config.engine, HttpEngineConfig):
+    """The share of a GPU's memory that vLLM gets, without any GPU of the machine's.
+
+    One that the run does not start has its own default, and so has one on a GPU beside a trainer on the CPU.
+    """
+    if engine.gpu_memory_utilization is not None or isinstance(config.engine, HttpEngineConfig):
         return engine.gpu_memory_utilization
-    if resolve_device(config.model.device).type != "cuda":
+    if resolve_device(config.model.device).type != "cuda" and torch.cuda.is_available():
         return None
-    own = engine.devices is not None
-    return engine.gpu_memory_utilization or (OWN_GPU_UTILIZATION if own else SHARED_GPU_UTILIZATION)
+    return SHARED_GPU_UTILIZATION if engine.devices is None else OWN_GPU_UTILIZATION
 
 
 def _server_environment(config: LachesisConfig, *, number: int) -> dict[str, str]:

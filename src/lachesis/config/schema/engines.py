@@ -97,7 +97,8 @@ class VllmEngineConfig(BaseEngineConfig):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="Share of the GPU memory for the engine; if unset 0.9 on a GPU of its own, and on the trainer's "
-        "0.45 or, where `lachesis plan` says that this does not fit, what the trainer leaves.",
+        "0.45 or, where `lachesis plan` says that this does not fit, what the trainer leaves. On a CPU the share of "
+        "the machine's memory, 0.45 if unset.",
     )
     max_model_len: PositiveInt | None = Field(
         default=None, description="Longest prompt and completion together; the model's context if unset."
