@@ -10,15 +10,13 @@ common.
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import lachesis.train as _train_room
+from lachesis.common.chatter import without_chatter
 from lachesis.common.openmp import brief_waits
 from lachesis.common.renamed import keep_old_names
 
@@ -145,22 +143,8 @@ def __getattr__(name: str) -> Any:
 
 def _loaded(module: str) -> ModuleType:
     os.environ |= brief_waits(os.environ)
-    with _without_chatter():
+    with without_chatter():
         return import_module(f"lachesis.{module}")
-
-
-@contextmanager
-def _without_chatter() -> Iterator[None]:
-    """Libraries warn as they are imported: of kernels that they do without, of what another deprecates."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree", "bitsandbytes")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def __dir__() -> list[str]:

@@ -202,6 +202,9 @@ def test_a_script_that_ends_waits_for_its_run(model: Path):
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=LONG_S, check=False)
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert "the program has ended, and waits for its run" in done.stderr
+    assert not re.search(r"W\d{4} |Failed to load", done.stderr), (
+        "nothing of what libraries say while they are imported"
+    )
     run = lachesis.load("runs/waited")
     assert (run.status.state, run.status.step) == ("finished", 2)
     assert run.model.is_dir()

@@ -192,7 +192,7 @@ def _load_module(spec: str, name: str, base_dir: Path) -> ModuleType:
                 return importlib.import_module(f"{_BUILT_IN_ROOM}.{name}")
             raise ConfigError(
                 f"{spec!r}: no module {error.name!r} in {base_dir} or among the installed packages",
-                remedy="check the spelling, or name the file: FILE.py:FUNCTION",
+                remedy="check the spelling, also of files beside the configuration, or name the file: FILE.py:FUNCTION",
             ) from error
 
 

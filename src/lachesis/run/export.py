@@ -47,7 +47,7 @@ def export(source: Path, out: Path | None = None, *, merge: bool = False) -> Pat
             f"the run {run_dir} trains all weights, so there is no adapter to merge", remedy="leave --merge out"
         )
     manager = CheckpointManager(run_paths(run_dir)["checkpoints"], keep_last=config.checkpoint.keep_last)
-    checkpoint = manager.load(step)
+    checkpoint = _loaded(manager, step, run_dir)
     loaded = _load_trained(config, checkpoint)
     model: Any = loaded.model
     if merge:
@@ -73,6 +73,18 @@ def _place(source: Path) -> tuple[Path, int | None]:
         f"{source} is no checkpoint in a run's directory, and no run",
         remedy="name RUN/checkpoints/step_N, beside which RUN/config.yaml is, or RUN for its latest checkpoint",
     )
+
+
+def _loaded(manager: CheckpointManager, step: int | None, run_dir: Path) -> Checkpoint:
+    if step is None and manager.latest() is None:
+        trained = run_paths(run_dir)["final"]
+        raise CheckpointError(
+            f"the run {run_dir} has no whole checkpoint",
+            remedy=f"its trained model is {trained}, which is a model already"
+            if trained.is_dir()
+            else "a run has one that was stopped, or as often as checkpoint.every_steps says",
+        )
+    return manager.load(step)
 
 
 def _load_trained(config: LachesisConfig, checkpoint: Checkpoint) -> LoadedModel:

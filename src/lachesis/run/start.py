@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from lachesis.common.chatter import without_chatter
 from lachesis.common.garbage import frozen_imports, thaw
 from lachesis.common.imports import load_function
 from lachesis.common.process import ManagedProcess
@@ -55,7 +56,7 @@ def train(
             )
         closing.callback(thaw)
         waiting = console.status("loading torch and the model") if console and console.is_terminal else nullcontext()
-        with frozen_imports(), waiting:
+        with frozen_imports(), waiting, without_chatter():
             from lachesis.run.train import train as train_on
         imported()
         return train_on(

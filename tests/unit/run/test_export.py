@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,15 @@ def test_what_cannot_be_exported_is_said(make_run: MakeRun, tmp_path: Path):
     tiny_model("qwen2", hidden_size=16).save_pretrained(tmp_path / "base")
     with pytest.raises(CheckpointError, match="is of another model than"):
         export(run)
+
+
+def test_a_run_without_a_checkpoint_says_where_its_model_is(make_run: MakeRun):
+    """A run that has finished has a model, and a checkpoint only if one was asked for."""
+    run_dir, _ = make_run()
+    for path in (run_dir / "checkpoints").iterdir():
+        shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match=r"has no whole checkpoint -> .*checkpoint\.every_steps"):
+        export(run_dir)
+    (run_dir / "final").mkdir()
+    with pytest.raises(CheckpointError, match=r"its trained model is .*/final"):
+        export(run_dir)

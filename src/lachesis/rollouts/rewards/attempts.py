@@ -85,11 +85,14 @@ class RewardAttempts:
         for name in self.runner.signature.required:
             if name in columns or name in GIVEN:
                 continue
-            close = nearest(name, [*known, *GIVEN], cutoff=0.5)
+            # What is given is meant where it is all but written: "solution" is no misspelt "completions".
+            close = nearest(name, known, cutoff=0.5) or nearest(name, GIVEN, cutoff=0.8)
             raise RewardError(
                 f"reward function {self.name!r} needs {name!r}, which is none of {', '.join(GIVEN)} "
                 f"and no column of the dataset ({', '.join(known) or 'it has none'})",
-                remedy=f"did you mean {close!r}?" if close else "add the column, or give it a default",
+                remedy=f"did you mean {close!r}?"
+                if close
+                else "name a column that is there, add this one, or give it a default",
             )
 
     def score(self, items: Sequence[Item], *, fail_fast: bool, state: TrainerState) -> FunctionScores:
@@ -133,7 +136,7 @@ class _Attempt:
         errors_before = len(self.errors)
         judged = self._one_by_one(items)
         if len(self.errors) == errors_before:
-            where = f"on {len(items)} groups together, though on none of them alone"
+            where = f"in one call with {len(items)} groups, though not in a call with any of them alone"
             self._note(answer.failure, where)
         return judged
 

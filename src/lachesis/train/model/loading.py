@@ -158,9 +158,10 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         with cache_alone_where_the_hub_is_away(path):
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.trust_remote_code, **revision)
     except (OSError, ValueError, KeyError) as error:
+        key = "model.tokenizer" if config.tokenizer else "model.path or model.tokenizer"
         raise ModelError(
-            f"no tokenizer could be loaded from {path!r}: {first_line(error)}",
-            remedy="set model.tokenizer to a directory that holds one",
+            f"no tokenizer could be loaded from {_place(path)}: {first_line(error)}",
+            remedy=f"set {key} to a directory that holds one",
         ) from error
     _give_roles(tokenizer, config.special_tokens, path)
     if config.pad_token is not None:
@@ -363,6 +364,10 @@ def eos_token_ids(loaded: LoadedModel) -> tuple[int, ...]:
     return found
 
 
+def _place(path: str) -> str:
+    return repr(path) if Path(path).is_dir() else f"{path!r}, which is no directory here"
+
+
 @contextmanager
 def _load_errors(path: str) -> Iterator[None]:
     try:
@@ -370,7 +375,7 @@ def _load_errors(path: str) -> Iterator[None]:
             yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(
-            f"no causal language model could be loaded from {path!r}: {first_line(error)}",
+            f"no causal language model could be loaded from {_place(path)}: {first_line(error)}",
             remedy="set model.path to a directory with config.json and weights, or to a hub id in the cache",
         ) from error
 

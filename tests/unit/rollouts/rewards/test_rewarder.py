@@ -241,6 +241,12 @@ class TestWhatFunctionsGet:
             with pytest.raises(RewardError, match=r"'f' needs 'anwser'.*\(answer\) -> did you mean 'answer'"):
                 score(misspelt, on_error=on_error)
 
+    def test_what_is_given_is_suggested_where_it_is_all_but_written(self):
+        with pytest.raises(RewardError, match=r"needs 'completion'.* -> did you mean 'completions'"):
+            score(lambda completion: [0.0] * len(completion))
+        with pytest.raises(RewardError, match=r"needs 'solution'.*\(answer\) -> name a column that is there, add this"):
+            score(lambda completions, solution: [0.0] * len(completions))
+
     def test_columns_can_be_checked_before_anything_is_generated(self):
         rewarder = Rewarder([NamedReward("f", exact)])
         rewarder.check_columns(["answer", "prompt"])
@@ -457,7 +463,7 @@ class TestPolicies:
                 raise ValueError("too many")
             return [1.0] * len(completions)
 
-        with pytest.raises(RewardError, match="on 3 groups together, though on none of them alone"):
+        with pytest.raises(RewardError, match="in one call with 3 groups, though not in a call with any of them alone"):
             score(small_batches_only)
         scored = score(small_batches_only, on_error="drop_group")
         assert (len(scored.groups), scored.dropped, len(scored.errors)) == (3, 0, 1)
