@@ -1,7 +1,8 @@
 """How fast tokens with their logprobs reach the trainer, beside vLLM in one process.
 
     PYTHONPATH=src python benchmarks/generation.py [--size 1.5B|8B] [--tiny] [--in-flight N ...] [--out FILE.json]
-        [--quantization fp8] [--kv-cache-dtype fp8] [--speculative ngram [--lookup 2 4]] [--temperature T]
+        [--prompt N] [--tokens N] [--quantization fp8] [--kv-cache-dtype fp8] [--speculative ngram [--lookup 2 4]]
+        [--temperature T]
 
 All generate the same: sequences of equal length (128 tokens of prompt, 8 completions a prompt, 512 new tokens), with a
 model of random bf16 weights. "In process" is ``vllm.LLM.generate``; with logprobs they are of the distribution sampled
@@ -13,7 +14,8 @@ each size of the batch, and what it does since. Random weights at temperature 1 
 guessing costs at worst. At ``--temperature 0`` they repeat themselves: that is what it brings at best.
 
 Each engine runs in a process of its own. "Busy" is the share of one core that the busiest process took besides the
-GPU: near 1.0 it is Python that sets the speed.
+GPU: near 1.0 it is Python that sets the speed. Where completions are short (`--tokens 6`) it is the work for each
+request that counts: `cpu_s` in the results has the seconds of CPU that each process took for a round.
 """
 
 from __future__ import annotations
@@ -94,8 +96,16 @@ class Busy:
     def share(self) -> dict[str, float]:
         """CPU seconds a second since the start, of those that took a tenth of a core or more."""
         seconds = time.perf_counter() - self._started
-        shares = {name: (now - self._before.get(name, 0.0)) / seconds for name, now in self._read().items()}
+        shares = {name: taken / seconds for name, taken in self._taken().items()}
         return {name.partition(" ")[2]: round(share, 2) for name, share in shares.items() if share >= 0.1}
+
+    def each(self, rounds: int) -> dict[str, float]:
+        """CPU seconds a round since the start, of those that took a hundredth of one or more."""
+        each = {name: round(taken / rounds, 3) for name, taken in self._taken().items()}
+        return {name: seconds for name, seconds in each.items() if seconds >= 0.01}
+
+    def _taken(self) -> dict[str, float]:
+        return {name: now - self._before.get(name, 0.0) for name, now in self._read().items()}
 
     @staticmethod
     def _read() -> dict[str, float]:
@@ -125,14 +135,20 @@ def measure(
     for number in arguments.in_flight:
         each = min(number, COMPLETIONS)
         rates: list[float] = []
+        all_rounds = Busy()
         for repeat in range(1 + arguments.repeats):
             length = arguments.tokens if repeat else min(32, arguments.tokens)
             prompts = [[source.randrange(10, 500) for _ in range(arguments.prompt)] for _ in range(number // each)]
+            if repeat == 1:
+                all_rounds = Busy()
             busy, started = Busy(), time.perf_counter()
             tokens = generate(prompts, each, length)
             rates.append(tokens / (time.perf_counter() - started))
             if repeat == arguments.repeats:
-                found[number] = {"rate": statistics.median(rates[1:]), "all": rates, "busy": busy.share()}
+                found[number] = {
+                    "rate": statistics.median(rates[1:]), "all": rates, "busy": busy.share(),
+                    "cpu_s": all_rounds.each(arguments.repeats),
+                }  # fmt: skip
     return found
 
 
@@ -254,7 +270,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=[*SIZES], default="1.5B")
     parser.add_argument("--tiny", action="store_true", help="a small model, a few tokens; also on a CPU")
-    parser.add_argument("--in-flight", type=int, nargs="+", default=[1, 64, 256, 1024])
+    parser.add_argument("--in-flight", type=int, nargs="+", default=None)
+    parser.add_argument("--prompt", type=int, default=None, help="tokens of a prompt")
+    parser.add_argument("--tokens", type=int, default=None, help="new tokens of a completion")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=None, help=f"rows: {SERVER}, {', '.join(IN_PROCESS)}")
     parser.add_argument("--server-flags", nargs="*", default=[])
@@ -270,9 +288,9 @@ def main() -> None:
     arguments = parser.parse_args()
     require_gpu(tiny=arguments.tiny)
     arguments.logs.mkdir(parents=True, exist_ok=True)
-    arguments.prompt, arguments.tokens = (16, 24) if arguments.tiny else (128, 512)
-    if arguments.tiny:
-        arguments.in_flight = [number for number in arguments.in_flight if number <= 64]
+    arguments.prompt = arguments.prompt or (16 if arguments.tiny else 128)
+    arguments.tokens = arguments.tokens or (24 if arguments.tiny else 512)
+    arguments.in_flight = arguments.in_flight or ([1, 64] if arguments.tiny else [1, 64, 256, 1024])
     arguments.model_dir = (
         arguments.model_dir or arguments.logs / f"model-{'tiny' if arguments.tiny else arguments.size}"
     )

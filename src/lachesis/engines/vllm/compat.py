@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 import vllm
+import vllm.envs
 from prometheus_client import REGISTRY
 from vllm.inputs import TextPrompt as TextPrompt
-from vllm.inputs import TokensPrompt as TokensPrompt
+from vllm.inputs import tokens_input as tokens_input
 from vllm.lora.lora_model import LoRAModel as LoRAModel
 from vllm.lora.peft_helper import PEFTHelper as PEFTHelper
 from vllm.lora.request import LoRARequest as LoRARequest
@@ -30,6 +31,14 @@ _NOT_FOR_CALLERS = {
 def engine_kind() -> str:
     """As in "vllm 0.26.0"."""
     return f"vllm {vllm.__version__}"
+
+
+def fix_variables() -> None:
+    """From now on vLLM reads no environment variable in this process: it does so for each token, unless it is told to.
+
+    Its engine and its workers do the same once they are ready.
+    """
+    vllm.envs.enable_envs_cache()
 
 
 def sampling_fields() -> frozenset[str]:

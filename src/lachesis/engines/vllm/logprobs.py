@@ -166,6 +166,30 @@ class FetchedLogprobs:
         self._dropped: list[str] = []
         self._fetching: asyncio.Task[None] | None = None
 
+    def ask(self, key: str, *, prompt_length: int, token_ids: Sequence[int]) -> asyncio.Future[str]:
+        """Have the logprobs of a sequence that has ended fetched, of at least one token; for :meth:`read`."""
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._asked[key] = ((prompt_length, len(token_ids)), answer)
+        if self._fetching is None or self._fetching.done():
+            self._fetching = asyncio.ensure_future(self._fetch_all())
+        return answer
+
+    @staticmethod
+    def read(answer: str, *, token_ids: Sequence[int]) -> tuple[float, ...]:
+        """Logprobs [T] of the tokens that were asked for.
+
+        Raises:
+            EngineError: the worker has those of other tokens.
+        """
+        raw = base64.b64decode(answer)
+        tokens = np.frombuffer(raw, dtype=np.int32, count=len(token_ids))
+        if not np.array_equal(tokens, np.asarray(token_ids, dtype=np.int32)):
+            raise EngineError(
+                "the logprobs that vLLM's worker kept are those of other tokens than vLLM answered",
+                remedy="report it with the server's log; `--no-async-scheduling` of the server may avoid it",
+            )
+        return tuple(np.frombuffer(raw, dtype=np.float32, offset=tokens.nbytes).tolist())
+
     async def take(self, key: str, *, prompt_length: int, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Logprobs [T] of the tokens of a sequence that has ended.
 
@@ -175,18 +199,8 @@ class FetchedLogprobs:
         if not token_ids:
             self.drop(key)
             return ()
-        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._asked[key] = ((prompt_length, len(token_ids)), answer)
-        if self._fetching is None or self._fetching.done():
-            self._fetching = asyncio.ensure_future(self._fetch_all())
-        raw = base64.b64decode(await answer)
-        tokens = np.frombuffer(raw, dtype=np.int32, count=len(token_ids))
-        if not np.array_equal(tokens, np.asarray(token_ids, dtype=np.int32)):
-            raise EngineError(
-                "the logprobs that vLLM's worker kept are those of other tokens than vLLM answered",
-                remedy="report it with the server's log; `--no-async-scheduling` of the server may avoid it",
-            )
-        return tuple(np.frombuffer(raw, dtype=np.float32, offset=tokens.nbytes).tolist())
+        answer = self.ask(key, prompt_length=prompt_length, token_ids=token_ids)
+        return self.read(await answer, token_ids=token_ids)
 
     def drop(self, key: str) -> None:
         """What is kept of a sequence is not wanted; the worker learns of it with the next call."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from lachesis.common.errors import EngineError
@@ -14,8 +15,11 @@ from lachesis.common.types import FinishReason
 from lachesis.engines.serving.bodies import Refused
 from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
 from lachesis.engines.vllm import compat
+from lachesis.engines.vllm.groups import Ended, Group, Member, missing_parts
 from lachesis.engines.vllm.logprobs import KEY, FetchedLogprobs
 from lachesis.engines.vllm.routed import read_routes
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -38,6 +42,12 @@ class Generator:
         self._lora_request = lora_request
         self._fetched: FetchedLogprobs | None = None
         self._numbers = itertools.count()
+        missing = missing_parts(engine)
+        self._groups = not missing
+        if missing:
+            logger.warning(
+                "%s has no %s: completions go in one by one, which is slower", compat.engine_kind(), ", ".join(missing)
+            )
 
     def fetch_logprobs(self, fetched: FetchedLogprobs) -> None:
         """From now on logprobs of sampled tokens stay in the worker until a sequence has ended."""
@@ -47,7 +57,10 @@ class Generator:
         """All completions; raises Refused for what vLLM does not accept, EngineError where it is dead."""
         started = time.monotonic()
         kept = self._fetched if not request.logprobs and request.prompt_logprobs is None else None
-        done = await _all([self._complete(request, i, cache_salt=cache_salt, kept=kept) for i in range(request.n)])
+        if kept is not None and request.prompt is None and self._groups:
+            done = await self._complete_together(request, cache_salt=cache_salt, kept=kept)
+        else:
+            done = await _all([self._complete(request, i, cache_salt=cache_salt, kept=kept) for i in range(request.n)])
         first, _ = done[0]
         return GenerateResult(
             prompt=request.prompt,
@@ -95,13 +108,56 @@ class Generator:
         entries = _prompt_logprobs(output)
         return tuple(entry[token] for entry, token in zip(entries[1:], token_ids[1:], strict=True) if entry is not None)
 
+    async def _complete_together(
+        self, request: GenerateBody, *, cache_salt: str, kept: FetchedLogprobs
+    ) -> list[tuple[Any, tuple[float, ...]]]:
+        """What :meth:`_complete` returns, for all completions of a prompt that is given as token ids."""
+        params = compat.parse_sampling(request.sampling, logprobs=0, text=request.text)
+        self._check_room(len(request.prompt_token_ids or ()), params.max_tokens)
+        keys = [self._key(request, index) for index in range(request.n)]
+        asked: dict[int, asyncio.Future[str]] = {}
+
+        def ended(place: int, output: Any) -> None:
+            token_ids = output.outputs[0].token_ids
+            if token_ids:
+                asked[place] = kept.ask(keys[place], prompt_length=len(output.prompt_token_ids), token_ids=token_ids)
+            else:
+                kept.drop(keys[place])
+
+        try:
+            outputs = await self._run_group(request, params, keys, cache_salt=cache_salt, ended=ended)
+            answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        except BaseException:
+            for key in keys:
+                kept.drop(key)
+            raise
+        return [
+            (output, kept.read(answers[place], token_ids=output.outputs[0].token_ids) if place in answers else ())
+            for place, output in enumerate(outputs)
+        ]
+
+    async def _run_group(
+        self, request: GenerateBody, params: Any, keys: Sequence[str], *, cache_salt: str, ended: Ended
+    ) -> list[Any]:
+        members = [
+            Member(f"{request.request_id}-{index}", _seed(request, index), {KEY: key}) for index, key in enumerate(keys)
+        ]
+        prompt = _token_prompt(request, cache_salt=cache_salt)
+        with _our_errors():
+            group = Group(self._engine, ended=ended)
+            return await group.run(prompt, params, members, lora_request=self._lora_request)
+
+    def _key(self, request: GenerateBody, index: int) -> str:
+        """A name for the logprobs of a completion that no other has."""
+        return f"{request.request_id}-{index}-{next(self._numbers)}"
+
     async def _complete(
         self, request: GenerateBody, index: int, *, cache_salt: str, kept: FetchedLogprobs | None
     ) -> tuple[Any, tuple[float, ...] | None]:
         """vLLM's last output, and the logprobs where they are not in it."""
         if kept is None:
             return await self._final(request, index, cache_salt=cache_salt), None
-        name = f"{request.request_id}-{index}-{next(self._numbers)}"
+        name = self._key(request, index)
         try:
             output = await self._final(request, index, cache_salt=cache_salt, kept_as=name)
         except BaseException:
@@ -127,11 +183,8 @@ class Generator:
         delta: bool = False,
         kept_as: str | None = None,
     ) -> AsyncIterator[Any]:
-        sampling = dict(request.sampling)
-        if sampling.get("seed") is not None:
-            sampling["seed"] += index
         params = compat.parse_sampling(
-            sampling,
+            {**request.sampling, "seed": _seed(request, index)},
             logprobs=request.logprobs or 0,
             prompt_logprobs=request.prompt_logprobs,
             delta=delta,
@@ -142,21 +195,17 @@ class Generator:
             prompt: Any = compat.TextPrompt(prompt=request.prompt, cache_salt=cache_salt)
         else:
             self._check_room(len(request.prompt_token_ids or ()), params.max_tokens)
-            prompt = compat.TokensPrompt(prompt_token_ids=list(request.prompt_token_ids or ()), cache_salt=cache_salt)
+            prompt = _token_prompt(request, cache_salt=cache_salt)
         outputs = self._engine.generate(
             prompt, params, f"{request.request_id}-{index}", lora_request=self._lora_request
         )
-        try:
+        with _our_errors():
             async with aclosing(outputs):
                 async for output in outputs:
                     self._check_room(len(output.prompt_token_ids), params.max_tokens)
                     if any(completion.finish_reason == "error" for completion in output.outputs):
                         raise EngineError("vLLM failed to compute a request", remedy="look at the server's log")
                     yield output
-        except compat.EngineDeadError as error:
-            raise EngineError(f"vLLM's engine is dead: {error}", remedy="look at its log and restart it") from error
-        except compat.caller_errors() as error:
-            raise Refused(f"vLLM refuses the request: {error}", remedy="correct the request") from error
 
     def _check_room(self, prompt_tokens: int, max_tokens: int | None) -> None:
         """vLLM would cut a completion that does not fit, and call it finished."""
@@ -166,6 +215,27 @@ class Generator:
                 f"{self._max_model_len}",
                 remedy="shorten the prompt or lower max_tokens",
             )
+
+
+@contextmanager
+def _our_errors() -> Iterator[None]:
+    """What vLLM raises inside, as ours."""
+    try:
+        yield
+    except compat.EngineDeadError as error:
+        raise EngineError(f"vLLM's engine is dead: {error}", remedy="look at its log and restart it") from error
+    except compat.caller_errors() as error:
+        raise Refused(f"vLLM refuses the request: {error}", remedy="correct the request") from error
+
+
+def _token_prompt(request: GenerateBody, *, cache_salt: str) -> Any:
+    """As vLLM has a prompt that needs no tokenizer; what it would read first it reads in another thread."""
+    return compat.tokens_input(list(request.prompt_token_ids or ()), cache_salt=cache_salt)
+
+
+def _seed(request: GenerateBody, index: int) -> int | None:
+    seed = request.sampling.get("seed")
+    return None if seed is None else seed + index
 
 
 def _sequence(

@@ -98,6 +98,7 @@ class ServedVllm:
                     f"{flag} is {size}, but weights are changed on the workers of one engine that each hold all layers",
                     remedy="start one server for each GPU or use --tensor-parallel-size, and name all servers",
                 )
+        compat.fix_variables()
         installed = await self._call("install")
         self._device = installed["device"]
         if installed["keeps_logprobs"]:
