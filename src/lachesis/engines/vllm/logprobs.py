@@ -204,8 +204,8 @@ class FetchedLogprobs:
 
     def drop(self, key: str) -> None:
         """What is kept of a sequence is not wanted; the worker learns of it with the next call."""
-        if self._asked.pop(key, None) is None:
-            self._dropped.append(key)
+        self._asked.pop(key, None)
+        self._dropped.append(key)
 
     async def _fetch_all(self) -> None:
         while self._asked:

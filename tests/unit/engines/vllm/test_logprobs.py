@@ -192,6 +192,21 @@ def test_all_that_end_together_are_fetched_at_once():
     assert calls == [(["a", "b"], ["c"])]
 
 
+def test_what_was_asked_for_and_is_not_wanted_any_more_is_forgotten():
+    engine = Engine()
+    engine.step({"r": (7, -0.5), "s": (1, -1.0)}, new={"r": (3, "a"), "s": (3, "b")})
+
+    async def one_of_two() -> tuple[float, ...]:
+        fetched = engine.fetched()
+        fetched.ask("a", prompt_length=3, token_ids=[7])
+        fetched.drop("a")
+        return await fetched.take("b", prompt_length=3, token_ids=[1])
+
+    assert asyncio.run(one_of_two()) == (-1.0,)
+    with pytest.raises(EngineError, match="has not kept"):
+        engine.take("a", 3, [7])
+
+
 def test_a_failed_call_is_the_error_of_all_who_asked():
     async def fetch(asked: Any, dropped: Any) -> Any:
         raise EngineError("vLLM's engine is dead")
