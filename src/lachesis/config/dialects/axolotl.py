@@ -115,11 +115,23 @@ def _put_model(translation: Translation) -> None:
     put_quantization(translation)
     put_dtype(translation, "float32", "bf16", "bfloat16", "fp16", "float16", others=("auto",))
     _put_float8(translation)
+    _put_offloading(translation)
     put_chat_template(translation)
     roles = ("bos_token", "eos_token", "unk_token")
     tokens = {role: found for role in roles if (found := translation.value(f"special_tokens.{role}")) is not None}
     if tokens:
         translation.put("model.special_tokens", tokens, f"special_tokens.{next(iter(tokens))}")
+
+
+def _put_offloading(translation: Translation) -> None:
+    """There it goes with ``gradient_checkpointing``, whose inputs it keeps in the host's memory; here it is both."""
+    name = "activation_offloading"
+    asked = translation.value(name)
+    if asked in (True, "legacy"):
+        translation.put("model.activations", "offload", name)
+        translation.put("model.gradient_checkpointing", False, name)
+    elif asked:
+        translation.problem(name, f"{describe(asked)} has no counterpart; Lachesis offloads to the host's memory: true")
 
 
 def _put_float8(translation: Translation) -> None:

@@ -55,6 +55,7 @@ def _model() -> Iterator[Entry]:
     yield from nothing("matrix products are as precise as torch's default", "tf32")
     yield from _float8()
     yield Entry("gradient_checkpointing", "model.gradient_checkpointing", convert=checkpointing)
+    yield together("activation_offloading", "model.activations", "true and legacy are offload, over recomputing")
     yield from nothing(
         "Lachesis chooses the variant that works with the backend",
         *("gradient_checkpointing_kwargs", "gradient_checkpointing_kwargs.use_reentrant"),

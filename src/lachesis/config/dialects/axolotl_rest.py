@@ -58,7 +58,7 @@ def _model() -> Iterator[Entry]:
     )
     yield from nothing(
         "Lachesis frees memory in its own ways: checkpointed layers, packed passes, model.quantization",
-        *("selective_checkpointing", "activation_offloading", "layer_offloading", "gc_steps", "gc_collect_steps"),
+        *("selective_checkpointing", "layer_offloading", "gc_steps", "gc_collect_steps"),
         *("low_cpu_mem_usage", "max_memory", "gpu_memory_limit", "ple_cpu_offload", "lora_on_cpu"),
         *("qlora_sharded_model_loading", "experimental_skip_move_to_device"),
     )

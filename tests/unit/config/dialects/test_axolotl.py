@@ -103,6 +103,9 @@ def test_whose_file_it_is(data, dialect):
         ("torch_compile: auto", "model.compile", "auto"),
         ("torch_compile: false", "model.compile", "off"),
         ("gradient_checkpointing: offload", "model.gradient_checkpointing", True),
+        ("activation_offloading: true\ngradient_checkpointing: true", "model.activations", "offload"),
+        ("activation_offloading: legacy", "model.activations", "offload"),
+        ("activation_offloading: false\ngradient_checkpointing: true", "model.activations", "keep"),
         ("chat_template: jinja\nchat_template_jinja: '{{ x }}'", "model.chat_template", "{{ x }}"),
         ("optimizer: adamw_bnb_8bit", "optimizer.kind", "adamw_8bit"),
         ("optimizer: paged_adamw_8bit", "optimizer.kind", "adamw_8bit"),
@@ -475,3 +478,8 @@ def test_roles_of_tokens():
 def test_plugins_that_bring_kernels_alone_mean_nothing():
     assert not translation("plugins: [axolotl.integrations.liger.LigerPlugin]\nliger_rope: false").findings
     assert "has no plugins of Axolotl's" in message("plugins: [axolotl.integrations.nemo_gym.NemoGymPlugin]")
+
+
+def test_activations_are_offloaded_to_the_host_alone():
+    with pytest.raises(ConfigError, match=r"activation_offloading \(line 8\): the text 'disk' has no"):
+        translated("activation_offloading: disk")
