@@ -128,7 +128,7 @@ def _pass_parts(
     """What forward and backward need for a micro-batch, as far as devices do not share it."""
     layer = layer_activations(config, shape, keys=lengths.keys, width=width, device=device, mesh=mesh)
     tokens = -(-lengths.microbatch // mesh.context)
-    stream = max(width, 4) if config.model.residual_dtype == "float32" else width
+    stream = _stream_bytes(config, width=width)
     kept = _kept_activations(config, shape, layer=layer, stream=stream, width=width, tensor=mesh.tensor)
     kept += _outside_activations(config, shape, width=width)
     yield MemoryPart("activations", "trainer", ("passes",), round(tokens * kept))
@@ -199,6 +199,20 @@ def _kept_activations(
         own += shape.heads // tensor * (shape.head_dim * width + 4)
     layers = min(2, shape.layers) if which == "offload" else shape.layers
     return layers * own + layer
+
+
+def offloaded_bytes(config: LachesisConfig, shape: ModelShape, *, lengths: Lengths, device: str, mesh: Mesh) -> int:
+    """Of the host's memory, pinned, that a rank's inputs of all decoder layers wait in while it computes."""
+    if config.model.kept_activations != "offload" or device != "cuda":
+        return 0
+    width = weight_bytes(config, shape, device=device)
+    tokens = -(-lengths.microbatch // mesh.context)
+    return tokens * shape.layers * shape.hidden * _stream_bytes(config, width=width)
+
+
+def _stream_bytes(config: LachesisConfig, *, width: int) -> int:
+    """Of a number that goes from layer to layer."""
+    return max(width, 4) if config.model.residual_dtype == "float32" else width
 
 
 def _outside_activations(config: LachesisConfig, shape: ModelShape, *, width: int) -> int:

@@ -20,6 +20,7 @@ from lachesis.config.memory import (
     checkpoint_bytes,
     export_bytes,
     memory_parts,
+    offloaded_bytes,
     shares_weights,
     sleeps,
     trainable_parameters,
@@ -158,6 +159,7 @@ def plan(
         notes=(
             *_card_notes(config, device=chosen, devices=devices),
             *_notes(config, batches, lengths=lengths, found=found),
+            *_host_notes(config, shape, lengths=lengths, device=chosen, mesh=mesh),
             *_teacher_notes(config, teacher),
             *_guesser_notes(speculative, guesser),
         ),
@@ -325,6 +327,16 @@ def _beside_words(config: LachesisConfig, *, devices: int) -> str:
             "unless distributed.cpu_offload is true"
         )
     return f"{beside}, and holds its share while they train; with engine.enable_sleep_mode it gives it back meanwhile"
+
+
+def _host_notes(
+    config: LachesisConfig, shape: ModelShape | None, *, lengths: Lengths, device: str, mesh: Mesh
+) -> Iterator[str]:
+    """What the host has to have memory for, beside the card."""
+    waiting = 0 if shape is None else offloaded_bytes(config, shape, lengths=lengths, device=device, mesh=mesh)
+    if waiting:
+        ranks = f" for each of the {mesh.ranks} devices, those of one host together" if mesh.ranks > 1 else ""
+        yield f"model.activations: offload takes {size_text(waiting)} of the host's memory{ranks}, which is pinned"
 
 
 def _teacher_notes(config: LachesisConfig, teacher: ModelShape | None) -> Iterator[str]:

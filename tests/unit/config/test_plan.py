@@ -298,6 +298,14 @@ def test_layers_that_run_twice_keep_their_input_and_what_attention_gives_or_two_
     assert activations(activations="recompute") == activations(gradient_checkpointing=True)
     of_inputs = tokens * (layers - 2) * 2 * hidden  # of a layer that runs and of the one before it they are there
     assert activations(activations="recompute") - activations(activations="offload") == of_inputs
+    offloading = build(model={"path": model(QWEN), "activations": "offload"})
+    said = [plan(offloading, device=device, devices=devices).notes for device, devices in (("cuda", 1), ("cuda", 2))]
+    assert ["offload takes 672.0 MiB of the host's memory, which is pinned" in " ".join(notes) for notes in said] == [
+        True,
+        False,
+    ]
+    assert "672.0 MiB of the host's memory for each of the 2 devices" in " ".join(said[1])
+    assert "host's memory" not in " ".join(plan(offloading, device="cpu").notes)
 
 
 def test_what_the_head_keeps_of_all_weights_is_counted_but_where_memory_is_spared(build, model):
