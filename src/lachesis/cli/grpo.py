@@ -37,7 +37,7 @@ from lachesis.config.load import LoadedConfig, load_argv
 from lachesis.metrics.sinks.jsonl import read_metrics
 
 if TYPE_CHECKING:
-    from lachesis.run.train import Companions
+    from lachesis.run.companions import Companions
 
 RUN_HELP = """\
 Usage: lachesis run CONFIG [--api-port PORT] [--set KEY=VALUE] [--resume] [--overwrite] [--ui]

@@ -19,7 +19,7 @@ import psutil
 
 from lachesis.common.deadline import Wait, waits_now
 from lachesis.common.errors import CheckpointError, ConfigError
-from lachesis.common.files import write_atomic
+from lachesis.common.files import clean_files, write_atomic
 from lachesis.common.run_files import run_paths
 from lachesis.config.schema import LachesisConfig
 from lachesis.engines.fleet import EngineRow
@@ -69,6 +69,9 @@ class RunDirectory:
             self.state.pop("error", None)
             self.files["logs"].mkdir(parents=True, exist_ok=True)
             shutil.rmtree(self.files["requests"], ignore_errors=True)  # what an earlier process was asked for
+            for written in (self.path, self.files["evaluations"]):  # that of rollouts is their sink's
+                if written.is_dir():
+                    clean_files(written)
         except OSError as error:
             raise cannot_write(self.path, error) from error
         now = time.time()

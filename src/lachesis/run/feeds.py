@@ -23,7 +23,7 @@ from lachesis.train.batch import Batch
 from lachesis.train.policy import Policy
 
 if TYPE_CHECKING:
-    from lachesis.run.train import Companions
+    from lachesis.run.companions import Companions
 
 
 @dataclass(frozen=True, slots=True)

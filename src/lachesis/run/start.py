@@ -27,7 +27,8 @@ from lachesis.config.schema import LachesisConfig
 from lachesis.run.directory import claim_run, engine_log, run_directory
 
 if TYPE_CHECKING:
-    from lachesis.run.train import Companions, RunSummary
+    from lachesis.run.companions import Companions
+    from lachesis.run.train import RunSummary
 
 
 def train(

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from rich.console import Console
@@ -35,6 +34,7 @@ from lachesis.pipeline.feed import Feed
 from lachesis.rollouts.failures import FailureFile
 from lachesis.rollouts.kept import KeptRollouts
 from lachesis.run.activations import with_activations
+from lachesis.run.companions import Companions
 from lachesis.run.custom import check_custom_parts
 from lachesis.run.directory import RunDirectory, cannot_write, claim_run, engine_log, live_file
 from lachesis.run.engine import EngineSide, RunPlace, build_engine_side, unclaimed_on_error
@@ -79,19 +79,6 @@ class RunSummary:
     seconds: float
     evaluations: tuple[EvalResult, ...]
     pushed: str | None = None
-
-
-class Companions(Protocol):
-    """Processes that a run needs besides its engine, such as the environments that generate."""
-
-    @property
-    def starts_api(self) -> bool: ...
-
-    def start(self, run_dir: Path) -> None: ...
-
-    def watch(self) -> None: ...
-
-    def stop(self) -> None: ...
 
 
 def train(

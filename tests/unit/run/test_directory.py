@@ -163,6 +163,18 @@ class TestARunThatIsThere:
         assert (state["status"], state["started"], state["step"]) == ("starting", 5.0, 12)
         assert (path / "metrics.jsonl").is_file()
 
+    def test_resuming_removes_what_it_was_writing_when_it_was_killed(self, path: Path):
+        run = start(path)
+        run.update(step=3)
+        run.files["evaluations"].mkdir()
+        half = [path / ".report.html.4711-140.tmp", run.files["evaluations"] / ".step_000003.jsonl.4711-140.tmp"]
+        whole = [run.files["evaluations"] / "step_000002.jsonl", path / "notes.tmp"]
+        for written in (*half, *whole):
+            written.write_text("{")
+        start(path, resume=True)
+        assert not any(written.exists() for written in half)
+        assert all(written.exists() for written in whole)
+
     def test_an_error_of_before_is_forgotten_when_it_goes_on(self, path: Path):
         held_run(path, status="failed", error="the disk was full")
         start(path, resume=True)
