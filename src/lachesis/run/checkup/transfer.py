@@ -14,6 +14,7 @@ from typing import Any
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import DependencyError, LachesisError, StaleWeights
 from lachesis.common.http import free_port
+from lachesis.config.colocated import engine_workers
 from lachesis.config.schema import (
     CustomEngineConfig,
     EmbeddedEngineConfig,
@@ -93,8 +94,13 @@ def engine_for_trial(config: LachesisConfig) -> tuple[dict[str, Any], str]:
                     "engine.kind is vllm, and vLLM is not installed here",
                     remedy="install it, or try the configuration where it is to run",
                 )
-            cpu = resolve_device(config.model.device).type == "cpu"
-            return _vllm(devices=vllm.devices, enforce_eager=vllm.enforce_eager, cpu=cpu), "a vLLM server"
+            workers = engine_workers(vllm)
+            of = (
+                f" of one worker (the {workers} of the run are not tried here: train --smoke does)"
+                if workers > 1
+                else ""
+            )
+            return _vllm(devices=vllm.devices, enforce_eager=vllm.enforce_eager), f"a vLLM server{of}"
         case HttpEngineConfig():
             if util.find_spec("vllm") is not None and resolve_device(config.model.device).type == "cuda":
                 return _vllm(devices=None), "a vLLM server in the place of engine.urls"
@@ -105,8 +111,8 @@ def _embedded_server() -> dict[str, Any]:
     return {"kind": "embedded_server", "port": free_port()}
 
 
-def _vllm(*, devices: str | None, enforce_eager: bool = False, cpu: bool = False) -> dict[str, Any]:
-    """One server on one device; on a CPU vLLM is told its share of the memory by a flag of its own."""
+def _vllm(*, devices: str | None, enforce_eager: bool = False) -> dict[str, Any]:
+    """One server on one device."""
     own = None if devices is None else devices.split(",")[0]
     return {
         "kind": "vllm",
@@ -114,7 +120,6 @@ def _vllm(*, devices: str | None, enforce_eager: bool = False, cpu: bool = False
         "devices": own,
         "enforce_eager": enforce_eager,
         "gpu_memory_utilization": _VLLM_SHARE,
-        "extra_args": ["--gpu-memory-utilization", str(_VLLM_SHARE)] if cpu else [],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,14 @@ def test_the_trial_is_of_the_runs_bridge_device_and_kind_of_adapter(tmp_path: Pa
     assert tried.adapter.kind == "lora" and tried.model.path == str(tmp_path / "model") and tried.model.device == "cpu"
     bridge = {"kind": "lora_nccl", "every_steps": 1, "share_base": True, "proof": True, "init_method": None}
     assert tried.bridge.model_dump() == bridge | {"transport": "auto"}
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+def test_an_engine_of_several_workers_is_said_to_be_tried_with_one():
+    def words(**engine: int) -> str:
+        sections = {"run": {"steps": 1}, "model": {"path": "m", "device": "cpu"}, "bridge": {"kind": "shared_vllm"}}
+        return engine_for_trial(LachesisConfig.model_validate(sections | {"engine": {"kind": "vllm"} | engine}))[1]
+
+    assert words() == "a vLLM server"
+    said = "a vLLM server of one worker (the 4 of the run are not tried here: train --smoke does)"
+    assert words(data_parallel_size=2, tensor_parallel_size=2) == said
