@@ -35,9 +35,8 @@ def main() -> None:
     scale = 8 if options.tiny else 1
     prompts, budget = (4, options.budget // scale) if options.tiny else (options.prompts, options.budget)
     write = sys.stdout.write
-    write(
-        "| prompt | completions | ranks | packed | micro-batches | passes | tokens | filled | cost | ms to the first | to all |\n"
-    )
+    write("| prompt | completions | ranks | packed | micro-batches | passes | tokens | filled | cost ")
+    write("| ms to the first micro-batch | to all |\n")
     write(f"{'|---' * 11}|\n")
     for tokens, lengths in ((128, "equal"), (128, "ragged"), (512, "ragged")):
         groups = drawn_groups(prompts, prompt=tokens // scale, median=512 // scale, ragged=lengths == "ragged")
