@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -44,6 +45,8 @@ from lachesis.train.model.loading import (
     load_tokenizer,
 )
 from lachesis.train.policy import Policy
+
+logger = logging.getLogger(__name__)
 
 # Calls of an engine with servers of its own, which takes many at once.
 _CALLS = 16
@@ -162,6 +165,8 @@ def build_source(
     config: LachesisConfig, *, problems: Sequence[Prompt], policy: Policy, engine: Engine, rewarder: Rewarder
 ) -> GroupwiseSource:
     """Prompts of a dataset, and completions by the engine or by a function of the user."""
+    for words in rewarder.blanks(problems):
+        logger.warning("%s", words)
     common: dict[str, Any] = {
         "stream": build_stream(config, problems),
         "engine": engine,

@@ -95,6 +95,17 @@ class RewardAttempts:
                 else "name a column that is there, add this one, or give it a default",
             )
 
+    def blanks(self, problems: Sequence[Prompt]) -> Iterator[str]:
+        """In words, what the function needs of the dataset that some of the problems do not have."""
+        for name in self.runner.signature.required:
+            without = [problem for problem in problems if problem.columns.get(name) is None]
+            # What no problem has is given, or comes with the turns.
+            if without and any(name in problem.columns for problem in problems):
+                yield (
+                    f"reward function {self.name!r} needs {name!r}, and {len(without):,} of {len(problems):,} problems "
+                    f"have none (the first is {without[0].id!r}): it gets None there"
+                )
+
     def score(self, items: Sequence[Item], *, fail_fast: bool, state: TrainerState) -> FunctionScores:
         """Rewards of each item.
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 from lachesis.common.errors import ConfigError, RewardError
 from lachesis.common.given import is_given
 from lachesis.common.threads import CallThread
-from lachesis.common.types import Group
+from lachesis.common.types import Group, Prompt
 from lachesis.rollouts.rewards.attempts import Extras, Item, Judged, RewardAttempts, TextCompletions
 from lachesis.rollouts.rewards.functions import Excluded, TrainerState
 from lachesis.rollouts.rewards.loading import ImportPath, load_named, needs_main_thread
@@ -211,6 +211,13 @@ class Rewarder:
         known = frozenset(columns)
         for function in self._functions:
             function.check_columns(known)
+
+    def blanks(self, problems: Sequence[Prompt]) -> list[str]:
+        """In words, what functions need of the dataset that some of the problems do not have.
+
+        That is no error: where data sets are mixed, a function abstains on the problems of others.
+        """
+        return [words for function in self._functions for words in function.blanks(problems)]
 
     def report_step(self, step: int) -> None:
         """Training has done ``step`` optimizer steps, which functions may ask for."""

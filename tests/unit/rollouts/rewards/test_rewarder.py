@@ -253,6 +253,22 @@ class TestWhatFunctionsGet:
         with pytest.raises(RewardError, match="needs 'answer'"):
             rewarder.check_columns(["prompt"])
 
+    def test_problems_without_what_a_function_needs_are_named(self):
+        """A function that compares with None gives 0, and nothing fails."""
+
+        def greedy(completions, answer, turns, note=None, **columns):
+            raise AssertionError("never called")
+
+        rewarder = Rewarder([NamedReward("f", exact), NamedReward("g", greedy)])
+        columns = [{"answer": "1"}, {"answer": None}, {}, {"answer": "", "note": None}]
+        problems = [Prompt(f"data.jsonl:{i}", (1,), "?", columns=given) for i, given in enumerate(columns)]
+        assert rewarder.blanks(problems) == [
+            f"reward function {name!r} needs 'answer', and 2 of 4 problems have none (the first is 'data.jsonl:1'): "
+            "it gets None there"
+            for name in "fg"
+        ]
+        assert rewarder.blanks(problems[:1]) == []
+
     def test_coroutine_functions_are_awaited(self):
         async def judge(completions, answer, **_):
             await asyncio.sleep(0)
