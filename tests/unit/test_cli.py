@@ -329,3 +329,13 @@ def test_plan_takes_the_flags_of_grpo_too(lachesis_command: Command):
     for expected in ("8,190,735,360", "table of known models", "on one card", "on 2 x 8 GPUs of 80 GB", "it fits"):
         assert expected in answer.out
     assert lachesis_command("plan", "a.yaml", "--fitt", "3").code == 2
+
+
+def test_the_size_of_a_card_is_taken_as_people_write_it(lachesis_command: Command, tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    said = [lachesis_command("plan", str(tmp_path / "config.yaml"), "--fit", size) for size in ("48", "48GB", "48 gib")]
+    assert {answer.code for answer in said} == {0}
+    assert len({answer.out for answer in said}) == 1
+    for size in ("0.5", "large"):
+        answer = lachesis_command("plan", "a.yaml", "--fit", size)
+        assert answer.code == 2 and f"{size!r} is no size of a card" in answer.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 from typing import Annotated, Literal
@@ -69,6 +70,14 @@ def train(
     conclude(summary, stop, ["lachesis", "train", str(config), *words])
 
 
+def _gigabytes(text: str) -> float:
+    """The size of a card, as people write it."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:GB?|GiB)?", text.strip(), re.IGNORECASE)
+    if found is None or float(found[1]) < 1:
+        raise typer.BadParameter(f"{text!r} is no size of a card: give its gigabytes, as 24 or 24GB")
+    return float(found[1])
+
+
 @app.command("plan", context_settings=PASS_ON)
 def plan_command(
     context: typer.Context,
@@ -77,7 +86,8 @@ def plan_command(
     device: Annotated[Literal["cuda", "cpu"] | None, typer.Option(help="Plan for it; what is here, if unset.")] = None,
     devices: Annotated[int, typer.Option(min=1, help="How many train, as torchrun starts them.")] = 1,
     fit_gb: Annotated[
-        float | None, typer.Option("--fit", min=1, metavar="GB", help="Say what fits on a card of this size.")
+        float | None,
+        typer.Option("--fit", parser=_gigabytes, metavar="GB", help="Say what fits on a card of this size (24, 24GB)."),
     ] = None,
     gpus: Annotated[
         int | None, typer.Option(min=2, help="Say what a rank of so many GPUs takes, and the transfer; calculated.")
