@@ -336,13 +336,15 @@ def digest_functions(
 ) -> tuple[Digests, Digests] | None:
     """Exact digests of what travels, on both sides; none where the server keeps it in another form.
 
-    That is so with weights split over GPUs, with kernels that repack them (as on the CPU), and in another dtype.
+    That is so with adapters split over GPUs, with kernels that repack weights (as on the CPU), with layers whose cut
+    the server does not know, and in another dtype.
     """
     info = control.info(deadline=deadline())
-    if info.model.tensor_parallel_size > 1:
-        return None
     dtype: torch.dtype = getattr(torch, info.model.dtype)
     if config.bridge.capabilities.adapter_only:
+        if info.model.tensor_parallel_size > 1:
+            logger.info("the adapter is proved by the canary alone: each of the engine's workers has a part of it")
+            return None
         return (
             lambda: adapter_digests(policy.model, dtype=dtype, whole=whole),
             lambda: control.digests({}, adapter=True, deadline=deadline()).digests,

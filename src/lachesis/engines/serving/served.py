@@ -106,17 +106,23 @@ class DigestSlice:
         Raises:
             Refused: (404) there is no tensor of this name; (422) it has no such rows.
         """
-        remedy = "look at /bridge/state_dict_info"
-        if self.name not in tensors:
-            raise Refused(f"the engine has no parameter {self.name!r}", status=404, remedy=remedy)
+        self.check({name: tuple(tensor.shape) for name, tensor in tensors.items()})
         tensor = tensors[self.name]
-        if tensor.ndim == 0:
-            return tensor
-        end = tensor.shape[0] if self.rows is None else self.start + self.rows
-        if not self.start <= end <= tensor.shape[0]:
-            what = f"rows {self.start} to {end} of {self.name!r} were asked for, it has {tensor.shape[0]}"
+        return tensor if tensor.ndim == 0 else tensor[self.start : self.end(tensor.shape[0])]
+
+    def end(self, rows: int) -> int:
+        """Where these rows end in a tensor of so many."""
+        return rows if self.rows is None else self.start + self.rows
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise Refused as :meth:`of` unless a tensor of these shapes has such rows."""
+        remedy = "look at /bridge/state_dict_info"
+        if self.name not in shapes:
+            raise Refused(f"the engine has no parameter {self.name!r}", status=404, remedy=remedy)
+        shape = shapes[self.name]
+        if shape and not self.start <= self.end(shape[0]) <= shape[0]:
+            what = f"rows {self.start} to {self.end(shape[0])} of {self.name!r} were asked for, it has {shape[0]}"
             raise Refused(what, status=422, remedy=remedy)
-        return tensor[self.start : end]
 
 
 class DigestRequest(Request):

@@ -29,6 +29,7 @@ from lachesis.engines.serving.served import (
 )
 from lachesis.engines.serving.session import Session
 from lachesis.engines.vllm import compat
+from lachesis.engines.vllm.cuts import add_workers
 from lachesis.engines.vllm.drafts import check_drafted
 from lachesis.engines.vllm.gate import Gate
 from lachesis.engines.vllm.logprobs import FetchedLogprobs
@@ -176,7 +177,9 @@ class ServedVllm:
     # Weights.
 
     async def digests(self, request: DigestRequest) -> dict[str, int]:
-        return await self._call("digests", request=request)
+        if self._engine.vllm_config.parallel_config.tensor_parallel_size == 1:
+            return await self._call("digests", request=request)
+        return add_workers(await self._call_all("digest_parts", request=request))
 
     async def state_dict_info(self) -> dict[str, TensorInfo]:
         found = await self._call("state_dict_info")

@@ -24,10 +24,11 @@ from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
 from lachesis.engines.serving.bodies import error_document
 from lachesis.engines.serving.served import DigestRequest, DigestSlice, ReceiverSpec, ReceiverStatus, Refused
+from lachesis.engines.vllm.cuts import find_cuts, shares, whole_shape
 from lachesis.engines.vllm.drafts import SWITCHED, WorkerDrafts
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
-from lachesis.transport.digest import digests
+from lachesis.transport.digest import Share, digests, share_digests
 from lachesis.transport.float8 import FP8
 from lachesis.transport.shared_tensors import dtype_name, export_cuda
 
@@ -175,12 +176,6 @@ class WorkerWeights:
         asked = DigestRequest.model_validate(request)
         found: dict[str, Tensor] = {}
         if asked.slices is None or asked.slices:
-            if self._tensor_parallel_size > 1:
-                raise Refused(
-                    f"the weights are cut over {self._tensor_parallel_size} workers: there is no digest of the whole",
-                    status=409,
-                    remedy="prove the transfer by the canary",
-                )
             held = named_parameters(self._runner.get_model())
             emptied = {name for name, tensor in held.items() if not tensor.numel()}
             slices = asked.slices or {name: DigestSlice(name) for name in held.keys() - emptied}
@@ -192,11 +187,40 @@ class WorkerWeights:
             found |= self._need_slots().tensors()
         return digests(found)
 
+    def digest_parts(self, request: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+        """What this one of several workers has of the digests of :meth:`digests`, by the place in the tensor.
+
+        Raises:
+            Refused: (404) there is no such parameter; (409) how it is cut is not known, or the adapter was asked for.
+        """
+        asked = DigestRequest.model_validate(request)
+        if asked.adapter:
+            self._need_slots().tensors()  # refuses: each worker holds a part of it
+        model = self._runner.get_model()
+        held, cuts = named_parameters(model), find_cuts(model)
+        slices = {name: DigestSlice(name) for name in cuts} if asked.slices is None else asked.slices
+        found: dict[tuple[str, str], Share] = {}
+        for name, part in slices.items():
+            if part.name in held and part.name not in cuts:
+                raise _uncut(part.name)
+            part.check({name: cut.shape for name, cut in cuts.items()})
+            found |= {(name, at): share for at, share in shares(held[part.name], cuts[part.name], part).items()}
+        if bad := [name for (name, _), share in found.items() if not share.adds_up]:
+            raise _uncut(bad[0])
+        said = share_digests({f"{name}@{at}": share for (name, at), share in found.items()})
+        return {name: {at: said[f"{name}@{at}"] for whose, at in found if whose == name} for name in slices}
+
     def state_dict_info(self) -> dict[str, Any]:
-        """Shape, dtype and device of every parameter."""
+        """Shape, dtype and device of every parameter; the whole's shape where several workers have parts of it."""
+        model = self._runner.get_model()
+        cuts = find_cuts(model) if self._tensor_parallel_size > 1 else None
         return {
-            name: {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "device": str(tensor.device)}
-            for name, tensor in named_parameters(self._runner.get_model()).items()
+            name: {
+                "shape": list(tensor.shape) if cuts is None else whole_shape(name, cuts),
+                "dtype": dtype_name(tensor.dtype),
+                "device": str(tensor.device),
+            }
+            for name, tensor in named_parameters(model).items()
         }
 
     def export(self) -> dict[str, Any]:
@@ -333,6 +357,14 @@ def named_parameters(model: nn.Module) -> dict[str, Tensor]:
 def _by_outputs(tensor: Tensor) -> Tensor:
     """vLLM keeps a matrix of 8 bits as a view [in, out] of its bytes."""
     return tensor.t() if tensor.dtype == FP8 and tensor.ndim == 2 and not tensor.is_contiguous() else tensor
+
+
+def _uncut(name: str) -> Refused:
+    return Refused(
+        f"how {name!r} is cut over the workers is not known, or vLLM has emptied it: there is no digest of the whole",
+        status=409,
+        remedy="prove the transfer by the canary",
+    )
 
 
 def _repacked(what: str) -> Refused:

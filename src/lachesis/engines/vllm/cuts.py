@@ -1,0 +1,145 @@
+"""Which rectangles of a model's whole parameters a tensor-parallel worker of vLLM's holds.
+
+The rules are of vLLM's layers, told by the names of their classes, so that nothing of vLLM is imported. What no rule
+is for has no cut, and no digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from lachesis.engines.serving.served import DigestSlice
+from lachesis.transport.digest import Share
+
+_UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_BY_OUTPUTS = ("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
+_VOCABULARY = ("VocabParallelEmbedding", "ParallelLMHead")
+# Of each tensor that was asked for: digests of the rectangles that a worker holds, by their places.
+Parts = Mapping[str, Mapping[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of a worker's tensor, ``held`` to ``held + rows``, which are those from ``first_row`` on of the whole."""
+
+    held: int
+    first_row: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a worker's tensor is of the whole parameter.
+
+    Attributes:
+        shape: of the whole.
+        blocks: of rows; none where the tensor has no dimension.
+        columns: the number of the worker's share of each row; 0 too where it has whole rows.
+    """
+
+    shape: tuple[int, ...]
+    blocks: tuple[Block, ...]
+    columns: int = 0
+
+
+def find_cuts(model: nn.Module) -> dict[str, Cut]:
+    """Cuts of the parameters of a worker's model, by their names without LoRA, where a rule is for them."""
+    found: dict[str, Cut] = {}
+    owners = dict(model.named_modules())
+    for name, parameter in model.named_parameters():
+        path, _, leaf = name.rpartition(".")
+        cut = _cut(owners[path], leaf, parameter)
+        if cut is not None:
+            found[name.replace(".base_layer.", ".")] = cut
+    return found
+
+
+def whole_shape(name: str, cuts: Mapping[str, Cut]) -> list[int]:
+    """Of a parameter in the whole model; [0], as of one that is empty, where its cut is not known."""
+    return list(cuts[name].shape) if name in cuts else [0]
+
+
+def shares(held: Tensor, cut: Cut, asked: DigestSlice) -> dict[str, Share]:
+    """What a worker's tensor has of the rows that were asked for, by the place in the whole."""
+    if not cut.shape:
+        return {"0:0": Share(held, ())}
+    end = asked.end(cut.shape[0])
+    shape = (end - asked.start, *cut.shape[1:])
+    found: dict[str, Share] = {}
+    for block in cut.blocks:
+        first, last = max(block.first_row, asked.start), min(block.first_row + block.rows, end)
+        if first < last:
+            start = block.held + first - block.first_row
+            part = held[start : start + last - first]
+            found[f"{first}:{cut.columns}"] = Share(part, shape, first - asked.start)
+    return found
+
+
+def add_workers(answers: Iterable[Parts]) -> dict[str, int]:
+    """Digests of whole tensors, of what all workers have of them.
+
+    Several may hold the same rectangle, which counts once; a tensor of which they hold different copies is left out.
+    """
+    every = list(answers)
+    found: dict[str, int] = {}
+    for name in every[0]:
+        places = {place for parts in every for place in parts[name].items()}
+        if len(places) == len(dict(places)):
+            found[name] = sum(digest for _, digest in places) % (1 << 64)
+    return found
+
+
+def _cut(owner: nn.Module, leaf: str, held: Tensor) -> Cut | None:
+    kind, layer = type(owner).__name__, owner  # vLLM's attributes are no parameters
+    if not hasattr(owner, "quant_method"):
+        # What has no loader of its own is loaded whole.
+        return None if hasattr(held, "weight_loader") else _whole(held)
+    if type(owner.quant_method).__name__ not in _UNQUANTIZED or leaf not in ("weight", "bias") or not held.numel():
+        return None
+    if kind in _BY_OUTPUTS:
+        return _by_outputs(layer, held)
+    if kind == "RowParallelLinear":
+        return _by_inputs(layer, held) if leaf == "weight" else _whole(held)
+    if kind in _VOCABULARY:
+        return _vocabulary(layer, held)
+    return _whole(held) if kind == "ReplicatedLinear" else None
+
+
+def _whole(held: Tensor) -> Cut:
+    shape = tuple(held.shape)
+    return Cut(shape, (Block(0, 0, shape[0]),) if shape else ())
+
+
+def _by_outputs(layer: Any, held: Tensor) -> Cut | None:
+    """Matrices above one another, of each of which the workers have rows; several may have the same."""
+    ways, rank = layer.tp_size, layer.tp_rank
+    kind = type(layer).__name__
+    sizes = [layer.output_size] if kind == "ColumnParallelLinear" else layer.output_sizes
+    copies = [1] * len(sizes)
+    if kind == "QKVParallelLinear":
+        copies = [1, layer.num_kv_head_replicas, layer.num_kv_head_replicas]
+    blocks: list[Block] = []
+    start = first = 0
+    for size, same in zip(sizes, copies, strict=True):
+        rows = size // ways  # vLLM counts each copy in the size
+        blocks.append(Block(start, first + rank // same * rows, rows))
+        start, first = start + rows, first + size // same
+    return Cut((first, *held.shape[1:]), tuple(blocks)) if held.shape[0] == start else None
+
+
+def _by_inputs(layer: Any, held: Tensor) -> Cut | None:
+    if held.ndim != 2 or held.shape[1] * layer.tp_size != layer.input_size:
+        return None
+    return Cut((held.shape[0], layer.input_size), (Block(0, 0, held.shape[0]),), layer.tp_rank)
+
+
+def _vocabulary(layer: Any, held: Tensor) -> Cut | None:
+    """Rows of tokens; padding belongs to no checkpoint, and rows for tokens that adapters add have no rule."""
+    if layer.num_added_embeddings:
+        return None
+    first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+    return Cut((layer.org_vocab_size, *held.shape[1:]), (Block(0, first, end - first),))
