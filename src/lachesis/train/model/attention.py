@@ -163,7 +163,7 @@ def _attend(
 ) -> Tensor:
     """Of all tokens of a pass, by the kernel that its arguments ask for; shapes as :func:`packed_attention`."""
     if packed_plan is not None:
-        return bucketed_attention(
+        return _by_buckets(
             query, key, value, packed_plan, scaling=scaling, sliding_window=sliding_window, softcap=softcap
         )
     if cu_seq_lens_q is not None:
@@ -233,6 +233,10 @@ def bucketed_attention(
         outputs.append(out.reshape(-1, heads, dim))
     stacked = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return stacked.index_select(0, plan.unpad).unsqueeze(0)
+
+
+# Out of compiled layers: a graph would be made for every number of buckets, and one of many takes tens of seconds.
+_by_buckets: Any = torch.compiler.disable(bucketed_attention)
 
 
 def plan_buckets(micro: MicroBatch) -> BucketPlan:

@@ -6,6 +6,7 @@ segments. So its two kernels are an operator here, which compiled layers take as
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
@@ -26,6 +27,8 @@ _CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 _TRIED = ((5, 5), (140, 333), (1, 64), (270, 270))
 # Of the norm of what is tried. Weights of 16 bits round results by 0.004 and less.
 _MOST_ERROR = 0.02
+_LONGEST_MESSAGE = 300
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SHAPES = "Tensor cu_seq_q, Tensor cu_seq_k, SymInt max_q, SymInt max_k, float? scale, SymInt? window"
 
 
@@ -55,13 +58,19 @@ def difference(device: torch.device, dtype: torch.dtype, *, heads: int, kv_heads
     try:
         found = _result_and_gradients(_tried, inputs, upstream)
     except Exception as error:  # whatever a compiler of somebody else's raises
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {_in_a_line(str(error))}"
     expected = _result_and_gradients(_by_definition, [x.float() for x in inputs], upstream.float())
     for name, one, other in zip(("result", "dq", "dk", "dv"), found, expected, strict=True):
         error = float((one - other).norm() / other.norm())
         if not error < _MOST_ERROR:
             return f"{name} differs by {error:.2g} of its norm, where {_MOST_ERROR} may be"
     return ""
+
+
+def _in_a_line(message: str) -> str:
+    """A compiler's report, which is pages long and coloured, as far as a line of ours goes."""
+    words = " ".join(_COLOUR.sub("", message).split())
+    return words if len(words) <= _LONGEST_MESSAGE else words[:_LONGEST_MESSAGE] + " ..."
 
 
 def _result_and_gradients(attend: Callable[..., Tensor], inputs: Sequence[Tensor], upstream: Tensor) -> list[Tensor]:

@@ -178,6 +178,15 @@ def test_what_its_compiler_raises_is_the_difference(package):
     assert tried() == "AssertionError: (head_dim, head_dim_v)=(16, 16) is not supported on SM90"
 
 
+def test_what_its_compiler_says_over_pages_and_in_colours_is_told_in_a_line(package):
+    def refusing(*args, **options):
+        raise RuntimeError("\n\x1b[91m\x1b[1m[Internal Error]\x1b[0m\nof the DSL\n" + "a page " * 1000)
+
+    package(forward=refusing)
+    assert tried().startswith("RuntimeError: [Internal Error] of the DSL a page")
+    assert tried().endswith("a page ...") and len(tried()) < 330
+
+
 def test_where_it_does_not_run():
     assert flash4.refusal(CPU, torch.bfloat16) == "it takes 16-bit weights on a GPU"
     assert flash4.refusal(torch.device("cuda"), torch.float32) == "it takes 16-bit weights on a GPU"
