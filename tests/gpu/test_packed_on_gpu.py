@@ -44,8 +44,8 @@ def test_packed_logprobs_and_gradients(architecture, dtype, attention, tolerance
     groups = random_groups(groups=4, samples=4, longest=20)
     expected = {(s.prompt_ids, s.completion_ids): reference(model, s) for g in groups for s in g.samples}
     plan = plan_forward(model, packing="packed")
-    has_flash4 = not flash4.refusal(model.device, model.dtype)
-    assert plan.attention == ("flash4" if attention == "flash" and has_flash4 else attention)
+    # Heads as small as this model's are none that FlashAttention 4 has kernels for.
+    assert plan.attention == attention
     (micro,) = (m.to(torch.device("cuda")) for m in pack(groups, max_tokens=1 << 20).micro_batches)
     found = target_logprobs(model, micro, plan=plan).logprobs
     found = found if micro.expand is None else found[micro.expand]
@@ -118,7 +118,7 @@ def test_nothing_waits_for_the_gpu_between_passes(loss_type: str):
             torch.cuda.set_sync_debug_mode("warn")
             policy.accumulate(batch)
             torch.cuda.set_sync_debug_mode("default")
-        waits.append((len(batch.micro_batches), sum("synchroniz" in str(one.message) for one in told)))
+        waits.append((len(batch.micro_batches), sum("called a synchronizing" in str(one.message) for one in told)))
     (few, once), (many, again) = waits
     assert few < many
     assert once == again <= 1, "the metrics of all passes are fetched together"
