@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lachesis.config.memory import shares_weights, sleeps
 from lachesis.config.plan import Plan, plan
-from lachesis.config.schema import SPARING, LachesisConfig
+from lachesis.config.schema import OWN_GPU_UTILIZATION, SPARING, LachesisConfig
 
 GB = 10**9
 # Sizes of cards that are asked about, as their vendors call them. They hold a little more, which the driver takes.
@@ -22,8 +22,6 @@ FRAGMENTS_BYTES = 10**9
 ENGINE_WORKSPACE_BYTES = 3 * 2**29
 # What it takes on top of its share: CUDA graphs. Assumed.
 ENGINE_GRAPHS_BYTES = 2**30
-# The share of a server on the trainer's GPU where that fits, and of one on its own, if none is set.
-SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
 # A server needs a cache for so many sequences at a time to be of use; more are served in turn.
 _SEQUENCES = 16
 
@@ -32,8 +30,9 @@ _SEQUENCES = 16
 class CardUse:
     """Bytes of a card of the trainer's, and whether they are there.
 
-    ``engine`` is what a server beside the trainer takes, 0 where there is none; ``engine_least`` the least that would
-    do. ``engine_fits`` says so of an engine's own card where it has one. ``share`` is vLLM's, where there is one.
+    ``engine`` is what servers beside the trainer take, 0 where there is none; ``engine_least`` the least that would
+    do. ``engine_fits`` says so of an engine's own card where it has one. ``share`` is each vLLM server's, where there
+    is one.
     """
 
     card: int
@@ -60,14 +59,16 @@ def card_use(config: LachesisConfig, planned: Plan, *, card_gb: float) -> CardUs
     trainer = process_bytes(planned.peak("trainer"))
     # A server that sleeps has its share while the trainer holds what it holds while nothing is trained.
     resting = process_bytes(sum(planned.at("generation", "trainer")))
-    share = chosen_share(config, card=card, trainer=resting if sleeps(config) else trainer, least=least)
+    held = resting if sleeps(config) else trainer
+    share = chosen_share(config, card=card, trainer=held, least=least, devices=planned.devices)
     if not beside_trainer(config):
         return CardUse(card, trainer, 0, least, least <= (share or OWN_GPU_UTILIZATION) * card, share)
-    engine = least if share is None else round(share * card) + ENGINE_GRAPHS_BYTES
-    fits = least <= engine
+    servers = servers_on_card(config, devices=planned.devices)
+    engine = servers * (least if share is None else round(share * card) + ENGINE_GRAPHS_BYTES)
+    fits = servers * least <= engine
     if sleeps(config):
-        engine = max(resting + engine - trainer, CONTEXT_BYTES + ENGINE_GRAPHS_BYTES)
-    return CardUse(card, trainer, engine, least, fits, share)
+        engine = max(resting + engine - trainer, servers * (CONTEXT_BYTES + ENGINE_GRAPHS_BYTES))
+    return CardUse(card, trainer, engine, servers * least, fits, share)
 
 
 def decide_activations(config: LachesisConfig, *, card_gb: float, devices: int = 1) -> LachesisConfig:
@@ -106,12 +107,23 @@ def beside_trainer(config: LachesisConfig) -> bool:
     return config.engine.kind == "embedded_server" or shares_weights(config)
 
 
-def chosen_share(config: LachesisConfig, *, card: int, trainer: int, least: int) -> float | None:
-    """The share of a card that a vLLM server of this run takes; None where the run starts none.
+def servers_on_card(config: LachesisConfig, *, devices: int) -> int:
+    """How many servers of the engine are on the trainer's card, which is one of ``devices``."""
+    return config.engine.servers_on_card(devices=devices) if config.engine.kind == "vllm" else 1
 
-    If none is set it is 0.9 on a card of its own. Beside the trainer it is 0.45 where both fit with that, else what the
-    trainer leaves, in whole hundredths, where that is enough for the engine; sizes are in bytes,
-    ``trainer`` what it holds while the engine has its share.
+
+def share_left(left: int, *, card: int, servers: int) -> float:
+    """Of a card, for each of the servers that have ``left`` bytes of it between them, in whole hundredths."""
+    return math.floor((left - servers * ENGINE_GRAPHS_BYTES) / card / servers * 100) / 100
+
+
+def chosen_share(config: LachesisConfig, *, card: int, trainer: int, least: int, devices: int) -> float | None:
+    """The share of a card that each vLLM server of this run takes; None where the run starts none.
+
+    If none is set it is 0.9 on a card of its own. Beside the trainer all servers together have 0.45 where both fit
+    with that, else what the trainer leaves, in whole hundredths, where that is enough for the engine; sizes are in
+    bytes, ``trainer`` what it holds while the engine has its share, ``least`` what each server needs. The trainer takes
+    ``devices``, of which the card is one.
     """
     if config.engine.kind != "vllm":
         return None
@@ -119,8 +131,8 @@ def chosen_share(config: LachesisConfig, *, card: int, trainer: int, least: int)
         return config.engine.gpu_memory_utilization
     if not beside_trainer(config):
         return OWN_GPU_UTILIZATION
-    left = math.floor((card - trainer - ENGINE_GRAPHS_BYTES) / card * 100) / 100
-    usual = SHARED_GPU_UTILIZATION
+    left = share_left(card - trainer, card=card, servers=config.engine.servers_on_card(devices=devices))
+    usual = config.engine.usual_share(devices=devices)
     fits = usual <= left and least <= usual * card + ENGINE_GRAPHS_BYTES
     if fits or least > left * card + ENGINE_GRAPHS_BYTES:
         return usual

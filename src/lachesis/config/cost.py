@@ -16,13 +16,12 @@ from lachesis.config.cards import (
     ENGINE_GRAPHS_BYTES,
     ENGINE_WORKSPACE_BYTES,
     GB,
-    OWN_GPU_UTILIZATION,
     process_bytes,
 )
 from lachesis.config.memory import export_bytes, held_weights_bytes, weight_bytes
 from lachesis.config.model_shape import FoundShape, unknown_shape
 from lachesis.config.plan import plan
-from lachesis.config.schema import BroadcastBridgeConfig, LachesisConfig
+from lachesis.config.schema import OWN_GPU_UTILIZATION, BroadcastBridgeConfig, LachesisConfig
 
 # From one GPU to another of its host over NCCL, all of 8B in 0.332 s: benchmarks/RESULTS.md, "broadcast, two GPUs".
 SEND_WITHIN_NODE = 48e9

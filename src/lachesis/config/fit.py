@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -12,18 +11,18 @@ from pydantic import ValidationError
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.cards import (
-    ENGINE_GRAPHS_BYTES,
     GB,
-    OWN_GPU_UTILIZATION,
     CardUse,
     beside_trainer,
     card_use,
+    servers_on_card,
+    share_left,
 )
 from lachesis.config.model_shape import FoundShape, find_shape, unknown_shape
 from lachesis.config.plan import plan
 from lachesis.config.rules import check
 from lachesis.config.rules.distributed import require_distributable
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import OWN_GPU_UTILIZATION, LachesisConfig
 
 # A card on which everything fits.
 _ROOMY_GB = 10**6
@@ -128,7 +127,7 @@ class _Uses:
             return config, None
         if config.engine.kind != "vllm" or config.engine.gpu_memory_utilization is None or not beside_trainer(config):
             return None
-        share = math.floor((use.card - use.trainer - ENGINE_GRAPHS_BYTES) / use.card * 100) / 100
+        share = share_left(use.card - use.trainer, card=use.card, servers=servers_on_card(config, devices=self.devices))
         change = Change(
             {"engine": {"gpu_memory_utilization": min(share, OWN_GPU_UTILIZATION)}},
             "what the trainer leaves; the engine's cache is smaller or larger with it",

@@ -15,8 +15,9 @@ from lachesis.common.contracts import contract, load_part
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import EngineError
 from lachesis.common.process import ManagedProcess
-from lachesis.common.world import VARIABLES
+from lachesis.common.world import VARIABLES, world_size
 from lachesis.config.schema import (
+    OWN_GPU_UTILIZATION,
     BaseEngineConfig,
     CustomEngineConfig,
     EmbeddedEngineConfig,
@@ -32,8 +33,6 @@ from lachesis.engines.options import ServeOptions, command_line
 
 logger = logging.getLogger("lachesis")
 
-# Of one GPU that engine and trainer share, and of one that the engine has for itself.
-SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
 # A scale for each output and not for each fused matrix: closer to the trainer's, and rows are rounded by themselves.
 _VLLM_QUANTIZATION = {"none": None, "fp8": "fp8_per_channel"}
 
@@ -209,7 +208,9 @@ def _gpu_memory_utilization(config: LachesisConfig, engine: VllmEngineConfig) ->
         return engine.gpu_memory_utilization
     if resolve_device(config.model.device).type != "cuda" and torch.cuda.is_available():
         return None
-    return SHARED_GPU_UTILIZATION if engine.devices is None else OWN_GPU_UTILIZATION
+    if engine.devices is not None:
+        return OWN_GPU_UTILIZATION
+    return engine.usual_share(devices=world_size(os.environ))
 
 
 def _server_environment(config: LachesisConfig, *, number: int) -> dict[str, str]:

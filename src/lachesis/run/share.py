@@ -11,12 +11,12 @@ import torch
 from lachesis.common.device import resolve_device
 from lachesis.common.errors import ConfigError
 from lachesis.common.world import world_size
-from lachesis.config.cards import GB, SHARED_GPU_UTILIZATION, card_use, process_bytes
+from lachesis.config.cards import GB, card_use, process_bytes
 from lachesis.config.colocated import is_colocated, rank_cards
 from lachesis.config.memory import sleeps
 from lachesis.config.model_shape import find_shape
 from lachesis.config.plan import plan
-from lachesis.config.schema import LachesisConfig
+from lachesis.config.schema import LachesisConfig, VllmEngineConfig
 
 logger = logging.getLogger("lachesis")
 
@@ -81,14 +81,17 @@ def with_devices(config: LachesisConfig, *, environment: Mapping[str, str]) -> L
 def share_beside_trainer(config: LachesisConfig, *, card_bytes: int, devices: int = 1) -> float:
     """The usual share where it fits by what ``plan`` counts, else what the trainer leaves, which is said.
 
-    ``devices`` train together, of which the server is beside the first.
+    ``devices`` train together, of which the server is beside the first. Several servers beside one have the usual
+    share together.
     """
-    found = find_shape(config.model.path, revision=config.model.revision)
+    engine, found = config.engine, find_shape(config.model.path, revision=config.model.revision)
+    assert isinstance(engine, VllmEngineConfig), "no other engine has a share"
+    usual = engine.usual_share(devices=devices)
     if found is None:
-        return SHARED_GPU_UTILIZATION
+        return usual
     planned = plan(config, device="cuda", devices=devices, found=found)
-    share = card_use(config, planned, card_gb=card_bytes / GB).share or SHARED_GPU_UTILIZATION
-    if share != SHARED_GPU_UTILIZATION:
+    share = card_use(config, planned, card_gb=card_bytes / GB).share or usual
+    if share != usual:
         logger.info(
             "[ENGINE] vLLM gets %.2f of the GPU (engine.gpu_memory_utilization): the trainer needs %.1f of its %.1f GB",
             share, process_bytes(planned.peak("trainer")) / GB, card_bytes / GB,

@@ -134,6 +134,20 @@ def test_an_engine_elsewhere_is_no_part_of_the_card(tmp_path: Path):
     assert apart.engine_fits and not card_use(config, plan(config, device="cuda"), card_gb=16).engine_fits
 
 
+def test_several_servers_beside_a_trainer_have_the_usual_share_together(tmp_path: Path):
+    """One process trains, and no other GPUs are named: all copies of the model are on its card."""
+    data = configured(tmp_path, "8B") | {"bridge": {"kind": "broadcast"}}
+    uses = []
+    for copies, devices in ((1, 1), (2, 1), (2, 2)):
+        config = LachesisConfig.model_validate(data | {"engine": {"kind": "vllm", "data_parallel_size": copies}})
+        uses.append(card_use(config, plan(config, device="cuda", devices=devices), card_gb=400))
+    assert [use.share for use in uses] == [0.45, 0.22, 0.45]
+    assert uses[1].engine == 2 * (round(0.22 * 400 * GB) + 2**30)
+    config = LachesisConfig.model_validate(data | {"engine": {"kind": "vllm", "data_parallel_size": 2}})
+    tight = card_use(config, plan(config, device="cuda"), card_gb=230)
+    assert tight.share is not None and tight.share < 0.22 and tight.fits
+
+
 def test_where_nothing_fits_it_says_so(tmp_path: Path):
     config = LachesisConfig.model_validate(configured(tmp_path, "24B"))
     assert fit(config, card_gb=8) is None

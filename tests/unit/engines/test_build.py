@@ -67,10 +67,10 @@ def test_how_it_computes_is_told_to_vllm_by_its_names(keys: dict[str, Any], word
 def test_vllm_on_a_cpu_gets_the_share_of_memory_that_is_set_and_leaves_the_trainer_its_own(tmp_path: Path):
     """Its own default is 0.92 of the machine's, with which it does not start beside anything."""
     shares = []
-    for keys in ({}, {"gpu_memory_utilization": 0.2}):
-        (server,) = server_processes(configuration(**keys), tmp_path)
-        shares.append(server.command[server.command.index("--gpu-memory-utilization") + 1])
-    assert shares == ["0.45", "0.2"]
+    for keys in ({}, {"gpu_memory_utilization": 0.2}, {"data_parallel_size": 2}):
+        for server in server_processes(configuration(**keys), tmp_path):
+            shares.append(server.command[server.command.index("--gpu-memory-utilization") + 1])
+    assert shares == ["0.45", "0.2", "0.22", "0.22"], "several servers have as much as one"
 
 
 def test_a_run_that_replays_routing_asks_vllm_for_it(tmp_path: Path):

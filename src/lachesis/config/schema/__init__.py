@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from lachesis.config.schema.base import CustomPart, Section
 from lachesis.config.schema.engines import (
+    OWN_GPU_UTILIZATION,
     SERVERS_DNS,
     SERVERS_FILE,
     BaseEngineConfig,

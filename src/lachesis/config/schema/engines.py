@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,6 +16,10 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 SERVERS_DNS, SERVERS_FILE = "dns+", "file:"
 HOST = r"^[A-Za-z0-9._:-]+$"
 Host = Annotated[str, Field(pattern=HOST)]
+
+
+# The share of a GPU's memory for vLLM where that is the trainer's too, and where it is not.
+SHARED_GPU_UTILIZATION, OWN_GPU_UTILIZATION = 0.45, 0.9
 
 
 class BaseEngineConfig(Section):
@@ -97,8 +102,8 @@ class VllmEngineConfig(BaseEngineConfig):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="Share of the GPU memory for the engine; if unset 0.9 on a GPU of its own, and on the trainer's "
-        "0.45 or, where `lachesis plan` says that this does not fit, what the trainer leaves. On a CPU the share of "
-        "the machine's memory, 0.45 if unset.",
+        "0.45 or, where `lachesis plan` says that this does not fit, what the trainer leaves; several servers there "
+        "have as much together. On a CPU the share of the machine's memory, 0.45 if unset.",
     )
     max_model_len: PositiveInt | None = Field(
         default=None, description="Longest prompt and completion together; the model's context if unset."
@@ -136,6 +141,17 @@ class VllmEngineConfig(BaseEngineConfig):
         "several.",
     )
     extra_args: list[str] = Field(default_factory=list, description="Further arguments for `vllm serve`, as they are.")
+
+    def servers_on_card(self, *, devices: int) -> int:
+        """How many of its servers share a card of the trainer's, which takes so many ``devices``.
+
+        All copies, where one process trains and they have no others.
+        """
+        return self.data_parallel_size if devices == 1 and self.devices is None else 1
+
+    def usual_share(self, *, devices: int) -> float:
+        """Of a card of the trainer's for each server on it, in whole hundredths, if none is set and that fits."""
+        return math.floor(SHARED_GPU_UTILIZATION * 100 / self.servers_on_card(devices=devices)) / 100
 
     @property
     def rounds(self) -> bool:
