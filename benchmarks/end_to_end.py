@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import shutil
@@ -35,7 +34,7 @@ import torch
 import yaml
 from architectures import LLAMA_3_1_8B, PEAK_BF16_FLOPS, QWEN2_5_1_5B, QWEN3_30B_A3B
 from needs_gpu import require_gpu
-from overlap import EOS, PAD, WORDS, write_problems
+from overlap import EOS, PAD, WORDS, favour_end, write_problems
 
 PROMPTS, COMPLETIONS, PROMPT_TOKENS = 32, 8, 128
 EQUAL, RAGGED_MOST, RAGGED_MEAN = 512, 2048, 400
@@ -122,28 +121,6 @@ def write_weights(directory: Path, auto: Any, config: Any, *, options: argparse.
     if options.lengths == "ragged":
         favour_end(model, mean=options.mean)
     model.save_pretrained(directory, max_shard_size="4GB")
-
-
-@torch.no_grad()
-def favour_end(model: Any, *, mean: int) -> None:
-    """Make the end token's probability about 1 / mean after any text: a first channel that no layer writes to.
-
-    It is the same at every place, up to the norm before the head, which divides by the size of all channels: some per
-    cent from place to place with random weights.
-    """
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    embedding[:, 0] = float(embedding[:, 1:].float().std())
-    for layer in model.model.layers:
-        for writes in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            writes.weight[0] = 0.0
-            if writes.bias is not None:
-                writes.bias[0] = 0.0
-    head[:, 0] = 0.0
-    head[EOS] = 0.0
-    ids = torch.randint(WORDS, embedding.shape[0], (8, 64), device=embedding.device)
-    hidden = model.model(input_ids=ids).last_hidden_state[:, 8:].float()
-    others = (hidden @ head.float().T).logsumexp(-1).mean()
-    head[EOS, 0] = float((others - math.log(mean)) / hidden[..., 0].mean())
 
 
 def our_config(options: argparse.Namespace, *, name: str) -> dict[str, Any]:

@@ -36,10 +36,10 @@ RUN_HERE = {
     "train_step": (["--no-trl", "--repeats", "1", "--only", "float32 residual"], "lachesis LoRA, float32 residual"),
 }  # fmt: skip
 # Those whose servers are vLLM's, and one that test_kills.py has a small version of.
-BY_HAND = {"bridges", "generation", "kills", "sleep"}
+BY_HAND = {"bridges", "checkpoint", "fleet", "generation", "kills", "sleep"}
 # They say so where there is no GPU, before they make any model.
 OF_A_GPU = [
-    "bridges", "end_to_end", "generation", "long_rows", "memory", "sleep", "time_to_first_step", "train_step",
+    "bridges", "end_to_end", "fleet", "generation", "long_rows", "memory", "sleep", "time_to_first_step", "train_step",
     "transfer",
 ]  # fmt: skip
 # What they measure is made by others' programs or files, which are not here.

@@ -17,7 +17,15 @@ import pytest
 
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError, DeadlineExceeded, EngineError
-from lachesis.common.process import ManagedProcess, check_port_free, last_lines, remedy_of, who_listens
+from lachesis.common.process import (
+    ManagedProcess,
+    check_port_free,
+    last_lines,
+    launch_together,
+    remedy_of,
+    wait_together,
+    who_listens,
+)
 from tests.paths import SOURCE
 from tests.ports import free_port
 from tests.waiting import LONG_S, LateDeadline
@@ -126,6 +134,20 @@ def test_it_starts_serves_and_stops_with_its_group(server: Server):
     with pytest.raises(EngineError, match="was stopped"):
         server.process.check()
     check_port_free(server.url)
+
+
+def test_what_comes_after_another_starts_once_that_one_serves(server: Server, tmp_path: Path):
+    first, other = server.process, Server(tmp_path / "second")
+    second = other.running(SERVER, after=first)
+    try:
+        launch_together([first, second])
+        assert first.pid is not None and second.pid is None
+        wait_together([first, second], deadline=soon())
+        assert first.pid is not None and second.pid is not None
+        begun = [psutil.Process(process.pid).create_time() for process in (first, second)]
+        assert begun[1] > begun[0]
+    finally:
+        second.stop()
 
 
 def test_its_environment(server: Server, monkeypatch: pytest.MonkeyPatch):

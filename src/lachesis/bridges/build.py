@@ -259,5 +259,11 @@ def channel_backend(config: LachesisConfig, bridge: ChannelBridgeConfig) -> Chan
     if resolve_device(config.model.device).type == "cpu":
         return "gloo"
     engine = config.engine
-    managed_here = isinstance(engine, VllmEngineConfig) and engine.devices is None
-    return "ipc" if managed_here or isinstance(engine, EmbeddedServerConfig) else "nccl"
+    if isinstance(engine, EmbeddedServerConfig):
+        return "ipc"
+    if not isinstance(engine, VllmEngineConfig):
+        return "nccl"
+    if engine.devices is None:
+        return "ipc"
+    # NCCL takes one worker a GPU.
+    return "gloo" if engine.servers_on_own_card > 1 else "nccl"

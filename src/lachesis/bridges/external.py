@@ -18,7 +18,7 @@ from lachesis.bridges.base import Bridge, PolicyT
 from lachesis.bridges.proof import Proof
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
-from lachesis.common.process import ManagedProcess
+from lachesis.common.process import ManagedProcess, launch_together, wait_together
 from lachesis.config.schema import BridgeCapabilities
 from lachesis.engines.base import PauseMode
 from lachesis.engines.fleet import State
@@ -77,10 +77,8 @@ class OwnedEngine:
                 for number, process in enumerate(self._processes):
                     process.command = tuple(map(str, command(number, checkpoint)))
             try:
-                for process in self._processes:
-                    process.launch()
-                for process in self._processes:
-                    process.wait_ready(deadline=deadline)
+                launch_together(self._processes)
+                wait_together(self._processes, deadline=deadline)
             except BaseException:  # none is left where one fails
                 self.stop()
                 raise

@@ -134,6 +134,11 @@ class SyncProof:
                 "forward passes disagree; look at the engine's log and at grad_norm",
             )
         self._check_moved(expected, reading.logprobs, version=version)
+        if self._last is None:
+            logger.info(
+                "[PROOF] Engine session %s has version %d: canary within %.2g nats, digests of %d tensors agree",
+                self.session_id, version, error, len(ours),
+            )  # fmt: skip
         self._last = (tuple(expected), tuple(reading.logprobs))
         return error
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO
@@ -96,6 +96,7 @@ class ManagedProcess:
         env: added to this process's environment; ``None`` as a value removes a variable.
         grace_s: how long it may take to end before it is killed, in seconds.
         on_death: called from another thread, once a start, if it ends without having been asked to.
+        after: what has to be ready before it starts, where they start together (:func:`launch_together`).
     """
 
     def __init__(
@@ -109,7 +110,9 @@ class ManagedProcess:
         env: Mapping[str, str | None] | None = None,
         grace_s: float = 20.0,
         on_death: OnDeath | None = None,
+        after: ManagedProcess | None = None,
     ) -> None:
+        self.after = after
         self.command = tuple(map(str, command))
         self.url = None if url is None else server_url(url)
         self.name = name or f"the server at {self.url}"
@@ -224,6 +227,25 @@ class ManagedProcess:
             f"the end of its log {self.log_path}:{_shown(lines)}",
             remedy=remedy_of(lines, killed=life.code == -signal.SIGKILL) or f"read {self.log_path}",
         )
+
+
+def launch_together(processes: Iterable[ManagedProcess]) -> None:
+    """Start them without waiting, but for those that come after another. Raises EngineError as one does."""
+    for process in processes:
+        if process.after is None:
+            process.launch()
+
+
+def wait_together(processes: Iterable[ManagedProcess], *, deadline: Deadline) -> None:
+    """Return once all that were launched together are able to serve, in an order in which each follows its ``after``.
+
+    Raises:
+        EngineError, DeadlineExceeded: as :meth:`ManagedProcess.start`.
+    """
+    for process in processes:
+        if process.after is not None:
+            process.launch()
+        process.wait_ready(deadline=deadline)
 
 
 class _Life:

@@ -120,17 +120,17 @@ def share_left(left: int, *, card: int, servers: int) -> float:
 def chosen_share(config: LachesisConfig, *, card: int, trainer: int, least: int, devices: int) -> float | None:
     """The share of a card that each vLLM server of this run takes; None where the run starts none.
 
-    If none is set it is 0.9 on a card of its own. Beside the trainer all servers together have 0.45 where both fit
-    with that, else what the trainer leaves, in whole hundredths, where that is enough for the engine; sizes are in
-    bytes, ``trainer`` what it holds while the engine has its share, ``least`` what each server needs. The trainer takes
-    ``devices``, of which the card is one.
+    If none is set servers on a card of their own have 0.9 of it together. Beside the trainer all have 0.45 together
+    where both fit with that, else what the trainer leaves, in whole hundredths, where that is enough for the engine;
+    sizes are in bytes, ``trainer`` what it holds while the engine has its share, ``least`` what each server needs. The
+    trainer takes ``devices``, of which the card is one.
     """
     if config.engine.kind != "vllm":
         return None
     if config.engine.gpu_memory_utilization is not None:
         return config.engine.gpu_memory_utilization
     if not beside_trainer(config):
-        return OWN_GPU_UTILIZATION
+        return config.engine.own_share
     left = share_left(card - trainer, card=card, servers=config.engine.servers_on_card(devices=devices))
     usual = config.engine.usual_share(devices=devices)
     fits = usual <= left and least <= usual * card + ENGINE_GRAPHS_BYTES

@@ -17,7 +17,6 @@ from lachesis.common.errors import EngineError
 from lachesis.common.process import ManagedProcess
 from lachesis.common.world import VARIABLES, world_size
 from lachesis.config.schema import (
-    OWN_GPU_UTILIZATION,
     BaseEngineConfig,
     CustomEngineConfig,
     EmbeddedEngineConfig,
@@ -101,19 +100,34 @@ def server_processes(config: LachesisConfig, *, directory: Path, log_path: Path)
         directory: the run's, out of which they load weights.
         log_path: of the first server; further ones have it with their number.
     """
+    processes: list[ManagedProcess] = []
     if isinstance(config.engine, HttpEngineConfig):
-        return []
-    return [
-        ManagedProcess(
+        return processes
+    # vLLM takes for its own what other processes come to hold of a GPU while it finds out what it has of it.
+    last_on: dict[str | None, ManagedProcess] = {}
+    for number, url in enumerate(server_urls(config)):
+        own = _server_environment(config, number=number)
+        place = own.get("CUDA_VISIBLE_DEVICES")
+        process = ManagedProcess(
             server_command(config, number, directory=directory),
             url=url,
             log_path=log_path if number == 0 else log_path.with_stem(f"{log_path.stem}-{number}"),
             # A server is no rank of this run.
-            env=dict.fromkeys(os.environ.keys() & set(VARIABLES)) | _server_environment(config, number=number),
+            env=dict.fromkeys(os.environ.keys() & set(VARIABLES)) | own,
             on_death=lambda error: logger.error("%s", error),
+            after=last_on.get(place) if shares_gpus(config) else None,
         )
-        for number, url in enumerate(server_urls(config))
-    ]
+        last_on[place] = process
+        processes.append(process)
+    return processes
+
+
+def shares_gpus(config: LachesisConfig) -> bool:
+    """Whether several servers that the run starts are on one GPU."""
+    engine = config.engine
+    if not isinstance(engine, VllmEngineConfig) or not torch.cuda.is_available():
+        return False
+    return max(engine.servers_on_own_card, engine.servers_on_card(devices=world_size(os.environ))) > 1
 
 
 def server_command(
@@ -209,7 +223,7 @@ def _gpu_memory_utilization(config: LachesisConfig, engine: VllmEngineConfig) ->
     if resolve_device(config.model.device).type != "cuda" and torch.cuda.is_available():
         return None
     if engine.devices is not None:
-        return OWN_GPU_UTILIZATION
+        return engine.own_share
     return engine.usual_share(devices=world_size(os.environ))
 
 

@@ -22,6 +22,7 @@ from lachesis.bridges.saved import save_companions
 from lachesis.bridges.shared import EngineWeights
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import LachesisError
+from lachesis.common.process import wait_together
 from lachesis.config.schema import HttpEngineConfig, LachesisConfig
 from lachesis.engines.addresses import addresses
 from lachesis.engines.base import Engine, TrainedModel
@@ -165,8 +166,7 @@ def build_servers(
         deadline = Deadline("the start of the engine", limit_s, "deadlines.engine_start_s", watch=watch)
         if processes:
             meanwhile()
-        for process in processes:
-            process.wait_ready(deadline=deadline)
+        wait_together(processes, deadline=deadline)
         quorum = config.engine.quorum if config.engine.kind == "http" else None
         engine.connect_when_up(wait_s=wait_s, quorum=quorum, deadline=deadline)
         takeover = config.engine.kind == "http" and config.engine.takeover

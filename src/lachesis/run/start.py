@@ -19,7 +19,7 @@ from rich.console import Console
 from lachesis.common.chatter import without_chatter
 from lachesis.common.garbage import frozen_imports, thaw
 from lachesis.common.imports import load_function
-from lachesis.common.process import ManagedProcess
+from lachesis.common.process import ManagedProcess, launch_together
 from lachesis.common.world import World
 from lachesis.config.load import LoadedConfig
 from lachesis.config.rules import check
@@ -149,7 +149,7 @@ def launch_servers(config: LachesisConfig, *, directory: Path, log_path: Path) -
     try:
         for process in processes:
             process.log_path.unlink(missing_ok=True)
-            process.launch()
+        launch_together(processes)
     except BaseException:
         stop_servers(processes)
         raise

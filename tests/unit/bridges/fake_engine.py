@@ -266,6 +266,8 @@ class FakeHttpEngine(HttpEngine):
 class FakeProcess:
     """The process behind a fake server. ``dies_at_start`` is how many of the next starts fail."""
 
+    after = None
+
     def __init__(self, server: FakeServer) -> None:
         self.server = server
         self.command: tuple[str, ...] = ("serve", "base")

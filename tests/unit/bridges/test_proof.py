@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -46,6 +47,16 @@ def test_agreement_is_proved_on_the_canary_with_the_largest_difference():
     pair.engine = (-1.0004, -2.0002)
     assert pair.proof.confirm(version=1) == pytest.approx(0.0004)
     assert pair.asked == [TOKENS, TOKENS]
+
+
+def test_what_was_proved_is_said_once_a_session(caplog: pytest.LogCaptureFixture):
+    pair = Pair()
+    caplog.set_level(logging.INFO)
+    pair.proof.trainer_digests = pair.proof.engine_digests = lambda: {"a": 1, "b": 2}
+    for _ in range(2):
+        pair.proof.confirm(version=1)
+    (said,) = [record.getMessage() for record in caplog.records if "[PROOF]" in record.getMessage()]
+    assert "session mine has version 1" in said and "digests of 2 tensors agree" in said
 
 
 def test_an_engine_of_another_session_is_refused():

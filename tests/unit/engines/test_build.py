@@ -90,3 +90,33 @@ def test_a_server_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_without_devices_the_copies_see_what_the_trainer_sees(tmp_path: Path):
     servers = server_processes(configuration(data_parallel_size=2), tmp_path)
     assert [server._env for server in servers] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("keys", "after"),
+    [
+        ({"devices": "1,1,2,2", "data_parallel_size": 4}, [None, 0, None, 2]),
+        ({"data_parallel_size": 3}, [None, 0, 1]),
+        ({"devices": "1,2", "data_parallel_size": 2}, [None, None]),
+    ],
+    ids=["two on each of two GPUs", "all on the trainer's", "one on each"],
+)
+def test_servers_on_one_gpu_start_one_after_another(
+    keys: dict[str, Any], after: list[int | None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """vLLM takes for its own what another process comes to hold of a GPU while it looks at what it has of it."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    servers = server_processes(configuration(**keys), tmp_path)
+    assert [None if one.after is None else servers.index(one.after) for one in servers] == after
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert all(one.after is None for one in server_processes(configuration(**keys), tmp_path)), (
+        "a CPU has no share to find"
+    )
+
+
+def test_servers_on_a_gpu_of_their_own_have_nine_tenths_of_it_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    shares = []
+    for keys in ({"devices": "1"}, {"devices": "1,1", "data_parallel_size": 2}):
+        for server in server_processes(configuration(**keys), tmp_path):
+            shares.append(server.command[server.command.index("--gpu-memory-utilization") + 1])
+    assert shares == ["0.9", "0.45", "0.45"]

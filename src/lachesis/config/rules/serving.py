@@ -11,6 +11,7 @@ from lachesis.config.rules.base import Rule, Said, note, problem, warning
 from lachesis.config.schema import (
     SERVERS_DNS,
     SERVERS_FILE,
+    ChannelBridgeConfig,
     HttpEngineConfig,
     LachesisConfig,
     SpeculativeConfig,
@@ -133,7 +134,7 @@ def _engine(config: LachesisConfig) -> Iterator[Said]:
     if engine.kind == "vllm" and engine.enforce_eager:
         yield note("engine.enforce_eager: generation is several times slower; CUDA graphs see new weights too")
     if engine.kind == "vllm" and engine.data_parallel_size > 1:
-        yield from _copies(engine)
+        yield from _copies(config, engine)
     yield from _quorum(config)
     every = getattr(config.bridge, "every_steps", 1)
     if config.run.steps is not None and every > config.run.steps:
@@ -270,7 +271,7 @@ def _guessing_weights(config: LachesisConfig, speculative: SpeculativeConfig) ->
     )
 
 
-def _copies(engine: VllmEngineConfig) -> Iterator[Said]:
+def _copies(config: LachesisConfig, engine: VllmEngineConfig) -> Iterator[Said]:
     """Whether each copy of the model has GPUs of its own."""
     needed = engine.data_parallel_size * engine.tensor_parallel_size
     words = (
@@ -284,6 +285,19 @@ def _copies(engine: VllmEngineConfig) -> Iterator[Said]:
         )
     elif len(engine.devices.split(",")) != needed:
         yield problem(f"{words}, and engine.devices {engine.devices} is not {needed}; name {needed} of them")
+    elif engine.servers_on_own_card > 1:
+        yield from _crowded(config, engine)
+
+
+def _crowded(config: LachesisConfig, engine: VllmEngineConfig) -> Iterator[Said]:
+    """Several servers on a GPU of theirs."""
+    where = f"engine.devices {engine.devices} puts several servers on one GPU"
+    if engine.tensor_parallel_size > 1:
+        yield problem(f"{where}, and with engine.tensor_parallel_size each worker needs one; name each GPU once")
+    if isinstance(config.bridge, ChannelBridgeConfig) and config.bridge.transport in ("nccl", "ipc"):
+        yield problem(
+            f"{where}, which bridge.transport {config.bridge.transport} does not reach; leave it out, or set gloo"
+        )
 
 
 def _context(config: LachesisConfig) -> Iterator[Said]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -102,7 +103,7 @@ class VllmEngineConfig(BaseEngineConfig):
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = Field(
         default=None,
         description="Share of the GPU memory for the engine; if unset 0.9 on a GPU of its own, and on the trainer's "
-        "0.45 or, where `lachesis plan` says that this does not fit, what the trainer leaves; several servers there "
+        "0.45 or, where `lachesis plan` says that this does not fit, what the trainer leaves; several servers on one "
         "have as much together. On a CPU the share of the machine's memory, 0.45 if unset.",
     )
     max_model_len: PositiveInt | None = Field(
@@ -138,7 +139,7 @@ class VllmEngineConfig(BaseEngineConfig):
     devices: str | None = Field(
         default=None,
         description="CUDA_VISIBLE_DEVICES of the server; if unset the trainer's own, those of all ranks where it takes "
-        "several.",
+        "several. Copies of a model may share a GPU: `1,1` puts two on it.",
     )
     extra_args: list[str] = Field(default_factory=list, description="Further arguments for `vllm serve`, as they are.")
 
@@ -152,6 +153,17 @@ class VllmEngineConfig(BaseEngineConfig):
     def usual_share(self, *, devices: int) -> float:
         """Of a card of the trainer's for each server on it, in whole hundredths, if none is set and that fits."""
         return math.floor(SHARED_GPU_UTILIZATION * 100 / self.servers_on_card(devices=devices)) / 100
+
+    @property
+    def servers_on_own_card(self) -> int:
+        """How many of its servers are on one of ``devices``, at most."""
+        named = [] if self.devices is None else [device.strip() for device in self.devices.split(",")]
+        return max(Counter(named).values(), default=1)
+
+    @property
+    def own_share(self) -> float:
+        """Of a card that is not the trainer's for each server on it, in whole hundredths, if none is set."""
+        return math.floor(OWN_GPU_UTILIZATION * 100 / self.servers_on_own_card) / 100
 
     @property
     def rounds(self) -> bool:
@@ -277,7 +289,8 @@ class ChannelBridgeConfig(BaseBridgeConfig):
     )
     transport: Literal["auto", "nccl", "gloo", "ipc"] = Field(
         default="auto",
-        description="`nccl` between GPUs, `ipc` on the same GPU, `gloo` on CPU; `auto` looks at the devices.",
+        description="`nccl` between GPUs, `ipc` on the same GPU, `gloo` on CPU, and where several servers share a GPU "
+        "of their own, of which NCCL takes one; `auto` looks at the devices.",
     )
 
 

@@ -221,6 +221,20 @@ def test_the_defaults_have_nothing_to_complain_about(build):
             },
             "engine.devices 1,2,3 is not 4; name 4 of them",
         ),
+        (
+            {
+                "engine": {**VLLM, "data_parallel_size": 2, "tensor_parallel_size": 2, "devices": "1,2,2,1"},
+                "bridge": {"kind": "broadcast"},
+            },
+            "puts several servers on one GPU, and with engine.tensor_parallel_size each worker needs one",
+        ),
+        (
+            {
+                "engine": {**VLLM, "data_parallel_size": 2, "devices": "1,1"},
+                "bridge": {"kind": "broadcast", "transport": "nccl"},
+            },
+            "engine.devices 1,1 puts several servers on one GPU, which bridge.transport nccl does not reach",
+        ),
         ({"engine": {**VLLM, "devices": "cuda:1"}, "bridge": {"kind": "broadcast"}}, "'cuda:1' is no GPU as CUDA_VIS"),
         ({"engine": {**VLLM, "enable_sleep_mode": True}, "bridge": SHARED}, "a sleeping engine gives up the tensors"),
         (

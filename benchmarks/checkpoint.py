@@ -1,0 +1,193 @@
+"""How long a checkpoint of a sharded model with its optimizer holds training up: written at once, or copied first.
+
+    PYTHONPATH=src torchrun --nproc-per-node 2 benchmarks/checkpoint.py [--size 8B] [--directory DIR] [--out FILE]
+    PYTHONPATH=src torchrun --nproc-per-node 2 benchmarks/checkpoint.py --tiny        # on a CPU
+
+Each rank has its rows of a model of random weights, AdamW's moments and float32 masters, and a checkpoint has all of
+them. ``asynchronous`` copies them to pinned host memory and writes them beside training, as ``checkpoint.asynchronous``
+does; the first time that memory is allocated, later it is there. While it is written one step is trained, to see that
+it goes on. ``synchronous`` holds training up until all is on disk. The last checkpoint is read back and compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from memory import TINY, Case, Meter, configured, known_architecture, random_model, sections, workload
+from memory_rows import MODELS
+from needs_gpu import require_gpu
+
+from lachesis.common.world import find_world
+from lachesis.config.schema import DistributedConfig
+from lachesis.run.parts import policy_of
+from lachesis.train.batch import split
+from lachesis.train.distributed.fsdp2 import Fsdp2
+from lachesis.train.model.loading import made_trainable
+from lachesis.train.policy import Policy
+from lachesis.transport.digest import digests
+
+# The memory that the first one takes is there for the second.
+SAVES = ("asynchronous, for the first time", "asynchronous", "synchronous")
+
+
+class Bench:
+    """A sharded policy that has its optimizer's state, and a place for checkpoints."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self.directory: Path = options.directory
+        self.strategy = Fsdp2(device, DistributedConfig())
+        self.meter = Meter(device)
+        fields = known_architecture(MODELS[options.size])
+        assert fields is not None
+        fields |= TINY if options.tiny else {}
+        case = Case(options.size, "full", 1024, extra={"model": {"gradient_checkpointing": True, "compile": "off"}})
+        none: Any = None
+        with tempfile.TemporaryDirectory() as directory:
+            config = configured(fields, sections(case, tiny=options.tiny), directory=directory)
+            model = random_model(config, device=device)
+        loaded = made_trainable(model, none, config=config.model, adapter=config.adapter)
+        del model
+        self.policy: Policy = policy_of(loaded, config, strategy=self.strategy)
+        vocab_size = int(fields["vocab_size"])
+        self.groups = [
+            group
+            for rank in range(self.strategy.world_size)
+            for group in workload(config, vocab_size=vocab_size, seed=1 + rank)
+        ]
+
+    def step(self) -> float:
+        """Seconds of an optimizer step."""
+        started = time.perf_counter()
+        batch = split(self.policy.pack(self.groups), self.strategy.world_size)[self.strategy.rank]
+        self.policy.accumulate(batch)
+        self.policy.step()
+        self.wait()
+        return time.perf_counter() - started
+
+    def save(self, name: str, *, copied: bool) -> dict[str, Any]:
+        """Seconds for which training is held up, and until all ranks' parts are on disk."""
+        path = self.directory / name
+        self.wait()
+        dist.barrier()
+        started = time.perf_counter()
+        self.policy.begin_parts(str(path), copied)
+        held = time.perf_counter() - started
+        beside = self.step() if copied else 0.0
+        self.policy.finish_parts()
+        dist.barrier()
+        written = time.perf_counter() - started
+        return {"held up s": held if copied else written, "on disk after s": written, "a step beside it s": beside}
+
+    def read_back(self, name: str) -> bool:
+        """Whether what this rank reads is what it has, bit by bit, after it was overwritten."""
+        state, tensors = self.policy._parts()
+        before = self._digests()
+        for tensor in tensors.values():
+            local_of(tensor).zero_()
+        emptied = self._digests()
+        self.policy.load_parts(str(self.directory / name), state)
+        return emptied != before == self._digests()
+
+    def _digests(self) -> dict[str, Any]:
+        """Of this rank's rows: a second copy of them has no room on the card."""
+        return dict(digests({name: local_of(tensor) for name, tensor in self.policy._parts()[1].items()}))
+
+    def wait(self) -> None:
+        if self.meter.cuda:
+            torch.cuda.synchronize()
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def measure(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    rank = bench.strategy.rank
+    result: dict[str, Any] = {"bytes": bench.policy.parts_bytes(), "ranks": bench.strategy.world_size}
+    bench.step()
+    result["a step alone s"] = bench.step()
+    result["bytes"] = bench.policy.parts_bytes()
+    say(rank, f"{result['bytes'] / 1e9:.1f} GB, a step {result['a step alone s']:.2f} s")
+    names = SAVES[: options.saves]
+    for number, name in enumerate(names):
+        if rank == 0 and number:
+            shutil.rmtree(bench.directory / str(number - 1))
+        dist.barrier()
+        result[name] = bench.save(str(number), copied=name != "synchronous")
+        say(rank, f"{name}: {result[name]}")
+        if rank == 0 and options.out is not None:
+            options.out.write_text(json.dumps(result, indent=1))
+    last = str(len(names) - 1)
+    same = torch.tensor([int(bench.read_back(last))]) if options.read_back else None
+    if same is not None:
+        dist.all_reduce(same, dist.ReduceOp.MIN)
+        result["read back bit by bit"] = bool(same.item())
+    return result
+
+
+def say(rank: int, text: str) -> None:
+    if rank == 0:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def table(result: dict[str, Any], *, device: str) -> str:
+    """Markdown."""
+    lines = [
+        f"{device}, {result['ranks']} ranks, {result['bytes'] / 1e9:.1f} GB, torch {torch.__version__}, "
+        f"{time.strftime('%d %B %Y')}; a step alone {result['a step alone s']:.2f} s",
+        "",
+        "| | training held up, s | on disk after, s | a step beside it, s |",
+        "|---|---|---|---|",
+    ]
+    for name, row in result.items():
+        if isinstance(row, dict):
+            beside = f"{row['a step beside it s']:.2f}" if row["a step beside it s"] else ""
+            lines.append(f"| {name} | {row['held up s']:.2f} | {row['on disk after s']:.2f} | {beside} |")
+    if "read back bit by bit" in result:
+        lines += ["", f"Read back: {'bit by bit the same' if result['read back bit by bit'] else 'DIFFERENT'}."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--size", choices=tuple(MODELS), default="8B")
+    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-checkpoint")
+    parser.add_argument("--saves", type=int, default=len(SAVES), help="so many of the rows, where the disk is slow")
+    parser.add_argument("--no-read-back", dest="read_back", action="store_false")
+    parser.add_argument("--out", type=Path, default=None)
+    options = parser.parse_args()
+    require_gpu(tiny=options.tiny)
+    world = find_world(os.environ)
+    if world is None:
+        parser.error("start it by torchrun --nproc-per-node N: parts are of several ranks")
+    device = torch.device("cpu")
+    if not options.tiny:
+        device = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if options.tiny else "cpu:gloo,cuda:nccl")
+    options.directory.mkdir(parents=True, exist_ok=True)
+    bench = Bench(options, device)
+    result = measure(bench, options)
+    if bench.strategy.rank == 0:
+        shutil.rmtree(options.directory)
+        name = torch.cuda.get_device_name() if bench.meter.cuda else "CPU"
+        sys.stdout.write(table(result, device=name))
+    dist.destroy_process_group()
+    if not result.get("read back bit by bit", True):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
