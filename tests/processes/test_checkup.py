@@ -58,9 +58,10 @@ class TestRanks:
 
 
 class TestTransfer:
-    def test_weights_travel_to_a_server_and_are_proved(self):
-        check = try_transfer(config(engine={"kind": "http"}, bridge={"kind": "broadcast"}))
-        assert "broadcast to an embedded server in the place of engine.urls: weights of a step arrived" in check.message
+    @pytest.mark.parametrize(("bridge", "adapter"), [("broadcast", "none"), ("lora_only", "lora")])
+    def test_weights_travel_to_a_server_and_are_proved(self, bridge: str, adapter: str):
+        check = try_transfer(config(engine={"kind": "http"}, bridge={"kind": bridge}, adapter={"kind": adapter}))
+        assert f"{bridge} to an embedded server in the place of engine.urls: weights of a step arrived" in check.message
 
     def test_weights_that_do_not_arrive_are_a_failure(self, tmp_path: Path):
         (tmp_path / "lost.py").write_text(LOST)

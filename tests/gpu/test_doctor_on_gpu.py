@@ -1,0 +1,45 @@
+"""`lachesis doctor CONFIG` where there is a GPU: vLLM beside the trainer, and ranks over NCCL where there are two.
+
+PYTHONPATH=src:. python -m pytest tests/gpu/test_doctor_on_gpu.py -s
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.e2e.test_doctor import check, doctor, write
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.timeout(300),
+]
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+RANKS = (
+    "met over NCCL; added up 268 MB at "
+    if torch.cuda.device_count() > 1
+    else "met over gloo, for there is 1 GPU to train on; added up 17 MB at "
+)
+
+
+@pytest.mark.parametrize(
+    ("bridge", "engine"),
+    [
+        ({"kind": "broadcast"}, {}),
+        ({"kind": "lora_only"}, {}),
+        pytest.param({"kind": "broadcast", "transport": "nccl"}, {"devices": "1"}, marks=two_gpus),
+    ],
+    ids=["broadcast", "lora_only", "broadcast by NCCL to a card of its own"],
+)
+def test_what_a_run_over_vllm_needs_is_tried(bridge: dict[str, Any], engine: dict[str, Any], tmp_path: Path):
+    config = write(tmp_path, bridge=bridge, device="cuda", **engine)
+    started = time.monotonic()
+    done = doctor(config)
+    seconds = check(done, config=config, kind=bridge["kind"], ranks=RANKS) | {"command": time.monotonic() - started}
+    sys.stdout.write(f"\n{bridge}: {', '.join(f'{name} {value:.2f} s' for name, value in seconds.items())}\n")
