@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python benchmarks/train_step.py [--tiny] [--no-trl] [--only NAME ...] [--repeats 5] [--out FILE.json]
                                                    [--budgets TOKENS TOKENS ...] [--equal GROUPS | --tree]
+                                                   [--drawn STEPS [--dtype float32]]
 
 The workload is 64 sequences with 128 prompt tokens each (8 prompts with 8 completions) and completions of 16 to
 1,024 tokens, 33,120 tokens in all, on the architecture of Qwen2.5-1.5B with random bf16 weights. ``--tiny`` runs
@@ -12,6 +13,9 @@ a whole step of end_to_end.py has 32.
 another. Each turn is a sequence, with all before it as its prompt; the rows are the prefix tree, each turn flat, and
 each trajectory flat, as one sequence whose observations are masked. The last shows what flat packing needs where turns
 are joined before.
+
+``--drawn`` takes so many steps of one policy instead, over lengths and numbers of groups that are drawn anew each
+time (drawn_lengths.py), and says whether a step stalls or memory creeps.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from typing import Any, Literal
 import torch
 import transformers
 from architectures import LLAMA_3_1_8B, PEAK_BF16_FLOPS, QWEN2_5_1_5B
+from drawn_lengths import HEADING, LARGE, SMALL, WARM_UP, Work, line, measure_drawn, summarize
 from needs_gpu import require_gpu
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config
 
@@ -113,16 +118,19 @@ def workload(*, tiny: bool, vocab_size: int, shared_prompts: bool = True, equal:
 
     ``equal`` groups of completions that are all as long as in end_to_end.py, where it is given.
     """
-    generator = torch.Generator().manual_seed(1)
-    tokens = partial(random_tokens, vocab_size=vocab_size, generator=generator)
     every = [EQUAL_TOKENS] * (equal * GENERATIONS) if equal else completion_lengths(tiny=tiny)
-    lengths = iter(every)
+    lengths = [every[start : start + GENERATIONS] for start in range(0, len(every), GENERATIONS)]
+    return groups_of(lengths, vocab_size=vocab_size, seed=1, shared_prompts=shared_prompts)
+
+
+def groups_of(lengths: list[list[int]], *, vocab_size: int, seed: int, shared_prompts: bool = True) -> list[Group]:
+    """Random tokens: for each group completions of these lengths."""
+    tokens = partial(random_tokens, vocab_size=vocab_size, generator=torch.Generator().manual_seed(seed))
     groups = []
-    for g in range(len(every) // GENERATIONS):
+    for g, own in enumerate(lengths):
         prompt = tokens(PROMPT_TOKENS)
         samples = []
-        for i in range(GENERATIONS):
-            length = next(lengths)
+        for i, length in enumerate(own):
             samples.append(
                 Sample(
                     prompt_ids=prompt if shared_prompts else tokens(PROMPT_TOKENS),
@@ -181,29 +189,29 @@ def tree_workload(*, tiny: bool, vocab_size: int, joined: bool) -> list[Group]:
     return groups
 
 
-def random_model(config: PretrainedConfig, *, device: torch.device, checkpointing: bool) -> PreTrainedModel:
+def random_model(
+    config: PretrainedConfig, *, device: torch.device, checkpointing: bool, dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def our_step(
+def our_policy(
     config: PretrainedConfig,
-    groups: list[Group],
     *,
     device: torch.device,
-    max_tokens: int,
-    share_prefixes: bool = True,
+    dtype: torch.dtype = torch.bfloat16,
     lora: bool = False,
     activations: Activations = "keep",
     residual: bool = False,
     matmul: Literal["auto", "float8", "float8_rowwise"] = "auto",
     torch_attention: bool = False,
-) -> tuple[Callable[[], None], int, int]:
-    model = random_model(config, device=device, checkpointing=False)
+) -> Policy:
+    model = random_model(config, device=device, checkpointing=False, dtype=dtype)
     if residual:
         keep_residual_in_float32(model)
     keep_activations(model, activations)
@@ -222,6 +230,19 @@ def our_step(
     if torch_attention and policy.plan.attention == "flash4":
         policy.plan = replace(policy.plan, attention="flash")
     sys.stdout.write(f"{policy.plan.words}\n")
+    return policy
+
+
+def our_step(
+    config: PretrainedConfig,
+    groups: list[Group],
+    *,
+    device: torch.device,
+    max_tokens: int,
+    share_prefixes: bool = True,
+    **kind: Any,
+) -> tuple[Callable[[], None], int, int]:
+    policy = our_policy(config, device=device, **kind)
 
     def step() -> None:
         batch = pack(groups, max_tokens=max_tokens, share_prefixes=share_prefixes)  # packing is part of a step
@@ -230,6 +251,33 @@ def our_step(
 
     batch = pack(groups, max_tokens=max_tokens, share_prefixes=share_prefixes)
     return step, sum(m.num_inputs for m in batch.micro_batches), len(batch.micro_batches)
+
+
+def drawn_steps(config: PretrainedConfig, *, device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The table of ``--drawn``."""
+    lora = any("LoRA" in part for part in options.only)
+    policy = our_policy(config, device=device, dtype=getattr(torch, options.dtype), lora=lora)
+    max_tokens = options.budgets[0] if options.budgets else 512 if options.tiny else 16384
+
+    def build(number: int, lengths: list[list[int]]) -> Callable[[], Work]:
+        groups = groups_of(lengths, vocab_size=config.vocab_size, seed=number)
+
+        def step() -> Work:
+            batch = pack(groups, max_tokens=max_tokens)
+            policy.accumulate(batch)
+            policy.step()
+            return Work(sum(m.num_inputs for m in batch.micro_batches), len(batch.micro_batches))
+
+        return step
+
+    sys.stdout.write(f"{'LoRA' if lora else 'all weights'}, {options.dtype}, {max_tokens:,} tokens a pass\n{HEADING}\n")
+    steps = []
+    for one in measure_drawn(options.drawn, drawing=SMALL if options.tiny else LARGE, build=build, device=device):
+        steps.append(one)
+        sys.stdout.write(f"{line(one)}\n")
+        sys.stdout.flush()
+    sys.stdout.writelines(f"{words}\n" for words in summarize(steps).lines())
+    return [asdict(one) for one in steps]
 
 
 def trl_step(
@@ -397,23 +445,8 @@ def tree_plans(config: Qwen2Config, *, device: torch.device, options: argparse.N
     yield "flat, a sequence a turn", budget, partial(ours, by_turn, share_prefixes=False)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--size", choices=("1.5B", "8B"), default="1.5B", help="8B with --only LoRA")
-    parser.add_argument("--no-trl", action="store_true")
-    parser.add_argument("--tree", action="store_true", help="trajectories of several turns, as a tree and flat")
-    parser.add_argument("--equal", type=int, metavar="GROUPS", help="so many groups, all completions equally long")
-    parser.add_argument("--budgets", type=int, nargs="+", help="tokens a micro-batch, a row each")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--only", nargs="*", default=[""], help="only rows that contain one of these; =NAME is one row")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    require_gpu(tiny=options.tiny)
-    device = torch.device("cpu" if options.tiny else "cuda")
-    if options.tiny:
-        torch.set_num_threads(1)  # of so little work several threads spend most on waiting for each other
-    config = architecture("tiny" if options.tiny else options.size)
+def compared_steps(config: Qwen2Config, *, device: torch.device, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The table of all other modes."""
     parameters = sum(
         p.numel() for p in random_model(config, device=torch.device("meta"), checkpointing=False).parameters()
     )
@@ -424,9 +457,7 @@ def main() -> None:
         counted = tree_workload(tiny=options.tiny, vocab_size=config.vocab_size, joined=True)
     tokens = sum(len(s.prompt_ids) + len(s.completion_ids) for g in counted for s in g.samples)
     write = sys.stdout.write
-    gpu = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU"
-    write(f"{gpu}, torch {torch.__version__}, transformers {transformers.__version__}, {parameters / 1e9:.2f} B "
-          f"parameters, {tokens:,} tokens\n")  # fmt: skip
+    write(f"{parameters / 1e9:.2f} B parameters, {tokens:,} tokens\n")
     results = []
     table = plans(config, shared, own_prompts, device=device, options=options)
     for name, budget, build in tree_plans(config, device=device, options=options) if options.tree else table:
@@ -451,6 +482,34 @@ def main() -> None:
         write(f"{name:32s} {budget or '':>7} {seconds:8.3f} s ±{spread:.3f} {peak:7.1f} GB  MFU {mfu:5.1%}  "
               f"{computed} {micro_batches} micro-batches\n")  # fmt: skip
         sys.stdout.flush()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--size", choices=("1.5B", "8B"), default="1.5B", help="8B with --only LoRA")
+    parser.add_argument("--no-trl", action="store_true")
+    parser.add_argument("--tree", action="store_true", help="trajectories of several turns, as a tree and flat")
+    parser.add_argument("--equal", type=int, metavar="GROUPS", help="so many groups, all completions equally long")
+    parser.add_argument("--drawn", type=int, metavar="STEPS", help="steps of one policy over lengths drawn anew")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights with --drawn")
+    parser.add_argument("--budgets", type=int, nargs="+", help="tokens a micro-batch, a row each")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="*", default=[""], help="only rows that contain one of these; =NAME is one row")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.drawn is not None and options.drawn <= WARM_UP:
+        parser.error(f"--drawn takes more than {WARM_UP} steps: the first {WARM_UP} are not judged")
+    require_gpu(tiny=options.tiny)
+    device = torch.device("cpu" if options.tiny else "cuda")
+    if options.tiny:
+        torch.set_num_threads(1)  # of so little work several threads spend most on waiting for each other
+    config = architecture("tiny" if options.tiny else options.size)
+    gpu = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU"
+    sys.stdout.write(f"{gpu}, torch {torch.__version__}, transformers {transformers.__version__}, ")
+    measured = drawn_steps if options.drawn else compared_steps
+    results = measured(config, device=device, options=options)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1))
 

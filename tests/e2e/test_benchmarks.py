@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ OF_A_GPU = [
 ]  # fmt: skip
 # What they measure is made by others' programs or files, which are not here.
 OF_OTHERS = {"environments", "public_files", "public_rewards", "quickstart_vs_trl", "trl_side"}
-NO_SCRIPTS = {"architectures", "memory_rows", "needs_gpu", "overlap_table"}
+NO_SCRIPTS = {"architectures", "drawn_lengths", "memory_rows", "needs_gpu", "overlap_table"}
 
 
 def script(name: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -72,6 +73,17 @@ def test_a_mixture_trains_on_the_weights_of_its_engine(tmp_path: Path):
     done = script("end_to_end", "--tiny", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("| Lachesis |") == 2 and "| 0.00% |" in done.stdout
+
+
+@pytest.mark.parametrize("kind", [["--dtype", "float32"], ["--only", "LoRA"]], ids=" ".join)
+def test_steps_over_lengths_drawn_anew(tmp_path: Path, kind: list[str]):
+    done = script("train_step", "--tiny", "--drawn", "6", *kind, "--out", "steps.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "slowest step over the median" in done.stdout
+    steps = json.loads((tmp_path / "steps.json").read_text())
+    assert [step["number"] for step in steps] == [1, 2, 3, 4, 5, 6]
+    assert len({step["forward_tokens"] for step in steps}) == 6
+    assert {step["groups"] for step in steps} <= {2, 3, 4}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure")

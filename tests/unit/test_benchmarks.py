@@ -137,6 +137,39 @@ def test_asynchrony_runs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     ]  # fmt: skip
 
 
+class TestDrawnLengths:
+    @pytest.fixture(scope="class")
+    def module(self) -> ModuleType:
+        return load("drawn_lengths")
+
+    def test_one_of_a_hundred_completions_is_ten_times_as_long_as_the_median(self, module: ModuleType):
+        drawing = module.Drawing(fewest=12, most=20, completions=8, median=200, longest=1 << 20)
+        steps = [drawing.lengths(seed=seed) for seed in range(100)]
+        assert {len(groups) for groups in steps} == set(range(12, 21))
+        every = sorted(length for groups in steps for own in groups for length in own)
+        assert every[len(every) // 2] == pytest.approx(200, rel=0.05)
+        assert every[len(every) * 99 // 100] == pytest.approx(2000, rel=0.1)
+        assert max(length for own in module.LARGE.lengths(seed=0) for length in own) <= 4096
+
+    def test_a_stall_is_seen_by_the_token_and_long_rows_are_none(self, module: ModuleType):
+        def step(number: int, *, seconds: float, tokens: int, compilations: int = 5, gb: float = 30.0):
+            return module.DrawnStep(number, 16, seconds, tokens, 3, compilations, gb, gb + 1, gb + 2)
+
+        warm = [step(number, seconds=9.0, tokens=1000, compilations=number) for number in (1, 2, 3)]
+        later = [
+            step(4, seconds=1.0, tokens=1000),
+            step(5, seconds=2.0, tokens=2000),
+            step(6, seconds=1.0, tokens=1000),
+        ]
+        found = module.summarize([*warm, *later])
+        assert (found.slowest, found.slowest_per_token) == (2.0, 1.0)
+        stalled = module.summarize([*warm, *later, step(7, seconds=4.0, tokens=2000, compilations=8, gb=31.0)])
+        assert stalled.slowest_per_token == 2.0
+        assert stalled.compilations == 5
+        assert stalled.allocated_gb == (30.0, 31.0)
+        assert "after step 3: 5 compilations" in [*stalled.lines()]
+
+
 class TestTimeToReward:
     @pytest.fixture(scope="class")
     def module(self) -> ModuleType:
