@@ -40,6 +40,8 @@ from torch import nn
 from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.common.world import find_world
 from lachesis.config.architectures import known_architecture
+from lachesis.config.cards import process_bytes
+from lachesis.config.plan import plan
 from lachesis.config.schema import DistributedConfig, LachesisConfig
 from lachesis.train.batch import split
 from lachesis.train.distributed.fsdp2 import Fsdp2
@@ -110,8 +112,10 @@ def sharded_cases() -> list[Case]:
     """Rows of several devices."""
     recomputed = ("checkpointing", CHECKPOINTING)
     return [
-        Case("1.5B", "full", 8192), Case("1.5B", "LoRA", 8192), Case("8B", "full", 1024), Case("8B", "full", 8192),
-        Case("8B", "LoRA", 8192), Case("14B", "full", 8192, *recomputed), Case("32B", "LoRA", 8192, *recomputed),
+        Case("1.5B", "full", 8192), Case("1.5B", "LoRA", 8192),
+        Case("8B", "full", 1024, *recomputed), Case("8B", "full", 8192, *recomputed), Case("8B", "LoRA", 8192),
+        Case("14B", "LoRA", 8192, *recomputed), Case("32B", "LoRA", 8192, *recomputed),
+        Case("8B", "full", 1024), Case("8B", "full", 8192), Case("14B", "full", 8192, *recomputed),
     ]  # fmt: skip
 
 
@@ -415,6 +419,15 @@ def has_bitsandbytes() -> bool:
     return importlib.util.find_spec("bitsandbytes") is not None
 
 
+def needed(case: Case, *, devices: int) -> int:
+    """Bytes of a card that the trainer's process takes by `lachesis plan`."""
+    fields = known_architecture(MODELS[case.size])
+    assert fields is not None
+    with tempfile.TemporaryDirectory() as directory:
+        config = configured(fields, sections(case, tiny=False), directory=directory)
+        return process_bytes(plan(config, device="cuda", devices=devices).peak("trainer"))
+
+
 def chosen_cases(options: argparse.Namespace, *, ranks: int) -> Iterator[Case]:
     quantizes = has_bitsandbytes()
     for case in sharded_cases() if ranks > 1 else cases():
@@ -434,6 +447,10 @@ def measure_all(device: torch.device, strategy: Strategy, options: argparse.Name
     for case in chosen_cases(options, ranks=strategy.world_size):
         if strategy.max_count(int(time.monotonic() - started > options.budget_s)):
             write(f"{case.name:48s} not begun: the time is over\n")
+            continue
+        if record["card_bytes"] and needed(case, devices=strategy.world_size) > record["card_bytes"]:
+            # Ranks that run out of memory do so one by one, and the others wait for them.
+            write(f"{case.name:48s} left out: plan says that it does not fit on this card\n")
             continue
         if lender is None and "shared" in case.method:
             lender = Lender(device)
