@@ -22,7 +22,7 @@ from transformers import (
 
 from lachesis.cli import doctor
 from lachesis.metrics.sinks.tape import read_groups, tape_files
-from tests.e2e.runs import Main, metrics, rewards, run_here, weights, write_run
+from tests.e2e.runs import Main, metrics, rewards, run_here, weights, write_reward, write_run
 
 LETTER_A = 2
 FINAL = {"checkpoint": {"save_final": True}}
@@ -78,9 +78,11 @@ def test_so_do_other_settings(tmp_path: Path, sections: dict):
 CORRECTED = {"algorithm": {"sampler_correction": "token_truncate"}}
 
 
-def test_it_learns_while_it_generates_ahead_and_goes_on_after_a_stop(tmp_path: Path):
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
+def test_it_learns_while_it_generates_ahead_and_goes_on_after_a_stop(tmp_path: Path, streaming: bool):
     """In one process, a group at a time; who was in line at the stop is trained on, and no prompt is left out."""
-    config = write_run(tmp_path, pipeline={"async_prefetch": True, "prefetch_depth": 2}, **CORRECTED)
+    pipeline = {"async_prefetch": True, "prefetch_depth": 2, "streaming": streaming}
+    config = write_run(tmp_path, pipeline=pipeline, **CORRECTED)
     run_here(config, stop_after=10)
     summary = run_here(config, resume=True)
     assert summary.finished and rise(summary.run_dir) > 0.6
@@ -91,13 +93,50 @@ def test_it_learns_while_it_generates_ahead_and_goes_on_after_a_stop(tmp_path: P
     assert max(times.values()) - min(times.values()) <= 2, "but for those in line at the end"
 
 
-def test_without_staleness_generating_ahead_is_synchronous_bit_by_bit(tmp_path: Path):
-    found = []
-    for name, pipeline in (("plain", {}), ("ahead", {"async_prefetch": True, "max_staleness": 0})):
-        run_dir = run_here(write_run(tmp_path / name, pipeline=pipeline, **CORRECTED), "run.steps=4").run_dir
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streaming"])
+def test_without_staleness_generating_ahead_is_synchronous_bit_by_bit(tmp_path: Path, streaming: bool):
+    ahead = {"async_prefetch": True, "max_staleness": 0, "streaming": streaming, "streaming_min_groups": 2}
+    found, trained = [], []
+    for name, pipeline in (("plain", {}), ("ahead", ahead)):
+        run_dir = run_here(write_run(tmp_path / name, pipeline=pipeline, **CORRECTED, **FINAL), "run.steps=4").run_dir
         values = [line.values for line in metrics(run_dir).steps]
         found.append([{k: v for k, v in one.items() if "_time" not in k and "_per_s" not in k} for one in values])
+        trained.append(weights(run_dir))
     assert found[0] == found[1]
+    assert trained[0].keys() == trained[1].keys()
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "plain/model").state_dict()
+    for name, plain in trained[0].items():
+        assert torch.equal(plain, trained[1][name]), name
+    assert any(not torch.equal(plain, start[name]) for name, plain in trained[0].items())
+
+
+def test_memory_does_not_creep_over_lengths_drawn_anew(tmp_path: Path):
+    """What is alive between two steps: the weights, the optimizer's state, and no batch of the steps before."""
+    body = f"""
+import gc, torch
+if call % 5 == 1:
+    gc.collect()
+    alive = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    with open({str(tmp_path / "alive")!r}, "a") as file:
+        print(len(alive), sum(one.nbytes for one in alive), file=file)
+return shares
+"""
+    summary = run_here(
+        write_run(
+            tmp_path,
+            run={"steps": 31},
+            batch={"prompts_per_step": 4},
+            sampling={"max_completion_length": 24, "num_generations": 4},
+            optimizer={"learning_rate": 1e-9},  # lengths stay as ragged as they are
+            rewards={"functions": [write_reward(tmp_path, body)]},
+        )
+    )
+    assert len({line.values["tokens_forward"] for line in metrics(summary.run_dir).steps}) > 20
+    alive = [tuple(map(int, line.split())) for line in (tmp_path / "alive").read_text().splitlines()]
+    assert len(alive) == 7, "the first before any step, the others from the fifth on"
+    counts, sizes = zip(*alive[1:], strict=True)
+    assert len(set(counts)) == 1, counts
+    assert max(sizes[3:]) < 1.05 * max(sizes[:3]), "the last batch, which differs, is a small part of it"
 
 
 def test_several_steps_of_one_generation_learn_and_their_ratios_are_clipped(tmp_path: Path):
