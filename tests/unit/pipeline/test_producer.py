@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -187,6 +190,66 @@ class TestWhatAStepGets:
             feed.next()
         source.failing.clear()
         assert len(feed.next()) == 2
+
+
+class RaggedSource(ScriptedSource):
+    """Log-normal lengths, one of a hundred ten times as long as the median one, which takes less than a step."""
+
+    def __init__(self, *, prompts: int) -> None:
+        super().__init__()
+        self.waited_for: set[str] = set()
+        self.hold(*(str(number) for number in range(prompts) if self.steps(str(number)) > 0))
+
+    def length(self, name: str) -> int:
+        """Tokens of each completion of that prompt."""
+        return max(1, round(10 * random.Random(int(name)).lognormvariate(0.0, math.log(10) / 2.326)))
+
+    def steps(self, name: str) -> int:
+        """For how many steps such a group is generated, if it is not waited for."""
+        return self.length(name) // 20
+
+    def end_those_due(self, step: int) -> None:
+        """Finish what began as long ago as it takes."""
+        self.let_go("", *(name for name in self.drawn if step - int(name) // 2 >= self.steps(name)))
+
+    def end_all(self) -> None:
+        """Finish whatever has begun: time passes while it is waited for."""
+        self.waited_for |= self._held & set(self.drawn)
+        self.let_go("", *self.drawn)
+
+    def _group(self, name: str, version: int) -> Group:
+        plain, length = super()._group(name, version), self.length(name)
+        longer = [replace(one, completion_ids=(3,) * length, logprobs=(-0.5,) * length) for one in plain.samples]
+        return replace(plain, samples=tuple(longer))
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_the_lengths_trained_on_are_those_generated(make_feed: MakeFeed, ahead: int):
+    """Not the short ones sooner, and the long ones never: each prompt is trained on once, soon after its turn."""
+    steps = 150
+    count = 2 * steps
+    source, trained = RaggedSource(prompts=count + 20), list[Group]()
+    feed = make_feed(source, ahead=ahead)
+    feed.finisher = Finisher(advantages=list, pack=lambda groups: trained.extend(groups) or [])
+    for step in range(steps):
+        source.end_those_due(step)
+        waited = threading.Timer(0.01, source.end_all)
+        waited.start()
+        feed.next()
+        waited.cancel()
+        feed.advance(step + 1)
+    places = {int(one.prompt.id): place for place, one in enumerate(trained)}
+    assert len(places) == len(trained) == count, "none twice"
+    assert source.waited_for, "some take longer than the batches ahead"
+    assert all(place // 2 <= number // 2 + ahead for number, place in places.items()), "no other is left behind"
+    missing = set(range(count)) - places.keys()
+    assert all(number // 2 + ahead >= steps for number in missing), "but for those last in line"
+    lengths = sorted(len(one.samples[0].completion_ids) for one in trained)
+    generated = sorted(source.length(str(number)) for number in range(count))
+    assert len(missing) <= 2 * ahead
+    for place in (count // 2, count * 9 // 10, count * 99 // 100 - 2 * ahead):
+        assert generated[place - 2 * ahead] <= lengths[place] <= generated[place + 2 * ahead]
+    assert lengths[count * 98 // 100] > 5 * lengths[count // 2], "they are ragged"
 
 
 def _ages(groups: Sequence[Group], version: int) -> list[int]:
