@@ -56,6 +56,30 @@ def test_that_of_a_command_imports_no_torch(command: str):
     assert done.stdout.rstrip().endswith("False"), done.stdout
 
 
+@pytest.mark.parametrize("made", [True, False], ids=["made by run.setup", "a directory"])
+def test_a_plan_imports_nothing_to_ask_the_hub_of_a_local_model(tmp_path: Path, made: bool):
+    """Torch takes seconds, and the hub's library with what it asks by a third of all that a plan takes."""
+    config = write_proof(tmp_path)
+    words = ["plan", str(config), "--device", "cpu"]
+    if made:
+        (tmp_path / "made.py").write_text("def make(path): ...\n")
+        words += ["--set=model.path=made", f"--set=run.setup={tmp_path / 'made.py'}:make"]
+    code = f"""if True:
+        import sys
+        from lachesis.cli import main
+        sys.argv[1:] = {words}
+        try:
+            main()
+        finally:
+            heavy = {{"torch", "transformers", "numpy", "huggingface_hub", "httpx", "datasets", "peft"}}
+            print("imported", sorted(heavy & set(sys.modules)))
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=LONG_S)
+    assert ("is made by run.setup" in done.stdout) == made, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("imported []"), done.stdout
+
+
 @dataclass(frozen=True)
 class Trained:
     """A step of a small run from Python, in a process of its own."""
