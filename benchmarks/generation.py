@@ -286,6 +286,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     parser.add_argument("--part", choices=["process", "server"], default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if unknown := set(arguments.only or ()) - {*IN_PROCESS, *server_rows(arguments)}:
+        parser.error(f"--only: there is no row {', '.join(sorted(unknown))}")
     require_gpu(tiny=arguments.tiny)
     arguments.logs.mkdir(parents=True, exist_ok=True)
     arguments.prompt = arguments.prompt or (16 if arguments.tiny else 128)

@@ -180,8 +180,8 @@ def prompts_in_order(config: LachesisConfig) -> list[Prompt]:
 class TrlRunner:
     """Trains with TRL, and evaluates the weights that it saved on the way with our engine and evaluation.
 
-    ``arguments`` are further ones of TRL's configuration, ``None`` for its own default. After a run
-    ``training_began`` is when its first step did, in seconds since 1970.
+    ``rows`` are the most completions in one forward pass, ``arguments`` further ones of TRL's configuration, ``None``
+    for its own default. After a run ``training_began`` is when its first step did, in seconds since 1970.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class TrlRunner:
         self.training_began = 0.0
         self._arguments = arguments or {}
         self._python = python
-        self._rows = rows
+        self.rows = rows
         policy = build_policy(config)
         self._model = policy.transformer
         self._evaluation = build_evaluation(
@@ -203,17 +203,26 @@ class TrlRunner:
         )
 
     def run(self, plan: Any, *, threads: int) -> Run:
+        job = trl_job(plan, rows=self.rows)
+        steps = self._train(plan, job, threads=threads)
+        accuracy = {int(step): self._accuracy(plan.directory / f"{step}.pt", int(step)) for step in job["snapshots"]}
+        return Run(plan, steps, accuracy)
+
+    def seconds(self, plan: Any, *, rows: int, threads: int) -> float:
+        """The median step of a run that nothing is evaluated of, its first half left out."""
+        steps = self._train(plan, trl_job(plan, rows=rows) | {"snapshots": []}, threads=threads)
+        return statistics.median(step.seconds for step in steps[len(steps) // 2 :])
+
+    def _train(self, plan: Any, job: Mapping[str, Any], *, threads: int) -> list[Step]:
         shutil.rmtree(plan.directory, ignore_errors=True)
         plan.directory.mkdir(parents=True)
-        job: dict[str, Any] = {**trl_job(plan, rows=self._rows), "more": dict(self._arguments)}
         job_file = plan.directory / "job.json"
-        job_file.write_text(json.dumps(job))
+        job_file.write_text(json.dumps({**job, "more": dict(self._arguments)}))
         command = [str(self._python), str(Path(__file__).with_name("trl_side.py")), str(job_file)]
         execute(command, log=plan.directory.with_suffix(".log"), threads=threads)
         result = json.loads(Path(job["result"]).read_text())
         self.versions, self.training_began = result["versions"], result["began"]
-        accuracy = {int(step): self._accuracy(plan.directory / f"{step}.pt", int(step)) for step in job["snapshots"]}
-        return Run(plan, [Step(**step) for step in result["steps"]], accuracy)
+        return [Step(**step) for step in result["steps"]]
 
     def _accuracy(self, weights: Path, step: int) -> float:
         self._model.load_state_dict(torch.load(weights, weights_only=True))
@@ -363,12 +372,11 @@ def machine(trl_versions: Mapping[str, str], *, threads: Mapping[str, int], rows
     info = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     theirs = ", ".join(f"{name} {trl_versions[name]}" for name in ("trl", "torch", "transformers") if trl_versions)
+    beside = f"; {theirs}, Python {trl_versions['python']}, at most {rows} rows a forward pass" if trl_versions else ""
     return (
         f"{names[0] if names else platform.machine()}, {len(os.sched_getaffinity(0))} cores, {threads[OURS]} threads "
         f"(TRL {threads[TRL]}). Lachesis {__version__} on torch {version('torch')}, "
-        f"transformers {version('transformers')}, Python {platform.python_version()}; {theirs}, "
-        f"Python {trl_versions.get('python')}, "
-        f"at most {rows} rows a forward pass. "
+        f"transformers {version('transformers')}, Python {platform.python_version()}{beside}. "
         f"{time.strftime('%d %B %Y', time.gmtime())}.\n"
     )
 
@@ -425,17 +433,20 @@ def main() -> None:
     if config.run.setup is not None:
         load_function(config.run.setup)(config.model.path)
     theirs = trl_arguments(chosen) if chosen.vllm else None
-    trl = TrlRunner(chosen.trl_python or trl_python(), config, rows=chosen.trl_rows, arguments=theirs)
+    trl = None
+    if TRL in chosen.only:
+        trl = TrlRunner(chosen.trl_python or trl_python(), config, rows=chosen.trl_rows, arguments=theirs)
     runs: list[Run] = []
     for plan in plans:
-        run = (trl.run if plan.system == TRL else run_lachesis)(plan, threads=threads[plan.system])
+        train = trl.run if trl is not None and plan.system == TRL else run_lachesis
+        run = train(plan, threads=threads[plan.system])
         sys.stderr.write(f"{plan.directory.name}: {run.median:.3f} s a step, load average {os.getloadavg()[0]:.1f}\n")
         if plan.system == TRL and OURS in chosen.only:
             check_comparable(runs[-1], run)
         runs.append(run)
         if chosen.out:
             chosen.out.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n")
-    sys.stdout.write(machine(trl.versions, threads=threads, rows=chosen.trl_rows))
+    sys.stdout.write(machine({} if trl is None else trl.versions, threads=threads, rows=chosen.trl_rows))
     for prompts in chosen.prompts:
         sys.stdout.write("\n" + markdown_table([run for run in runs if run.plan.prompts == prompts]))
 

@@ -1,11 +1,13 @@
 """How long it takes until a model can do what it is rewarded for: `lachesis train` and TRL's GRPOTrainer in turn.
 
     PYTHONPATH=src python benchmarks/time_to_reward.py [--seeds 0 1 2] [--steps 100] [--target 0.8] [--tiny] [--out F]
+                                                       [--only NAME ...] [--trl-rows 128 256 512] [--work DIRECTORY]
 
 A model of 25 million parameters, trained from scratch here until a fifth of its sampled answers are right, adds two
 numbers of five digits and writes its working down, about 40 tokens. Both systems then train it on the same prompts in
 the same order, with the same completions a prompt, reward, loss, course of the learning rate and seed, each started as
-its users start it, with vLLM on the same GPU. TRL chooses its precision itself; `--trl-rows` is its batch. Held-out
+its users start it, with vLLM on the same GPU. TRL chooses its precision itself; of `--trl-rows`, its batches, the
+fastest in a few steps before the first seed is taken. Held-out
 accuracy is of answers sampled as in training, by Lachesis' evaluator: of ours in the run, of TRL's weights after its
 run. Seconds leave evaluating and saving out. ``--tiny`` is a small model and a few steps, without vLLM, also on a CPU.
 """
@@ -24,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 OURS, TRL = "Lachesis", "TRL"
 HELD_OUT = 512
 START_ACCURACY = 0.2
+SEARCH_STEPS = 6  # of which the first half warms up
 IGNORED = -100  # the labels of what is no answer
 REWARD = """
 def right(completions, answer, **columns):
@@ -243,6 +246,28 @@ def run_trl(plan: Plan, runner: TrlRunner) -> Course:
     return Course(TRL, plan.seed, [before + seconds for seconds in training], training, run.accuracy)
 
 
+def fastest_rows(plan: Plan, runner: TrlRunner) -> int:
+    """TRL's best batch, found by trying each for a few steps; where one fails, for want of memory say, it is said.
+
+    Of one that is asked for nothing is tried.
+    """
+    options = plan.options
+    if len(options.trl_rows) == 1:
+        return options.trl_rows[0]
+    short = argparse.Namespace(**{**vars(options), "steps": SEARCH_STEPS})
+    seconds: dict[int, float] = {}
+    for rows in options.trl_rows:
+        try:
+            trial = replace(plan, options=short, system=f"{TRL}-{rows}-rows")
+            seconds[rows] = runner.seconds(trial, rows=rows, threads=options.threads)
+            sys.stderr.write(f"TRL with {rows} rows a forward pass: {seconds[rows]:.3f} s a step\n")
+        except SystemExit as error:
+            sys.stderr.write(f"TRL with {rows} rows a forward pass failed: {error}\n")
+    if not seconds:
+        sys.exit(f"TRL ran with none of --trl-rows {' '.join(map(str, options.trl_rows))}")
+    return min(seconds, key=lambda rows: seconds[rows])
+
+
 def environment() -> dict[str, str]:
     path = os.pathsep.join(filter(None, (str(REPOSITORY / "src"), os.environ.get("PYTHONPATH"))))
     return {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -283,7 +308,10 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=3e-5)
     parser.add_argument("--start-steps", type=int, default=3000, help="most steps of the supervised start")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--trl-rows", type=int, default=512, help="most completions in one of TRL's forward passes")
+    parser.add_argument(
+        "--trl-rows", type=int, nargs="+", default=[128, 256, 512],
+        help="most completions in one of TRL's forward passes; of several the fastest",
+    )  # fmt: skip
     parser.add_argument("--trl-memory", type=float, default=0.3, help="share of the GPU for TRL's vLLM")
     parser.add_argument("--trl-python", type=Path, help="an interpreter that has TRL; by default .bench/trl's")
     parser.add_argument("--port", type=int, default=9137)
@@ -293,6 +321,7 @@ def read_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.tiny:
         options.steps, options.every, options.prompts, options.digits, options.start_steps = 4, 2, 4, 2, 10
+        options.trl_rows = [16, 32]
     options.work = options.work / ("tiny" if options.tiny else "whole")
     return options
 
@@ -310,9 +339,10 @@ def main() -> None:
                 "use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": options.trl_memory,
                 "vllm_max_model_length": 256, "bf16": None,
             }  # fmt: skip
-        runner = TrlRunner(
-            options.trl_python or trl_python(), plans[0].config(), rows=options.trl_rows, arguments=theirs
-        )
+        plan = next(plan for plan in plans if plan.system == TRL)
+        python = options.trl_python or trl_python()
+        runner = TrlRunner(python, plan.config(), rows=options.trl_rows[0], arguments=theirs)
+        runner.rows = fastest_rows(plan, runner)
     courses = []
     for plan in plans:
         if plan.system == TRL:
@@ -324,7 +354,8 @@ def main() -> None:
         if options.out is not None:
             options.out.write_text(json.dumps([asdict(course) for course in courses], indent=1) + "\n")
     place = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    sys.stdout.write(f"{place}, {options.steps} steps of {options.prompts} x 8, {versions('trl', 'vllm')}\n\n")
+    rows = "" if runner is None else f", at most {runner.rows} rows in one of TRL's forward passes"
+    sys.stdout.write(f"{place}, {options.steps} steps of {options.prompts} x 8, {versions('trl', 'vllm')}{rows}\n\n")
     sys.stdout.write(table(courses, target=options.target))
 
 

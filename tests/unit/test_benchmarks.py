@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 from pathlib import Path
@@ -193,3 +194,27 @@ class TestTimeToReward:
         text = module.table([ours, *trl], target=0.8)
         assert "| TRL | 2 | not reached | not reached | 0.100 | 0.300 |" in text
         assert "with start-up: 3.00" in text and "without: 3.00" in text
+
+    def trial(self, module: ModuleType, *, rows: list[int], seconds: dict[int, float]) -> tuple[int, list[tuple]]:
+        """What is chosen where each number of rows takes so long, those not named failing, and what was tried."""
+        tried = []
+
+        class Runner:
+            def seconds(self, plan: Any, *, rows: int, threads: int) -> float:
+                tried.append((rows, plan.steps, plan.directory.name))
+                if rows not in seconds:
+                    raise SystemExit("out of memory")
+                return seconds[rows]
+
+        options = argparse.Namespace(trl_rows=rows, steps=100, threads=2, work=Path("work"))
+        return module.fastest_rows(module.Plan(options, "TRL", 1), Runner()), tried
+
+    def test_the_fastest_batch_of_trls_is_found_in_a_few_steps(self, module: ModuleType):
+        chosen, tried = self.trial(module, rows=[128, 256, 512], seconds={128: 2.0, 256: 1.5})
+        assert chosen == 256, "512 do not fit"
+        assert tried == [(128, 6, "trl-128-rows-1"), (256, 6, "trl-256-rows-1"), (512, 6, "trl-512-rows-1")]
+
+    def test_one_batch_is_taken_as_it_is_and_none_that_runs_is_an_end(self, module: ModuleType):
+        assert self.trial(module, rows=[512], seconds={}) == (512, [])
+        with pytest.raises(SystemExit, match="none of --trl-rows 128 256"):
+            self.trial(module, rows=[128, 256], seconds={})
