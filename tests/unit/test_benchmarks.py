@@ -171,6 +171,31 @@ class TestDrawnLengths:
         assert "after step 3: 5 compilations" in [*stalled.lines()]
 
 
+def test_our_side_of_the_quickstart_alone_needs_no_trl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    module = load("quickstart_vs_trl")
+
+    def no_trl(*arguments: Any, **options: Any):
+        raise AssertionError("TRL was asked for")
+
+    def trained(plan: Any, *, threads: int):
+        steps = [module.Step(1.0 + number, 0.5, 0.25, 0.5, 1e-4, 512, 5120, 2048, 4000) for number in range(plan.steps)]
+        return module.Run(plan, steps, {0: 0.5, plan.steps: 0.75})
+
+    monkeypatch.setattr(module, "WORK", tmp_path)
+    monkeypatch.setattr(module, "trl_python", no_trl)
+    monkeypatch.setattr(module, "TrlRunner", no_trl)
+    monkeypatch.setattr(module, "load_function", lambda spec: lambda path: None)
+    monkeypatch.setattr(module, "run_lachesis", trained)
+    monkeypatch.setattr(sys, "argv", ["quickstart_vs_trl.py", "--only", "Lachesis", "--steps", "4", "--seeds", "0"])
+    module.main()
+    said = capsys.readouterr().out
+    assert "| s a step: median (quartiles) | 3.500 (3.250 to 3.750) |" in said
+    assert "| held-out accuracy at the end | 0.750 |" in said
+    assert "rows a forward pass" not in said
+
+
 class TestTimeToReward:
     @pytest.fixture(scope="class")
     def module(self) -> ModuleType:
