@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,9 +17,11 @@ import pytest
 import yaml
 from huggingface_hub import HfApi
 
+from lachesis import __version__
 from lachesis.cli.base import conclude
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.run import push as pushing
+from lachesis.run.export import export
 from lachesis.run.push import push, write_card
 from lachesis.run.status import read_status
 from lachesis.run.train import RunSummary
@@ -153,6 +156,29 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         made.shutdown()
 
 
+# A base model as the hub knows it; it lies in the cache of this machine, where a download would have put it.
+BASE, REVISION = "letters-lab/base", "0" * 40
+LORA = {"adapter": {"kind": "lora", "r": 4}}
+
+
+@pytest.fixture(scope="module")
+def adapter_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a LoRA adapter on a base model of the hub, with a checkpoint before its last step."""
+    directory = tmp_path_factory.mktemp("adapter")
+    cached = directory / "hub" / f"models--{BASE.replace('/', '--')}"
+    run = {"name": "adapted", "dir": str(directory / "runs"), "steps": 3}
+    sections = {"model": {"path": BASE}, "data": {"eval_size": 0}, "checkpoint": {"save_final": True, "every_steps": 2}}
+    config = write_run(directory, run=run, **sections, **LORA)
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(REVISION)
+    (cached / "snapshots").mkdir()
+    (directory / "model").rename(cached / "snapshots" / REVISION)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(directory / "hub"))
+        patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        return run_here(config).run_dir
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("pushed")
@@ -176,6 +202,40 @@ def test_the_card_says_how_it_was_trained(run_dir: Path):
     assert "base_model" not in fields, "a directory of this machine is no model of the hub"
     assert "# letters" in text and "| steps | 6 |" in text and "mean reward" in text and "1 to 1" in text
     assert "| prompts a step |" in text and "pushed" not in text, "nor its directories"
+
+
+def test_an_adapter_is_there_as_peft_loads_it_with_its_base_model(hub: Hub, adapter_run: Path):
+    push(adapter_run, repo="adapted")
+    files = hub.repos["me/adapted"]
+    assert files["adapter_model.safetensors"] == (adapter_run / "final" / "adapter_model.safetensors").read_bytes()
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == BASE
+    assert "tokenizer.json" in files and not [name for name in files if name.startswith("model")]
+    card = files["README.md"].decode()
+    fields = yaml.safe_load(card.split("---")[1])
+    assert (fields["library_name"], fields["base_model"]) == ("peft", BASE)
+    assert "| LoRA rank | 4 |" in card and "| steps | 3 |" in card
+    assert f"GRPO by Lachesis {__version__}: {BASE}, LoRA" in card
+
+
+@pytest.mark.parametrize(("merge", "library"), [(False, "peft"), (True, "transformers")], ids=["adapter", "merged"])
+def test_a_checkpoint_of_an_adapter_is_pushed_as_it_is_exported(
+    hub: Hub, adapter_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, merge: bool, library: str
+):
+    """A run that was stopped early has no final model: what is exported in its place is what is pushed."""
+    stopped = tmp_path / "stopped"
+    shutil.copytree(adapter_run, stopped)
+    shutil.rmtree(stopped / "final")
+    with pytest.raises(CheckpointError, match="holds no model"):
+        push(stopped, repo="stopped")
+    for name, value in (("HF_HUB_CACHE", str(adapter_run.parents[1] / "hub")), ("HF_HUB_OFFLINE", True)):
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    export(stopped / "checkpoints" / "step_000002", stopped / "final", merge=merge)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    push(stopped, repo="stopped")
+    files = hub.repos["me/stopped"]
+    fields = yaml.safe_load(files["README.md"].decode().split("---")[1])
+    assert (fields["library_name"], fields["base_model"]) == (library, BASE)
+    assert ("adapter_model.safetensors" in files, "model.safetensors" in files) == (not merge, merge)
 
 
 def run_to_the_hub(directory: Path, **hub: Any) -> RunSummary:

@@ -31,12 +31,14 @@ def write_card(run_dir: Path) -> Path:
         DataError: there is no run, or its metrics are malformed.
     """
     model = run_paths(run_dir)["final"]
-    if not any((model / name).is_file() for name in ("config.json", "adapter_config.json")):
+    is_adapter = (model / "adapter_config.json").is_file()
+    if not (is_adapter or (model / "config.json").is_file()):
         raise CheckpointError(
             f"{model} holds no model: the run has not ended, or checkpoint.save_final was false",
             remedy=f"write one with `lachesis export {run_dir} {model}`",
         )
-    write_atomic(model / CARD, model_card(run_dir))
+    # What the files are, and not what the run trained: an adapter may have been merged when it was exported to there.
+    write_atomic(model / CARD, model_card(run_dir, merged=not is_adapter))
     return model / CARD
 
 
