@@ -81,7 +81,7 @@ class Bridge(ABC, Generic[PolicyT]):
         # Of the transfer that goes on, or the last: for a transport to note.
         self._engine_seconds: dict[str, float] = {}
         self._rank_sent: dict[int, RankSent] = {}
-        self.version = 0  # of the trainer's weights; the engine's lags behind it between transfers
+        self.version: int = 0  # of the trainer's weights; the engine's lags behind it between transfers
 
     @abstractmethod
     def prepare(self, policy_builder: Callable[[], PolicyT]) -> PolicyT:

@@ -353,4 +353,4 @@ class ExternalBridge(Bridge[PolicyT]):
     def _build_proof(self) -> None:
         """The proof is of one session of the engine: a restarted engine needs a new one."""
         if self._servers.proof_builder is not None:
-            self.proof = self._servers.proof_builder(self.policy, self.engine)
+            self.proof: Proof | None = self._servers.proof_builder(self.policy, self.engine)

@@ -26,7 +26,7 @@ from lachesis.train.distributed.strategy import Strategy
 from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss
-from lachesis.train.losses.reference import SamplerReference, build_reference, second_model
+from lachesis.train.losses.reference import Reference, SamplerReference, build_reference, second_model
 from lachesis.train.losses.sft import sft_loss
 from lachesis.train.losses.teacher import Lesson, Teacher, build_teacher
 from lachesis.train.model.experts import ExpertRouting
@@ -48,6 +48,7 @@ from lachesis.train.sending import SendsWeights
 from lachesis.transport.digest import add_up, share_digests
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 OptimizerBuilder = Callable[[Sequence[tuple[str, torch.nn.Parameter]]], PolicyOptimizer]
@@ -98,8 +99,8 @@ class Policy(PolicyState, SendsWeights):
         teacher: PreTrainedModel | None = None,
     ) -> None:
         self.loaded = loaded
-        self.model = loaded.model
-        self.transformer = loaded.transformer
+        self.model: PreTrainedModel | PeftModel = loaded.model
+        self.transformer: PreTrainedModel = loaded.transformer
         self.options = options
         self.max_completion_length = max_completion_length
         self.custom_loss = custom_loss
@@ -115,14 +116,15 @@ class Policy(PolicyState, SendsWeights):
                 strategy.place(model)
                 if loaded.unread is not None and model is not teacher:
                     loaded.unread.fill(model)
-        self.device = strategy.device(self.transformer)
+        self.device: torch.device = strategy.device(self.transformer)
         self.plan: ForwardPlan = plan_forward(
             self.transformer, packing=packing, device=self.device, context=strategy.context, tensor=strategy.tensor
         )
         # Before what watches the experts: hooks see what those before them have made of an output.
-        self.replay = self._learn_routers() if options.router_replay else None
-        self.routing = ExpertRouting(self.transformer) if stacked_experts(self.transformer) else None
-        self.reference = (
+        self.replay: RouterReplay | None = self._learn_routers() if options.router_replay else None
+        is_mixture = bool(stacked_experts(self.transformer))
+        self.routing: ExpertRouting | None = ExpertRouting(self.transformer) if is_mixture else None
+        self.reference: Reference | None = (
             build_reference(loaded, plan=self.plan, options=kl_reference, second=second) if kl_reference else None
         )
         self.teacher: Teacher | None = build_teacher(
@@ -137,7 +139,7 @@ class Policy(PolicyState, SendsWeights):
         if compile_layers:
             strategy.compile(self.transformer)
         trained = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-        self.optimizer = optimizer_builder(trained)
+        self.optimizer: PolicyOptimizer = optimizer_builder(trained)
         self._canary = CanaryReader(self.transformer, plan=self.plan, device=self.device, capture=not strategy.together)
         self._old = OldLogprobStore()
         self._saving = None
