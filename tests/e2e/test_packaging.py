@@ -10,7 +10,10 @@ import sys
 import tarfile
 import tomllib
 import venv
+from collections.abc import Iterable, Iterator, Mapping
+from email import message_from_bytes
 from pathlib import Path
+from typing import Any
 from zipfile import ZipFile
 
 import pytest
@@ -54,24 +57,72 @@ def test_the_wheel_has_every_file_of_the_package(built: dict[str, Path]):
     assert not [name for name in names if name.startswith("tests") or "__pycache__" in name]
 
 
-def test_the_sdist_makes_the_same_wheel(built: dict[str, Path], tmp_path: Path):
+@pytest.fixture(scope="module")
+def rebuilt(built: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that is made of the sdist alone."""
+    directory = tmp_path_factory.mktemp("from-sdist")
     with tarfile.open(built["sdist"]) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (source,) = tmp_path.iterdir()
+        archive.extractall(directory, filter="data")
+    (source,) = directory.iterdir()
     subprocess.run(
-        [sys.executable, "-c", BUILD, "build_wheel", str(tmp_path)], cwd=source, capture_output=True, check=True
+        [sys.executable, "-c", BUILD, "build_wheel", str(directory)], cwd=source, capture_output=True, check=True
     )
-    (wheel,) = tmp_path.glob("*.whl")
-    assert ZipFile(wheel).namelist() == ZipFile(built["wheel"]).namelist()
+    (wheel,) = directory.glob("*.whl")
+    return wheel
 
 
-def test_what_is_installed_is_the_program(built: dict[str, Path], tmp_path: Path):
-    """In an environment of its own, which borrows the libraries of this one and nothing of this source."""
+def contents(wheel: Path) -> dict[str, bytes]:
+    with ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def test_the_sdist_makes_the_same_wheel(built: dict[str, Path], rebuilt: Path):
+    ours, theirs = contents(built["wheel"]), contents(rebuilt)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if ours[name] != theirs[name]] == []
+
+
+def test_the_files_of_the_wheel_are_those_of_the_source(built: dict[str, Path]):
+    held = contents(built["wheel"])
+    assert [name for name in source_files() if held[name] != (PACKAGE.parent / name).read_bytes()] == []
+
+
+def test_the_wheel_asks_for_what_the_project_says(built: dict[str, Path]):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (metadata,) = [text for name, text in contents(built["wheel"]).items() if name.endswith(".dist-info/METADATA")]
+    said = message_from_bytes(metadata)
+    assert said["Requires-Python"] == project["requires-python"]
+    assert sorted(said.get_all("Provides-Extra", [])) == sorted(
+        map(canonicalize_name, project["optional-dependencies"])
+    )
+    assert wanted_by(said.get_all("Requires-Dist", [])) == wanted_by(written(project))
+
+
+def written(project: Mapping[str, Any]) -> Iterator[str]:
+    """What pyproject.toml asks for, with the lines of an extra in the place of its name in another."""
+    yield from project["dependencies"]
+    extras = project["optional-dependencies"]
+    for extra, lines in extras.items():
+        for line in lines:
+            asked = Requirement(line)
+            own = asked.name == project["name"]
+            for wanted in [inner for name in asked.extras for inner in extras[name]] if own else [line]:
+                yield f"{wanted}; extra == '{canonicalize_name(extra)}'"
+
+
+def wanted_by(lines: Iterable[str]) -> set[tuple[str, frozenset[str], str, str]]:
+    """Name, extras, versions and condition of each requirement, however they are spelled."""
+    parsed = [Requirement(line) for line in lines]
+    return {(canonicalize_name(r.name), frozenset(r.extras), str(r.specifier), str(r.marker)) for r in parsed}
+
+
+def test_what_is_installed_is_the_program(rebuilt: Path, tmp_path: Path):
+    """From the sdist, in an environment that borrows the libraries of this one and nothing of this source."""
     clean = tmp_path / "venv"
     venv.create(clean, with_pip=False)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", str(clean / "bin/python")]
     subprocess.run(
-        [*pip, "install", "--no-deps", "--no-index", "--no-compile", str(built["wheel"])],
+        [*pip, "install", "--no-deps", "--no-index", "--no-compile", str(rebuilt)],
         check=True,
         capture_output=True,
     )
@@ -90,11 +141,19 @@ def test_what_is_installed_is_the_program(built: dict[str, Path], tmp_path: Path
     assert "model.path" in run("lachesis", "explain", "model.path")
 
 
-def test_shells_complete_commands():
-    words = {"_LACHESIS_COMPLETE": "complete_bash", "COMP_WORDS": "lachesis exp", "COMP_CWORD": "1"}
+@pytest.mark.parametrize(
+    ("shell", "typed", "offered"),
+    [
+        ("bash", {"COMP_WORDS": "lachesis exp", "COMP_CWORD": "1"}, r"^(\w+)$"),
+        ("zsh", {"_TYPER_COMPLETE_ARGS": "lachesis exp"}, r'"(\w+)":"'),
+        ("fish", {"_TYPER_COMPLETE_ARGS": "lachesis exp", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}, r"^(\w+)\t"),
+    ],
+)
+def test_shells_complete_commands(shell: str, typed: dict[str, str], offered: str):
+    words = {"_LACHESIS_COMPLETE": f"complete_{shell}", **typed}
     program = "import sys; sys.argv[0] = 'lachesis'; from lachesis.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program], env=os.environ | words, capture_output=True, text=True)
-    assert sorted(done.stdout.split()) == ["explain", "export"]
+    assert sorted(re.findall(offered, done.stdout, re.MULTILINE)) == ["explain", "export"]
 
 
 def test_the_citation_and_the_containers_are_of_this_version():
