@@ -70,8 +70,8 @@ class MlflowSink(Sink):
         except Exception as error:
             raise ConfigError(
                 f"MLflow did not start: {type(error).__name__}: {error}",
-                remedy="check logging.mlflow.tracking_uri, or MLFLOW_TRACKING_URI, and that its server runs; a database "
-                "without a server, MLflow's default, needs the package mlflow in place of mlflow-skinny",
+                remedy="check logging.mlflow.tracking_uri, or MLFLOW_TRACKING_URI, and that its server runs; a "
+                "database without a server, MLflow's default, needs the package mlflow in place of mlflow-skinny",
             ) from error
         write_atomic(kept, self._id + "\n")
 

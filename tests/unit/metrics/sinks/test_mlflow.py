@@ -177,7 +177,8 @@ def test_what_keeps_it_from_starting_is_said(tmp_path: Path, store: Store, monke
         raise ConnectionError("no server")
 
     monkeypatch.setattr(Client, "get_experiment_by_name", refuse)
-    with pytest.raises(ConfigError, match=r"MLflow did not start: ConnectionError: no server -> check .*tracking_uri.* needs the package mlflow"):
+    said = r"MLflow did not start: ConnectionError: no server -> check .*tracking_uri.* needs the package mlflow"
+    with pytest.raises(ConfigError, match=said):
         sink(tmp_path)
     monkeypatch.setitem(sys.modules, "mlflow", None)
     monkeypatch.setitem(sys.modules, "mlflow.entities", None)
