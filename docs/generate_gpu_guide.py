@@ -44,6 +44,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, str | None]]] = {
     "four": (4, {"full": "full", "LoRA": "LoRA"}),
 }
 
+PROPOSED = (24, 40, 48, 80)
+NO_CARD = "none of them"
+
 INTRODUCTION = """\
 # GPU guide: what fits, how much memory it takes
 
@@ -86,7 +89,7 @@ GB that are needed, and the smallest of cards of 24, 40, 48, 80 and 141 GB that 
 
 
 PROPOSALS_TEXT = """
-## 24, 40 and 80 GB
+## 24, 40, 48 and 80 GB
 
 What `plan --fit` chooses for a configuration that trains all weights with `shared_vllm` at a context of 1,024 tokens.
 `--set` takes the words as they are.
@@ -165,9 +168,24 @@ def not_measured(measurements: Sequence[Measurement]) -> Iterator[str]:
             yield f"- {layout}: {'all' if sizes == list(MODELS) else ', '.join(sizes)}"
 
 
+def too_large() -> Iterator[str]:
+    """Why full training of some sizes is measured on no single card: what the smaller context takes of one."""
+    yield ""
+    for size, name in MODELS.items():
+        model = find_shape(name)
+        assert model is not None, name
+        needed = use_of("full", min(CONTEXTS), APART["full"], model).trainer
+        if smallest(needed) == NO_CARD:
+            yield (
+                f"- {size} full has no row on one card because none holds it: with AdamW's states on the card it needs "
+                f"{needed / GB:.0f} GB by `plan`, the engine not counted, and the largest card here has "
+                f"{max(CARDS)} GB."
+            )
+
+
 def smallest(size: int) -> str:
     """The card that has so many bytes."""
-    return next((f"{card} GB card" for card in CARDS if size <= card * GB), "none of them")
+    return next((f"{card} GB card" for card in CARDS if size <= card * GB), NO_CARD)
 
 
 def use_of(method: str, context: int, sections: dict[str, Any], model: FoundShape, *, devices: int = 1) -> CardUse:
@@ -224,15 +242,15 @@ def order_rows() -> Iterator[str]:
 
 
 def proposals() -> Iterator[str]:
-    """What `plan --fit` proposes where the documents ask for 24 and 40 GB."""
-    yield "| model | 24 GB | 40 GB | 80 GB |"
-    yield "|---|---|---|---|"
+    """What `plan --fit` proposes for the usual cards."""
+    yield f"| model | {' | '.join(f'{card} GB' for card in PROPOSED)} |"
+    yield "|---" * (1 + len(PROPOSED)) + "|"
     for size in ("8B", "14B", "24B"):
         model = find_shape(MODELS[size])
         assert model is not None
         config = configured("full", 1024, {"engine": VLLM, "bridge": {"kind": "shared_vllm"}}, checkpointing=False)
         cells: list[str] = []
-        for card in (24, 40, 80):
+        for card in PROPOSED:
             found = fit(config, card_gb=card, found=model)
             words = [] if found is None else [f"`{word}`" for word in found.words()]
             cells.append("nothing tried" if found is None else "<br>".join([*words, f"{found.use.total / GB:.0f} GB"]))
@@ -252,6 +270,7 @@ def render() -> str:
             *measured_rows(measurements),
             NOT_MEASURED_TEXT,
             *not_measured(measurements),
+            *too_large(),
             CARDS_TEXT,
             *card_rows(),
             PROPOSALS_TEXT,
