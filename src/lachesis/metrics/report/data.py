@@ -14,7 +14,7 @@ import yaml
 from lachesis.common.errors import DataError
 from lachesis.common.run_files import run_paths
 from lachesis.common.types import LEVELS, EvalResult
-from lachesis.metrics.names import describe, format_number, format_seconds, format_share
+from lachesis.metrics.names import Metric, describe, format_number, format_seconds, format_share
 from lachesis.metrics.sinks.jsonl import MetricsLog, StepLine, read_metrics
 
 
@@ -161,15 +161,59 @@ def findings(steps: Sequence[StepLine]) -> list[dict[str, Any]]:
     )
 
 
-def unusual(steps: Sequence[StepLine]) -> list[str]:
-    """The values of the last step that are outside of their healthy range, in words."""
-    values = steps[-1].values if steps else {}
-    found = [(describe(name), value) for name, value in values.items() if math.isfinite(value)]
-    return [
-        f"{metric.title.lower()} {format_number(value)} (usual: {_range(metric.healthy)})"
-        for metric, value in found
-        if metric.healthy is not None and not _inside(value, metric.healthy)
-    ]
+@dataclass(frozen=True, slots=True)
+class Unusual:
+    """Values outside of their healthy ranges, or no numbers, in words: of the last step, and of steps before it."""
+
+    now: tuple[str, ...]
+    earlier: tuple[str, ...]
+
+
+def unusual(steps: Sequence[StepLine]) -> Unusual:
+    """What the charts show outside of a healthy range, at any step, and what is no number there.
+
+    A metric is named once: where it is unusual in the last step, with that value alone.
+    """
+    now: list[str] = []
+    earlier: list[str] = []
+    for name in dict.fromkeys(name for line in steps for name in line.values):
+        metric = describe(name)
+        off = {line.step: line.values[name] for line in steps if _is_off(line.values.get(name), metric)}
+        if off and steps[-1].step in off:
+            now.append(_unusual_now(metric, off[steps[-1].step]))
+        elif off:
+            earlier.append(_unusual_earlier(metric, off))
+    return Unusual(tuple(now), tuple(earlier))
+
+
+def _is_off(value: float | None, metric: Metric) -> bool:
+    if value is None:
+        return False
+    return not math.isfinite(value) or (metric.healthy is not None and not _inside(value, metric.healthy))
+
+
+def _unusual_now(metric: Metric, value: float) -> str:
+    usual = "" if metric.healthy is None else f" (usual: {_range(metric.healthy)})"
+    return f"{metric.title.lower()} {format_number(value)}{usual}"
+
+
+def _unusual_earlier(metric: Metric, off: Mapping[int, float]) -> str:
+    """ "gradient norm 3 in step 2 (usual: 0.001 to 1)", or the first, the last and the worst of several."""
+    worst = max(off.values(), key=lambda value: _distance(value, metric.healthy))
+    usual = "" if metric.healthy is None else f"usual: {_range(metric.healthy)}"
+    title, first, last = metric.title.lower(), min(off), max(off)
+    if len(off) == 1:
+        return f"{title} {format_number(worst)} in step {first}" + (f" ({usual})" if usual else "")
+    words = [f"{len(off)} times", f"at worst {format_number(worst)}", usual]
+    return f"{title} in steps {first} to {last} ({', '.join(word for word in words if word)})"
+
+
+def _distance(value: float, healthy: tuple[float | None, float | None] | None) -> float:
+    """How far a value is outside; no number is the farthest."""
+    low, high = healthy or (None, None)
+    if not math.isfinite(value):
+        return math.inf
+    return max(0.0 if low is None else low - value, 0.0 if high is None else value - high)
 
 
 def _inside(value: float, healthy: tuple[float | None, float | None]) -> bool:

@@ -14,6 +14,7 @@ import pytest
 
 from lachesis.common.errors import DataError
 from lachesis.common.types import UNKNOWN_VERSIONS, EvalResult, Finding, Group, StepRecord
+from lachesis.metrics.names import describe
 from lachesis.metrics.report.charts import downsample, timing
 from lachesis.metrics.report.data import descriptors, result_sentence
 from lachesis.metrics.report.page import ReportSink, write_report
@@ -147,13 +148,71 @@ def test_what_was_resolved_stands_last_and_is_not_red(tmp_path: Path) -> None:
     assert page.index("still so") < page.index("gone by now")
 
 
+def health_of(directory: Path, *steps: dict[str, float]) -> str:
+    """What the report says of the health of a run of these steps."""
+    directory.mkdir()
+    sink = JsonlSink(directory / "metrics.jsonl")
+    for number, values in enumerate(steps, start=1):
+        sink.write(StepRecord(step=number, values=values))
+    sink.close()
+    section = write_report(directory).read_text().split('<section id="health">')[1].split("</section>")[0]
+    return html.unescape(" ".join(re.sub("<[^>]+>", " ", section).split()))
+
+
 def test_nothing_to_report_is_said_only_where_all_is_in_its_range(tmp_path: Path) -> None:
-    quiet = write_report(write_run(tmp_path / "quiet", steps=2, values={"grad_norm": 0.5, "reward": 0.5})).read_text()
-    assert "Nothing to report" in quiet
-    values = {"grad_norm": 3.0, "entropy": 0.9, "reward": 0.1}
-    page = write_report(write_run(tmp_path / "loud", steps=2, values=values)).read_text()
-    assert "Nothing to report" not in page
-    assert "gradient norm 3 (usual: 0.001 to 1), entropy 0.9 (usual: 0.05 to 0.5), reward 0.1" in page
+    usual = {"grad_norm": 0.5, "reward": 0.5}
+    assert "Nothing to report" in health_of(tmp_path / "quiet", usual, usual)
+    said = health_of(tmp_path / "loud", usual, {"grad_norm": 3.0, "entropy": 0.9, "reward": 0.1})
+    assert "Nothing to report" not in said
+    assert "step: gradient norm 3 (usual: 0.001 to 1); reward 0.1 (usual: at least 0.15); entropy 0.9 (usual: " in said
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([{"grad_norm": 3.0}, {"grad_norm": 0.5}], "gradient norm 3 in step 1 (usual: 0.001 to 1)"),
+        (
+            [{"reward": 0.1}, {"reward": 0.02}, {"reward": 0.2}, {"reward": 0.12}, {"reward": 0.9}],
+            "reward in steps 1 to 4 (3 times, at worst 0.02, usual: at least 0.15)",
+        ),
+        ([{"entropy": 0.9}, {"reward": 0.5}], "entropy 0.9 in step 1 (usual: 0.05 to 0.5)"),
+        ([{"grad_norm": math.nan}, {"grad_norm": 0.5}], "gradient norm NaN in step 1 (usual: 0.001 to 1)"),
+        (
+            [{"grad_norm": 3.0}, {"grad_norm": math.inf}, {"grad_norm": 0.5}],
+            "gradient norm in steps 1 to 2 (2 times, at worst NaN, usual: 0.001 to 1)",
+        ),
+    ],
+)
+def test_what_was_unusual_before_the_last_step_is_said_with_its_steps(
+    tmp_path: Path, steps: list[dict[str, float]], said: str
+) -> None:
+    assert health_of(tmp_path / "run", *steps).endswith(
+        f"No finding. Every value of the last step is where it should be. Unusual before: {said}."
+    )
+
+
+def test_what_is_no_number_is_unusual_in_the_last_step_too(tmp_path: Path) -> None:
+    said = health_of(tmp_path / "run", {"grad_norm": 3.0}, {"grad_norm": math.nan, "loss": math.nan})
+    assert said.endswith("No finding. Unusual in the last step: gradient norm NaN (usual: 0.001 to 1); loss NaN.")
+
+
+@pytest.mark.parametrize(
+    ("at", "name", "value"),
+    [(0, "entropy", 0.9), (1, "grad_norm", 3.0), (1500, "reward", 0.1), (2999, "entropy", 0.01)],
+)
+def test_no_chart_shows_a_point_outside_of_a_healthy_range_beside_nothing_to_report(
+    tmp_path: Path, at: int, name: str, value: float
+) -> None:
+    """Of 3,000 steps a chart has 2,000 points at most, among them the farthest of each stretch."""
+    steps = [{"grad_norm": 0.5, "reward": 0.5, "entropy": 0.3} for _ in range(3000)]
+    steps[at][name] = value
+    said = health_of(tmp_path / "run", *steps)
+    chart = next(one for one in data_of(tmp_path / "run" / "report.html")["charts"] if one["id"] == name)
+    (series,), (low, high) = chart["series"], chart["healthy"]
+    off = [step for step, y in zip(series["x"], series["y"], strict=True)
+           if y is not None and ((low is not None and y < low) or (high is not None and y > high))]  # fmt: skip
+    assert off == [at + 1]
+    assert "Nothing to report" not in said and describe(name).title.lower() in said
 
 
 def test_timing_parts_add_up_to_the_step() -> None:
