@@ -21,8 +21,9 @@ import httpx
 import pytest
 import uvicorn
 
+from lachesis.common.types import Group, Prompt, Sample, VersionSpan
 from lachesis.metrics.sinks.jsonl import read_metrics
-from lachesis.metrics.sinks.tape import read_groups, tape_files
+from lachesis.metrics.sinks.tape import read_groups, tape_files, write_groups
 from lachesis.run.requests import is_asked
 from lachesis.run.sinks import keep_evaluation
 from lachesis.run.watch import Watch
@@ -30,11 +31,42 @@ from tests.browser.test_dashboard import browser  # noqa: F401  # the one that r
 from tests.browser.test_report import Page
 from tests.waiting import LONG_S, until
 
+CALL = '{"name": "add", "parameters": {"a": 2, "b": 3}}'
+TURNS = {
+    1: f"<|python_tag|>{CALL}<|eom_id|>",
+    2: "<|start_header_id|>ipython<|end_header_id|>",
+    3: "5<b>",
+    4: "It is 5.",
+}
+ASKED = ({"role": "system", "content": "You have add."}, {"role": "user", "content": "2+3?"})
+CONVERSATION_STEP = 9
+
+
+def add_conversation(run_dir: Path) -> None:
+    """One step of the tape is of a rollout of two turns, between which a tool has answered."""
+    turns = Sample(
+        prompt_ids=(9,),
+        completion_ids=tuple(TURNS),
+        logprobs=(-0.2, -9.0, -9.0, -0.1),
+        mask=(1, 0, 0, 1),
+        finish_reason="stop",
+        versions=VersionSpan(8, 8),
+        text="".join(TURNS.values()),
+        rewards=(1.0,),
+        reward=1.0,
+        advantage=0.0,
+    )
+    group = Group(Prompt("with a tool", (9,), "2+3?", messages=ASKED), (turns,))
+    write_groups(
+        run_dir / "rollouts", CONVERSATION_STEP, [group], texts=lambda ids: [TURNS[i] for i in ids], with_texts=1
+    )
+
 
 @pytest.fixture(scope="module")
 def runs(make_run: Callable[[int], Path]) -> Iterator[list[Path]]:
     """Two runs; the first goes on, as far as one can see: a process that sleeps is its trainer."""
     paths = [make_run(30), make_run(20)]
+    add_conversation(paths[0])
     keep_evaluation(paths[0], 30, [*read_groups(tape_files(paths[0] / "rollouts")[30])][:2])
     trainer = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     state = {
@@ -175,6 +207,33 @@ def test_a_rollout_is_found_read_turn_by_turn_and_compared_with_another_step(pag
     assert f"{step}:1:1" in page.text("#one .facts-of-one") and "advantage" in page.text("#one .facts-of-one")
     page.driver.execute_script(f"byId('other-step').value = {step}; byId('diff').click()")
     until(lambda: "the best completions are equal" in page.text("#changes"))
+
+
+def test_a_rollout_with_a_tool_is_shown_turn_by_turn_with_its_call(page: Page):
+    page.driver.execute_script(
+        "document.querySelector('.search').open = true; const form = byId('search');"
+        "form.elements.find.value = 'python_tag'; form.requestSubmit()"
+    )
+    until(lambda: page.ask("document.querySelectorAll('#found button').length") == 1)
+    assert page.text("#found button") == f"{CONVERSATION_STEP}:1:1"
+    page.driver.execute_script("document.querySelector('#found button').click()")
+    until(lambda: page.ask("document.querySelectorAll('#one .turn').length") == 5)
+    turns = page.ask(
+        "[...document.querySelectorAll('#one .turn')].map((turn) => [turn.querySelector('h3').textContent,"
+        " turn.classList.contains('sampled'), turn.querySelector('pre').textContent,"
+        " [...turn.querySelectorAll('.call code')].map((call) => call.textContent)])"
+    )
+    assert turns == [
+        ["system", False, "You have add.", []],
+        ["user", False, "2+3?", []],
+        ["assistant", True, TURNS[1], [CALL]],
+        ["ipython", False, TURNS[2] + TURNS[3], []],
+        ["assistant", True, TURNS[4], []],
+    ]
+    call = page.ask("document.querySelector('#one .call').getBoundingClientRect().toJSON()")
+    assert call["width"] > 100 and call["height"] > 10, "it takes room on the screen"
+    classes = page.ask("[...document.querySelectorAll('#one .turn .t')].map((token) => token.className)")
+    assert len(classes) == len(TURNS) and classes[0] != classes[1], "what was given has no colour of a probability"
 
 
 def test_it_shows_what_was_held_out_logged_and_measured_and_gives_it_as_csv(page: Page, runs: list[Path]):

@@ -14,14 +14,14 @@ from typing import Any
 
 from lachesis.common.errors import DataError
 from lachesis.common.run_files import run_paths
+from lachesis.common.tool_calls import written_calls
 from lachesis.metrics.sinks.jsonl import read_metrics
 from lachesis.metrics.sinks.tape import read_lines, tape_files
 from lachesis.web.tokens import token_spans
 
 _EXCERPT = 100
-# How chat templates begin a message: Qwen's and others', Llama's, Gemma's.
-_ROLE = re.compile(r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)\s*(\w+)")
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+# How chat templates begin a message: Qwen's and others', Llama's, Gemma's; and Mistral's that of a tool.
+_ROLE = re.compile(r"(?:<\|im_start\|>|<\|start_header_id\|>|<start_of_turn>)\s*(\w+)|\[(TOOL)_RESULTS\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,20 +212,22 @@ def conversation(
     ids = sample["completion_ids"]
     pieces = sample.get("pieces") or [texts.get(token) for token in ids]
     if None in pieces or len(pieces) != len(ids):
-        return [*turns, SearchedTurn("assistant", sample["text"], True, _calls(sample["text"]))]
+        return [*turns, SearchedTurn("assistant", sample["text"], True, written_calls(sample["text"]))]
     mask = sample["mask"] or [1] * len(ids)
     for counted, run in groupby(range(len(ids)), key=lambda i: bool(mask[i])):
         places = [*run]
         own = [str(pieces[i]) for i in places]
         text = "".join(own)
-        role = "assistant" if counted else next(iter(_ROLE.findall(text)), "given")
+        role = "assistant" if counted else _role(text)
         sequence = token_spans(own, [sample["logprobs"][i] for i in places], given=[not counted] * len(places))
-        turns.append(SearchedTurn(role, text, counted, _calls(text) if counted else (), sequence))
+        turns.append(SearchedTurn(role, text, counted, written_calls(text) if counted else (), sequence))
     return turns
 
 
-def _calls(text: str) -> tuple[str, ...]:
-    return tuple(_CALL.findall(text))
+def _role(text: str) -> str:
+    """Of what the model was given: that of its first message."""
+    found = _ROLE.search(text)
+    return "given" if found is None else (found[1] or found[2]).lower()
 
 
 def compare_steps(run_dir: Path, steps: tuple[int, int], *, prompt_id: str) -> Compared:

@@ -10,7 +10,15 @@ import pytest
 
 from lachesis.common.errors import DataError
 from lachesis.common.types import Group, Prompt, Sample, StepRecord, VersionSpan
-from lachesis.metrics.rollout_search import Query, compare_steps, failures, read_sample, read_steps, search
+from lachesis.metrics.rollout_search import (
+    Query,
+    compare_steps,
+    conversation,
+    failures,
+    read_sample,
+    read_steps,
+    search,
+)
 from lachesis.metrics.sinks.jsonl import JsonlSink
 from lachesis.metrics.sinks.tape import TapeSink
 
@@ -72,6 +80,20 @@ def test_a_conversation_has_its_roles_calls_and_probabilities(run_dir: Path):
     assert turns[2].sequence is not None and turns[2].sequence["logprobs"] == [-0.1]
     assert turns[3].sequence is not None and turns[3].sequence["logprobs"] == [None, None], "what was given has none"
     assert turns[4].text == "so 5"
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "role"),
+    [
+        ('<|python_tag|>{"name": "add", "parameters": {}}', "<|start_header_id|>ipython<|end_header_id|>5", "ipython"),
+        ('[TOOL_CALLS][{"name": "add", "arguments": {}}]', "[TOOL_RESULTS]5[/TOOL_RESULTS]", "tool"),
+    ],
+)
+def test_a_conversation_of_llama_or_mistral_has_its_calls_and_roles(call: str, given: str, role: str):
+    fields = {"text": call + given, "completion_ids": [1, 2], "logprobs": [-0.1, -0.2], "mask": [1, 0]}
+    _, said, answer = conversation({"text": "2+3"}, fields, texts={1: call, 2: given})
+    assert [one.split('"')[3] for one in said.calls] == ["add"]
+    assert (answer.role, answer.calls) == (role, ())
 
 
 def test_texts_of_tokens_are_known_from_other_rollouts_of_the_step(run_dir: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from lachesis.common.errors import ConfigError
 from lachesis.common.imports import describe_exception, load_function
+from lachesis.common.tool_calls import HERMES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 VLLM = "vllm:"
 """Before the name of a parser of vLLM's."""
-_HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class ToolParser(Protocol):
 
 def hermes(text: str, tools: Tools = ()) -> ParsedTurn:
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, once or several times: as Hermes and Qwen do."""
-    said, *parts = _HERMES.split(text)  # text, a call, text, a call, ..., text
+    said, *parts = HERMES.split(text)  # text, a call, text, a call, ..., text
     if not parts:
         return ParsedTurn(text)
     return ParsedTurn("".join([said, *parts[1::2]]).strip(), tuple(_hermes_call(call) for call in parts[::2]))
