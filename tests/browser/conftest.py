@@ -24,6 +24,7 @@ CONFIG = """\
 run:
   name: quickstart
   steps: {steps}
+  seed: {seed}
 model:
   path: examples/quickstart/.cache/model
 adapter:
@@ -44,7 +45,7 @@ logging:
 def write_run(directory: Path, *, steps: int, seed: int = 0) -> Path:
     """Simulate ``steps`` steps of the addition task; returns the run directory with its report."""
     chance = random.Random(seed)
-    write_atomic(directory / "config.yaml", CONFIG.format(steps=steps))
+    write_atomic(directory / "config.yaml", CONFIG.format(steps=steps, seed=seed))
     now = [1_780_000_000.0]
     hub = MetricsHub(
         [

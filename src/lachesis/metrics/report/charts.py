@@ -106,17 +106,21 @@ def charts(log: MetricsLog) -> list[dict[str, Any]]:
         ChartPlan(_beginning_with(GPU_UTILIZATION, log), title="GPU utilization", floor=0.0, ceiling=1.0),
         ChartPlan(_beginning_with(GPU_MEMORY_IN_USE, log), title="GPU memory in use", floor=0.0),
     )
-    # What reward functions gave to log_metric.
-    logged = [ChartPlan((name,), title=name.removeprefix(LOGGED)) for name in _beginning_with(LOGGED, log)]
-    plans = (*CHARTS[:2], *several, *CHARTS[2:], *(plan for plan in (*processes, *gpus) if plan.names), *logged)
+    parts = (plan for plan in (*processes, *gpus) if plan.names)
+    plans = (*CHARTS[:2], *several, *CHARTS[2:], *parts, *logged_charts(log))
     if not any(line.values.get("staleness", 0.0) > 0 for line in log.steps):  # as in runs that take turns
         plans = tuple(plan for plan in plans if "staleness" not in plan.names)
     return [chart for plan in plans if (chart := _chart(plan, log))["series"]]
 
 
-def _beginning_with(prefix: str, log: MetricsLog) -> tuple[str, ...]:
+def logged_charts(*logs: MetricsLog) -> list[ChartPlan]:
+    """One for each metric that a reward function of any of these runs gave to log_metric."""
+    return [ChartPlan((name,), title=name.removeprefix(LOGGED)) for name in _beginning_with(LOGGED, *logs)]
+
+
+def _beginning_with(prefix: str, *logs: MetricsLog) -> tuple[str, ...]:
     """The metrics of one kind that any step has, in the order of the numbers or names that they end in."""
-    found = {name for line in log.steps for name in line.values if name.startswith(prefix)}
+    found = {name for log in logs for line in log.steps for name in line.values if name.startswith(prefix)}
     return tuple(sorted(found, key=lambda name: (not name[len(prefix) :].isdecimal(), len(name), name)))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from lachesis.common.errors import DataError
 from lachesis.common.files import write_atomic
 from lachesis.common.run_files import run_paths
-from lachesis.metrics.report.charts import CHARTS, ChartPlan, chart_of, series_of
+from lachesis.metrics.report.charts import CHARTS, ChartPlan, chart_of, logged_charts, series_of
 from lachesis.metrics.report.data import Run, read_run
 from lachesis.metrics.sinks.tape import read_lines, tape_files
 from lachesis.web.pages import render_page
@@ -77,9 +77,12 @@ def seed_groups(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[str, li
 
 
 def charts(runs: Sequence[Run], groups: Sequence[tuple[str, list[int]]]) -> list[dict[str, Any]]:
-    """The report's charts, each with its first metric of every run; seeds are a mean with its deviation as a band."""
+    """The report's charts, each with its first metric of every run; seeds are a mean with its deviation as a band.
+
+    What the runs' reward functions gave to log_metric is among them.
+    """
     found: list[dict[str, Any]] = []
-    for plan in CHARTS:
+    for plan in (*CHARTS, *logged_charts(*(run.log for run in runs))):
         lines = [line for label, members in groups if (line := _line(plan, runs, members, label)) is not None]
         if lines:
             found.append({**chart_of(plan), "series": lines})

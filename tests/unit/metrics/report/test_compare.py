@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,16 @@ def test_seeds_are_a_mean_with_a_band(tmp_path: Path):
     assert (mean["x"], mean["y"]) == ([1, 2], [0.75, 1.0])
     assert mean["band"] == [pytest.approx(0.5**0.5)] * 2
     assert "band" not in alone and alone["y"] == [0.25, 0.5]
+
+
+def test_what_reward_functions_log_is_compared_too(tmp_path: Path):
+    runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", rate=1e-4)]
+    own = {"type": "step", "step": 3, "time": 1.0, "values": {"reward": 0.5, "reward_metrics/only_b": 7.0}}
+    with (runs[1] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(own) + "\n")
+    charts = {chart["title"]: chart["series"] for chart in compare_values(runs)["data"]["charts"]}
+    assert [(line["label"], line["y"]) for line in charts["tools"]] == [("a", [3.0, 3.0]), ("b", [3.0, 3.0])]
+    assert [(line["label"], line["x"], line["y"]) for line in charts["only_b"]] == [("b", [3], [7.0])]
 
 
 def test_only_what_differs_is_listed(tmp_path: Path):
