@@ -1,7 +1,11 @@
-"""docs/tutorials: the files of each page are written, its commands run and its Python too, in order, in one folder."""
+"""docs/tutorials: the files of each page are written, its commands run and its Python too, in order, in one folder.
+
+A text is what the commands before it said, or, where it begins with a report's name, what that says of health.
+"""
 
 from __future__ import annotations
 
+import html
 import re
 import runpy
 import shlex
@@ -21,6 +25,7 @@ _CASES = [pytest.param(p, id=p.stem, marks=[needs_namespaces] if p.stem == "code
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _NUMBER = re.compile(r"\d+(?:\\\.\d+)*")  # in a pattern, where a point is escaped
 _CODE = re.compile(r"# exit code (\d)")
+_REPORT = re.compile(r"# (\S+/report\.html)\n")
 _FILE = re.compile(r"# ([\w./-]+\.(?:py|ya?ml))\n")
 
 
@@ -51,6 +56,12 @@ def submitted(job: Path) -> Outcome:
     return Outcome(ended.code, ended.output, ended.output)
 
 
+def health_of(report: Path) -> str:
+    """What a report says of a run's health, as one reads it."""
+    section = report.read_text().split('<section id="health">')[1].split("</section>")[0]
+    return html.unescape(re.sub("<[^>]+>", "", section))
+
+
 def assert_said(expected: str, out: str) -> None:
     """It stands in what was said, but for numbers, which depend on the machine, and where lines break."""
     pattern = r"\s+".join(_NUMBER.sub(r"[\\d.,]+", re.escape(word)) for word in expected.split())
@@ -78,7 +89,11 @@ def test_what_the_page_says_works(page: Path, main: Main, tmp_path: Path, monkey
             ran += len(outcomes)
         else:
             assert language == "text"
-            assert_said(text, said)
+            page_of_run = _REPORT.match(text)
+            if page_of_run is None:
+                assert_said(text, said)
+            else:
+                assert_said(text[page_of_run.end() :], health_of(tmp_path / page_of_run[1]))
     assert ran >= 2
 
 
