@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lachesis.train.checkpoint import CheckpointManager
 from tests.e2e.runs import (
     COMMAND,
     checkpoints,
@@ -59,6 +62,17 @@ def assert_equal_runs(found: Path, expected: Path) -> None:
     after, expected_after = weights(found), weights(expected)
     assert after.keys() == expected_after.keys()
     assert all(torch.equal(after[name], expected_after[name]) for name in after)
+
+
+def assert_is_model_of(directory: Path, run_dir: Path, step: int) -> None:
+    """A model that transformers loads with its tokenizer, has the weights of the checkpoint, and answers."""
+    saved = CheckpointManager(run_dir / "checkpoints", keep_last=1).load(step).tensors
+    model: Any = AutoModelForCausalLM.from_pretrained(directory)
+    own = dict(model.named_parameters())
+    assert saved and all(torch.equal(own[name], tensor) for name, tensor in saved.items())
+    prompt = AutoTokenizer.from_pretrained(directory)("ab", return_tensors="pt")
+    generated = model.generate(**prompt, max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert generated.shape[1] > prompt["input_ids"].shape[1]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -154,6 +168,9 @@ def test_a_signal_saves_a_checkpoint_and_says_how_to_go_on(
     assert state(run_dir)["status"] == "stopped"
     assert state(run_dir)["step"] == step
     assert (run_dir / "report.html").is_file()
+    exported = command(*shlex.split(model.partition(": ")[2])[1:], cwd=tmp_path)
+    assert exported.code == 0, exported.err
+    assert_is_model_of(run_dir / "models" / f"step_{step:06d}", run_dir, step)
 
     resumed = run_here(config, "run.name=told to stop", resume=True)
     assert_equal_runs(resumed.run_dir, straight)
