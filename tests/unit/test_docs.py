@@ -409,4 +409,4 @@ def test_pictures_are_small_shown_on_a_page_and_taken_by_a_script():
     assert len(found) >= 5
     for picture in found:
         assert picture.stat().st_size < 150_000, picture
-        assert f"(pictures/{picture.name})" in pages and f'"{picture.stem}"' in script
+        assert f"pictures/{picture.name})" in pages and f'"{picture.stem}"' in script
