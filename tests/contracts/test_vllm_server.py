@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from lachesis.engines.serving.generation import ARRAYS, read_arrays
 from lachesis.transport.channel import Channel
 from lachesis.transport.layout import ChannelBackend, plan_buckets
 from lachesis.transport.partners import PartnerLine, pack_beside
@@ -36,6 +37,8 @@ from tests.unit.transport.test_partners import FakeLine
 
 pytestmark = needs_vllm
 WORKERS = 2
+# Its prefix cache holds whole blocks; on a CPU one would be longer than the prompts here.
+BLOCK = 32
 LONG_PROMPT = [(7 * i) % 90 + 3 for i in range(64)]
 TOLERANCE = VLLM_SERVER.tolerance
 
@@ -72,7 +75,7 @@ def test_tokens_that_were_guessed_are_the_policys(tmp_path: Path):
 @contextmanager
 def start(model: Path, root: Path, session_dir: Path, log: Path) -> Iterator[str]:
     with start_vllm(
-        model, root, session_dir, log, "--tensor-parallel-size", str(WORKERS),
+        model, root, session_dir, log, "--tensor-parallel-size", str(WORKERS), "--block-size", str(BLOCK),
         VLLM_CPU_OMP_THREADS_BIND="nobind", VLLM_USE_V1="0",
     ) as url:  # fmt: skip
         yield url
@@ -135,6 +138,28 @@ def test_requests_that_hold_an_unloaded_adapter_go_on(server: Server, base: PreT
         server.post("/lora/unload", adapter_name="adapter-4")
         assert flying.result(60).json()["finish_reasons"] == ["length"]
     assert server.http.get("/health").is_success
+
+
+def cached_in(server: Server) -> list[int]:
+    """How much of the long prompt three completions found in the prefix cache."""
+    return server.post("/generate", prompt_token_ids=LONG_PROMPT, max_tokens=2, n=3)["cached_tokens"]
+
+
+def test_an_answer_says_what_was_in_the_prefix_cache_and_new_weights_empty_it(server: Server, base: PreTrainedModel):
+    """A prompt's last token is always computed, so its last block is."""
+    found = len(LONG_PROMPT) - BLOCK
+    server.post("/bridge/reload", path=str(server.model))
+    assert cached_in(server) == [0, found, found], "the first of a group fills it for the others"
+    assert cached_in(server) == [found] * 3
+    arrays = server.http.post(
+        "/generate",
+        json={"prompt_token_ids": LONG_PROMPT, "max_tokens": 2, "n": 2, "text": False},
+        headers={"Accept": ARRAYS},
+    )
+    assert read_arrays(arrays.content)["cached_tokens"] == [found] * 2
+    load(server, base, 9)
+    assert cached_in(server) == [0, found, found]
+    server.post("/lora/unload", adapter_name="adapter-9")
 
 
 def test_no_route_reads_the_cache_of_old_weights(server: Server, base: PreTrainedModel):

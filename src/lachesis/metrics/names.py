@@ -17,6 +17,9 @@ from lachesis.common.types import EvalResult
 BY_ENVIRONMENT = "reward_of_environment/"
 # Beginnings of the seconds of one engine, whose host and port follow, and of one rank, whose number follows.
 GENERATION_OF, TRAINING_OF = "generation_time/", "train_time/"
+# Hits in the prefix caches of all engines, and the beginning of those of one of several.
+PREFIX_HITS = "prefix_cache_hit_rate"
+PREFIX_HITS_OF = f"{PREFIX_HITS}/"
 # Of transfers: how long each of several engines received, and how long, and how much, each of several ranks sent.
 RECEIVING_OF, SENDING_OF, SENT_BY = "receive_time/", "send_time/", "sent_gb/"
 # Beginnings of what is measured of one GPU; its number on its machine follows, as nvidia-smi has it.
@@ -183,6 +186,10 @@ METRICS: Mapping[str, Metric] = {
             "are too old to be trained on in time, or of weights newer than the checkpoint's, which were lost.",
         ),
         Metric(
+            PREFIX_HITS, "Prefix cache hits", "share", "Share of the prompts' tokens, counted for each completion, "
+            "that engines had in their prefix caches and did not compute. Missing where engines do not say it.",
+        ),
+        Metric(
             "draft_acceptance", "Right guesses", "share", "Share of the tokens that speculative decoding guessed that "
             "were accepted (engine.speculative). Missing where it guessed none.",
         ),
@@ -242,8 +249,8 @@ def describe(name: str) -> Metric:
     """The entry of a metric.
 
     ``rewards/NAME/mean|std``, ``staleness/N``, ``reward_of_environment/NAME``, ``generation_time/HOST:PORT``,
-    ``train_time/RANK``, ``receive_time/HOST:PORT``, ``send_time/RANK``, ``sent_gb/RANK``, ``gpu_utilization/N``,
-    ``gpu_memory_in_use_gb/N`` and unknown names get one of the name.
+    ``prefix_cache_hit_rate/HOST:PORT``, ``train_time/RANK``, ``receive_time/HOST:PORT``, ``send_time/RANK``,
+    ``sent_gb/RANK``, ``gpu_utilization/N``, ``gpu_memory_in_use_gb/N`` and unknown names get one of the name.
     """
     known = METRICS.get(name)
     if known is not None:
@@ -259,6 +266,10 @@ def describe(name: str) -> Metric:
     if name.startswith(GENERATION_OF):
         engine = name.removeprefix(GENERATION_OF)
         return Metric(name, engine, "s", f"Time in which the engine {engine} had requests under way.")
+    if name.startswith(PREFIX_HITS_OF):
+        engine = name.removeprefix(PREFIX_HITS_OF)
+        what = f"Share of the tokens of prompts that the engine {engine} had in its prefix cache."
+        return Metric(name, engine, "share", what)
     if name.startswith(TRAINING_OF):
         rank = name.removeprefix(TRAINING_OF)
         what = f"Forward and backward passes of rank {rank}, with its waits for other ranks amid them."

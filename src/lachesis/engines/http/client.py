@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import replace
+from functools import reduce
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -29,7 +30,7 @@ from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.http.dispatch import GenerationCalls, nobody_serves, visit
 from lachesis.engines.serving.operations import Digests
 from lachesis.engines.serving.served import MEMORY_PARTS, MemoryPart
-from lachesis.metrics.names import GENERATION_OF
+from lachesis.metrics.names import GENERATION_OF, PREFIX_HITS, PREFIX_HITS_OF
 from lachesis.metrics.values import Mean, MetricValue
 
 T = TypeVar("T")
@@ -370,13 +371,23 @@ class HttpEngine(Engine):
         )
 
     def metrics(self) -> dict[str, MetricValue]:
-        """Since it was last asked: how long each of several servers was at work, and how often guessed tokens were
-        right, where servers guess; says where they stop."""
+        """Since it was last asked: how long each of several servers was at work, how much of the prompts was in their
+        prefix caches, and how often guessed tokens were right, where servers guess; says where they stop."""
         busy = self._calls.take_busy()
         at_work: dict[str, MetricValue] = {
             f"{GENERATION_OF}{urlsplit(url).netloc}": Mean(seconds) for url, seconds in busy.items() if len(busy) > 1
         }
-        return at_work | self._draft_metrics()
+        return at_work | self._prefix_metrics() | self._draft_metrics()
+
+    def _prefix_metrics(self) -> dict[str, MetricValue]:
+        """Of all servers that say it together, and of each of several."""
+        hits = self._calls.take_prefix_hits()
+        if not hits:
+            return {}
+        each: dict[str, MetricValue] = {
+            f"{PREFIX_HITS_OF}{urlsplit(url).netloc}": share for url, share in hits.items() if len(hits) > 1
+        }
+        return {PREFIX_HITS: reduce(Mean.merge, hits.values())} | each
 
     def _draft_metrics(self) -> dict[str, MetricValue]:
         if not self._drafts.guessing:

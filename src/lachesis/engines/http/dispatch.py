@@ -22,8 +22,10 @@ from lachesis.common.types import Completion, GenerationRequest, SamplingParams,
 from lachesis.engines.base import Finished
 from lachesis.engines.fleet import Fleet, State, Ticket
 from lachesis.engines.http.control import CONNECT_RETRIES, KEEP_ALIVE_S, ServerControl, malformed, read_reply, tls
+from lachesis.engines.http.prefixes import PrefixHits
 from lachesis.engines.serving.generation import ARRAYS, read_arrays
 from lachesis.engines.serving.served import Refused
+from lachesis.metrics.values import Mean
 
 logger = logging.getLogger("lachesis")
 ROUTE = "/generate"
@@ -64,6 +66,7 @@ class GenerationCalls:
         self._server = server
         self._routes: dict[str, _Route] = {}
         self._busy: dict[str, BusyTime] = {}
+        self._prefixes = PrefixHits()
         self._check_session = check_session
         # Requests wait here in the order in which they came: the first of them for an engine with room.
         self._door = asyncio.Lock()
@@ -112,6 +115,10 @@ class GenerationCalls:
     def take_busy(self) -> dict[str, float]:
         """Seconds in which each engine had requests under way since the last call, by its address. From any thread."""
         return {url: busy.take() for url, busy in [*self._busy.items()]}
+
+    def take_prefix_hits(self) -> dict[str, Mean]:
+        """Share of the prompts that each engine had cached since the last call, by its address. From any thread."""
+        return self._prefixes.take()
 
     async def close(self) -> None:
         """Cancel what is in flight, wait until its callers know, and close the connections."""
@@ -179,10 +186,12 @@ class GenerationCalls:
         reply = await route.post(request_body(request) | _WITHOUT_TEXT)
         try:
             completions = read_completions(reply, n=request.n, routed=request.params.routed_experts)
+            cached_tokens = read_cached_tokens(reply, n=request.n)
             session_id = str(reply["session_id"])
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise malformed(route.server.url, ROUTE, error) from error
         self._check_session(route.server, session_id)
+        self._prefixes.add(ticket.url, cached_tokens, prompt_tokens=len(request.prompt_ids))
         route.server.saw(f"generating at weight version {completions[-1].versions.last}, session {session_id}")
         return completions
 
@@ -345,3 +354,15 @@ def read_completions(reply: dict[str, Any], *, n: int, routed: bool = False) -> 
             )
         )
     return completions
+
+
+def read_cached_tokens(reply: dict[str, Any], *, n: int) -> list[int | None]:
+    """How many tokens of the prompt each of ``n`` completions found in the prefix cache; ``None`` where nobody says.
+
+    Raises:
+        TypeError, ValueError: it is of another number of completions.
+    """
+    cached = reply.get("cached_tokens", [None] * n)
+    if len(cached) != n:
+        raise ValueError(f"cached tokens of {len(cached)} completions, asked for {n}")
+    return [None if tokens is None else int(tokens) for tokens in cached]

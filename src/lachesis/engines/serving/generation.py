@@ -133,7 +133,8 @@ class ServedCompletion(Completion):
 
     ``top_logprobs`` [T], where asked for, map token ids to logprobs, the sampled token first. The times are
     ``time.monotonic()`` of this host at the first and the last token. A completion that was ended has the finish
-    reason ``abort`` and may be empty.
+    reason ``abort`` and may be empty. ``cached_tokens`` of the prompt were read from the prefix cache, ``None`` where
+    that is not known.
     """
 
     versions: VersionSpan = UNKNOWN_VERSIONS
@@ -141,6 +142,7 @@ class ServedCompletion(Completion):
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     first_token_time: float
     last_token_time: float
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +221,8 @@ def result_document(result: GenerateResult, *, request: GenerateBody, clock: Ver
     """The answer of ``/generate``.
 
     ``logprobs[i][t]`` is a list of ``{token id: logprob}``, the sampled token first; null unless asked for.
-    ``routed_experts[i]``, where asked for, are the numbers of :class:`RoutedExperts`.
+    ``routed_experts[i]``, where asked for, are the numbers of :class:`RoutedExperts`. ``cached_tokens[i]`` of the
+    prompt were in the prefix cache, null where that is not known; the field is there if it is of any.
     """
     done = result.completions
     document: dict[str, Any] = {
@@ -232,6 +235,9 @@ def result_document(result: GenerateResult, *, request: GenerateBody, clock: Ver
         "token_logprobs": [[finite(value) for value in c.logprobs] for c in done],
         "weight_version": [clock.span(c.first_token_time, c.last_token_time)._asdict() for c in done],
     }
+    cached = [c.cached_tokens for c in done]
+    if any(tokens is not None for tokens in cached):
+        document["cached_tokens"] = cached
     if request.routed_experts:
         document["routed_experts"] = [None if c.routed is None else c.routed.chosen.tolist() for c in done]
     if result.prompt_logprobs is not None:
@@ -248,7 +254,8 @@ def result_arrays(result: GenerateResult, *, clock: VersionClock, session_id: st
     ``lengths`` [N] and, one completion after the other, ``token_ids`` [sum of lengths] (int32) and ``token_logprobs``
     (float32); ``weight_version`` [N, 2], first and last (int64). Where they were asked for ``routed_experts``, those of
     :class:`RoutedExperts` one completion after the other, with ``routed_lengths`` [N] (int64), 0 where there are none.
-    In the metadata the session, and the finish reasons as a JSON list.
+    ``cached_tokens`` [N] (int64) if they are known of any, -1 where they are not. In the metadata the session, and the
+    finish reasons as a JSON list.
 
     Raises:
         EngineError: a logprob is no number.
@@ -264,6 +271,9 @@ def result_arrays(result: GenerateResult, *, clock: VersionClock, session_id: st
         "token_logprobs": np.maximum(logprobs, np.float32(_LEAST_LOGPROB)),
         "weight_version": np.array(spans, dtype=np.int64),
     }
+    cached = [c.cached_tokens for c in done]
+    if any(tokens is not None for tokens in cached):
+        arrays["cached_tokens"] = np.array([-1 if tokens is None else tokens for tokens in cached], dtype=np.int64)
     if known := [c.routed.chosen for c in done if c.routed is not None]:
         arrays["routed_experts"] = np.concatenate(known)
         arrays["routed_lengths"] = np.array([0 if c.routed is None else len(c.routed) for c in done], dtype=np.int64)
@@ -284,11 +294,13 @@ def read_arrays(data: bytes) -> dict[str, Any]:
     except SafetensorError as error:
         raise ValueError(str(error)) from error
     ends = np.cumsum(arrays["lengths"])[:-1]
-    routed: dict[str, Any] = {}
+    also: dict[str, Any] = {}
+    if "cached_tokens" in arrays:
+        also["cached_tokens"] = [None if tokens < 0 else tokens for tokens in arrays["cached_tokens"].tolist()]
     if "routed_experts" in arrays:
         parts = np.split(arrays["routed_experts"], np.cumsum(arrays["routed_lengths"])[:-1])
-        routed["routed_experts"] = [part if len(part) else None for part in parts]
-    return routed | {
+        also["routed_experts"] = [part if len(part) else None for part in parts]
+    return also | {
         "session_id": header["session_id"],
         "finish_reasons": json.loads(header["finish_reasons"]),
         "token_ids": [part.tolist() for part in np.split(arrays["token_ids"], ends)],

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from lachesis.common.errors import EngineError
@@ -34,10 +35,12 @@ class Generator:
         engine: vLLM's ``EngineClient``.
         lora_request: what every request carries, where LoRA is on.
         max_model_len: most tokens of prompt and completion together.
+        caches_prefixes: whether the engine has a prefix cache, so that its answers say what was found there.
     """
 
-    def __init__(self, engine: Any, *, lora_request: Any | None, max_model_len: int) -> None:
+    def __init__(self, engine: Any, *, lora_request: Any | None, max_model_len: int, caches_prefixes: bool) -> None:
         self._engine = engine
+        self._caches_prefixes = caches_prefixes
         self._max_model_len = max_model_len
         self._lora_request = lora_request
         self._fetched: FetchedLogprobs | None = None
@@ -66,7 +69,11 @@ class Generator:
             prompt=request.prompt,
             prompt_token_ids=tuple(first.prompt_token_ids),
             completions=tuple(
-                _sequence(output, request=request, started=started, logprobs=logprobs) for output, logprobs in done
+                replace(
+                    _sequence(output, request=request, started=started, logprobs=logprobs),
+                    cached_tokens=self._cached_tokens(output),
+                )
+                for output, logprobs in done
             ),
             prompt_logprobs=None if request.prompt_logprobs is None else _prompt_logprobs(first),
         )
@@ -206,6 +213,12 @@ class Generator:
                     if any(completion.finish_reason == "error" for completion in output.outputs):
                         raise EngineError("vLLM failed to compute a request", remedy="look at the server's log")
                     yield output
+
+    def _cached_tokens(self, output: Any) -> int | None:
+        """How much of the prompt was in the prefix cache. vLLM's 0 says nothing of a prompt that was never read."""
+        if not self._caches_prefixes or not output.outputs[0].token_ids:
+            return None
+        return output.num_cached_tokens
 
     def _check_room(self, prompt_tokens: int, max_tokens: int | None) -> None:
         """vLLM would cut a completion that does not fit, and call it finished."""

@@ -69,7 +69,10 @@ class ServedVllm:
             # The path is never read: the number is registered as long as the engine lives.
             self.lora_request = compat.LoRARequest(lora_name=POLICY, lora_int_id=ADAPTER_ID, lora_path="in-memory")
         self._generator = Generator(
-            engine, lora_request=self.lora_request, max_model_len=config.model_config.max_model_len
+            engine,
+            lora_request=self.lora_request,
+            max_model_len=config.model_config.max_model_len,
+            caches_prefixes=config.cache_config.enable_prefix_caching,
         )
         self._served_names = tuple(served_names)
         self._device = "unknown"

@@ -13,6 +13,8 @@ from lachesis.metrics.names import (
     GENERATION_OF,
     GPU_MEMORY_IN_USE,
     GPU_UTILIZATION,
+    PREFIX_HITS,
+    PREFIX_HITS_OF,
     RECEIVING_OF,
     SENDING_OF,
     TRAINING_OF,
@@ -98,6 +100,7 @@ def charts(log: MetricsLog) -> list[dict[str, Any]]:
     several = [plan for plan in (by_function, by_environment) if len(plan.names) > 1]
     processes = (
         ChartPlan(_beginning_with(GENERATION_OF, log), title="Generation by engine", floor=0.0),
+        ChartPlan((PREFIX_HITS, *_beginning_with(PREFIX_HITS_OF, log)), floor=0.0, ceiling=1.0),
         ChartPlan(_beginning_with(TRAINING_OF, log), title="Training by rank", floor=0.0),
         ChartPlan(_beginning_with(RECEIVING_OF, log), title="Transfer by engine", floor=0.0),
         ChartPlan(_beginning_with(SENDING_OF, log), title="Transfer by rank", floor=0.0),

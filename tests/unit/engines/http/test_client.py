@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -43,6 +43,15 @@ def soon(seconds: float = LONG_S) -> Deadline:
 
 def asking(count: int, *, n: int = 1, max_tokens: int = 5) -> list[GenerationRequest]:
     return [GenerationRequest((1, i), SamplingParams(max_tokens), n=n, seed=i) for i in range(count)]
+
+
+def saying(server: FakeServer, **fields: Any) -> Callable[[dict[str, Any]], Coroutine[Any, Any, Response]]:
+    """What its /generate answers, and these fields."""
+
+    async def reply(body: dict[str, Any]) -> Response:
+        return JSONResponse(await server.generate(body) | fields)
+
+    return reply
 
 
 @pytest.fixture
@@ -513,6 +522,29 @@ class TestControl:
         assert found.keys() == expected
         assert all(0 < value.value() < LONG_S for value in found.values())
         assert {value.value() for value in both.metrics().values()} == {0.0}, "nothing since then"
+
+    def test_hits_in_prefix_caches_are_of_all_servers_and_of_each(self, pair: list[FakeServer], both: HttpEngine):
+        cached = {pair[0].url: [0, 2], pair[1].url: [1, None]}
+        for server in pair:
+            server.state.replies["/generate"] = saying(server, cached_tokens=cached[server.url])
+        both.generate(asking(2, n=2), deadline=soon())
+        shares = {name: value.value() for name, value in both.metrics().items() if name.startswith("prefix_cache")}
+        addresses = [server.url.removeprefix("http://") for server in pair]
+        length = len(asking(1)[0].prompt_ids)
+        assert shares == pytest.approx({
+            "prefix_cache_hit_rate": 3 / (3 * length),
+            f"prefix_cache_hit_rate/{addresses[0]}": 2 / (2 * length),
+            f"prefix_cache_hit_rate/{addresses[1]}": 1 / length,
+        })  # fmt: skip
+        assert not [name for name in both.metrics() if name.startswith("prefix_cache")], "nothing since then"
+
+    def test_cached_tokens_of_another_number_of_completions_are_no_answer(
+        self, pair: list[FakeServer], both: HttpEngine
+    ):
+        for server in pair:
+            server.state.replies["/generate"] = saying(server, cached_tokens=[1])
+        with pytest.raises(EngineError, match="cached tokens of 1 completions, asked for 2"):
+            both.generate(asking(1, n=2), deadline=soon())
 
     def test_guesses_are_counted_over_all_servers_from_the_first_contact_on(
         self, pair: list[FakeServer], both: HttpEngine

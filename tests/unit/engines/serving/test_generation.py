@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lachesis.common.routed_experts import RoutedExperts
-from lachesis.engines.http.dispatch import read_completions
+from lachesis.engines.http.dispatch import read_cached_tokens, read_completions
 from lachesis.engines.serving.bodies import Refused
 from lachesis.engines.serving.generation import (
     GenerateBody,
@@ -101,6 +103,22 @@ def test_routed_experts_travel_in_both_forms_of_an_answer(form: str):
             assert one.routed.chosen.dtype == np.int16
             assert np.array_equal(one.routed.chosen, given.routed.chosen)
     assert all(one.routed is None for one in read_completions(reply, n=3)), "nobody asked"
+
+
+def both_forms(result: GenerateResult) -> tuple[dict[str, Any], dict[str, Any]]:
+    clock = VersionClock()
+    document = result_document(result, request=generate(), clock=clock)
+    return json.loads(json.dumps(document)), read_arrays(result_arrays(result, clock=clock, session_id="s"))
+
+
+def test_cached_tokens_travel_in_both_forms_and_are_left_out_where_nobody_knows_them():
+    result = routed_result(3, 0, 5)
+    for reply in both_forms(result):
+        assert "cached_tokens" not in reply
+        assert read_cached_tokens(reply, n=3) == [None, None, None]
+    known = [replace(one, cached_tokens=cached) for one, cached in zip(result.completions, (0, None, 2), strict=True)]
+    for reply in both_forms(replace(result, completions=tuple(known))):
+        assert read_cached_tokens(reply, n=3) == [0, None, 2]
 
 
 def test_a_server_that_does_not_say_them_has_not_answered():
