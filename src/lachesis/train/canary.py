@@ -65,7 +65,8 @@ class CanaryReader:
         return self._captured
 
     def _run(self, micro: MicroBatch) -> Tensor:
-        return target_logprobs(self._transformer, micro, plan=self._plan).logprobs.float()
+        logprobs = target_logprobs(self._transformer, micro, plan=self._plan).logprobs
+        return logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
 
     def _places(self) -> tuple[int, ...]:
         return tuple(parameter.data_ptr() for parameter in self._transformer.parameters())

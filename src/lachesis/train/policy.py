@@ -458,14 +458,16 @@ def _numbered(groups: Sequence[Group]) -> list[Group]:
 def _fetch(parts: Sequence[dict[str, Tensor]]) -> dict[str, MetricValue]:
     """Merge the micro-batches' values on the device and fetch all at once.
 
-    Pairs [2] are (weighted sum, weight); scalars are maxima where their name ends so, else sums.
+    Pairs [2] are (weighted sum, weight); scalars are maxima where their name ends so, else sums. They are added up in
+    float64 where the device has it: in float32 the sum depends on how many micro-batches there are.
     """
     if not parts:
         return {"loss": Sum(0.0)}
     metrics: dict[str, MetricValue] = {}
-    merged = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
+    wide = torch.float32 if parts[0]["loss"].device.type == "mps" else torch.float64
+    merged = {name: torch.stack([part[name] for part in parts]).to(wide) for name in parts[0]}
     merged = {name: values.amax(0) if name.endswith("_max") else values.sum(0) for name, values in merged.items()}
-    numbers = iter(torch.cat([value.flatten().float() for value in merged.values()]).tolist())
+    numbers = iter(torch.cat([value.flatten() for value in merged.values()]).tolist())
     for name, value in merged.items():
         if value.dim() == 1:
             metrics[name] = Mean(next(numbers), next(numbers))

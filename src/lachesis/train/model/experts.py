@@ -153,10 +153,11 @@ def load_balancing_loss(logits: Sequence[Tensor], *, top_k: int, valid: Tensor |
         valid: [tokens], which are no padding; all if unset.
     """
     kept = [layer if valid is None else layer[valid] for layer in logits]
-    probabilities = torch.cat([layer.float() for layer in kept]).softmax(-1)
+    together = torch.cat([*kept])
+    probabilities = together.softmax(-1, dtype=torch.promote_types(together.dtype, torch.float32))
     experts = probabilities.shape[-1]
     load = expert_load(probabilities.topk(top_k).indices, valid=None, experts=experts)
-    return experts * (load / len(probabilities) * probabilities.mean(0)).sum()
+    return experts * (load.to(probabilities.dtype) / len(probabilities) * probabilities.mean(0)).sum()
 
 
 def routers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
