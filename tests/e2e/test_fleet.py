@@ -9,22 +9,28 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 
 from lachesis.bridges import build
+from lachesis.bridges.external import ExternalBridge, OwnedEngine
 from lachesis.bridges.saved import load_checkpoint
 from lachesis.common.deadline import Deadline
 from lachesis.common.errors import ConfigError
+from lachesis.config.schema import EmbeddedServerConfig, LachesisConfig
+from lachesis.engines import build as engine_build
 from lachesis.engines.fleet import Fleet, State, Ticket
 from lachesis.engines.http import dispatch
 from lachesis.engines.http.control import ServerControl
 from lachesis.run import fleet
+from lachesis.transport.channel import Channel, Sent
 from tests import warm
 from tests.e2e.runs import environment, metrics, run_here, tape, write_run
 from tests.ports import free_port
@@ -86,6 +92,13 @@ class Journal:
         self.entries: list[tuple[str, str, str]] = []
         for name in ("died", "unproved"):
             self._note(patch, name)
+        assemble = ExternalBridge._assemble
+
+        def noting_assembly(bridge: ExternalBridge[Any]) -> None:
+            self.entries.append(("transfer", "", ""))
+            assemble(bridge)
+
+        patch.setattr(ExternalBridge, "_assemble", noting_assembly)
         pick, proved = Fleet.pick, Fleet.proved
 
         def noting_pick(fleet: Fleet, **request: Any) -> Ticket | None:
@@ -114,14 +127,35 @@ class Journal:
 
         patch.setattr(Fleet, name, noting)
 
+    def note_answer(self, url: str) -> None:
+        """Once the server at an address answers, whatever the run knows of it."""
+        until(lambda: answers(url), f"{url} does not answer")
+        self.entries.append(("answers", url, ""))
+
+    def until_second_transfer(self, url: str) -> list[tuple[str, str, str]]:
+        """What happened before the second transfer that began after a server answered."""
+        answered = self.entries.index(("answers", url, ""))
+        begun = [number for number, (what, *_) in enumerate(self.entries) if what == "transfer" and number > answered]
+        return self.entries[: begun[1]]
+
     def of(self, engine: Engine) -> list[tuple[str, str]]:
         return [(what, session) for what, url, session in self.entries if url == engine.url]
 
 
-def prompts(run_dir: Path) -> dict[str, list[tuple[str, int]]]:
-    """Which groups were trained in each step, and of how many samples."""
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=LONG_S).is_success
+    except httpx.TransportError:
+        return False
+
+
+def groups(run_dir: Path) -> dict[str, list[tuple[str, list[tuple[str, float]]]]]:
+    """Which groups were trained in each step, and of what: an engine's answer depends on weights and seed alone."""
     return {
-        name: [(line["prompt"]["id"], len(line["samples"])) for line in map(json.loads, text.splitlines())]
+        name: [
+            (line["prompt"]["id"], [(sample["text"], sample["reward"]) for sample in line["samples"]])
+            for line in map(json.loads, text.splitlines())
+        ]
         for name, text in tape(run_dir).items()
     }
 
@@ -163,7 +197,7 @@ def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
     directory = tmp_path / "fleet"
     write_run(directory, **SECTIONS)
     journal = Journal(monkeypatch)
-    with engines(directory, sessions=sessions) as (killed, stopped, stale):
+    with engines(directory, sessions=sessions) as (killed, stopped, stale), ThreadPoolExecutor(1) as beside:
         engine = {
             "engine": {"kind": "http", "urls": [killed.url, stopped.url, stale.url], "wait_s": LONG_S},
             "bridge": {"kind": "reload"},
@@ -171,6 +205,7 @@ def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
         }
         config = write_run(directory, **SECTIONS, **engine)
         missing: set[str] = set()
+        noted: list[Future[None]] = []
 
         def load(server: ServerControl, path: Path, version: int, deadline: Deadline) -> None:
             """One engine is told the version and does not get the weights."""
@@ -184,7 +219,11 @@ def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
         disturbance = Disturbance(
             directory / "runs/proof",
             {
-                at[0]: lambda: (killed.end(), killed.start()),
+                at[0]: lambda: (
+                    killed.end(),
+                    killed.start(),
+                    noted.append(beside.submit(journal.note_answer, killed.url)),
+                ),
                 at[1]: lambda: missing.add(stale.url),
                 at[2]: lambda: (missing.clear(), stopped.send(signal.SIGSTOP)),
                 at[3]: lambda: stopped.send(signal.SIGCONT),
@@ -192,8 +231,9 @@ def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
         )
         found = run_here(config)
         disturbance.join()
+        noted[0].result()
     assert found.steps == STEPS
-    assert prompts(found.run_dir) == prompts(straight.run_dir), "the same groups, none lost and none twice"
+    assert groups(found.run_dir) == groups(straight.run_dir), "the same groups, none lost and none twice"
 
     at_work = {
         name for line in metrics(found.run_dir).steps for name in line.values if name.startswith("generation_time/")
@@ -204,6 +244,7 @@ def test_one_of_three_is_killed_one_stopped_and_one_stale_and_no_group_is_lost(
     assert len({session for _, session in journal.of(stopped)}) == len({s for _, s in journal.of(stale)}) == 1
     before, after = sorted({s for what, s in journal.of(killed) if what == "picked"}, key=_place(journal.of(killed)))
     assert journal.of(killed).index(("proved", after)) < journal.of(killed).index(("picked", after))
+    assert ("picked", killed.url, after) in journal.until_second_transfer(killed.url), "it serves as soon as it can"
     assert ("died", before) in journal.of(killed)
     assert "died" in [what for what, _ in journal.of(stopped)]
     _check_admitted(journal.of(stale), out="unproved")
@@ -236,11 +277,90 @@ def test_an_engine_joins_a_run_and_another_leaves_it(tmp_path: Path, monkeypatch
         left = ServerControl(first.url)
         assert left.info(deadline=Deadline("the engine that left", LONG_S)).owner is None, "another run may have it"
         left.close()
-    assert prompts(found.run_dir) == prompts(straight.run_dir)
+    assert groups(found.run_dir) == groups(straight.run_dir)
     joined = [what for what, _ in journal.of(second)]
     assert joined.index("proved") < joined.index("picked")
     picked = [url for what, url, _ in journal.entries if what == "picked"]
     assert first.url in picked and first.url not in picked[-6:], "it got no more requests"
+
+
+def embedded_command(
+    config: LachesisConfig, number: int, checkpoint: Path | None = None, *, directory: Path
+) -> Sequence[str]:
+    """The embedded server in the place of vLLM, of which alone a run starts several."""
+    assert config.engine.kind == "vllm"
+    stands_in = EmbeddedServerConfig(host=config.engine.host, port=config.engine.port)
+    options = engine_build.server_options(config, stands_in, directory=directory, number=number, checkpoint=checkpoint)
+    return [sys.executable, "-m", "lachesis", "serve", *options.command_line()]
+
+
+def test_one_of_two_of_the_runs_own_is_killed_amid_a_transfer_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of `broadcast`, while the tensors are on their way: the other one has them in the same step."""
+    steps, killed_in, waits_in = 16, 5, 9
+    sections = SECTIONS | {"run": {"steps": steps}}
+    straight = run_here(write_run(tmp_path / "straight", **sections))
+    sessions = tmp_path / "sessions"
+    monkeypatch.setenv("LACHESIS_SESSION_DIR", str(sessions))
+    monkeypatch.setattr(engine_build, "server_command", embedded_command)
+    warm.fork_servers(monkeypatch.setattr)
+    journal, port = Journal(monkeypatch), free_port_before_another()
+    survivor, lost = (f"http://127.0.0.1:{port + number}" for number in range(2))
+    pids: list[tuple[int, int]] = []
+    replaced = threading.Event()
+    send, replace = Channel.send, OwnedEngine._replace
+
+    def noting_replacement(owned: OwnedEngine, process: Any) -> None:
+        replace(owned, process)
+        replaced.set()
+
+    def dying(tensors: Iterable[Any]) -> Iterator[Any]:
+        for number, tensor in enumerate(tensors):
+            if number == 1:
+                os.kill(pids[-1][1], signal.SIGKILL)
+            yield tensor
+
+    def sending(channel: Channel, tensors: Iterable[Any], *arguments: Any, **options: Any) -> Sent:
+        pids.append((pid_of(sessions, survivor), pid_of(sessions, lost)))
+        if len(pids) == waits_in:
+            assert replaced.wait(LONG_S), "it was not started again"
+        return send(channel, dying(tensors) if len(pids) == killed_in else tensors, *arguments, **options)
+
+    monkeypatch.setattr(OwnedEngine, "_replace", noting_replacement)
+    monkeypatch.setattr(Channel, "send", sending)
+    config = write_run(
+        tmp_path / "fleet",
+        **sections,
+        engine={"kind": "vllm", "data_parallel_size": 2, "port": port},
+        bridge={"kind": "broadcast"},
+    )
+    found = run_here(config)
+    assert found.steps == steps
+    assert groups(found.run_dir) == groups(straight.run_dir)
+    assert [line.values["weight_version"] for line in metrics(found.run_dir).steps] == [*range(1, steps + 1)]
+
+    assert len({first for first, _ in pids}) == 1, "the survivor is the process that it was"
+    assert len({second for _, second in pids} - {0}) == 2
+    sessions_of_lost = list(dict.fromkeys(s for what, url, s in journal.entries if (what, url) == ("picked", lost)))
+    before, after = sessions_of_lost
+    assert journal.entries.index(("died", lost, before)) < journal.entries.index(("proved", lost, after))
+    assert journal.entries.index(("proved", lost, after)) < journal.entries.index(("picked", lost, after))
+    assert len({s for what, url, s in journal.entries if (what, url) == ("picked", survivor)}) == 1
+    assert not [*sessions.glob("*.json")], "both were stopped"
+
+
+def pid_of(sessions: Path, url: str) -> int:
+    """Of the server at an address, as its session has it; 0 where it has none."""
+    path = sessions / f"{urlsplit(url).port}.json"
+    return json.loads(path.read_text())["pid"] if path.exists() else 0
+
+
+def free_port_before_another() -> int:
+    ports = [free_port(), free_port()]
+    while ports[-1] != ports[-2] + 1:
+        ports.append(free_port())
+    return ports[-2]
 
 
 def _place(entries: list[tuple[str, str]]) -> Callable[[str], int]:
