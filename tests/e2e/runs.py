@@ -187,9 +187,10 @@ def tape(run_dir: Path) -> dict[str, str]:
 
 
 def weights(run_dir: Path) -> dict[str, torch.Tensor]:
-    """The final model or adapter."""
-    (path,) = (run_dir / "final").glob("*model.safetensors")
-    return load_file(path)
+    """The final model, which may be in several files, or adapter."""
+    paths = sorted((run_dir / "final").glob("*model*.safetensors"))
+    assert paths, "there is none"
+    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
 
 
 def files(directory: Path) -> dict[str, tuple[int, bytes]]:

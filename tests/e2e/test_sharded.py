@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from tests.e2e.runs import (
 from tests.ports import free_port
 from tests.ranks_program import CASES, LAYOUTS
 from tests.tiny import tiny_model, tiny_tokenizer
-from tests.waiting import until
+from tests.waiting import LONG_S, until
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "run": {"steps": 6},
@@ -124,6 +125,12 @@ def soon_s() -> float:
 
 # What the straight run does by itself, as parts of the user's own.
 PARTS = """
+from lachesis.bridges.saved import write_checkpoint
+
+# As of a model of many gigabytes.
+write_checkpoint.__kwdefaults__["shard_bytes"] = 8_000
+
+
 def course(step, *, warmup_steps):
     return min(1.0, (step + 1) / warmup_steps)
 
@@ -166,10 +173,14 @@ def test_a_run_of_two_ranks_goes_on_with_three_as_that_of_one(tmp_path: Path, ow
     assert_close_runs(found := tmp_path / "ranks/runs/proof", straight.run_dir)
     ranks = [{name for name in line.values if name.startswith("train_time/")} for line in metrics(found).steps]
     assert [len(names) for names in ranks] == [2] * 3 + [3] * (len(ranks) - 3), "how long each rank took"
-    # It was written as it was gathered; what transformers loads is what it would have saved.
+    # It was written as it was gathered, in several files if it is large; transformers loads what it would have saved.
+    assert (len([*(found / "final").glob("model-*-of-*.safetensors")]) > 1) is own
     finals = [AutoModelForCausalLM.from_pretrained(run / "final") for run in (found, straight.run_dir)]
     described = [{**final.config.to_dict(), "_name_or_path": ""} for final in finals]
     assert described[0] == described[1]
+    loaded, written = finals[0].state_dict(), weights(found)
+    assert written and all(torch.equal(loaded[name], tensor) for name, tensor in written.items())
+    assert not loaded.keys() - written.keys() - {*finals[0].all_tied_weights_keys}, "nothing is left as it was made"
 
 
 @pytest.mark.parametrize(("rank", "name"), [(0, "the leader, rank 0 (process "), (1, "rank 1 (process ")])
@@ -271,3 +282,43 @@ def test_ranks_end_with_what_started_them_though_it_is_killed(tmp_path: Path):
     until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
     assert time.monotonic() - killed < soon_s()
     assert "has ended, and its ranks with it" in (tmp_path / "log").read_text()
+
+
+HANGING_LOSS = """
+import os, pathlib, time
+calls = []
+
+def loss(logprobs, *, ratio, advantages, **rest):
+    calls.append(1)
+    if len(calls) == 9 and os.environ["RANK"] == "1":
+        pathlib.Path(__file__).with_name("reached").touch()
+        time.sleep(600)
+    return -ratio * advantages
+"""
+
+
+def test_torchrun_is_killed_and_the_run_goes_on_by_hand_bit_by_bit(tmp_path: Path, undisturbed: Path):
+    """In step 5, while one rank hangs and the other waits for it: `--resume` goes on from the checkpoint of step 3."""
+    (tmp_path / "hanging.py").write_text(HANGING_LOSS)
+    config = write_run(tmp_path, **SECTIONS | {"algorithm": {"loss": f"{tmp_path / 'hanging.py'}:loss"}})
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lachesis", "train", config]
+    with (tmp_path / "log").open("wb") as log:
+        launcher = subprocess.Popen([sys.executable, *words], env=environment(), stdout=log, stderr=log)
+    try:
+        until((tmp_path / "reached").exists, (tmp_path / "log").read_text, limit_s=3 * LONG_S)
+        ranks = psutil.Process(launcher.pid).children()
+    finally:
+        launcher.kill()
+        launcher.wait()
+    killed = time.monotonic()
+    assert len(ranks) == 2
+    until(lambda: not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks))
+    assert time.monotonic() - killed < soon_s()
+    found = tmp_path / "runs/proof"
+    assert checkpoints(found) == ["step_000003"]
+    resumed = torchrun(2, "lachesis", "train", config, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert untimed(found) == untimed(undisturbed)
+    assert completions(found) == completions(undisturbed)
+    for name, tensor in weights(undisturbed).items():
+        assert torch.equal(weights(found)[name], tensor), name
