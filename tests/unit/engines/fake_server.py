@@ -45,6 +45,7 @@ class FakeState:
     canary: float = -1.0
     digests: dict[str, str] = field(default_factory=lambda: {"a": "00000000000000ff", "b": "1"})
     requests: list[tuple[str, Body]] = field(default_factory=list)
+    conversations: list[str | None] = field(default_factory=list)
     replies: dict[str, Callable[[Body], Response]] = field(default_factory=dict)
     in_flight: int = 0
     most_in_flight: int = 0
@@ -113,6 +114,8 @@ def _app(state: FakeState) -> Starlette:
             if guarded and request.headers.get("authorization") != f"Bearer {state.token}":
                 return refusal(401, "no valid token", remedy="use that of the session", kind="Unauthorized")
             state.requests.append((path, body))
+            if path == "/generate":
+                state.conversations.append(request.headers.get("x-session-id"))
             reply = state.replies[path](body) if path in state.replies else handler(body)
             if asyncio.iscoroutine(reply):
                 reply = await _while_connected(state, request, reply)

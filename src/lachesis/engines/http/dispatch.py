@@ -6,10 +6,12 @@ import asyncio
 import logging
 import math
 import ssl
-from collections.abc import Callable, Sequence
+import string
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import numpy as np
@@ -29,6 +31,7 @@ from lachesis.metrics.values import Mean
 
 logger = logging.getLogger("lachesis")
 ROUTE = "/generate"
+SESSION_HEADER = "X-Session-ID"
 _CONNECT_S = 10.0
 # httpcore goes through all connections of a pool for each request: many small pools stay cheap.
 _POOLS_PER_SERVER = 16
@@ -183,7 +186,7 @@ class GenerationCalls:
         route = self._routes.get(ticket.url)
         if route is None:
             route = self._routes[ticket.url] = _Route(self._server(ticket.url))
-        reply = await route.post(request_body(request) | _WITHOUT_TEXT)
+        reply = await route.post(request_body(request) | _WITHOUT_TEXT, headers=request_headers(request))
         try:
             completions = read_completions(reply, n=request.n, routed=request.params.routed_experts)
             cached_tokens = read_cached_tokens(reply, n=request.n)
@@ -261,9 +264,9 @@ class _Route:
         self._clients = [_client(verify) for _ in range(_POOLS_PER_SERVER)]
         self._turn = 0
 
-    async def post(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def post(self, body: dict[str, Any], *, headers: Mapping[str, str]) -> dict[str, Any]:
         """The answer to a request. Raises EngineUnreachable where there is none, or :meth:`give_up` was called."""
-        post = asyncio.create_task(self._post(body))
+        post = asyncio.create_task(self._post(body, headers))
         self._posts.add(post)
         try:
             return await post
@@ -282,13 +285,13 @@ class _Route:
         for post in self._posts:
             post.cancel()
 
-    async def _post(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, body: dict[str, Any], headers: Mapping[str, str]) -> dict[str, Any]:
         """Sent once; only connecting is tried again. Cancelled by the caller at the deadline."""
         self._turn = (self._turn + 1) % len(self._clients)
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
         try:
             response = await self._clients[self._turn].post(
-                f"{self.server.url}{ROUTE}", json=body, headers={"Accept": ARRAYS}, timeout=timeout
+                f"{self.server.url}{ROUTE}", json=body, headers={**headers, "Accept": ARRAYS}, timeout=timeout
             )
         except httpx.TransportError as error:
             raise self.server.unreachable(error) from error
@@ -324,6 +327,14 @@ def request_body(request: GenerationRequest) -> dict[str, Any]:
         "skip_special_tokens": False,
     }
     return body | changed | ({} if regex is None else {"structured_outputs": {"regex": regex}}) | extra
+
+
+def request_headers(request: GenerationRequest) -> dict[str, str]:
+    """What a router in front of several engines has to keep the requests of a conversation at one of them.
+
+    What no header may hold is escaped, as in a URL.
+    """
+    return {SESSION_HEADER: quote(request.conversation, safe=string.punctuation)} if request.conversation else {}
 
 
 def read_completions(reply: dict[str, Any], *, n: int, routed: bool = False) -> list[Completion]:

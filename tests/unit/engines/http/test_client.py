@@ -156,6 +156,17 @@ class TestGeneration:
         engine.generate(asking(2), deadline=soon())
         assert [body["text"] for body in fake.state.bodies("/generate")] == [False, False]
 
+    @pytest.mark.parametrize(
+        ("conversation", "sent"),
+        [("", None), ("a-1_b.c:d/e", "a-1_b.c:d/e"), ("zwei Wörter\r\nX: y", "zwei%20W%C3%B6rter%0D%0AX:%20y")],
+    )
+    def test_a_router_in_front_is_told_the_conversation(
+        self, fake: FakeServer, engine: HttpEngine, conversation: str, sent: str | None
+    ):
+        one = GenerationRequest(PROMPT, SamplingParams(2), conversation=conversation)
+        engine.generate([one], deadline=soon())
+        assert fake.state.conversations == [sent]
+
     def test_what_is_sent(self):
         def sent(request: GenerationRequest):
             return json.loads(json.dumps(request_body(request)))
