@@ -1,4 +1,4 @@
-"""Digests of what tensor-parallel workers hold: layers are vLLM's own, cut and loaded by vLLM's own code."""
+"""Digests of what vLLM's workers hold: layers are vLLM's own, cut, loaded and put in order by vLLM's own code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lachesis.bridges.names import map_parameters
 from lachesis.engines.serving.served import DigestSlice
 from lachesis.engines.vllm.cuts import add_workers
 from lachesis.engines.vllm.worker import WorkerWeights
@@ -89,3 +90,77 @@ def test_parts_of_workers_add_up_to_the_checkpoint(monkeypatch: pytest.MonkeyPat
         held[0] = 0
         assert {other for other in expected if found().get(other) != expected[other]} == {name}
         held.copy_(kept)
+
+
+EXPERTS, INNER = 4, 24
+GATE_UP, DOWN = "model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"
+
+
+def mixture(monkeypatch: pytest.MonkeyPatch, stacked: dict[str, Tensor], kernels: str) -> WorkerWeights:
+    """A worker with a layer of experts, loaded from each expert's tensors and made ready for these kernels."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.layers.fused_moe import FusedMoEFactory, unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    alone = SimpleNamespace(rank_in_group=0, world_size=1)
+    for group in ("_TP", "_DP", "_PCP", "_EP"):
+        monkeypatch.setattr(parallel_state, group, alone)
+    chosen = (UnquantizedMoeBackend[kernels], None)
+    monkeypatch.setattr(unquantized_fused_moe_method, "select_unquantized_moe_backend", lambda **_: chosen)
+
+    def without_a_gpu(method: Any, layer: nn.Module) -> None:
+        method.moe_kernel = SimpleNamespace(fused_experts=SimpleNamespace(process_weights_after_loading=lambda _: None))
+
+    monkeypatch.setattr(unquantized_fused_moe_method.UnquantizedFusedMoEMethod, "_init_moe_kernel", without_a_gpu)
+    model: Any = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList([nn.Module()])
+    model.model.layers[0].mlp = mlp = nn.Module()
+    with set_current_vllm_config(VllmConfig()):
+        mlp.experts = FusedMoEFactory(
+            num_experts=EXPERTS, top_k=2, hidden_size=HIDDEN, intermediate_size=INNER, params_dtype=torch.float32,
+            prefix="model.layers.0.mlp.experts",
+        )  # fmt: skip
+        layer: Any = mlp.experts.routed_experts
+        for expert in range(EXPERTS):
+            gate, up = stacked[GATE_UP][expert].chunk(2)
+            layer.weight_loader(layer.w13_weight, gate, "weight", "w1", expert)
+            layer.weight_loader(layer.w13_weight, up, "weight", "w3", expert)
+            layer.weight_loader(layer.w2_weight, stacked[DOWN][expert], "weight", "w2", expert)
+        layer.quant_method.process_weights_after_loading(layer)
+    config = SimpleNamespace(lora_config=None, parallel_config=SimpleNamespace(tensor_parallel_size=1))
+    runner = SimpleNamespace(get_model=lambda: model)
+    return WorkerWeights(SimpleNamespace(model_runner=runner, vllm_config=config, device="cpu", rank=0))
+
+
+def stacked_experts() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {GATE_UP: torch.randn(EXPERTS, 2 * INNER, HIDDEN), DOWN: torch.randn(EXPERTS, HIDDEN, INNER)}
+
+
+def held_shapes(held: WorkerWeights) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(info["shape"]) for name, info in held.state_dict_info().items()}
+
+
+def test_every_expert_of_a_mixture_is_proved_where_kernels_leave_the_order(monkeypatch: pytest.MonkeyPatch):
+    stacked = stacked_experts()
+    held = mixture(monkeypatch, stacked, "TRITON")
+    ours = {name: tuple(tensor.shape) for name, tensor in stacked.items()}
+    found = map_parameters(ours, held_shapes(held), model_type="qwen3_moe", engine_kind="vllm 0.32.0", mixtures=True)
+    expected = digests(stacked)
+    assert held.digests({"slices": found}) == expected
+    for name, part in found.items():
+        parameter = held._runner.get_model().get_parameter(part.name).data
+        parameter[[0, 1]] = parameter[[1, 0]]
+        assert held.digests({"slices": found})[name] != expected[name], "two experts have changed places"
+        parameter[[0, 1]] = parameter[[1, 0]]
+
+
+@pytest.mark.parametrize("kernels", ["FLASHINFER_CUTLASS", "XPU", "CPU"])
+def test_experts_that_kernels_may_have_reordered_are_left_out(monkeypatch: pytest.MonkeyPatch, kernels: str):
+    stacked = stacked_experts()
+    held = mixture(monkeypatch, stacked, kernels)
+    assert set(held_shapes(held).values()) == {(0,)}
+    swapped = held._runner.get_model().get_parameter(f"{GATE_UP.removesuffix('gate_up_proj')}routed_experts.w13_weight")
+    assert torch.equal(swapped, stacked[GATE_UP]) == (kernels == "CPU"), "which packs a copy"

@@ -172,6 +172,20 @@ def test_a_mixture_shares_its_weights_and_replays_what_vllm_used(eager: bool, tm
         assert metrics["logprob_diff_mean"] < 0.05 and metrics["logprob_diff_max"] < 2 * TOLERANCE
 
 
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "graphs"])
+def test_every_expert_of_a_mixture_is_proved(eager: bool, tmp_path: Path):
+    """As Triton's kernels hold them; others would leave the canary alone, and this test with nothing to compare."""
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 128, "norm_topk_prob": True}
+    model = write_model(tmp_path / "model", "qwen3_moe", **experts)
+    with live(model, tmp_path, bridge={"kind": "broadcast"}, enforce_eager=eager) as (side, policy):
+        check_updates(side, policy, updates=2)
+        assert isinstance(side.bridge.proof, FleetProof) and isinstance(side.bridge.engine, HttpEngine)
+        proof = side.bridge.proof.of(side.bridge.engine.living[0])
+        ours = proof.trainer_digests()
+        assert "model.layers.0.mlp.experts.gate_up_proj" in ours
+        assert ours == {name: proof.engine_digests()[name] for name in ours}
+
+
 @pytest.mark.parametrize("shape", [(64, 256), (33, 48), (16, 4096), (7, 8200)])
 def test_rows_are_rounded_as_vllms_kernel_rounds_them(shape: tuple[int, int]):
     from vllm import _custom_ops as ops

@@ -31,7 +31,7 @@ VLLM_ARCHITECTURES = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "granite"}
 )
 # The same of mixtures, as far as the kernels of their experts leave the order of transformers: vLLM's of Triton do, on
-# Hopper its first choice; those of FlashInfer for other cards do not, which shapes do not tell, and the canary does.
+# Hopper its first choice; those of FlashInfer for other cards do not, which shapes do not tell, and its worker does.
 VLLM_MIXTURES = frozenset({"qwen3_moe"})
 _EXPERTS = {
     "experts.gate_up_proj": "experts.routed_experts.w13_weight",

@@ -376,6 +376,10 @@ def _parameter_slices(
     policy: ModelPolicy, control: ServerControl, info: ServerInfo, *, deadline: Deadline
 ) -> Mapping[str, DigestSlice] | None:
     held = control.state_dict_info(deadline=deadline)
+    if repacked := [name for name, tensor in held.items() if 0 in tensor.shape]:
+        which = ", ".join(repacked[:2]) + (f" and {len(repacked) - 2} more" if len(repacked) > 2 else "")
+        logger.info("weights are proved by the canary alone: the engine has %s in a form of its own", which)
+        return None
     in_8_bits = {name for name, tensor in held.items() if tensor.dtype == dtype_name(FP8)}
     scales = {name + SCALE for name in in_8_bits}
     try:
@@ -384,6 +388,7 @@ def _parameter_slices(
             {name: tensor.shape for name, tensor in held.items() if name not in scales},
             model_type=text_config(policy.transformer).model_type,
             engine_kind=info.engine,
+            mixtures=True,
         )
     except ModelError as error:
         logger.info("weights are proved by the canary alone: %s", error.message)

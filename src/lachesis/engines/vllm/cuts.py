@@ -1,4 +1,4 @@
-"""Which rectangles of a model's whole parameters a tensor-parallel worker of vLLM's holds.
+"""Which rectangles of a model's whole parameters a tensor-parallel worker of vLLM's holds, and which are in what order.
 
 The rules are of vLLM's layers, told by the names of their classes, so that nothing of vLLM is imported. What no rule
 is for has no cut, and no digest.
@@ -18,6 +18,9 @@ from lachesis.transport.digest import Share
 _UNQUANTIZED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 _BY_OUTPUTS = ("ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear")
 _VOCABULARY = ("VocabParallelEmbedding", "ParallelLMHead")
+# Kernels of a mixture's experts that compute with them as a checkpoint has them, stacked. Others swap gate and up
+# (FlashInfer), shuffle, transpose or pack, mostly without another shape.
+_IN_ORDER = ("TRITON", "BATCHED_TRITON")
 # Of each tensor that was asked for: digests of the rectangles that a worker holds, by their places.
 Parts = Mapping[str, Mapping[str, int]]
 
@@ -56,6 +59,21 @@ def find_cuts(model: nn.Module) -> dict[str, Cut]:
         if cut is not None:
             found[name.replace(".base_layer.", ".")] = cut
     return found
+
+
+def reordered_experts(model: nn.Module) -> frozenset[str]:
+    """Names without LoRA of the weights of a mixture's experts that may not be in the order of a checkpoint."""
+    return frozenset(
+        f"{path}.{leaf}".replace(".base_layer.", ".")
+        for path, module in model.named_modules()
+        if "w13_weight" in module._parameters and not _in_order(getattr(module, "quant_method", None))
+        for leaf, _ in module.named_parameters(recurse=False)
+    )
+
+
+def _in_order(method: Any) -> bool:
+    backend = getattr(getattr(method, "unquantized_backend", None), "name", "")
+    return type(method).__name__ == "UnquantizedFusedMoEMethod" and backend in _IN_ORDER
 
 
 def whole_shape(name: str, cuts: Mapping[str, Cut]) -> list[int]:

@@ -24,7 +24,7 @@ from lachesis.engines.receiver import Receiver
 from lachesis.engines.serving.adapter_files import WEIGHTS_NAME, read_adapter
 from lachesis.engines.serving.bodies import error_document
 from lachesis.engines.serving.served import DigestRequest, DigestSlice, ReceiverSpec, ReceiverStatus, Refused
-from lachesis.engines.vllm.cuts import find_cuts, shares, whole_shape
+from lachesis.engines.vllm.cuts import find_cuts, reordered_experts, shares, whole_shape
 from lachesis.engines.vllm.drafts import SWITCHED, WorkerDrafts
 from lachesis.engines.vllm.logprobs import WorkerLogprobs
 from lachesis.engines.vllm.lora_slots import LoraSlots
@@ -211,12 +211,22 @@ class WorkerWeights:
         return {name: {at: said[f"{name}@{at}"] for whose, at in found if whose == name} for name in slices}
 
     def state_dict_info(self) -> dict[str, Any]:
-        """Shape, dtype and device of every parameter; the whole's shape where several workers have parts of it."""
+        """Shape, dtype and device of every parameter; the whole's shape where several workers have parts of it.
+
+        The shape is [0] where its bytes are not a checkpoint's: vLLM has emptied it, or may have another order in it.
+        """
         model = self._runner.get_model()
         cuts = find_cuts(model) if self._tensor_parallel_size > 1 else None
+        reordered = reordered_experts(model)
+
+        def shape(name: str, tensor: Tensor) -> list[int]:
+            if name in reordered:
+                return [0]
+            return list(tensor.shape) if cuts is None else whole_shape(name, cuts)
+
         return {
             name: {
-                "shape": list(tensor.shape) if cuts is None else whole_shape(name, cuts),
+                "shape": shape(name, tensor),
                 "dtype": dtype_name(tensor.dtype),
                 "device": str(tensor.device),
             }
