@@ -96,6 +96,9 @@ sbatch job.sh
 `lachesis cluster kubernetes` prints manifests of the same: an indexed Job with a pod for each node of ranks, a
 StatefulSet with a pod for each engine, headless Services, the configuration as a ConfigMap, and a Secret with two
 tokens (`--secret NAME` takes one that is there, so that the text has none). It takes Kubernetes 1.29 or newer.
+Ranks are a Job, for they end: a StatefulSet starts a pod again whatever it ended with, also with success, and has no
+end. An indexed Job gives each pod its number as a StatefulSet does, counts restarts for each of them, leaves a drained
+node out of the count, and fails at once with an error that would come again.
 
 ```bash
 lachesis cluster kubernetes config.yaml --nodes 4 --gpus-per-node 8 --image registry/lachesis:1 --claim data \\
@@ -150,8 +153,8 @@ image needs `ray[default]`): a pod for each node, which KubeRay replaces, and a 
 
 A test trains with two ranks and two engines on three simulated nodes of one machine, of which one is lost; the groups
 trained are those of an undisturbed run. It has run on no real cluster, and on no GPU. slurm's file is run by a test
-with a program in the place of `ray`; the RayJob has been held against the schema of KubeRay 1.7 by hand, and a test
-holds what it has of Kubernetes' own API against that.
+with a program in the place of `ray`; tests hold the RayJob against the fields of KubeRay 1.7's schema,
+and what it has of Kubernetes' own API against that.
 
 ## Loading and saving
 

@@ -9,6 +9,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+from jsonschema import Draft202012Validator, ValidationError
 
 from lachesis.common.errors import ConfigError
 from lachesis.config.load import load_config
@@ -20,6 +21,7 @@ TOKENS = {"LACHESIS_JOB_TOKEN": "j", "LACHESIS_SESSION_TOKEN": "s"}
 RUN = {"run": {"steps": 2, "name": "math-8b", "dir": "/shared/runs"}}
 # The first in which a Job has all that ours asks for, and the newest of the schemas.
 VERSIONS = ("1.29", "1.33")
+RAY_JOB = Draft202012Validator(yaml.safe_load(Path(__file__).with_name("rayjob_schema.yaml").read_text()))
 
 
 def rendered(sections: dict[str, Any], machines: Machines, **options: Any) -> list[dict[str, Any]]:
@@ -106,15 +108,39 @@ def test_what_kubernetes_could_not_keep_is_refused(sections: dict[str, Any], mes
         rendered(sections, Machines(2, 8))
 
 
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("entryPoint",), "python"),
+        (("rayClusterSpec", "authOptions", "mode"), "password"),
+        (("rayClusterSpec", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
+        (("rayClusterSpec", "workerGroupSpecs", 0, "replicas"), "2"),
+        (("rayClusterSpec", "workerGroupSpecs", 0, "minReplicas"), None),
+    ],
+)
+def test_kuberays_schema_refuses_what_it_would_not_take(path: tuple[str | int, ...], value: Any):
+    *_, job = rendered(CPU, Machines(2, ranks=3), ray=True, tokens=None)
+    where: Any = job["spec"]
+    for key in path[:-1]:
+        where = where[key]
+    if value is None:
+        del where[path[-1]]
+    else:
+        where[path[-1]] = value
+    with pytest.raises(ValidationError):
+        RAY_JOB.validate(job["spec"])
+
+
 @pytest.mark.parametrize(("sections", "machines"), [(APART, Machines(4, 8)), (CPU, Machines(2, ranks=3))])
 def test_a_ray_job_has_a_pod_for_each_node_and_one_that_places(sections: dict[str, Any], machines: Machines):
-    """Its schema is KubeRay's and is in no package; what is in it of Kubernetes' own API is held against that."""
+    """What is in it of Kubernetes' own API is held against that, the rest against KubeRay's."""
     written, job = rendered(
         sections, machines, ray=True, tokens=None, namespace="rl", options=("--resume",), restarts=5
     )
     assert (written["kind"], job["apiVersion"], job["kind"]) == ("ConfigMap", "ray.io/v1", "RayJob")
     assert job["metadata"] == {"name": "math-8b", "namespace": "rl"}
     spec, cluster = job["spec"], job["spec"]["rayClusterSpec"]
+    RAY_JOB.validate(spec)
     assert spec["entrypoint"] == "python -m lachesis run /etc/lachesis/config.yaml --resume"
     assert (spec["backoffLimit"], spec["shutdownAfterJobFinishes"]) == (0, True)
     assert set(spec) == {"entrypoint", "backoffLimit", "shutdownAfterJobFinishes", "rayClusterSpec"}
