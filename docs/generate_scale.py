@@ -90,7 +90,9 @@ sbatch job.sh
   three times (`--restarts`), and goes on from the last checkpoint: set `checkpoint.every_steps`. 300 s (`--notice`)
   before the time limit the run is asked to stop with a checkpoint, and is queued again as often as it takes. slurm
   cannot bring an engine up on another node.
-- **Logs** of the engines are in `runs/NAME-slurm/JOB/`; `lachesis status runs/NAME` says how the run stands.
+- **Logs** of the engines are in `runs/NAME-slurm/JOB/`, those of the run itself in `runs/NAME/logs/`: two places,
+  because a run begins in an empty directory, and engines and preflight write before it does, some of them without
+  it ever beginning. `lachesis status runs/NAME` says how the run stands.
 - The run directory, the configuration, Python and its packages have to be on a disk that all nodes share.
 
 `lachesis cluster kubernetes` prints manifests of the same: an indexed Job with a pod for each node of ranks, a
@@ -140,8 +142,8 @@ RAY_ADDRESS=10.0.0.1:6379 lachesis run config.yaml
   that would come again, as one of the configuration, ends the run at once with its message. The loss of Ray's head, or
   of the process that was started by hand, ends the run; `--resume` goes on. With environments the ranks are started
   again when an engine is lost, too: environments that were told of it would wait.
-- **Logs** of all processes are in `runs/NAME-ray/`; what rank 0 prints is shown. `lachesis status runs/NAME` says how
-  the run stands. Ctrl-C stops it after its step, with a checkpoint.
+- **Logs** of all processes are in `runs/NAME-ray/`, beside the run directory as those of slurm; what rank 0 prints is
+  shown. `lachesis status runs/NAME` says how the run stands. Ctrl-C stops it after its step, with a checkpoint.
 - The run directory has to be on a disk that all nodes share. Processes have the environment of Ray's on their node, and
   the variables that `cluster.environment` names.
 - Whoever reaches Ray's ports can run programs there: `RAY_AUTH_MODE=token` asks for a token.
