@@ -38,7 +38,7 @@ class Case:
     """A bridge over an engine.
 
     ``engine`` is that of this process, the embedded server, or vLLM. ``exact`` says that digests of what travels
-    exist on both sides, ``two`` that the engine is two servers.
+    exist on both sides, ``two`` that the engine is two servers, ``owned`` that the bridge starts its server.
     """
 
     engine: Literal["in process", "embedded", "vllm"]
@@ -46,6 +46,7 @@ class Case:
     lora: bool = False
     exact: bool = True
     two: bool = False
+    owned: bool = False
 
     @property
     def name(self) -> str:
@@ -61,7 +62,7 @@ class Case:
     @property
     def servers(self) -> list[str]:
         """The fixtures of the servers that it is over; none where the engine is its own."""
-        if self.engine == "in process" or self.restarts:
+        if self.engine == "in process" or self.restarts or self.owned:
             return []
         return [f"{prefix}{self.engine}_server" for prefix in ("", "second_")[: 1 + self.two]]
 
@@ -87,6 +88,7 @@ EMBEDDED = [
     Case("embedded", {"kind": "lora_nccl", "share_base": True}, lora=True),
     Case("embedded", {"kind": "broadcast"}),
     Case("embedded", {"kind": "broadcast"}, lora=True),
+    Case("embedded", {"kind": "broadcast", "staging": "none"}),
     Case("embedded", {"kind": "reload"}),
     Case("embedded", {"kind": "lora_only"}, lora=True, two=True),
     Case("embedded", {"kind": "lora_nccl"}, lora=True, two=True),
@@ -106,8 +108,14 @@ VLLM = [
 # Once through, with two real servers of vLLM.
 TWO_VLLM = [
     Case("vllm", {"kind": "broadcast"}, exact=False, two=True),
+    Case("vllm", {"kind": "broadcast", "staging": "none"}, exact=False, two=True),
     Case("vllm", {"kind": "lora_nccl"}, lora=True, two=True),
     Case("vllm", {"kind": "lora_only"}, lora=True, two=True),
+]
+# An update breaks off while it is loaded.
+UNSTAGED = [
+    Case(engine, {"kind": "broadcast", "staging": "none"}, exact=engine == "embedded", owned=True)
+    for engine in ("embedded", "vllm")
 ]
 
 
@@ -115,7 +123,7 @@ def configuration(case: Case, *, model: Path, directory: Path, urls: list[str]) 
     """A run's, with an engine of its own or the servers at ``urls``."""
     if case.engine == "in process":
         engine: dict[str, Any] = {"kind": "embedded"}
-    elif not case.restarts:
+    elif not (case.restarts or case.owned):
         engine = {"kind": "http", "urls": urls, "takeover": True}
     elif case.engine == "embedded":
         engine = {"kind": "embedded_server", "port": free_port(), "max_model_len": MAX_LEN}

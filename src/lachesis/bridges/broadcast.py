@@ -41,14 +41,14 @@ from lachesis.bridges.senders import (
     weight_sizes,
 )
 from lachesis.common.deadline import Deadline, Retry, wait_until
-from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError
+from lachesis.common.errors import DeadlineExceeded, EngineError, LachesisError, StaleWeights
 from lachesis.common.threads import call_watched
 from lachesis.config.schema import BridgeCapabilities, BroadcastBridgeConfig, LoraBroadcastBridgeConfig
 from lachesis.engines.http.control import ServerControl, ServerInfo
 from lachesis.engines.serving.served import LoraSpec, ReceiverSpec, TransferKind
 from lachesis.transport.bridge_file import write_channel_file
 from lachesis.transport.channel import Channel, Sent
-from lachesis.transport.layout import BUCKET_BYTES, ChannelBackend, ReceivedTensor
+from lachesis.transport.layout import BUCKET_BYTES, ChannelBackend, ReceivedTensor, Staging
 from lachesis.transport.partners import Partners, SendPacked
 from lachesis.transport.rendezvous import Aborted, Rendezvous, address_towards, call_off, listen
 
@@ -144,6 +144,8 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         pack_buckets: with ``ipc``, where the engine is on the GPUs of several ranks: each of them packs what the worker
             on its GPU reads.
         sender_ranks: where more ranks than this process may send; each of them listens at a free port of its own.
+        staging: where an engine keeps an update aside. With ``none`` one that breaks off ends the engines that have
+            begun to load it.
     """
 
     def __init__(
@@ -157,10 +159,13 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
         init_method: str | None = None,
         pack_buckets: PackBuckets[PolicyT] | None = None,
         sender_ranks: SenderRanks[PolicyT] | None = None,
+        staging: Staging = "auto",
     ) -> None:
         super().__init__(servers, capabilities=source.capabilities)
         self._pack_buckets = pack_buckets
         self._sender_ranks = sender_ranks
+        self._staging: Staging = staging
+        self._loading = False  # engines load without staging: they end where the transfer does not
         self._source = source
         self._backend: ChannelBackend = backend
         self._device = torch.device(device)
@@ -188,7 +193,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
                 self._plan = self._planned(deadline)
             assert self._plan is not None
             self._exchange(version, self._plan, deadline=deadline)
-            self._connected = servers
+            self._connected, self._loading = servers, False
         except BaseException as error:
             self._disconnect()
             if len(servers) == 1 or not isinstance(error, EngineError):
@@ -251,6 +256,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             self._connect(plan, deadline)
         channel = self._channel
         assert channel is not None
+        self._loading = self._staging == "none"
         received = self._threads.submit(self.engine.on_all, lambda server: self._receive(server, version, deadline))
         received.add_done_callback(lambda future: _abort_on_error(channel, future))
         try:
@@ -267,7 +273,15 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
 
     def _receive(self, server: ServerControl, version: int, deadline: Deadline) -> None:
         began = time.perf_counter()
-        server.receive(version, deadline=deadline)
+        try:
+            server.receive(version, deadline=deadline)
+        except StaleWeights as error:
+            if self._staging != "none":
+                raise
+            raise EngineError(  # it has ended itself: one in its place gets the weights
+                f"the engine at {server.url} ends, for its weights are of two versions: {error.message}",
+                remedy="bridge.staging: auto keeps an update aside until all of it is there",
+            ) from error
         self._engine_seconds[urlsplit(server.url).netloc] = time.perf_counter() - began
 
     def _send_tensors(
@@ -289,6 +303,13 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
             pairs = ", ".join(f"{worker} of rank {rank}" for worker, rank in sorted(channel.read_ranks.items()))
             logger.info("[NCCL] The engine's workers read in place, on their own GPUs, what ranks pack: %s", pairs)
         return sent[0]
+
+    def recover(self, error: EngineError) -> None:
+        """As :meth:`ExternalBridge.recover`; engines of the run's own that end by themselves are not waited for."""
+        if self._loading and self._owned is not None:
+            self._owned.stop()
+        self._loading = False
+        super().recover(error)
 
     def renew(self) -> None:
         self._disconnect()
@@ -419,6 +440,7 @@ class BroadcastBridge(ExternalBridge[PolicyT]):
                 secret=plan.secret,
                 senders=plan.addresses,
                 sender_of=plan.sender_of,
+                staging=self._staging,
             )
             try:
                 server.start_receiver(spec, deadline=deadline)

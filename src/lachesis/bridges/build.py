@@ -174,7 +174,7 @@ def _shared(parts: BridgeParts[ModelPolicyT], *, pause: PauseMode) -> Bridge[Mod
 
 def _broadcast(
     parts: BridgeParts[ModelPolicyT],
-    kind: ChannelBridgeConfig,
+    kind: BroadcastBridgeConfig | LoraBroadcastBridgeConfig,
     source: Callable[
         [Callable[[ModelPolicyT], nn.Module], Callable[[ModelPolicyT], Whole]], TravellingWeights[ModelPolicyT]
     ],
@@ -189,6 +189,7 @@ def _broadcast(
         init_method=kind.init_method,
         pack_buckets=parts.pack_buckets if backend == "ipc" else None,
         sender_ranks=_sender_ranks(parts, kind, backend),
+        staging=kind.staging,
     )
 
 

@@ -12,6 +12,9 @@ from lachesis.common.errors import EngineError
 from lachesis.common.json_values import is_list
 
 ChannelBackend = Literal["nccl", "gloo", "ipc"]
+Staging = Literal["auto", "device", "host", "none"]
+"""Where an engine keeps an update aside until all of it is there: on its device, on the host, on the device if there is
+room, or nowhere: each tensor goes into the model as it arrives."""
 
 BUCKET_BYTES = 256 * 2**20
 # So many full buckets are under way at a time: enough that none of the wire, the copies at its ends and the messages

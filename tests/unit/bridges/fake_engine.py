@@ -221,8 +221,9 @@ class FakeServer(ServerControl):
         tensors = receiver.take(None)
         assert tensors is not None
         with receiver.loading():
+            found = dict(tensors)
             self._begin("loading")
-        return dict(tensors)
+        return found
 
     def _hold(self, tensors: dict[str, Tensor], version: int, path: Path | None) -> None:
         self.tensors = self.corrupt(dict(tensors))

@@ -96,6 +96,17 @@ def test_the_engine_has_the_new_weights_after_each_update(make, caplog, kind: st
     assert built.bridge.capabilities.adapter_only == (kind == "lora")
 
 
+@pytest.mark.parametrize("staging", ["host", "none"])
+def test_engines_are_told_where_to_keep_an_update_aside(make, staging: str):
+    built = make(kind="full", staging=staging, servers=[FakeServer(number=0, workers=2), FakeServer(number=1)])
+    for version in (1, 2):
+        built.policy.step()
+        built.bridge.sync(version)
+        for server in built.servers:
+            assert server._status.spec is not None and server._status.spec.staging == staging
+            assert server.version == version and read(server.tensors) == built.policy.canary(())
+
+
 def test_several_servers_with_several_workers_each(make):
     built = make(servers=[FakeServer(workers=2), FakeServer(number=1)])
     built.bridge.sync(0)
@@ -256,6 +267,16 @@ def test_a_server_that_fails_to_receive_ends_the_sending_with_its_reason(make):
     built.update(2)
     built.check_served(2)
     assert built.server.calls.count("start_receiver") == 2, "a new channel after a failure"
+
+
+@pytest.mark.parametrize(("staging", "kind"), [("none", EngineError), ("auto", StaleWeights)])
+def test_an_engine_that_ends_with_weights_of_two_versions_can_be_replaced(make, staging: str, kind: type[Exception]):
+    built = make(kind="full", staging=staging)
+    built.bridge.sync(1)
+    built.server.faults["receive"] = StaleWeights("it broke off")
+    with pytest.raises(EngineError, match="it broke off") as caught:
+        built.bridge.sync(2)
+    assert type(caught.value) is kind
 
 
 def test_a_worker_that_fails_to_load_is_reported(make):

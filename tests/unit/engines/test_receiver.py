@@ -59,10 +59,22 @@ def connected(channel: FakeChannel) -> Receiver:
     return receiver
 
 
+def taken(receiver: Receiver) -> dict[str, torch.Tensor]:
+    tensors = receiver.take(LONG_S)
+    assert tensors is not None
+    return dict(tensors)
+
+
+@pytest.mark.parametrize(("staging", "where"), [("device", "cuda"), ("none", "cuda"), ("host", "cpu")])
+def test_where_an_update_is_kept_aside_may_be_asked_for(staging, where, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: pytest.fail("nobody is to look"))
+    assert Room(torch.device("cuda", 0), staging).staging_device(SPEC.tensors).type == where
+
+
 def test_where_an_update_is_kept_aside_is_found_out_anew_once_its_memory_was_given_back(monkeypatch):
     free = [1000]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 1000))
-    room = Room(torch.device("cuda", 0))
+    room = Room(torch.device("cuda", 0), "auto")
     assert room.staging_device(SPEC.tensors).type == "cuda"
     free[0] = 0
     assert room.staging_device(SPEC.tensors).type == "cuda", "what the first one took stays"
@@ -103,9 +115,9 @@ def test_an_update_is_a_copy_and_the_trainer_hears_of_it_once_it_is_loaded():
     receiver = connected(channel)
     assert receiver.take(0.0) is None
     channel.sent.set()
-    tensors = receiver.take(LONG_S)
+    tensors = taken(receiver)
     channel.buffer.zero_()
-    assert tensors is not None and tensors["w"].tolist() == [1, 1, 1] and channel.told == []
+    assert tensors["w"].tolist() == [1, 1, 1] and channel.told == []
     with receiver.loading():
         assert channel.told == []
     assert channel.told == ["loaded"] and receiver.updates == 1 and receiver.status.state == "connected"
@@ -155,10 +167,11 @@ def test_stopping_ends_an_update_that_was_not_loaded():
     assert channel.told == ["failed: the receiver was stopped"]
 
 
-def both(*channels: FakeChannel) -> Receiver:
+def both(*channels: FakeChannel, staging: str = "auto") -> Receiver:
     """A receiver of two senders, each of one tensor."""
     tensors = (ReceivedTensor("w", (3,), "float32"), ReceivedTensor("v", (3,), "float32"))
-    spec = SPEC.model_copy(update={"tensors": tensors, "senders": ("tcp://h:2",), "sender_of": (1, 0)})
+    update = {"tensors": tensors, "senders": ("tcp://h:2",), "sender_of": (1, 0), "staging": staging}
+    spec = SPEC.model_copy(update=update)
     by_address = dict(zip(spec.addresses, channels, strict=True))
     receiver = Receiver(
         spec, rank=1, device=torch.device("cpu"), connect=lambda init_method, **_: by_address[init_method]
@@ -174,8 +187,7 @@ def test_an_update_of_two_senders_is_there_once_both_shares_are():
     first.sent.set()
     assert receiver.take(0.05) is None
     second.sent.set()
-    tensors = receiver.take(LONG_S)
-    assert tensors is not None
+    tensors = taken(receiver)
     assert [(name, tensor.tolist()) for name, tensor in tensors.items()] == [("w", [2, 2, 2]), ("v", [1, 1, 1])]
     with receiver.loading():
         assert first.told == second.told == []
@@ -216,3 +228,65 @@ def test_where_one_sender_cannot_be_joined_the_others_are_left():
     receiver._thread.join(LONG_S)
     assert cancelled.is_set() and channel.closed
     assert receiver.status.state == "error" and "nobody there" in receiver.status.detail
+
+
+def test_without_staging_what_has_come_is_loaded_while_other_senders_are_waited_for():
+    first, second = FakeChannel(), FakeChannel()
+    second.buffer *= 2
+    receiver = both(first, second, staging="none")
+    assert receiver.take(0.0) is None
+    first.sent.set()
+    tensors = receiver.take(LONG_S)
+    assert tensors is not None
+    with receiver.loading():
+        name, tensor = next(tensors)
+        assert (name, tensor.tolist()) == ("v", [1, 1, 1])
+        second.sent.set()
+        assert [(name, tensor.tolist()) for name, tensor in tensors] == [("w", [2, 2, 2])]
+        assert first.told == second.told == []
+    assert first.told == second.told == ["loaded"] and receiver.updates == 1
+    receiver.close()
+
+
+def test_without_staging_an_update_that_breaks_off_ends_loading():
+    first, second = FakeChannel(), FakeChannel()
+    receiver = both(first, second, staging="none")
+    first.sent.set()
+    tensors = receiver.take(LONG_S)
+    assert tensors is not None
+    with pytest.raises(EngineError, match="the trainer died"), receiver.loading():
+        next(tensors)
+        second.breaks_with = EngineError("the trainer died")
+        second.sent.set()
+        next(tensors)
+    assert first.told == ["failed: the trainer died"] and first.closed and second.closed
+    assert receiver.status.state == "error" and receiver.updates == 0
+
+
+@pytest.mark.parametrize("taken_first", [0, 1])
+def test_without_staging_tensors_that_the_engine_leaves_are_an_error(taken_first):
+    channel = FakeChannel()
+    channel.sent.set()
+    spec = SPEC.model_copy(
+        update={"staging": "none", "tensors": tuple(ReceivedTensor(n, (3,), "float32") for n in "wvu")}
+    )
+    receiver = Receiver(spec, rank=1, device=torch.device("cpu"), connect=lambda **_: channel)
+    receiver._thread.join(LONG_S)
+    tensors = receiver.take(LONG_S)
+    assert tensors is not None
+    with pytest.raises(EngineError, match="did not take all"), receiver.loading():
+        for _ in range(taken_first):
+            next(tensors)
+    assert channel.told == ["failed: the engine did not take all tensors of the update"] and channel.closed
+
+
+def test_without_staging_stopping_ends_loading():
+    channel = FakeChannel()
+    channel.sent.set()
+    receiver = both(channel, FakeChannel(), staging="none")
+    tensors = receiver.take(LONG_S)
+    assert tensors is not None
+    next(tensors)
+    threading.Timer(0.05, receiver.close).start()
+    with pytest.raises(EngineError, match="the receiver was stopped"), receiver.loading():
+        next(tensors)

@@ -302,6 +302,11 @@ class LoraBroadcastBridgeConfig(ChannelBridgeConfig):
     share_base: bool = Field(
         default=False, description="Train on the engine's own base weights: the model is in memory once."
     )
+    staging: Literal["auto", "device", "host"] = Field(
+        default="auto",
+        description="Where the engine keeps an adapter aside until all of it is there: on its device, on the host, or "
+        "on the device if it has room. It is loaded as a whole.",
+    )
 
 
 class BroadcastBridgeConfig(ChannelBridgeConfig):
@@ -316,6 +321,12 @@ class BroadcastBridgeConfig(ChannelBridgeConfig):
         le=8,
         description="Ranks of a trainer of several devices that send, each its share and at the same time. "
         "Several have run over gloo; over NCCL only one has. With `ipc` one does.",
+    )
+    staging: Literal["auto", "device", "host", "none"] = Field(
+        default="auto",
+        description="Where the engine keeps an update aside until all of it is there: on its `device`, on the `host`, "
+        "on the device if it has room (`auto`), or nowhere (`none`): tensors are loaded as they arrive, and an update "
+        "that breaks off ends the engine.",
     )
 
 

@@ -15,7 +15,7 @@ from lachesis.engines.base import PauseMode
 from lachesis.engines.serving.bodies import SINGLE, Count, Flag, Number, Request, Text, Whole, given, parse
 from lachesis.engines.serving.bodies import Refused as Refused
 from lachesis.engines.serving.generation import POLICY, GenerateBody, GenerateChunk, GenerateResult
-from lachesis.transport.layout import ChannelBackend, ReceivedTensor
+from lachesis.transport.layout import ChannelBackend, ReceivedTensor, Staging
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -201,6 +201,9 @@ class ReceiverSpec(Request):
 
     Where several ranks of the trainer send, the others are at ``senders``, each on a channel of its own with the same
     ranks, and ``sender_of`` says for each tensor who sends it: 0 is the one at ``init_method``.
+
+    ``staging`` is where the engine keeps an update aside until all of it is there. With ``none`` it loads tensors as
+    they arrive, and after an update that broke off it serves nothing more; an adapter is loaded as a whole.
     """
 
     also = ("param_metadata",)
@@ -216,6 +219,7 @@ class ReceiverSpec(Request):
     secret: str = Field(default="", repr=False)
     senders: tuple[Text, ...] = ()
     sender_of: tuple[Whole, ...] = ()
+    staging: Staging = "auto"
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -259,6 +263,8 @@ class ReceiverSpec(Request):
         if (self.kind == "lora") != (self.lora is not None):
             there = "set" if self.lora else "absent"
             raise Refused(f"kind {self.kind!r} does not go with lora {there}", remedy="send both or none")
+        if self.lora is not None and self.staging == "none":
+            raise Refused("an adapter is loaded as a whole: staging none is for all weights", remedy="send auto")
         if not self.tensors or len({tensor.name for tensor in self.tensors}) < len(self.tensors):
             raise Refused("param_names is empty or has a name twice", remedy="name every tensor once")
         senders = set(range(len(self.addresses))) if self.senders else set[int]()
@@ -306,9 +312,10 @@ class ServedEngine(Protocol):
 
     Errors are :class:`LachesisError`; what is the caller's fault is :class:`Refused`, and after it the engine
     serves what it served before. A change of weights is whole when its call returns, and if it raises the
-    weights are those from before. The routes make one such call at a time; they reset the prefix cache and
-    record the version, the engine knows no versions. Generation and changes may overlap: requests in flight go
-    on under the new weights. Cancelling a call of ``generate`` or closing ``stream`` aborts the request.
+    weights are those from before, or with :class:`StaleWeights` the engine serves nothing. The routes make one
+    such call at a time; they reset the prefix cache and record the version, the engine knows no versions.
+    Generation and changes may overlap: requests in flight go on under the new weights. Cancelling a call of
+    ``generate`` or closing ``stream`` aborts the request.
     """
 
     @property

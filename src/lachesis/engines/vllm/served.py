@@ -14,6 +14,7 @@ from pydantic_core import to_json
 
 from lachesis.common.errors import EngineError, LachesisError, StaleWeights
 from lachesis.engines.base import PauseMode
+from lachesis.engines.receiver import end_this_process
 from lachesis.engines.serving.generation import POLICY, GenerateBody, GenerateChunk, GenerateResult
 from lachesis.engines.serving.served import (
     AdapterStatus,
@@ -237,6 +238,10 @@ class ServedVllm:
             raise Refused("no receiver was started", status=409, remedy="start one with /nccl/start_receiver")
         try:
             received = await self._receive()
+        except EngineError:
+            if self._engine.errored:  # as after an update that broke off while it was loaded: no session comes back
+                end_this_process()
+            raise
         finally:
             await self._update_receiver()
         lora = received["lora"]

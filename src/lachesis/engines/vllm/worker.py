@@ -7,6 +7,9 @@ steps of the engine, so that no step sees half of a change.
 from __future__ import annotations
 
 import json
+import logging
+import os
+import signal
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -31,6 +34,8 @@ from lachesis.engines.vllm.lora_slots import LoraSlots
 from lachesis.transport.digest import Share, digests, share_digests
 from lachesis.transport.float8 import FP8
 from lachesis.transport.shared_tensors import dtype_name, export_cuda
+
+logger = logging.getLogger(__name__)
 
 # Models that tie it to the embedding have no parameter of that name, and their checkpoints may.
 OUTPUT_HEAD = "lm_head.weight"
@@ -295,11 +300,16 @@ class WorkerWeights:
         if tensors is None or not load:
             return {"arrived": tensors is not None, "loaded": False}
         lora = self._receiver.spec.lora
-        with self._receiver.loading():
-            if lora is not None:
-                self._need_slots().load(tensors, lora)
-            else:
-                self._load_base(iter(tensors.items()))
+        try:
+            with self._receiver.loading():
+                if lora is not None:
+                    self._need_slots().load(dict(tensors), lora)
+                else:
+                    self._load_base(tensors)
+        except StaleWeights as error:
+            if self._receiver.spec.staging == "none":
+                _end(error)
+            raise
         return {"arrived": True, "loaded": True, "lora": None if lora is None else asdict(lora)}
 
     def stop_receiver(self) -> None:
@@ -354,6 +364,12 @@ class WorkerWeights:
         if self._slots is None:
             raise Refused("this server was started without LoRA", status=409, remedy="start it with --enable-lora")
         return self._slots
+
+
+def _end(error: StaleWeights) -> None:
+    """End this worker, and vLLM's engine with it, before another step: what it would compute is of no version."""
+    logger.error("this engine ends: %s", error.message)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def named_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -102,6 +105,40 @@ def test_sharing_that_cannot_be_is_refused_with_the_reason(device, size, reason)
     with pytest.raises(Refused, match=reason) as caught:
         weights(device, size).export()
     assert caught.value.status == 409 and caught.value.remedy
+
+
+class FakeReceiver:
+    """Gives one tensor, and is told how loading it went."""
+
+    def __init__(self, staging: str) -> None:
+        self.spec = SimpleNamespace(lora=None, staging=staging)
+        self.failed: Exception | None = None
+
+    def take(self, wait_s: float):
+        return iter([("w", torch.ones(3))])
+
+    @contextmanager
+    def loading(self):
+        try:
+            yield
+        except Exception as error:
+            self.failed = error
+            raise
+
+
+@pytest.mark.parametrize("staging", ["auto", "none"])
+def test_a_worker_whose_update_broke_off_while_it_was_loaded_computes_nothing_more(staging, monkeypatch):
+    def reload(weights_iterator) -> None:
+        raise RuntimeError("half of it")
+
+    killed: list[object] = []
+    monkeypatch.setattr("lachesis.engines.vllm.worker.os.kill", lambda *arguments: killed.append(arguments))
+    held, receiver = weights(), FakeReceiver(staging)
+    held._worker.reload_weights, held._receiver = reload, receiver  # type: ignore[assignment]
+    with pytest.raises(StaleWeights, match="half of it"):
+        held.receive(0.0, load=True)
+    assert isinstance(receiver.failed, StaleWeights), "the trainer has heard of it by then"
+    assert killed == ([] if staging == "auto" else [(os.getpid(), signal.SIGKILL)])
 
 
 class Packer:

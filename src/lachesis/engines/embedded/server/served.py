@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lachesis.common.errors import EngineError
+from lachesis.common.errors import EngineError, StaleWeights
 from lachesis.common.types import GenerationRequest, SamplingParams
 from lachesis.engines.base import PauseMode
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.embedded.server.batches import BatchRunner, Growing, GrowingText, Job
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
-from lachesis.engines.receiver import Receiver
+from lachesis.engines.receiver import Receiver, end_this_process
 from lachesis.engines.serving.generation import GenerateBody, GenerateChunk, GenerateResult, ServedCompletion
 from lachesis.engines.serving.served import (
     MEMORY_PARTS,
@@ -62,6 +62,7 @@ class ServedEmbedded(ServedEngine):
         info: what the server says about the model.
         session: of the server.
         max_num_seqs: completions generated at the same time.
+        end: ends the server whose weights are of two versions, so that another can take its place.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ServedEmbedded(ServedEngine):
         info: ModelInfo,
         session: Session,
         max_num_seqs: int,
+        end: Callable[[], None] = end_this_process,
     ) -> None:
         self._engine = engine
         self._weights = weights
@@ -82,6 +84,7 @@ class ServedEmbedded(ServedEngine):
         self._runner = BatchRunner(engine, max_sequences=max_num_seqs)
         self._receiver: Receiver | None = None
         self._away: frozenset[MemoryPart] = frozenset()
+        self._end = end
         self._threads = ThreadPoolExecutor(_CONTROL_THREADS, thread_name_prefix="embedded-control")
 
     @property
@@ -189,8 +192,15 @@ class ServedEmbedded(ServedEngine):
                 raise Refused("no receiver was started", status=409, remedy="start one with /nccl/start_receiver")
             tensors = receiver.take(None)
             assert tensors is not None  # it waits for them
-            with receiver.loading():
-                self._weights.apply(tensors, receiver.spec)
+            # What is loaded as it arrives holds generation up from the first tensor to the last.
+            with self._engine.exclusive() if receiver.spec.staging == "none" else nullcontext():
+                try:
+                    with receiver.loading():
+                        self._weights.apply(tensors, receiver.spec)
+                except StaleWeights:
+                    self._engine.close()  # no token is made of weights of two versions
+                    self._end()
+                    raise
 
         await self._in_thread(receive)
 

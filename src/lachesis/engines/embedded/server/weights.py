@@ -1,12 +1,13 @@
 """The weights of an embedded engine from a server's point of view: change, describe, digest and share them.
 
 Methods are synchronous and called from worker threads. A change happens between two tokens of what is being
-generated; whatever can fail is done before it, so that a change is whole or has not happened.
+generated; whatever can fail is done before it, so that a change is whole or has not happened. Only an update that is
+loaded as it arrives may break off in the midst, and the engine with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lachesis.common.errors import ModelError
+from lachesis.common.errors import LachesisError, ModelError, StaleWeights
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.embedded.loading import load_causal_lm
 from lachesis.engines.serving.adapter_files import (
@@ -161,13 +162,23 @@ class EmbeddedWeights:
         else:
             self._check_whole(shapes)
 
-    def apply(self, tensors: Mapping[str, Tensor], spec: ReceiverSpec) -> None:
-        """Make a received update the engine's weights; its spec was found receivable."""
+    def apply(self, tensors: Iterable[tuple[str, Tensor]], spec: ReceiverSpec) -> None:
+        """Make a received update the engine's weights; its spec was found receivable.
+
+        Raises:
+            StaleWeights: it broke off while it was loaded: the weights are a part of it and a part of those before.
+        """
         if spec.lora is not None:
-            weights = self._lora_slot().prepare(tensors, scaling=spec.lora.scaling)
+            weights = self._lora_slot().prepare(dict(tensors), scaling=spec.lora.scaling)
             self._set_adapter(weights, AdapterStatus(spec.lora.name, spec.lora.r, spec.lora.alpha))
-        else:
+            return
+        try:
             self._copy(tensors)
+        except LachesisError as error:
+            raise StaleWeights(
+                f"an update broke off while it was loaded, and the weights are of two versions: {error.message}",
+                remedy="restart the server",
+            ) from error
 
     def reload(self, path: Path) -> None:
         """Load a checkpoint of the same architecture. Raises Refused (400, 422) where it is none."""
@@ -179,7 +190,7 @@ class EmbeddedWeights:
         except ModelError as error:
             raise Refused(error.message, remedy=error.remedy) from error
         self._check_whole({name: tuple(tensor.shape) for name, tensor in fresh.items()})
-        self._copy(fresh)
+        self._copy(fresh.items())
 
     def state_dict_info(self) -> dict[str, TensorInfo]:
         """Every parameter, tied ones once."""
@@ -244,11 +255,11 @@ class EmbeddedWeights:
             self.adapter = status
 
     @torch.no_grad()
-    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+    def _copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """New base weights; an adapter that was trained on the old ones goes."""
         own = self._named()
         with self._changing():
-            for name, tensor in tensors.items():
+            for name, tensor in tensors:
                 own[name].copy_(tensor)
             if self._slot is not None:
                 self._slot.weights = None

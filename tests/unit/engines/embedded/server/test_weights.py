@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lachesis.common.errors import ConfigError, ModelError
+from lachesis.common.errors import ConfigError, EngineError, ModelError, StaleWeights
 from lachesis.engines.embedded.engine import EmbeddedEngine
 from lachesis.engines.embedded.server.app import serve_embedded
 from lachesis.engines.embedded.server.weights import EmbeddedWeights
@@ -89,7 +89,7 @@ def test_new_weights_drop_the_adapter_and_are_copied_in_place(tmp_path):
     weights.load_adapter(name="a", path=tmp_path)
     before = model.model.norm.weight.data_ptr()
     weights.check_receivable(full_spec(other))
-    weights.apply({name: p.detach() for name, p in other.named_parameters()}, full_spec(other))
+    weights.apply([(name, p.detach()) for name, p in other.named_parameters()], full_spec(other))
     assert weights.adapter is None and model.model.norm.weight.data_ptr() == before
     torch.testing.assert_close(torch.tensor(engine.canary(CANARY).logprobs), read(other), rtol=0, atol=1e-5)
 
@@ -120,6 +120,19 @@ def test_an_update_that_does_not_fit_is_refused_before_it_comes(changes, message
     assert caught.value.status == 422
 
 
+def test_an_update_that_breaks_off_while_it_is_loaded_leaves_two_versions():
+    _, weights = make(tiny_model("qwen2"))
+    other = tiny_model("qwen2")
+
+    def half():
+        yield from list(other.named_parameters())[:3]
+        raise EngineError("the trainer has gone")
+
+    with pytest.raises(StaleWeights, match="of two versions: the trainer has gone") as caught:
+        weights.apply(half(), full_spec(other))
+    assert caught.value.remedy == "restart the server"
+
+
 def test_lora_over_a_channel_needs_both_matrices_of_the_rank():
     _, weights = make(tiny_model("qwen2"))
     names = [f"model.layers.0.self_attn.q_proj.lora_{part}.weight" for part in "AB"]
@@ -145,7 +158,7 @@ def test_a_server_without_lora_takes_no_adapter(tmp_path):
     with pytest.raises(Refused, match="without LoRA") as caught:
         weights.load_adapter(name="a", path=tmp_path)
     assert caught.value.status == 409 and "--enable-lora" in caught.value.remedy
-    weights.apply({n: p.detach() for n, p in model.named_parameters()}, full_spec(model))
+    weights.apply([(n, p.detach()) for n, p in model.named_parameters()], full_spec(model))
 
 
 @pytest.mark.parametrize("part", [DigestSlice("nothing"), DigestSlice("model.norm.weight", 30, 3)])
