@@ -34,6 +34,7 @@ RUN_HERE = {
                            "| **longer than the engine alone** |"),
     "time_to_reward": (["--only", "Lachesis", "--seeds", "0", "--work", WORK], "| Lachesis | 0 |"),
     "transfer": (["--repeats", "1", "--only", "default", "aside"], "| a window of 2: the default |"),
+    "turns": ([], "| 2 |"),
     "train_step": (["--no-trl", "--repeats", "1", "--only", "float32 residual"], "lachesis LoRA, float32 residual"),
 }  # fmt: skip
 # Those whose servers are vLLM's, and one that test_kills.py has a small version of.

@@ -103,6 +103,9 @@ NO_CLAIM = (
 
 # A part of the sentence with its figures, and what the results say of them.
 MEASURED = {
+    "a turn took 7.2 ms": ["| 2 | 7.22 |"],
+    "12.4 ms with four": ["| 4 | 12.41 |"],
+    "12.4 ms, and 1.4 to 3.0 ms": ["| 12.44 | 5.5 |", "1.4 to 3.0 ms a decision"],
     "a step of a 1.5B model went from 6.6 s to 3.5 s": ["| a step | 3.275, **1.881** | 6.584, **3.505** |"],
     "0.58 s": ["0.584 ± 0.007"],
     "TRL 1.16 takes 1.55 s": ["1.550 ± 0.004"],
