@@ -154,8 +154,8 @@ which goes on where a node is lost, unless it is the first.
 image needs `ray[default]`): a pod for each node, which KubeRay replaces, and a head that places.
 
 A test trains with two ranks and two engines on three simulated nodes of one machine, of which one is lost; the groups
-trained are those of an undisturbed run. It has run on no real cluster, and on no GPU. slurm's file is run by a test
-with a program in the place of `ray`; tests hold the RayJob against the fields of KubeRay 1.7's schema,
+trained, and the rewards, are those of an undisturbed run. It has run on no real cluster, and on no GPU. slurm's file
+is run by a test with a program in the place of `ray`; tests hold the RayJob against the fields of KubeRay 1.7's schema,
 and what it has of Kubernetes' own API against that.
 
 ## Loading and saving
