@@ -106,7 +106,7 @@ def make_model(directory: Path, *, tiny: bool) -> None:
     tiny_tokenizer().save_pretrained(directory)
 
 
-def configuration(name: str, model: Path, *, devices: str | None) -> LachesisConfig:
+def configuration(name: str, model: Path, *, devices: str | None, eager: bool) -> LachesisConfig:
     bridge, adapter = BRIDGES[name]
     tree = {
         "run": {"steps": 1, "name": "bridges", "dir": str(model.parent / "runs")},
@@ -116,7 +116,7 @@ def configuration(name: str, model: Path, *, devices: str | None) -> LachesisCon
         "rewards": {"functions": ["a.b"]},
         "engine": {
             "kind": "vllm", "port": PORT, "max_model_len": 1024, "devices": devices,
-            "gpu_memory_utilization": 0.4 if devices is None else 0.85,
+            "gpu_memory_utilization": 0.4 if devices is None else 0.85, "enforce_eager": eager,
             "extra_args": ["--max-num-seqs", "256", *(CPU_FLAGS if not torch.cuda.is_available() else [])],
             **ENGINE_OPTIONS.get(name, {}),
         },
@@ -213,7 +213,9 @@ def memory_gb() -> float | None:
 
 
 def measure_bridge(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    config = configuration(name, arguments.model_dir, devices="1" if arguments.two_gpus else None)
+    config = configuration(
+        name, arguments.model_dir, devices="1" if arguments.two_gpus else None, eager=arguments.eager
+    )
     place = RunPlace(
         directory=Path(config.run.dir) / "bridges", engine_log=arguments.logs / f"{slug(name)}.log", owner="benchmark"
     )
@@ -361,6 +363,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--two-gpus", action="store_true", help="engine on GPU 1, trainer on GPU 0")
+    parser.add_argument(
+        "--eager", action="store_true", help="vLLM without CUDA graphs, which starts sooner: for transfers"
+    )
     parser.add_argument("--only", nargs="*", default=None, help="parts by name; all if left out")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--model-dir", type=Path, default=Path(tempfile.gettempdir()) / "lachesis-bridges" / "model")
@@ -392,7 +397,7 @@ def run_part(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     out.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--part", name, "--out", str(out), "--model-dir", str(arguments.model_dir)]
     command += ["--logs", str(arguments.logs), "--repeats", str(arguments.repeats)]
-    command += ["--tiny"] * arguments.tiny + ["--two-gpus"] * arguments.two_gpus
+    command += ["--tiny"] * arguments.tiny + ["--two-gpus"] * arguments.two_gpus + ["--eager"] * arguments.eager
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0 and out.exists():
         result = json.loads(out.read_text())

@@ -68,7 +68,7 @@ def configuration(options: argparse.Namespace) -> LachesisConfig:
             "max_model_len": PROMPT_TOKENS + options.tokens,
             "data_parallel_size": 2,
             "devices": options.devices,
-            "enforce_eager": not gpu,
+            "enforce_eager": options.eager or not gpu,
             "extra_args": flags,
         },
         "bridge": {"kind": options.bridge},
@@ -121,7 +121,8 @@ def kill_all_of(pid: int) -> None:
 def pid_of(port: int) -> int:
     """The server that listens there."""
     for connection in psutil.net_connections(kind="tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid is not None:
+        listens = connection.status == psutil.CONN_LISTEN and connection.laddr[1:] == (port,)
+        if listens and connection.pid is not None:
             return connection.pid
     raise SystemExit(f"no server on port {port}")
 
@@ -198,6 +199,7 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="a small model and few tokens; also on a CPU")
+    parser.add_argument("--eager", action="store_true", help="vLLM without CUDA graphs, which starts sooner")
     parser.add_argument("--devices", default=None, help="a GPU for each of the two servers, as in 1,1")
     parser.add_argument("--bridge", default="broadcast")
     parser.add_argument("--tokens", type=int, default=None, help="of a completion")

@@ -239,7 +239,7 @@ class Bench:
 def write_model(directory: Path, *, size: str, dtype: torch.dtype, mean: int | None = None) -> None:
     """Random weights, and a tokenizer with a word for each token. ``mean`` tokens come before the end token, or all."""
     # Tied, the row that favours the end token would change what it means as an input.
-    untied = {"tie_word_embeddings": False} if mean is not None else {}
+    untied: dict[str, Any] = {"tie_word_embeddings": False} if mean is not None else {}
     config = Qwen2Config(
         **SIZES[size] | untied, max_position_embeddings=2048, pad_token_id=PAD, bos_token_id=None, eos_token_id=EOS,
     )  # fmt: skip

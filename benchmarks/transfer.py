@@ -155,10 +155,10 @@ class EngineSide:
         for proof in self.updates():
             while receiver.status.state == "connecting":
                 time.sleep(0.01)
-            tensors = receiver.take(LIMIT_S)
-            assert tensors is not None
+            arriving = receiver.take(LIMIT_S)
+            assert arriving is not None
             with receiver.loading():
-                pass
+                tensors = dict(arriving)
             self.answer(tensors, proof=proof)
         receiver.close()
 

@@ -185,7 +185,8 @@ transfer between them measured ([results](../benchmarks/RESULTS.md)); on one, a 
 an adapter, beside vLLM ([measured](../benchmarks/RESULTS.md#a-mixture-of-experts-of-30-billion-parameters)). More ranks
 have run with small models on a CPU
 over gloo, dense and a mixture of experts: the tests hold two replicas of two shards, contexts of two and of four ranks,
-two replicas of contexts of two, and tensor groups of two, sharded and not, against one process, and `make layouts` up
+two replicas of contexts of two, and tensor groups of two, sharded and not, against one process (metrics, gradients and
+weights to 1e-9 in float64), and `make layouts` up
 to eight ranks (replicate 2 x shard 2 x context 2, or x tensor 2; shard 2 x context 2 x tensor 2), and what a layer
 keeps on each rank of a context, a tensor or an expert group against what `plan` counts. So have experts been shared out
 by two ranks, and in `make layouts` by up to eight, also beside all of these. On GPUs neither replicas of shards nor

@@ -49,7 +49,7 @@ def write(directory: Path, *, engine: str, bridge: str, sizes: dict[str, Any], *
         directory,
         engine={"kind": "vllm", "port": free_port(), "max_model_len": 64, "enable_sleep_mode": True}
         | ENGINES[engine]
-        | {"gpu_memory_utilization": 0.3},
+        | {"gpu_memory_utilization": 0.3, "enforce_eager": sizes is SMALL},
         bridge={"kind": bridge},
         model={"device": "cuda", "dtype": DTYPES[bridge], "compile": "off"},
         **lora,

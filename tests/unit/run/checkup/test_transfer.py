@@ -42,7 +42,7 @@ def test_the_trial_is_of_the_runs_bridge_device_and_kind_of_adapter(tmp_path: Pa
     assert (engine["kind"], words) == ("embedded_server", "an embedded server in the place of engine.urls")
     assert tried.adapter.kind == "lora" and tried.model.path == str(tmp_path / "model") and tried.model.device == "cpu"
     bridge = {"kind": "lora_nccl", "every_steps": 1, "share_base": True, "proof": True, "init_method": None}
-    assert tried.bridge.model_dump() == bridge | {"transport": "auto"}
+    assert tried.bridge.model_dump() == bridge | {"transport": "auto", "staging": "auto"}
 
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")

@@ -109,7 +109,8 @@ def test_with_the_rest_as_one_outcome_it_grows_with_k_to_the_whole(beta: float):
         for k in (1, 5, 20, 30)
     ]
     for fewer, more in zip(found, [*found[1:], divergence(student, teacher, beta=beta)], strict=True):
-        assert (fewer <= more + 1e-12).all()
+        # Of 30 tokens in 32 the rest is a difference of nearly equal numbers, rounded otherwise by each processor.
+        assert (fewer <= more + 1e-9).all()
     torch.testing.assert_close(found[-1], divergence(student, teacher, beta=beta), rtol=0, atol=1e-9)
 
 
