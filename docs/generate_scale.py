@@ -174,7 +174,8 @@ and what it has of Kubernetes' own API against that.
   written at a time: where the next is due before, training waits. The end of the run waits for the last. A kill in the
   midst of it leaves the checkpoint before. Batches of a rollout API are acknowledged, and kept rollouts let go, once it
   is written. The copy takes pinned memory, in powers of two a tensor: up to twice the bytes, and they stay with the
-  process.
+  process. The first checkpoint has to take that memory of the machine, which can be many times as long as the copy
+  ([measured](../benchmarks/RESULTS.md#what-a-checkpoint-of-8b-copies)).
 - **The final model** of ranks that shard is written as it is gathered, in files of at most 512 MiB with their index, as
   transformers names them.
 
@@ -211,14 +212,22 @@ checkpoint. "Held up" is with
 def constants() -> Iterator[str]:
     """Rows of the constants."""
     rows = (
-        ("a rank sending within a node", cost.SEND_WITHIN_NODE, "measured: 8B between two H200s, a bucket at a time"),
+        (
+            "a rank sending within a node",
+            cost.SEND_WITHIN_NODE,
+            "measured: 8B between two H100s over NVLink, a window of four buckets",
+        ),
         ("a rank sending between nodes", cost.SEND_BETWEEN_NODES, "calculated: 400 Gbit/s, used as NVLink was"),
         ("taking in within a node", cost.TAKE_WITHIN_NODE, "assumed: two thirds of NVLink's one way"),
         ("gathering within a node", cost.GATHER_WITHIN_NODE, "assumed"),
         ("gathering between nodes", cost.GATHER_BETWEEN_NODES, "assumed"),
         ("writing a checkpoint, a node", cost.WRITE_BYTES_S, "assumed: as much as a local NVMe disk takes"),
         ("reading a model, a node", cost.READ_BYTES_S, "assumed: the same"),
-        ("copying a checkpoint, a GPU", cost.COPY_BYTES_S, "assumed: to pinned memory, half of PCIe 5.0"),
+        (
+            "copying a checkpoint, a GPU",
+            cost.COPY_BYTES_S,
+            "measured: 57 GB each of two H100s, to pinned memory that is there",
+        ),
     )
     for name, rate, source in rows:
         yield f"| {name} | {rate / cost.GB:g} GB/s | {source} |"

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from tests.contracts.servers import python_path
 from tests.contracts.vllm_server import entry_point
 from tests.e2e.runs import metrics, state, torchrun, write_run
 from tests.e2e.test_engines import rise
@@ -56,6 +57,7 @@ def write(directory: Path, *, engine: str, bridge: str, sizes: dict[str, Any], *
         **sections,
     )
     before = Qwen2Config.from_pretrained(directory / "model").to_dict()
+    del before["layer_types"]  # of so many layers as there were
     Qwen2ForCausalLM(Qwen2Config(**before | sizes)).save_pretrained(directory / "model")
     return config
 
@@ -63,7 +65,7 @@ def write(directory: Path, *, engine: str, bridge: str, sizes: dict[str, Any], *
 def train(config: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, float]]:
     """The metrics of each step of a run by two ranks."""
     directory = config.parent
-    monkeypatch.setenv("PYTHONPATH", str(entry_point(directory / "plugin")))
+    monkeypatch.setenv("PYTHONPATH", python_path(entry_point(directory / "plugin")))
     monkeypatch.setenv("LACHESIS_SESSION_DIR", str(directory / "sessions"))
     done = torchrun(2, "lachesis", "train", config, forked=False)
     assert done.code == 0, f"{done.err}\n{engine_log(directory)}"

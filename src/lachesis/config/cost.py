@@ -23,19 +23,20 @@ from lachesis.config.model_shape import FoundShape, unknown_shape
 from lachesis.config.plan import plan
 from lachesis.config.schema import OWN_GPU_UTILIZATION, BroadcastBridgeConfig, LachesisConfig
 
-# From one GPU to another of its host over NCCL, all of 8B in 0.332 s: benchmarks/RESULTS.md, "broadcast, two GPUs".
-SEND_WITHIN_NODE = 48e9
-# The same over one network card of 400 Gbit/s, in the proportion in which NVLink was used. Calculated. Since both were
-# taken down a window of buckets is under way in place of one; how fast that is has not been measured.
-SEND_BETWEEN_NODES = 22e9
+# From one GPU to another of its host over NCCL, all of 8B in 0.058 s: benchmarks/RESULTS.md, "A weight channel between
+# two GPUs". Loading what has arrived into the engine's layers is not in it.
+SEND_WITHIN_NODE = 275e9
+# The same over one network card of 400 Gbit/s, in the proportion in which NVLink was used, 0.61. Calculated.
+SEND_BETWEEN_NODES = 30e9
 # What an engine's GPU takes in within its node, however many send. Assumed: two thirds of NVLink's one way.
 TAKE_WITHIN_NODE = 300e9
 # What a rank receives while tensors are gathered one after the other, over NVLink and over the network. Assumed.
 GATHER_WITHIN_NODE, GATHER_BETWEEN_NODES = 150e9, 40e9
 # A node that writes a checkpoint with its checksums, or reads a model. Assumed: as much as a local NVMe disk takes.
 WRITE_BYTES_S, READ_BYTES_S = 1.5e9, 3e9
-# A GPU's memory to pinned memory of its host. Assumed: half of PCIe 5.0.
-COPY_BYTES_S = 25e9
+# A GPU's memory to pinned memory of its host, where that is there: benchmarks/RESULTS.md, "What a checkpoint of 8B
+# copies".
+COPY_BYTES_S = 43e9
 # Engines are split over at most the GPUs of a node.
 _TENSOR_PARALLEL = (1, 2, 4, 8)
 # An engine is to have this share of its memory for its cache.
