@@ -42,6 +42,11 @@ class Metric:
     explanation: str
     healthy: tuple[float | None, float | None] | None = None
 
+    def is_usual(self, value: float) -> bool:
+        """Whether a value lies in the healthy range, if there is one."""
+        low, high = self.healthy or (None, None)
+        return (low is None or value >= low) and (high is None or value <= high)
+
 
 METRICS: Mapping[str, Metric] = {
     metric.name: metric

@@ -129,7 +129,12 @@ def _beginning_with(prefix: str, *logs: MetricsLog) -> tuple[str, ...]:
 
 def _chart(plan: ChartPlan, log: MetricsLog) -> dict[str, Any]:
     series = [series for name in plan.names if (series := series_of(name, plan.band, log)) is not None]
-    return {**chart_of(plan), "series": series}
+    chart = {**chart_of(plan), "series": series}
+    # The range is the first line's. Another that has none and leaves it would look ill, and is not.
+    measure, others = describe(plan.names[0]), [one for one in series if describe(one["name"]).healthy is None]
+    if any(y is not None and not measure.is_usual(y) for one in others for y in one["y"]):
+        chart["healthy"] = None
+    return chart
 
 
 def chart_of(plan: ChartPlan) -> dict[str, Any]:

@@ -187,9 +187,7 @@ def unusual(steps: Sequence[StepLine]) -> Unusual:
 
 
 def _is_off(value: float | None, metric: Metric) -> bool:
-    if value is None:
-        return False
-    return not math.isfinite(value) or (metric.healthy is not None and not _inside(value, metric.healthy))
+    return value is not None and not (math.isfinite(value) and metric.is_usual(value))
 
 
 def _unusual_now(metric: Metric, value: float) -> str:
@@ -214,11 +212,6 @@ def _distance(value: float, healthy: tuple[float | None, float | None] | None) -
     if not math.isfinite(value):
         return math.inf
     return max(0.0 if low is None else low - value, 0.0 if high is None else value - high)
-
-
-def _inside(value: float, healthy: tuple[float | None, float | None]) -> bool:
-    low, high = healthy
-    return (low is None or value >= low) and (high is None or value <= high)
 
 
 def _range(healthy: tuple[float | None, float | None]) -> str:

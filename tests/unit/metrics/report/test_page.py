@@ -215,6 +215,17 @@ def test_no_chart_shows_a_point_outside_of_a_healthy_range_beside_nothing_to_rep
     assert "Nothing to report" not in said and describe(name).title.lower() in said
 
 
+@pytest.mark.parametrize(("reference", "range_shown"), [(0.01, True), (5.0, False)])
+def test_the_range_of_a_chart_is_not_held_against_a_line_that_has_none(
+    tmp_path: Path, reference: float, range_shown: bool
+):
+    """How far a policy is from its start by now says nothing of health; how far it went in a step does."""
+    said = health_of(tmp_path / "run", *[{"mean_kl": 0.01, "kl_reference": reference, "grad_norm": 0.5}] * 3)
+    chart = next(one for one in data_of(tmp_path / "run" / "report.html")["charts"] if one["id"] == "mean_kl")
+    assert [one["name"] for one in chart["series"]] == ["mean_kl", "kl_reference"]
+    assert (chart["healthy"] is not None) is range_shown and "Nothing to report" in said
+
+
 def test_timing_parts_add_up_to_the_step() -> None:
     values = {"step_time": 1.0, "generation_time": 0.3, "reward_time": 0.1, "train_time": 0.4, "sync_time": 0.05}
     lines = [StepLine(step=step, time=0.0, values=values) for step in range(1, 1001)]
