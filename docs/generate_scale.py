@@ -174,8 +174,8 @@ and what it has of Kubernetes' own API against that.
   written at a time: where the next is due before, training waits. The end of the run waits for the last. A kill in the
   midst of it leaves the checkpoint before. Batches of a rollout API are acknowledged, and kept rollouts let go, once it
   is written. The copy takes pinned memory, in powers of two a tensor: up to twice the bytes, and they stay with the
-  process. The first checkpoint has to take that memory of the machine, which can be many times as long as the copy
-  ([measured](../benchmarks/RESULTS.md#what-a-checkpoint-of-8b-copies)).
+  process. Taking that memory of the machine can be many times as long as the copy
+  ([measured](../benchmarks/RESULTS.md#what-a-checkpoint-of-8b-copies)), so a thread begins it after the first step.
 - **The final model** of ranks that shard is written as it is gathered, in files of at most 512 MiB with their index, as
   transformers names them.
 

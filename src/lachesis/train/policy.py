@@ -23,6 +23,7 @@ from lachesis.train.batch import Batch, MicroBatch, idle_micro_batch, pack, plai
 from lachesis.train.canary import CanaryReader
 from lachesis.train.checkpoint import save_model
 from lachesis.train.distributed.strategy import Strategy
+from lachesis.train.host_memory import HostMemory
 from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.custom import CustomLoss
 from lachesis.train.losses.loss import PolicyLoss, high_entropy_threshold, policy_loss
@@ -143,6 +144,7 @@ class Policy(PolicyState, SendsWeights):
         self._canary = CanaryReader(self.transformer, plan=self.plan, device=self.device, capture=not strategy.together)
         self._old = OldLogprobStore()
         self._saving = None
+        self._host_memory = HostMemory()
         # Whoever else computes with these modules, as an engine that generates ahead does from a thread of its own,
         # waits meanwhile: training mode, float8 and an adapter that is switched off are states of the modules.
         self.alone: Callable[[], AbstractContextManager[object]] = nullcontext

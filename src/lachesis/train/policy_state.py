@@ -20,6 +20,7 @@ from lachesis.train.distributed.sharded_checkpoint import (
     whole_bytes,
 )
 from lachesis.train.distributed.strategy import Strategy
+from lachesis.train.host_memory import HostMemory
 from lachesis.train.iterations import OldLogprobStore
 from lachesis.train.losses.reference import Reference, load_reference, require_same_reference
 from lachesis.train.optim.optimizer import PolicyOptimizer
@@ -39,6 +40,7 @@ class PolicyState:
     reference: Reference | None
     _old: OldLogprobStore
     _saving: PartsSave | None
+    _host_memory: HostMemory
 
     def whole(self, parameters: Sequence[Tensor]) -> Iterator[Tensor]:
         """All of each of these parameters of the model, also where they are sharded over ranks; not to be written to.
@@ -91,6 +93,10 @@ class PolicyState:
         reference = {} if self.reference is None else self.reference.state_dict()
         return dict(zip(reference, self.strategy.gather([*reference.values()]), strict=True))
 
+    def reserve_copies(self) -> None:
+        """Begin to take the host memory that :meth:`begin_parts` needs for copies, beside what comes next."""
+        self._host_memory.reserve(self._parts()[1].values())
+
     def begin_parts(self, directory: str, copied: bool) -> dict[str, Any]:
         """Begin to write this rank's part of a sharded policy: weights, optimizer and reference.
 
@@ -102,6 +108,8 @@ class PolicyState:
         Returns:
             The states of optimizer and reference with names in the places of tensors.
         """
+        if copied:
+            self._host_memory.wait()
         state, tensors = self._parts()
         self._saving = PartsSave(tensors, Path(directory), copied=copied)
         return state

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lachesis.common.deadline import Deadline, Retry, wait_until
 from lachesis.common.errors import CheckpointError, ConfigError, LachesisError
 from lachesis.metrics.values import Mean, MetricValue
 from lachesis.train.checkpoint import Checkpoint, CheckpointManager, capture_rng, restore_rng
 from lachesis.train.distributed.sharded_checkpoint import host_copy
+from lachesis.train.host_memory import HostMemory
 
 if TYPE_CHECKING:
     from lachesis.pipeline.feed import Feed
@@ -168,6 +169,7 @@ class RunCheckpoints:
         self._in_parts = policy.strategy.sharded and not whole
         self._writing: Save | None = None
         self._write_time: float | None = None
+        self._host_memory, self._reserved = HostMemory(), False
 
     def require_shared_disk(self) -> None:
         """Raises ConfigError where ranks are to write into one directory, and do not have one."""
@@ -191,11 +193,25 @@ class RunCheckpoints:
             CheckpointError: it could not be written, or the one before could not; the last one is untouched.
         """
         due = self._every_steps > 0 and step % self._every_steps == 0
-        self._save(step, wanted=self._asked() or stopping or due, waits=stopping)
+        wanted = self._asked() or stopping or due
+        if self._asynchronous and not wanted:
+            self._reserve()
+        self._save(step, wanted=wanted, waits=stopping)
 
     def save_if_asked(self, step: int) -> None:
         """Save step N if somebody has asked for it since the last one. Raises as :meth:`maybe_save`."""
         self._save(step, wanted=self._asked())
+
+    def _reserve(self) -> None:
+        """Memory for the first copy is taken beside the steps that come before it, once there is all of the state."""
+        if self._reserved:
+            return
+        self._reserved = True
+        if self._in_parts:
+            self._policy.reserve_copies()
+        else:
+            held = (self._policy.weights(), self._policy.optimizer_state(), self._policy.reference_state())
+            self._host_memory.reserve(leaf for leaf in tree_leaves(held) if isinstance(leaf, Tensor))
 
     def _save(self, step: int, *, wanted: bool, waits: bool = False) -> None:
         if wanted or (self._writing is not None and self._writing.written()):
@@ -246,6 +262,7 @@ class RunCheckpoints:
         state["optimizer"] = self._policy.optimizer_state()
         content: dict[str, Any] = {"tensors": self._policy.weights(), "state": state}
         if self._asynchronous:
+            self._host_memory.wait()
             content, meta = _copied(content), copy.deepcopy(meta)
         return WholeSave(lambda: self._manager.save(step, **content, meta=meta), ahead=self._asynchronous)
 

@@ -15,6 +15,7 @@ import torch
 from lachesis.common.errors import CheckpointError, ConfigError
 from lachesis.train.batch import pack
 from lachesis.train.checkpoint import CheckpointManager
+from lachesis.train.host_memory import HostMemory
 from lachesis.train.policy import Policy
 from lachesis.train.resume import RunCheckpoints
 from tests.losses import loss_options
@@ -243,6 +244,24 @@ class TestAsynchronous:
         assert place.place == 40
         assert train(resumed, steps=3, seed=50) == expected
         assert torch.equal(weights(resumed), weights(straight))
+
+    def test_memory_for_copies_is_taken_once_after_a_first_step_that_saves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        """Of weights and optimizer: a model's alone would be a seventh of what a checkpoint copies."""
+        policy = make_policy(options=loss_options())
+        sizes: list[int] = []
+        monkeypatch.setattr(
+            HostMemory, "reserve", lambda memory, tensors: sizes.append(sum(tensor.numel() for tensor in tensors))
+        )
+        _, saving = slow(tmp_path, policy, PlaceInData())
+        train(policy, steps=1)
+        for step in (1, 3):
+            saving.maybe_save(step)
+        trained = sum(tensor.numel() for tensor in policy.weights().values())
+        assert len(sizes) == 1 and sizes[0] >= 3 * trained
+        checkpoints(tmp_path, policy).maybe_save(1)
+        assert len(sizes) == 1, "who waits until all is written copies nothing"
 
     def test_one_is_written_at_a_time_and_that_of_the_end_is_waited_for(self, tmp_path: Path):
         manager, saving = slow(tmp_path, make_policy(options=loss_options()), PlaceInData())

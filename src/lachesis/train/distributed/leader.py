@@ -349,6 +349,10 @@ class LeadingPolicy(Policy):
         with self._leader.turn("reference_state", what="gathering the reference"):
             return super().reference_state()
 
+    def reserve_copies(self) -> None:
+        with self._leader.turn("reserve_copies", what="taking memory for checkpoints"):
+            super().reserve_copies()
+
     def begin_parts(self, directory: str, copied: bool) -> dict[str, Any]:
         with self._leader.turn("begin_parts", directory, copied, what="beginning a checkpoint"):
             return super().begin_parts(directory, copied)
