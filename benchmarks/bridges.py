@@ -106,7 +106,7 @@ def make_model(directory: Path, *, tiny: bool) -> None:
     tiny_tokenizer().save_pretrained(directory)
 
 
-def configuration(name: str, model: Path, *, devices: str | None, eager: bool) -> LachesisConfig:
+def configuration(name: str, model: Path, *, devices: str | None, eager: bool = False) -> LachesisConfig:
     bridge, adapter = BRIDGES[name]
     tree = {
         "run": {"steps": 1, "name": "bridges", "dir": str(model.parent / "runs")},
