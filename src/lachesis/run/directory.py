@@ -234,9 +234,14 @@ def _refuse_running(run: RunDirectory) -> None:
 
 
 def _is_alive(pid: int, began: float | None) -> bool:
-    """Whether the process that began a run is there: a pid may belong to another program by now, begun later."""
+    """Whether the process that began a run is there: a pid may belong to another program by now, begun later.
+
+    One that was killed has ended, also where nobody collects it, as in a container whose first process does not.
+    """
     try:
         process = psutil.Process(pid)
+        if process.status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return False
         if began is None:
             return "lachesis" in " ".join(process.cmdline())
         return process.create_time() <= began + CLOCK_SLACK_S

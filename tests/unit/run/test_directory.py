@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -238,6 +239,20 @@ class TestWhoWorksThere:
         process.wait()
         held_run(path, status="running", pid=process.pid)
         claim(path, resume=True)
+
+    def test_a_killed_one_that_nobody_has_collected_is_no_hindrance(self, path: Path):
+        """Where the first process of a container collects none, it stays in the table for good."""
+        process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        try:
+            held_run(path, status="running", pid=process.pid, began=time.time())
+            with pytest.raises(ConfigError, match="is training in"):
+                claim(path, resume=True)
+            process.kill()
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and stays uncollected
+            claim(path, resume=True)
+        finally:
+            process.kill()
+            process.communicate()
 
     @pytest.mark.parametrize("pid", [None, "12", [1]])
     def test_a_state_without_an_id_is_no_hindrance(self, path: Path, pid: object):
